@@ -30,6 +30,7 @@ from pathlib import Path
 
 import demo
 
+from rlx.config.limits import cores
 from rlx.config.load import compose, to_yaml
 from rlx.config.schema import Config
 from rlx.heartbeat import Heartbeat
@@ -208,7 +209,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=("trainer", "engine", "curve"), required=True)
     parser.add_argument("--model", type=Path, help="model folder of SmolLM2-135M-Instruct")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=int, default=cores())
     parser.add_argument("--steps", type=int, default=4, help="steps, rounds of requests, or most steps of a curve")
     parser.add_argument("--row", type=int, default=1024, help="trainer: tokens of a packed row")
     parser.add_argument("--equal", type=float, default=0.5, help="trainer: share of the groups whose rewards are equal")

@@ -376,3 +376,23 @@ def test_a_node_is_examined_by_a_job(tmp_path, monkeypatch, capsys):
     assert [name for name, _ in CHECKS if f" {name} " not in shown] == []
     assert code == (1 if "FAILED" in shown else 0)
     assert "run is elsewhere" not in shown, "on the node, memory and processors count"
+
+
+@pytest.mark.parametrize(
+    ("have", "arguments", "state", "words"),
+    [
+        (2, ["experiment=sums_smollm2", "hardware.cpu_threads=2"], "ok", ""),  # as the preset: each role has all of them
+        (2, [], "ok", ""),
+        (2, ["hardware.cpu_threads=4"], "warning", "hardware.cpu_threads=2: more threads than processors wait for each other"),
+        (
+            2,
+            ["hardware.trainer_processes=4"],
+            "warning",
+            "more processors (slurm.cpus_per_node, the container's limit), or fewer processes",
+        ),
+    ],
+)
+def test_processors_are_too_few_for_more_threads_or_more_processes_than_there_are(have, arguments, state, words, tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor.limits, "cores", lambda: have)
+    found = doctor.cores(Examined(cfg=config("hardware=cpu", *arguments), run_dir=tmp_path))
+    assert (found.state, words in found.remedy) == (state, True), found

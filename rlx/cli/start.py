@@ -77,7 +77,9 @@ def run(argv: list[str], command: Command) -> int:
             print(f"\nnot written: {error}")
         print("\ndry run: nothing was started")
         return 0
-    for note in [*composed.notes, *(f"environment {line}" for line in environments)]:
+    from rlx.plan.forecast import notes_of
+
+    for note in [*composed.notes, *notes_of(cfg), *(f"environment {line}" for line in environments)]:
         print(note, flush=True)
     if in_pods:
         return pods.start(cfg)

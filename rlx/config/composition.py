@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
@@ -35,6 +34,7 @@ from rlx.config.environment import Variable, read_variables
 from rlx.config.errors import ConfigError
 from rlx.config.gpus import choose_layout
 from rlx.config.inherited import Inherited
+from rlx.config.limits import cores
 from rlx.config.overrides import LATE, Groups, expand_env_keys, line_of, parse, read_request, read_variable, value_of
 from rlx.config.roots import ROOTS, TRAIN, Root, elsewhere, has_key, root_named
 from rlx.config.schema import MISSING
@@ -183,7 +183,7 @@ def make_loader(directories: list[str], layout: str | None = None) -> ConfigLoad
     Plugins.instance()
     setup_globals()
     OmegaConf.register_new_resolver("rlx.layout", lambda: layout or choose_layout()[0], replace=True)
-    OmegaConf.register_new_resolver("rlx.cores", lambda: len(os.sched_getaffinity(0)), replace=True)
+    OmegaConf.register_new_resolver("rlx.cores", cores, replace=True)
     return ConfigLoaderImpl(search_path(directories))
 
 

@@ -7,9 +7,9 @@ the files that a disk is measured with are deleted.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import locale
+import math
 import os
 import platform
 import resource
@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlx.config import limits
 from rlx.config.kv_cache import kv_cache_bytes
 from rlx.config.schema import CommandConfig, Config, PlayRoot
 from rlx.kernels.toolchain import missing_part
@@ -222,23 +223,8 @@ def host_memory() -> tuple[int, str]:
     """Bytes that the processes here may use, and whose limit that is."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     total = int(lines["MemTotal"].split()[0]) * 1024
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):
-            limit = int((_cgroup(name)).read_text())
-            if limit < total:
-                return limit, "for this container or job"
-    return total, "on this machine"
-
-
-def _cgroup(name: str) -> Path:
-    """A file of this process's control group; inside a container, or without a group of its own, of the root."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        controller, _, place = line.partition(":")[2].partition(":")
-        base = Path("/sys/fs/cgroup") / (name.split("/")[0] if controller else "")
-        file = base / place.lstrip("/") / name.rpartition("/")[2]
-        if controller in ("", name.split("/")[0]) and file.exists():
-            return file
-    return Path("/sys/fs/cgroup") / name
+    limit = limits.memory()
+    return (limit, "for this container or job") if limit is not None and limit < total else (total, "on this machine")
 
 
 def needed_memory(cfg: CommandConfig) -> float:
@@ -256,20 +242,19 @@ def needed_memory(cfg: CommandConfig) -> float:
 
 
 def cores(examined: Examined) -> Finding:
-    have = len(os.sched_getaffinity(0))
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = _cgroup("cpu.max").read_text().split()
-        have = min(have, max(1, int(quota) // int(period)))
-    cfg = examined.cfg
-    busy = (cfg.num_servers + cfg.trainer_ranks) / cfg.hardware.nodes
-    need = int(busy * cfg.hardware.cpu_threads + 0.999) + isinstance(cfg, PlayRoot)
+    """Each role may have as many threads as there are cores, because those of a role that waits do not spin. More are too many.
+
+    On the other hand each server and each trainer process needs a core: the ranks of one trainer compute at the same time.
+    """
+    have, cfg = limits.cores(), examined.cfg
+    busy, threads = math.ceil((cfg.num_servers + cfg.trainer_ranks) / cfg.hardware.nodes), cfg.hardware.cpu_threads
     if not examined.here:
         return _elsewhere("processors", f"{have}")
-    found = f"{have}; the roles of hardware={cfg.hardware.name} keep about {need} busy"
-    if have < need:
-        fewer = "hardware.cpu_threads=1, or " if cfg.hardware.cpu_threads > 1 else ""
-        return Finding(name="processors", state=WARNING, found=found, remedy=f"{fewer}more processors (slurm.cpus_per_node): roles wait")
-    return Finding(name="processors", state=OK, found=found)
+    found = f"{have}; servers and trainer processes on a host: {busy}, hardware.cpu_threads={threads}"
+    remedies = [f"hardware.cpu_threads={have}: more threads than processors wait for each other"] if threads > have else []
+    if busy > have:
+        remedies.append("more processors (slurm.cpus_per_node, the container's limit), or fewer processes: they wait for each other")
+    return Finding(name="processors", state=WARNING if remedies else OK, found=found, remedy="; ".join(remedies))
 
 
 def _elsewhere(name: str, found: str) -> Finding:

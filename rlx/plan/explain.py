@@ -16,13 +16,10 @@ from rlx.config.rows import why
 from rlx.config.schema import CommandConfig, Config, EvaluatedRun, PlayRoot, SftRoot, TrainingRoot
 from rlx.config.schema_eval import EvalRoot
 from rlx.config.schema_synthesize import SynthesizeRoot
-from rlx.plan.memory import TrainerMemory, adapter_parameters, engine_memory, trained_parameters, trainer_memory
+from rlx.plan.forecast import time_on_cpu
+from rlx.plan.memory import TrainerMemory, engine_memory, trained_parameters, trainer_memory
 from rlx.rollout.filters import rules_of
 from rlx.types import ProcessSpec
-
-TRAINING, SAMPLING = 100e9, 25e9
-"""Floating-point operations per second of one CPU thread in float32, measured with SmolLM2-135M on a server's cores. Others differ by a
-factor of 3."""
 
 
 def explain(
@@ -155,7 +152,7 @@ def _batch(cfg: Config) -> list[str]:
             ),
             ["optimizer steps", f"{cfg.num_updates} per step{rest}; {steps:,} in the run of {cfg.max_steps:,} steps"],
             ["rollouts in the run", f"{rollouts * cfg.max_steps:,}"],
-            *([["time on CPU", _time_on_cpu(cfg, trained)]] if cfg.hardware.device == "cpu" else []),
+            *([["time on CPU", time_on_cpu(cfg)]] if cfg.hardware.device == "cpu" else []),
             ["staleness", stale],
             *([["evaluations", _evaluations(cfg)]] if cfg.eval.interval is not None else []),
             *([["rounding", _rounding(cfg)]] if cfg.model.dtype != "float32" else []),
@@ -199,27 +196,6 @@ def _ranks(cfg: TrainingRoot) -> str:
         return f"{ranks} rank{'s' * (ranks > 1)}"
     groups = f"{cfg.data_ranks} group{'s' * (cfg.data_ranks > 1)} of {together} ranks"
     return f"{groups}; a rank has {-(-cfg.micro_batch_tokens // together):,} tokens of it"
-
-
-def _time_on_cpu(cfg: Config, trained: int) -> str:
-    """What a step of full length costs, from the operations of the matrix products."""
-    weights, threads = cfg.model.num_parameters, cfg.hardware.cpu_threads
-    adapters = adapter_parameters(cfg)
-    forward, backward = 2 * (weights + adapters), 2 * weights + 4 * adapters if adapters else 4 * weights
-    recomputes = any(node.get("proximal") == "recompute" for node in cfg.objectives.values())
-    before = (cfg.num_updates > 1 and recomputes) + cfg.uses_reference  # forwards before the first optimizer step
-    operations = before * forward + cfg.trainer.num_iterations * (forward + backward)
-    parts = []
-    if not cfg.trained_elsewhere:
-        parts.append(f"{_duration(operations * trained / (TRAINING * cfg.trainer_ranks * threads))} to train")
-    if cfg.plays:  # otherwise nothing is sampled
-        sampled = cfg.orchestrator.batch_size * max(env.sampling.max_tokens or cfg.sampling.max_tokens for env in cfg.envs.values())
-        parts.append(f"{_duration(2 * weights * sampled / (SAMPLING * threads * cfg.hardware.inference_replicas))} to sample")
-    return f"at most about {' and '.join(parts)}, with {threads} thread{'s' * (threads > 1)} a role and every sequence at full length"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds / 60:,.0f} min" if seconds >= 120 else f"{seconds:,.0f} s" if seconds >= 1 else "1 s"
 
 
 def _evaluations(cfg: EvaluatedRun) -> str:
@@ -321,7 +297,10 @@ def of_servers(cfg: PlayRoot, plan: Sequence[ProcessSpec], beside: float = 0.0) 
     ]
     if cpu:
         budget = kv_cache_bytes(cfg)
-        lines.append(f"  key-value cache {size(budget)} (inference.kv_cache_gb): {budget / engine.kv_token:,.0f} tokens")
+        tokens, sequences = budget / engine.kv_token, budget / (engine.kv_token * cfg.seq_len)
+        lines.append(
+            f"  key-value cache {size(budget)} (inference.kv_cache_gb): {tokens:,.0f} tokens, {sequences:,.0f} sequences of full length"
+        )
     else:
         share = cfg.inference.gpu_memory_utilization
         least = (engine.weights + engine.kv_longest) / share
@@ -334,7 +313,9 @@ def of_servers(cfg: PlayRoot, plan: Sequence[ProcessSpec], beside: float = 0.0) 
         lines.append(
             f"  so the card must have at least {size(least)}" if math.isfinite(least) else "  so no memory is left for the trainer"
         )
-    lines.append(f"  {size(engine.kv_wanted)} of cache would hold all concurrent sequences at full length")
+    lines.append(
+        f"  {size(engine.kv_wanted)} of cache would hold all concurrent sequences at full length; they need less if they share prompts"
+    )
     return lines
 
 

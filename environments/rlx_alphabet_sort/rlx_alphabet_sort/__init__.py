@@ -4,6 +4,9 @@ The reward is the share of turns whose list is right. A row is `question` (the f
 (`turns`: the words of each turn). Words are first names, or with `letters` single letters, which a character model can sort:
 
     user d b · assistant b d · user a · assistant a b d
+
+A quarter of all first turns, the same for every seed, is held out for evaluation: no dialogue to train on begins with these words, in any
+order.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ import difflib
 import random
 import re
 import string
+import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import verifiers as vf
@@ -29,6 +34,10 @@ Louis Lucy Luke Maria Mark Martha Max Mila Mina Moritz Nadia Nina Noah Nora Olaf
 Ravi Rita Robert Rosa Ruth Samuel Sara Simon Sofia Stella Tara Theo Thomas Tina Ulrich Uma Vera Victor Viola Walter Wanda Yara Yusuf Zoe
 """
 NAMES = tuple(_TEXT.split())
+EVAL_SEED = 1_000_003  # added to the seed for the evaluation dialogues
+OTHERS_SEED = 3_000_017  # and for the dialogues that take the places of held-out ones
+HELD_OUT = 4  # one in so many first turns
+GIVE_UP = 10_000  # draws in a row without a new dialogue, after which there are no more
 _TAG = re.compile(r"<sorted>(.*?)</sorted>", re.DOTALL | re.IGNORECASE)
 
 
@@ -90,16 +99,50 @@ class AlphabetSort(vf.MultiTurnEnv):
 
 
 def build_rows(letters: bool, turns: tuple[int, int], words: tuple[int, int], num_examples: int, seed: int) -> list[dict[str, Any]]:
-    """`num_examples` rows. No word occurs twice in a row; the same seed gives the same rows."""
-    rng = random.Random(seed)
-    pool = string.ascii_lowercase if letters else NAMES
+    """`num_examples` rows to train on. No word occurs twice in a row; the same seed gives the same rows.
+
+    Another dialogue takes the place of one that is held out, so the rows around it do not depend on what is held out.
+    """
+    drawn, others = _dialogues(letters, turns, words, seed), _dialogues(letters, turns, words, seed + OTHERS_SEED)
     rows = []
     for _ in range(num_examples):
+        lists = next(drawn)
+        while is_held_out(lists):
+            lists = next(others)
+        rows.append(_row(lists))
+    return rows
+
+
+def build_eval_rows(letters: bool, turns: tuple[int, int], words: tuple[int, int], num_examples: int, seed: int) -> list[dict[str, Any]]:
+    """At most `num_examples` different held-out rows, in an order that follows from the seed."""
+    found: list[list[list[str]]] = []
+    misses = 0
+    for lists in _dialogues(letters, turns, words, seed):
+        if len(found) == num_examples or misses == GIVE_UP:
+            break
+        misses = misses + 1 if not is_held_out(lists) or lists in found else 0
+        if misses == 0:
+            found.append(lists)
+    return [_row(lists) for lists in found]
+
+
+def is_held_out(turns: list[list[str]]) -> bool:
+    """Whether a dialogue is for evaluation. It depends on the words of its first turn, in any order: every prompt begins with them."""
+    return zlib.crc32(" ".join(ordered(turns[:1])).encode()) % HELD_OUT == 0
+
+
+def _dialogues(letters: bool, turns: tuple[int, int], words: tuple[int, int], seed: int) -> Iterator[list[list[str]]]:
+    """Endless dialogues: the words of each turn."""
+    rng = random.Random(seed)
+    pool = string.ascii_lowercase if letters else NAMES
+    while True:
         counts = [rng.randint(*words) for _ in range(rng.randint(*turns))]
         drawn = rng.sample(pool, sum(counts))
-        lists = [[drawn.pop() for _ in range(count)] for count in counts]
-        rows.append({"question": " ".join(lists[0]), "answer": " ".join(sorted(lists[0], key=str.lower)), "info": {"turns": lists}})
-    return rows
+        yield [[drawn.pop() for _ in range(count)] for count in counts]
+
+
+def _row(turns: list[list[str]]) -> dict[str, Any]:
+    return {"question": " ".join(turns[0]), "answer": " ".join(sorted(turns[0], key=str.lower)), "info": {"turns": turns}}
 
 
 def load_environment(
@@ -121,7 +164,7 @@ def load_environment(
         min_words: fewest words that a turn brings.
         max_words: most words that a turn brings.
         num_examples: dialogues to train on.
-        num_eval_examples: dialogues for evaluation, drawn from another seed.
+        num_eval_examples: most dialogues for evaluation. No dialogue to train on begins as one of them.
         seed: seed of the dialogues.
     """
     if not 1 <= min_turns <= max_turns:
@@ -153,7 +196,7 @@ def load_environment(
     env = AlphabetSort(
         letters,
         dataset=Dataset.from_list(build_rows(*arguments, num_examples, seed)),
-        eval_dataset=lambda: Dataset.from_list(build_rows(*arguments, num_eval_examples, seed + 1_000_003)),
+        eval_dataset=lambda: Dataset.from_list(build_eval_rows(*arguments, num_eval_examples, seed + EVAL_SEED)),
         system_prompt=None if letters else SYSTEM_PROMPT,
         rubric=vf.Rubric(funcs=[right_turns, all_right, similarity], weights=[1.0, 0.0, 0.0]),
     )

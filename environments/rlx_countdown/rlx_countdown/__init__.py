@@ -2,6 +2,9 @@
 
 The model reasons and writes one expression in `<answer></answer>`. The reward is 1.0 if it uses each given number exactly once and has the
 target as its value, else 0.0. A row is `question`, `answer` (one of the solutions) and `info` (`numbers`, `target`).
+
+A quarter of all problems, the same for every seed, is held out for evaluation. It is not trained on, not even in another
+order of the numbers.
 """
 
 from __future__ import annotations
@@ -10,8 +13,9 @@ import ast
 import operator
 import random
 import re
+import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -22,6 +26,10 @@ SYSTEM_PROMPT = (
     "Find an expression with the value that is asked for. Use each number exactly once, and only + - * / and brackets. Think step by step, "
     "then write the expression alone between <answer> and </answer>."
 )
+EVAL_SEED = 1_000_003  # added to the seed for the evaluation problems
+OTHERS_SEED = 3_000_017  # and for the problems that take the places of held-out ones
+HELD_OUT = 4  # one in so many problems
+GIVE_UP = 10_000  # draws in a row without a new problem, after which there are no more
 LONGEST = 200  # characters of an expression
 OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -57,19 +65,53 @@ def _value(node: ast.expr, used: Counter[int]) -> Fraction:
 
 
 def build_rows(num_examples: int, min_numbers: int, max_numbers: int, largest: int, max_target: int, seed: int) -> list[dict[str, Any]]:
-    """`num_examples` solvable rows: each is made from its solution. The same arguments give the same rows."""
-    rng = random.Random(seed)
+    """`num_examples` rows to train on. The same arguments give the same rows.
+
+    Another problem takes the place of one that is held out, so the rows around it do not depend on what is held out.
+    """
+    arguments = (min_numbers, max_numbers, largest, max_target)
+    drawn, others = _problems(*arguments, seed), _problems(*arguments, seed + OTHERS_SEED)
     rows = []
-    while len(rows) < num_examples:
+    for _ in range(num_examples):
+        row = next(drawn)
+        while is_held_out(row):
+            row = next(others)
+        rows.append(row)
+    return rows
+
+
+def build_eval_rows(
+    num_examples: int, min_numbers: int, max_numbers: int, largest: int, max_target: int, seed: int
+) -> list[dict[str, Any]]:
+    """At most `num_examples` different held-out rows, in an order that follows from the seed."""
+    found: dict[str, dict[str, Any]] = {}
+    misses = 0
+    for row in _problems(min_numbers, max_numbers, largest, max_target, seed):
+        if len(found) == num_examples or misses == GIVE_UP:
+            break
+        misses = misses + 1 if row["question"] in found or not is_held_out(row) else 0
+        if misses == 0:
+            found[row["question"]] = row
+    return list(found.values())
+
+
+def is_held_out(row: dict[str, Any]) -> bool:
+    """Whether a problem is for evaluation. It depends on its target and on its numbers in any order."""
+    asked = f"{' '.join(map(str, sorted(row['info']['numbers'])))} = {row['info']['target']}"
+    return zlib.crc32(asked.encode()) % HELD_OUT == 0
+
+
+def _problems(min_numbers: int, max_numbers: int, largest: int, max_target: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Endless solvable rows: each is made from its solution."""
+    rng = random.Random(seed)
+    while True:
         numbers = [rng.randint(1, largest) for _ in range(rng.randint(min_numbers, max_numbers))]
         solution = _solution(list(numbers), max_target, rng)
         if solution is None:
             continue
         value, text = solution
         asked = ", ".join(map(str, numbers))
-        info = {"numbers": numbers, "target": value}
-        rows.append({"question": f"Numbers: {asked}. Target: {value}.", "answer": text, "info": info})
-    return rows
+        yield {"question": f"Numbers: {asked}. Target: {value}.", "answer": text, "info": {"numbers": numbers, "target": value}}
 
 
 def _solution(numbers: list[int], max_target: int, rng: random.Random) -> tuple[int, str] | None:
@@ -119,7 +161,7 @@ def load_environment(
         largest: largest given number.
         max_target: largest target.
         num_examples: problems to train on.
-        num_eval_examples: problems for evaluation, drawn from another seed.
+        num_eval_examples: most problems for evaluation, none of which is trained on.
         seed: seed of the problems.
         system_prompt: None asks the bare question.
     """
@@ -131,7 +173,7 @@ def load_environment(
     arguments = (min_numbers, max_numbers, largest, max_target)
     return vf.SingleTurnEnv(
         dataset=Dataset.from_list(build_rows(num_examples, *arguments, seed)),
-        eval_dataset=lambda: Dataset.from_list(build_rows(num_eval_examples, *arguments, seed + 1_000_003)),
+        eval_dataset=lambda: Dataset.from_list(build_eval_rows(num_eval_examples, *arguments, seed + EVAL_SEED)),
         system_prompt=system_prompt,
         parser=parser,
         rubric=vf.Rubric(funcs=[solved, is_expression, uses_numbers], weights=[1.0, 0.0, 0.0], parser=parser),

@@ -8,7 +8,7 @@ A row is `question`, `answer` (the answer that the generator stored) and `info` 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -20,6 +20,7 @@ from reasoning_gym.factory import DATASETS
 SYSTEM_PROMPT = "Think step by step. Then write the final answer between <answer> and </answer>, in the form that the question asks for."
 DEFAULT = ("chain_sum", "gsm_symbolic", "leg_counting", "letter_counting", "number_sequence", "spell_backward")
 EVAL_SEED = 1_000_003  # added to the seed for the evaluation entries
+LOOKED_AT = 4  # entries of a data set for each evaluation example, among which those are looked for that are not trained on
 TRIED = 6  # entries of each data set whose stored answer is scored when the environment is loaded
 
 
@@ -31,7 +32,7 @@ class Sources:
         self.names = tuple(names)
         self._sets: dict[tuple[str, bool], Any] = {}
         for number, name in enumerate(names):
-            for held_out, size in ((False, sizes[0]), (True, sizes[1])):
+            for held_out, size in ((False, sizes[0]), (True, LOOKED_AT * sizes[1])):
                 own = seed + 7919 * number + EVAL_SEED * held_out
                 try:
                     self._sets[name, held_out] = reasoning_gym.create_dataset(name, seed=own, size=size, **config.get(name, {}))
@@ -57,22 +58,39 @@ class Sources:
     def _entry(self, name: str, held_out: bool, index: int) -> dict[str, Any]:
         return self._sets[name, held_out][index]
 
+    def entries(self, name: str, held_out: bool) -> Iterator[dict[str, Any]]:
+        """The entries of a data set, in their order."""
+        return (self.entry(name, held_out, index) for index in range(len(self._sets[name, held_out])))
+
     def score(self, name: str, held_out: bool, answer: str, entry: dict[str, Any]) -> float:
         """The data set's score of an answer, 0 to 1."""
         return float(self._sets[name, held_out].score_answer(answer=answer, entry=entry))
 
 
-def build_rows(sources: Sources, weights: dict[str, float], num_examples: int, held_out: bool, seed: int) -> list[dict[str, Any]]:
-    """`num_examples` rows; the share of each data set follows its weight. The same arguments give the same rows."""
-    rng = random.Random(seed)
+def build_rows(
+    sources: Sources, weights: dict[str, float], num_examples: int, seed: int, without: Collection[str] | None = None
+) -> list[dict[str, Any]]:
+    """`num_examples` rows; the share of each data set follows its weight. The same arguments give the same rows.
+
+    `without`: questions of the rows to train on. The rows are then for evaluation: none of them has such a question, and none occurs twice.
+    There are fewer rows if a data set has too few questions. None: rows to train on.
+    """
+    rng, held_out = random.Random(seed), without is not None
     shares = [weights.get(name, 1.0) for name in sources.names]
-    used = dict.fromkeys(sources.names, 0)
-    rows = []
+    entries = {name: enumerate(sources.entries(name, held_out)) for name in sources.names}
+    rows, seen = [], set(without or ())
     for name in rng.choices(sources.names, shares, k=num_examples):
-        index, used[name] = used[name], used[name] + 1
-        entry = sources.entry(name, held_out, index)
+        index, entry = next(((i, one) for i, one in entries[name] if not held_out or one["question"] not in seen), (0, None))
+        if entry is None:
+            continue
+        seen.add(entry["question"])
         info = {"source": name, "index": index, "held_out": held_out}
         rows.append({"question": entry["question"], "answer": str(entry["answer"]), "info": info})
+    if not rows:
+        raise ValueError(
+            f"names={list(sources.names)}: training has every question that was found for evaluation; lower num_examples, or "
+            "let config give more questions"
+        )
     return rows
 
 
@@ -107,7 +125,7 @@ def load_environment(
         config: settings of data sets by name, such as `{chain_sum: {max_terms: 3}}`.
         weights: share of data sets by name, relative to the others; 1 where none is given.
         num_examples: entries to train on.
-        num_eval_examples: entries for evaluation, drawn from another seed.
+        num_eval_examples: most entries for evaluation, drawn from another seed. No question of them is trained on.
         seed: seed of the entries.
         system_prompt: None asks the bare question.
     """
@@ -116,6 +134,7 @@ def load_environment(
     if num_examples < 1 or num_eval_examples < 1:
         raise ValueError(f"num_examples={num_examples} and num_eval_examples={num_eval_examples} must be at least 1")
     sources = Sources(names, config, (num_examples, num_eval_examples), seed)
+    rows = build_rows(sources, weights, num_examples, seed)
     parser = vf.XMLParser(fields=["answer"])
 
     def score(parser: vf.Parser, completion: vf.Messages, info: dict[str, Any]) -> float:
@@ -131,8 +150,10 @@ def load_environment(
         return float(bool(parser.parse_answer(completion)))
 
     return vf.SingleTurnEnv(
-        dataset=Dataset.from_list(build_rows(sources, weights, num_examples, False, seed)),
-        eval_dataset=lambda: Dataset.from_list(build_rows(sources, weights, num_eval_examples, True, seed + EVAL_SEED)),
+        dataset=Dataset.from_list(rows),
+        eval_dataset=lambda: Dataset.from_list(
+            build_rows(sources, weights, num_eval_examples, seed + EVAL_SEED, without={row["question"] for row in rows})
+        ),
         system_prompt=system_prompt,
         parser=parser,
         rubric=vf.Rubric(funcs=[score, answered], weights=[1.0, 0.0], parser=parser),

@@ -2,6 +2,8 @@
 
 The reward is 1.0 if the number in the last message is the answer, else 0.0. A row is `question` and `answer` (a whole number).
 Level 1 is one bare expression, short enough for a character model: copy it into a call, and the result into the answer.
+
+A quarter of all problems, the same for every seed, is held out for evaluation: neither trained on nor shown, not even in another order.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ import json
 import operator
 import random
 import re
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -24,7 +27,11 @@ LEVELS = {
     2: "two to four operations on numbers of two to four digits",
     3: "word problems of two or three steps with large numbers",
 }
-SHOTS_SEED = 2_000_003  # added to the seed for the solved problems
+EVAL_SEED = 1_000_003  # added to the seed for the evaluation problems
+SHOTS_SEED = 2_000_003  # and for the solved problems of `shots`
+OTHERS_SEED = 3_000_017  # and for the problems that take the places of held-out ones
+HELD_OUT = 4  # one in so many problems
+GIVE_UP = 10_000  # draws in a row without a new problem, after which a level has no more
 OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -111,14 +118,49 @@ WORD_PROBLEMS = (_shop, _journey, _boxes, _years)
 
 
 def build_rows(level: int, num_examples: int, seed: int) -> list[dict[str, Any]]:
-    """`num_examples` rows of a level. The same seed gives the same rows."""
-    rng = random.Random(seed)
+    """`num_examples` rows of a level to train on. The same seed gives the same rows.
+
+    Another problem takes the place of one that is held out, so the rows around it do not depend on what is held out.
+    """
+    drawn, others = _problems(level, seed), _problems(level, seed + OTHERS_SEED)
     rows = []
     for _ in range(num_examples):
-        make = {1: _expression, 2: _long_expression}.get(level) or rng.choice(WORD_PROBLEMS)
-        question, expression = make(rng)
-        rows.append({"question": question, "answer": calc(expression), "info": {"expression": expression}})
+        question, expression = next(drawn)
+        while is_held_out(expression):
+            question, expression = next(others)
+        rows.append(_row(question, expression))
     return rows
+
+
+def build_eval_rows(level: int, num_examples: int, seed: int) -> list[dict[str, Any]]:
+    """At most `num_examples` different held-out rows of a level, in an order that follows from the seed. Level 1 has 63."""
+    found: dict[str, str] = {}
+    misses = 0
+    for question, expression in _problems(level, seed):
+        if len(found) == num_examples or misses == GIVE_UP:
+            break
+        misses = misses + 1 if question in found or not is_held_out(expression) else 0
+        if misses == 0:
+            found[question] = expression
+    return [_row(question, expression) for question, expression in found.items()]
+
+
+def is_held_out(expression: str) -> bool:
+    """Whether a problem is for evaluation. It depends on numbers and signs alone: `7*8` and `8*7` are on the same side."""
+    parts = sorted(re.findall(r"\d+|[^\d\s]", expression))
+    return zlib.crc32(" ".join(parts).encode()) % HELD_OUT == 0
+
+
+def _problems(level: int, seed: int) -> Iterator[tuple[str, str]]:
+    """Endless questions of a level, each with the expression that answers it."""
+    rng = random.Random(seed)
+    while True:
+        make = {1: _expression, 2: _long_expression}.get(level) or rng.choice(WORD_PROBLEMS)
+        yield make(rng)
+
+
+def _row(question: str, expression: str) -> dict[str, Any]:
+    return {"question": question, "answer": calc(expression), "info": {"expression": expression}}
 
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -172,7 +214,7 @@ def load_environment(
         level: 1 (one operation) to 3 (word problems); see `LEVELS`. Level 1 has no system prompt.
         max_turns: most messages of the model; all but the last call the tool.
         num_examples: problems to train on.
-        num_eval_examples: problems for evaluation, drawn from another seed.
+        num_eval_examples: most problems for evaluation, none of which is trained on. Level 1 has 63.
         seed: seed of the problems.
         shots: solved problems, with their calls, that the prompt shows before the question: for small models, which copy the form.
     """
@@ -198,7 +240,7 @@ def load_environment(
         tools=[calc],
         max_turns=max_turns,
         dataset=Dataset.from_list(build_rows(level, num_examples, seed)),
-        eval_dataset=lambda: Dataset.from_list(build_rows(level, num_eval_examples, seed + 1_000_003)),
+        eval_dataset=lambda: Dataset.from_list(build_eval_rows(level, num_eval_examples, seed + EVAL_SEED)),
         system_prompt=None if level == 1 else SYSTEM_PROMPT,
         few_shot=solved_problems(level, shots, seed + SHOTS_SEED) or None,
         rubric=vf.Rubric(funcs=[correct, called_before_answering], weights=[1.0, 0.0]),

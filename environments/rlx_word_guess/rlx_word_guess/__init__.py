@@ -116,11 +116,11 @@ def load_environment(
     """The environment.
 
     Args:
-        alphabet: letters of random words, such as `abc`; None: English words of five letters, of which a fifth is only for evaluation.
+        alphabet: letters of random words, such as `abc`; None: English words of five letters.
         length: letters of a word.
         max_guesses: guesses in a game.
         num_examples: games to train on.
-        num_eval_examples: games for evaluation, drawn from another seed.
+        num_eval_examples: games for evaluation, with a fifth of the words, the same for every seed, which no training game hides.
         seed: seed of the words.
     """
     if max_guesses < 1:
@@ -132,15 +132,16 @@ def load_environment(
             )
         words = list(WORDS)
         random.Random(0).shuffle(words)
-        train, held_out = words[len(words) // 5 :], words[: len(words) // 5]
-        question = "Your first guess?"
+        hidden, question = words, "Your first guess?"
     else:
         if len(set(alphabet)) != len(alphabet) or len(alphabet) < 2 or not re.fullmatch(r"[a-z]+", alphabet):
             raise ValueError(f"alphabet={alphabet} must be two or more different lower-case letters")
         if length < 1 or len(alphabet) ** length > MAX_CANDIDATES:
             raise ValueError(f"length={length} of alphabet={alphabet} gives {len(alphabet) ** length} words; the limit is {MAX_CANDIDATES}")
-        words = train = held_out = ["".join(letters) for letters in itertools.product(alphabet, repeat=length)]
-        question = f"{length} of {alphabet}"
+        words = ["".join(letters) for letters in itertools.product(alphabet, repeat=length)]
+        hidden, question = random.Random(0).sample(words, len(words)), f"{length} of {alphabet}"
+    kept = max(1, len(hidden) // 5)
+    held_out, train = hidden[:kept], hidden[kept:]
 
     def solved(state: vf.State) -> float:
         """1.0 if the word was guessed."""

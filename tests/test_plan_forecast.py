@@ -1,0 +1,38 @@
+"""What the start of a run says of the time that its steps take."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlx.cli.train import run
+from rlx.config.load import compose
+from rlx.plan.forecast import notes_of
+
+
+def test_a_run_with_long_steps_on_a_cpu_says_so_at_its_start() -> None:
+    (note,) = notes_of(compose(["experiment=sums_smollm2", "hardware.cpu_threads=1", "seed=3"], {}).cfg)
+    seconds = 6 * 0.1345e9 * 64 * 128 / 100e9  # 135 million parameters, 64 sequences of 128 tokens
+    assert note.startswith(f"a step takes at most about {seconds:.0f} s to train and "), note
+    assert note.endswith("with 1 thread a role and every sequence at full length; 60 steps (docs/models.md)")
+
+
+@pytest.mark.parametrize("arguments", [[], ["model=qwen3_8b", "env=math", "hardware=node8", "dry_run=true"]])
+def test_short_steps_and_steps_on_gpus_are_not_announced(arguments: list[str]) -> None:
+    assert notes_of(compose(arguments, {}).cfg) == []
+
+
+def test_the_start_of_a_run_shows_the_note(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+
+    class Enough(Exception):
+        pass
+
+    def create(*_: object) -> None:
+        raise Enough
+
+    monkeypatch.setattr("rlx.runs.claim.create", create)
+    monkeypatch.setattr("rlx.launch.chats.check_chats", lambda *_: None)
+    monkeypatch.setattr("rlx.launch.hub.check_cache", lambda *_: None)
+    with pytest.raises(Enough):
+        run(["experiment=sums_smollm2", "hardware=auto", "run.name=never"])
+    assert "hardware=auto" in (said := capsys.readouterr().out)
+    assert "a step takes at most about " in said
