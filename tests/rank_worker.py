@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -26,8 +27,10 @@ from rlx.config.schema import AcConfig, KlTerms, LoraConfig, LossTerms
 from rlx.data.packing import pack, pack_together
 from rlx.losses.base import Objective
 from rlx.losses.grpo import grpo
+from rlx.models.compiled import num_graphs
 from rlx.models.load import load_policy
 from rlx.models.lora import peft_config
+from rlx.models.shard import compile_layers
 from rlx.models.slots import Slot
 from rlx.parallel.mesh import Mesh, divide, join
 from rlx.paths import RunPaths
@@ -52,7 +55,10 @@ def train(folder: Path, mesh: Mesh, settings: dict) -> None:
         mesh = divide(mesh, timeout=300, **divided)
     lora = LoraConfig(**settings["lora"]) if "lora" in settings else None
     ac = AcConfig(**settings.get("ac", {}))
-    model = load_policy(str(folder / "model"), mesh, lora=lora, ac=ac, **settings["load"])
+    # Not torch's default backend, which takes minutes here; this one divides graphs between both passes as that does.
+    backend = partial(compile_layers, backend="aot_eager_decomp_partition")
+    with patch("rlx.models.load.compile_layers", backend):
+        model = load_policy(str(folder / "model"), mesh, lora=lora, ac=ac, **settings["load"])
     make = Muon if settings.get("muon") else torch.optim.AdamW
     optimizer = make(groups_of(model.layers, model), lr=1e-2, fused=True)
     trainer = PolicyTrainer(model, Objective(grpo, LossTerms(aggregate="seq_mean", entropy_coef=0.01)), optimizer, max_norm=0.5, mesh=mesh)
@@ -72,7 +78,8 @@ def train(folder: Path, mesh: Mesh, settings: dict) -> None:
     paths = RunPaths(out)
     Publisher.of(model, mesh, paths, source=str(folder / "model"), dtype=torch.float32, lora=lora).ensure(1)
     if rank == 0:
-        torch.save({"gradients": gradients, "metrics": metrics}, out / "results.pt")
+        graphs = num_graphs() if model.compiled else 0
+        torch.save({"gradients": gradients, "metrics": metrics, "graphs": graphs}, out / "results.pt")
     if world_size > 1:
         everyone: list = [None] * world_size
         dist.all_gather_object(everyone, [{k: v for k, v in m.items() if not k.startswith("time/")} for m in metrics])

@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def two_ranks(folder: Path, *jobs: Job) -> None:
     """Run both ranks in their own processes, over gloo, sharded by FSDP2."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(HERE)}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{HERE}:{HERE.parent}"}
     arguments = ["2", str(folder / "store"), *(json.dumps(asdict(job)) for job in jobs)]
     processes = [
         subprocess.Popen(

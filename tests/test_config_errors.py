@@ -184,6 +184,7 @@ CASES = {
         "hardware=cpu hardware.trainer_processes=2 trainer.cp=2 model.attention=rows trainer.compile=true dry_run=true"
     ),
     "tensor_groups_of_key_heads": Case("hardware=cpu hardware.trainer_processes=4 trainer.tp=4 dry_run=true"),
+    "tensor_groups_of_undivided_heads": Case("model=olmoe_1b_7b hardware=node8 trainer.tp=2 dry_run=true"),
     "tensor_and_context_groups": Case("model=qwen3_8b hardware=node8 trainer.tp=2 trainer.cp=4 dry_run=true"),
     "tensor_groups_of_small_copies": Case("model=qwen3_8b hardware=node8 trainer.tp=2 trainer.dp_replicate=4 dry_run=true"),
     "expert_groups_without_experts": Case("model=qwen3_8b hardware=node8 trainer.ep=2 trainer.compile=true dry_run=true"),

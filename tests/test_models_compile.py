@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 from torch._dynamo.backends.debugging import aot_eager
+from torch._dynamo.utils import counters
 from trainer_examples import gradients, make_model, make_samples, make_trainer, step_batch
 
 from rlx.config.schema import AcConfig, LoraConfig
 from rlx.data.packing import pack
 from rlx.models.attention import packed_attention
+from rlx.models.compiled import eager_again, num_graphs
 from rlx.models.layout import build_layout
 from rlx.models.lora import add_adapters, draw_adapters
 from rlx.models.shard import checkpoint_activations, compile_layers
@@ -21,8 +23,10 @@ from rlx.models.shard import checkpoint_activations, compile_layers
 @pytest.fixture(autouse=True)
 def fresh():
     torch._dynamo.reset()
+    counters.clear()
     yield
     torch._dynamo.reset()
+    counters.clear()
 
 
 def graphs_and_gradients(freq: int, *, compiled: bool, adapters: bool = False) -> tuple[list[int], dict[str, torch.Tensor]]:
@@ -61,6 +65,25 @@ def test_compiled_layers_are_traced_with_and_without_recomputed_activations(freq
     assert traced[2] == traced[1], "other lengths need no other graph; the second batch has rows that are divided otherwise"
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("attention", "structures"), [("sdpa", 2), ("rows", 1)])
+def test_rows_of_more_structures_than_torch_compiles_for_are_named_once(attention: str, structures: int):
+    trainer = make_trainer(make_model(num_hidden_layers=1), attention=attention)
+    compile_layers(trainer.model, backend="eager")
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for samples in (make_samples(groups=3, members=3, longest=28), make_samples(groups=3, members=4, longest=30)):
+            assert eager_again(trainer.model) is None
+            trainer.score(pack(step_batch(0, [samples]), rank=0, ranks=1, tokens=400).mini_batches[0].micro_batches[0])
+        assert num_graphs() == 1
+        warning = eager_again(trainer.model)
+    if structures == 1:
+        assert warning is None
+    else:
+        assert warning is not None
+        assert "more than 1 structures came" in warning
+        assert "Set model.attention=rows" in warning
 
 
 @pytest.mark.slow

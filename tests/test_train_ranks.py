@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,15 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return folders
 
 
+def start(ranks: int, folders: Iterable[Path]) -> None:
+    """Let so many processes train the cases."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{HERE}:{HERE.parent}"}
+    command = [*launcher, str(HERE / "rank_worker.py"), *map(str, folders)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
 def over_ranks(*cases: str) -> pytest.MarkDecorator:
     """Each case over two, three and four processes. What four processes do to a case that only shards, two do as well."""
 
@@ -140,11 +150,7 @@ def over_ranks(*cases: str) -> pytest.MarkDecorator:
 def ranks(request: pytest.FixtureRequest, results: dict[str, Path]) -> int:
     """How many processes have trained all of their cases that were selected."""
     cases = sorted(case for case, number in selected(request) if number == request.param)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={request.param}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(HERE)}
-    command = [*launcher, str(HERE / "rank_worker.py"), *(str(results[case]) for case in cases)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    start(request.param, [results[case] for case in cases])
     return request.param
 
 
@@ -185,6 +191,18 @@ def test_gradients_metrics_and_weights_of_several_processes_equal_those_of_one(c
             assert float((trained[1][key] - tensor).norm()) <= 0.1 * float((tensor - start[key]).norm()), key
         else:
             torch.testing.assert_close(trained[1][key], tensor, rtol=1e-3, atol=2e-4, msg=key)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_compiled_layers_recomputed_in_part_and_sharded_give_the_gradients_of_eager_ones(tmp_path):
+    load = FLOAT32 | {"compile": True}
+    settings = prepare(tmp_path, MODELS["llama_untied"](), load=load, ac={"freq": 1, "mode": "selective"}, groups=2, tokens=1000)
+    train(tmp_path, one_process("cpu"), settings | {"load": FLOAT32})
+    start(2, [tmp_path])
+    compiled, eager = outcome(tmp_path, 2), outcome(tmp_path, 1)
+    assert compiled["graphs"] > 0
+    same(compiled, eager, 1e-5)
 
 
 @pytest.mark.slow

@@ -52,6 +52,9 @@ class ModelConfig:
     num_attention_heads: int = key(MISSING, "query heads; a multiple of `hardware.tensor_parallel`", low=1)
     num_key_value_heads: int = key(MISSING, "key and value heads", low=1)
     num_experts: int | None = key(None, "experts of a layer; a multiple of `trainer.ep`. null: the model has none", low=1)
+    divides_heads: bool = key(
+        True, "transformers' plan of the model's family divides attention by heads, as `trainer.tp` needs; false: OLMoE, GPT-2, GPT-OSS"
+    )
     head_dim: int | None = key(None, "width of a head, for the memory estimate of the plan; null: hidden_size / num_attention_heads", low=1)
     vocab_size: int = key(MISSING, "size of the vocabulary, for the memory estimate of the plan", low=2)
     renderer: str = key(

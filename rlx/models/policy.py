@@ -47,6 +47,7 @@ class PolicyModel(nn.Module):
         self.attention = attention
         self.logprob_backend = logprob_backend
         self.liger = "off"  # the description that `rlx.models.liger.apply_liger` returned
+        self.compiled = False  # whether `rlx.models.shard.compile_layers` compiled the layers
         self.compute_dtype = compute_dtype or hf.dtype
         self.head = [hf.get_output_embeddings()]  # in a list, so that it is not registered twice
         self.scores_within_head = False  # whether the head is sharded by itself, so that only its own forward has its parameters

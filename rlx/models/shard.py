@@ -56,7 +56,8 @@ def _keep_products(context: Any, op: Any, *args: Any, **keys: Any) -> Checkpoint
 
 
 def compile_layers(model: PolicyModel, **keys: Any) -> None:
-    """Compile every decoder layer for all lengths. `keys` go to torch.compile."""
+    """Compile every decoder layer for all lengths, once for each structure of a row (`rlx.models.compiled`). `keys` go to torch.compile."""
+    model.compiled = True
     read_all(model.layers[-1])
     for layer in model.layers:
         layer.compile(dynamic=True, **keys)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rlx.models.compiled import num_graphs
 from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import Mesh
 from rlx.types import StepBatch
@@ -84,7 +85,7 @@ class Meter:
     """Turns the seconds of a step into speed, share of the peak and memory."""
 
     def __init__(self, model: PolicyModel, mesh: Mesh) -> None:
-        self.mesh, self.flops = mesh, Flops.of(model.hf)
+        self.mesh, self.flops, self.compiled = mesh, Flops.of(model.hf), model.compiled
         name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else ""
         self.peak = next((peak for part, peak in PEAKS.items() if part in name), None)
 
@@ -105,6 +106,8 @@ class Meter:
             "perf/tflops": flops / 1e12,
             "perf/peak_memory_gb": self._memory(),
         }
+        if self.compiled:
+            values["perf/compiled_graphs"] = num_graphs()
         if self.peak is not None:
             values |= {"perf/mfu": flops / self.peak, "perf/mfu_causal": rate(causal=True) / self.peak}
         return values

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 
+from rlx.models.compiled import eager_again
 from rlx.parallel.mesh import Mesh
 from rlx.paths import RunPaths, write_text
 from rlx.train.step import PolicyTrainer
@@ -13,7 +14,7 @@ log = logging.getLogger("rlx.trainer")
 
 
 class Summary:
-    """The kernels that `auto` chose, and the objective's warning if there is one. Rank 0 writes them."""
+    """The kernels that `auto` chose, and a warning if there is one, of the objective or of compiled layers. Rank 0 writes them."""
 
     def __init__(self, paths: RunPaths, mesh: Mesh, trainer: PolicyTrainer) -> None:
         self.paths, self.mesh, self.trainer = paths, mesh, trainer
@@ -21,8 +22,8 @@ class Summary:
         self._write()
 
     def after_step(self, step: int) -> None:
-        """Add the warning once the objective has one."""
-        warning = self.trainer.warning
+        """Add the first warning that there is."""
+        warning = self.trainer.warning or eager_again(self.trainer.model)
         if self.mesh.first and warning is not None and "warning" not in self.facts:
             self.facts["warning"] = warning
             log.warning("step %d: %s", step, warning)

@@ -54,6 +54,15 @@ def ranks_of_a_row(cfg: TrainingRoot, of: Show) -> Iterator[str]:
         )
 
 
+@rule("trainer", "model.divides_heads")
+def heads_that_can_be_divided(cfg: TrainingRoot, of: Show) -> Iterator[str]:
+    if cfg.trainer.tp > 1 and not cfg.model.divides_heads:
+        yield (
+            f"transformers has no plan that divides the attention of this model's family by heads: {of('trainer.tp')} with "
+            f"{of('model.divides_heads')}.\nSet trainer.tp=1, or use trainer.cp for long sequences."
+        )
+
+
 @rule("trainer", "hardware", "inference.base_url", "model.num_experts")
 def ranks_of_experts(cfg: TrainingRoot, of: Show) -> Iterator[str]:
     ranks, experts, ep = cfg.trainer_ranks, cfg.model.num_experts, cfg.trainer.ep
