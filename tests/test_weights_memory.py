@@ -109,17 +109,26 @@ def test_tensors_of_all_sizes_and_dtypes_arrive_as_they_were(monkeypatch: pytest
     assert len(parts(announced.sizes())) > 30
     store = serve_store(TIMEOUT)
     found: dict[str, torch.Tensor] = {}
+    memory: list[set[int]] = []
+    others: list[torch.Tensor] = []
 
     def receive() -> None:
         group = Group(reach_store(f"{store.host}:{store.port}", TIMEOUT), "x", 1, 2, TIMEOUT)
-        for part in group.receive(announced):
-            found.update({name: tensor.clone() for name, tensor in part})
+        for _ in range(2):
+            memory.append(set())
+            others.extend(torch.empty(4096, dtype=torch.uint8) for _ in range(8))  # would get memory that the receiver has given back
+            for part in group.receive(announced):
+                memory[-1] |= {tensor.untyped_storage().data_ptr() for _, tensor in part}
+                found.update({name: tensor.clone() for name, tensor in part})
 
     receiver = threading.Thread(target=receive)
     receiver.start()
     group = Group(store, "x", 0, 2, TIMEOUT)
+    group.send(announced, [(name, tensor * 0) for name, tensor in sent])
     group.send(announced, sent)
     receiver.join(TIMEOUT)
+    assert len(memory[0]) == 2
+    assert memory[0] == memory[1], "the second transfer arrives in the memory of the first"
     assert list(found) == [name for name, _ in sent]
     assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in sent)
     with pytest.raises(ValueError, match=r"tensor 0 to send is \('0', 'float64', \[3\]\), but \('0', 'float32', \[3\]\) was announced"):

@@ -5,7 +5,8 @@
     other ranks    Group.receive(announced)  →  (name, tensor), …
 
 Both ends cut the stream of tensors in the same places. A large tensor is sent by itself from where it lies, without a copy; small
-neighbours travel together. The sender holds at most `AHEAD` messages, and the receiver two, so nobody holds a second model.
+neighbours travel together. The sender holds at most `AHEAD` messages, and the receiver two, so nobody holds a second model. The receiver
+keeps the memory of its two until the next transfer: new memory is handed out page by page, which takes longer than to receive into it.
 The group is gloo's. It is not torch's default group, so it may exist beside any other. A peer that dies ends the transfer with an error.
 """
 
@@ -132,6 +133,7 @@ class Group:
         else:
             self._group = gloo(place, rank, size, joining)
         self._group._set_default_timeout(timedelta(seconds=timeout))
+        self._buffers = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]  # of even and of odd parts
 
     def send(self, announced: Announced, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Send all announced tensors, in order. They must not change before this returns. Raises RuntimeError if a receiver is lost."""
@@ -152,8 +154,11 @@ class Group:
     def receive(self, announced: Announced) -> Iterator[list[tuple[str, Tensor]]]:
         """The tensors, in parts. A part's tensors are valid until the next part is taken. Raises RuntimeError if the sender is lost."""
         divided = parts(announced.sizes())
-        largest = max((part.size for part in divided), default=0)
-        buffers = [torch.empty(largest, dtype=torch.uint8) for _ in range(min(2, len(divided)))]
+        buffers = self._buffers
+        for parity in range(2):
+            largest = max((part.size for part in divided[parity::2]), default=0)
+            if len(buffers[parity]) < largest:
+                buffers[parity] = torch.empty(largest, dtype=torch.uint8)
 
         def begin(number: int) -> list[Any]:
             flat = buffers[number % 2][: divided[number].size]
@@ -171,6 +176,7 @@ class Group:
         if self._group is not None:
             self._group.abort()
             self._group = None  # the connections close when nobody refers to it
+            self._buffers = []
 
 
 def _flat(part: _Part, announced: Announced, tensors: Iterable[tuple[int, tuple[str, Tensor]]]) -> Tensor:

@@ -296,13 +296,13 @@ def write(
         manifest[name], found = save({key: tensor.contiguous() for key, tensor in export(shard).items()}, temporary / name)
         trained |= found
         index |= dict.fromkeys(found, name)
+    small = dict(static.files)
     if len(shards) > 1:
         size = sum(record["size"] for record in manifest.values())
-        (temporary / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": index}))
-    for name, content in static.files.items():
+        small["model.safetensors.index.json"] = json.dumps({"metadata": {"total_size": size}, "weight_map": index}).encode()
+    for name, content in small.items():
         (temporary / name).write_bytes(content)
-    for file in sorted(temporary.iterdir()):
-        manifest.setdefault(file.name, {"size": file.stat().st_size, "xxh3": _digest(file)})
+        manifest[name] = {"size": len(content), "xxh3": xxhash.xxh3_64_hexdigest(content)}
     base = {} if static.base is None else {"base": dict(static.base)}
     (temporary / COMPLETE).write_text(json.dumps({"version": version, "files": manifest, "tensors": trained, **base}))
 
