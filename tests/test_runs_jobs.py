@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlx.cli import main
-from rlx.launch.follow import close_ended, follow
+from rlx.launch.follow import close, close_ended, follow
 from rlx.paths import RunPaths
 from rlx.runs import jobs
 from rlx.runs.claim import RunLock
@@ -184,3 +184,36 @@ def test_a_launcher_that_waits_asks_slurm_every_ten_seconds_at_most(tmp_path: Pa
     monkeypatch.setattr("rlx.launch.follow.queue", queue)
     assert follow(paths, "14") == 130
     assert min(later - earlier for earlier, later in itertools.pairwise(asked)) >= 10
+
+
+@pytest.mark.parametrize(
+    ("state", "output_is_newer", "said"),
+    [
+        ("preempted", False, "run is in use by another run"),  # it has been requeued, so the attempt's own log says nothing of this start
+        ("running", True, "run is in use by another run"),  # its node failed, SLURM requeued it
+        ("running", False, "back in the queue"),  # it was killed in this attempt
+    ],
+)
+def test_the_reason_of_a_comeback_that_is_refused_is_in_the_jobs_own_output(tmp_path: Path, state: str, output_is_newer, said) -> None:
+    paths = run_of(tmp_path / "run", "12", state)
+    paths.logs(0).mkdir(parents=True)
+    launcher, output = paths.log(0, "launcher"), script_of(paths).with_name("12_0_log.out")
+    output.parent.mkdir()
+    launcher.write_text("job 12, restart 0\nback in the queue\n")
+    output.write_text("run is in use by another run\n")
+    os.utime(output, (0, launcher.stat().st_mtime + (5 if output_is_newer else -5)))
+    cause = close(paths, "12", "FAILED").cause
+    assert cause is not None
+    assert cause.last_lines[-1] == said
+    assert said in (paths.root / cause.log).read_text()
+
+
+def test_who_follows_a_job_leaves_the_run_to_the_job_that_has_it_now(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = run_of(tmp_path / "run", "14")
+    monkeypatch.setattr("rlx.launch.follow.queue", lambda: {"14": "CANCELLED", "15": "PENDING"})
+    monkeypatch.setattr("rlx.launch.follow.ASK", 0.01)
+    monkeypatch.setattr("rlx.launch.follow.UPDATE", 0.02)
+    note_job(paths, "15")
+    assert follow(paths, "14") == 1
+    assert read_status(paths).state == "starting"
+    assert "is job 15's now; job 14 has ended (CANCELLED)" in capsys.readouterr().err

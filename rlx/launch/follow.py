@@ -38,6 +38,9 @@ def follow(paths: RunPaths, job_id: str, observer: Observer | None = None) -> in
                 state = _state(job_id)
                 gone = gone + 1 if state in ENDED else 0
                 if gone >= LATE:
+                    if (other := job_of(paths)) not in (None, job_id):
+                        print(f"{paths.root} is job {other}'s now; job {job_id} has ended ({state})", file=sys.stderr, flush=True)
+                        return 1
                     status = close(paths, job_id, state)
                     break
                 if state in WAITS and time.monotonic() - told >= WAIT:
@@ -68,9 +71,7 @@ def close(paths: RunPaths, job_id: str, state: str) -> Status:
     if state == "CANCELLED" or (waited and state == GONE):
         status.finish("interrupted")
     else:
-        log = paths.log(status.attempt, "launcher")
-        if status.job != job_id:  # the job has not begun its attempt
-            log = output_of(paths) or log
+        log = _says_why(paths, status, job_id)
         ended = f"is {GONE}, and ended" if state == GONE else f"ended as {state}"
         reason = f"SLURM job {job_id} {ended} before the supervisor could say why"
         lines = last_lines(log, 10)
@@ -80,6 +81,17 @@ def close(paths: RunPaths, job_id: str, state: str) -> Status:
         )
     status.write(paths)
     return status
+
+
+def _says_why(paths: RunPaths, status: Status, job_id: str) -> Path:
+    """The log of the job's last start: its own output if that start has not become an attempt, as when a comeback is refused."""
+    launcher, output = paths.log(status.attempt, "launcher"), output_of(paths)
+    if output is None or not output.is_file():
+        return launcher
+    if status.job != job_id or status.state == "preempted" or not launcher.is_file():
+        return output
+    # An attempt that could not write its end is `running`, whether it was the last start or not. Only a later start, or SLURM, writes then.
+    return max(launcher, output, key=lambda file: file.stat().st_mtime)
 
 
 def close_ended(runs: Sequence[Run], jobs: Mapping[str, str]) -> None:

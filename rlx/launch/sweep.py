@@ -224,7 +224,8 @@ def wait_for_jobs(elements: Sequence[Element]) -> None:
             state = states.get(element.job, GONE)
             gone[element.job] = gone.get(element.job, 0) + 1 if state in ENDED else 0
             if gone[element.job] >= LATE:
-                close(element.paths, element.job, state)
+                if job_of(element.paths) in (None, element.job):  # else the run was submitted again
+                    close(element.paths, element.job, state)
                 waiting.remove(element)
 
 
