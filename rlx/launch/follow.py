@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from rlx.launch.local import UPDATE, Observer
 from rlx.paths import RunPaths
