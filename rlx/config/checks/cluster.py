@@ -104,7 +104,8 @@ def _options(cfg: CommandConfig, of: Show) -> Iterator[str]:
     for name, variable in VARIABLES.items():
         value = os.environ.get(variable)
         if value is not None and (name != "export" or not _exports_all(value)):
-            yield f"sbatch reads the variable {variable}={value} as its option {name}, which would break the run.\n{NOT_FOR_SBATCH[name]}. Unset it."
+            read = f"sbatch reads the variable {variable}={value} as its option {name}"
+            yield f"{read}, which would break the run.\n{NOT_FOR_SBATCH[name]}. Unset it."
 
 
 def _exports_all(value: object) -> bool:
