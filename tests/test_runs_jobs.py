@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlx.cli import main
+from rlx.launch import sweep
 from rlx.launch.follow import close, close_ended, follow
 from rlx.paths import RunPaths
 from rlx.runs import jobs
@@ -146,6 +147,23 @@ def test_the_list_of_runs_writes_nothing_for_another_runs_job_of_the_same_id(con
     assert [read_status(each).state for each in (paths, other, unrecorded)] == ["starting", "interrupted", "starting"]
 
 
+@pytest.mark.parametrize(
+    ("directory", "name", "after"), [(None, "losses", "interrupted"), (None, "other", "starting"), ("/x", "losses", "starting")]
+)
+def test_the_accounting_of_a_slurm_without_submit_lines_tells_a_run_by_directory_and_name(
+    controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directory, name, after
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    paths = run_of(tmp_path / "out" / "run", "12_3")
+    note_job(paths, "12_3", script_of(paths).with_name("12_3_0_log.out"), "losses")
+    refuses = "*SubmitLine*) echo 'sacct: error: Invalid field requested: \"SubmitLine\"' >&2; exit 1"
+    row = f"12_3|CANCELLED by 1000|{directory or tmp_path}|{name}"
+    controller.answers("", f"case \"$*\" in {refuses};; *) echo '{row}';; esac")
+    assert main(["runs", str(tmp_path / "out")]) == 0
+    assert read_status(paths).state == after
+    assert controller.asked() == ["squeue", "squeue", "sacct", "sacct"]
+
+
 def test_a_run_that_is_submitted_again_while_slurm_answers_keeps_its_new_status(
     controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +188,43 @@ def test_a_launcher_that_waits_for_its_job_says_why_the_job_waits(controller: Co
     monkeypatch.setattr("rlx.launch.follow.ASK", 0.01)
     assert follow(paths, "14") == 130
     assert capsys.readouterr().out == "job 14 waits: Dependency, 3 of 3 waiting in gpu, start about 2026-11-24 08:00\n"
+
+
+def test_a_sweep_that_waits_says_why_its_jobs_wait_with_one_question_for_all(tmp_path: Path, capsys, monkeypatch) -> None:
+    names = {f"12_{number}": f"seed={number}" for number in range(8)}
+    runs = {job: run_of(tmp_path / name, job) for job, name in names.items()}
+    elements = [SimpleNamespace(name=names[job], job=job, paths=paths) for job, paths in runs.items()]
+    asked, looks = [], itertools.count()
+
+    def why(wanted: Sequence[str]) -> dict[str, str]:
+        asked.append(list(wanted))
+        return {job: f"Priority, {int(job[3:]) + 1} of 9 waiting in gpu" for job in wanted}
+
+    def states() -> dict[str, str]:
+        if (look := next(looks)) == 4:
+            for paths in runs.values():
+                Status(state="completed").write(paths)
+        return dict.fromkeys(names, "PENDING") | ({"12_0": "RUNNING"} if look else {})
+
+    monkeypatch.setattr("rlx.launch.follow.ASK", 0.0)
+    monkeypatch.setattr("rlx.launch.follow.waits", why)
+    monkeypatch.setattr("rlx.launch.sweep.queue", states)
+    monkeypatch.setattr("rlx.launch.sweep.LOOK", 0.01)
+    sweep.wait_for_jobs(elements)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "seed=0 (job 12_0) waits: Priority, 1 of 9 waiting in gpu"
+    assert lines[5:] == ["3 more jobs wait; rlx runs shows all"]
+    assert asked == [list(names)], "again after half a minute at the earliest"
+
+
+def test_a_sweep_that_waits_leaves_a_run_to_the_job_that_has_it_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = run_of(tmp_path / "run", "14")
+    note_job(paths, "15")
+    monkeypatch.setattr("rlx.launch.follow.ASK", 0.0)
+    monkeypatch.setattr("rlx.launch.sweep.queue", lambda: {"14": "CANCELLED", "15": "PENDING"})
+    monkeypatch.setattr("rlx.launch.sweep.LOOK", 0.01)
+    sweep.wait_for_jobs([SimpleNamespace(name="run", job="14", paths=paths)])
+    assert read_status(paths).state == "starting"
 
 
 def test_a_launcher_that_waits_asks_slurm_every_ten_seconds_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

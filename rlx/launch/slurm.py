@@ -77,7 +77,7 @@ def submit(runs: Sequence[tuple[RunPaths, CommandConfig]], name: str, folder: Pa
     finally:
         os.environ.update(inherited)
     for (paths, _), job in zip(runs, jobs, strict=True):
-        note_job(paths, job.job_id, job.paths.stdout)
+        note_job(paths, job.job_id, job.paths.stdout, name)
     return [job.job_id for job in jobs]
 
 
