@@ -78,6 +78,7 @@ def test_the_script_needs_no_recent_coreutils_to_ignore_the_notice_until_python_
     assert read_status(RunPaths(tmp_path)).state == "starting"
 
 
+@pytest.mark.parametrize("bash", ["", "4.2"])  # the rules of which version
 @pytest.mark.parametrize(
     ("setup", "python", "array", "code", "said", "earlier"),
     [
@@ -87,7 +88,9 @@ def test_the_script_needs_no_recent_coreutils_to_ignore_the_notice_until_python_
         ("true", None, {}, 127, "No such file", False),
     ],
 )
-def test_a_job_that_ends_before_rlx_starts_says_why_in_its_runs_status(tmp_path, monkeypatch, setup, python, array, code, said, earlier):
+def test_a_job_that_ends_before_rlx_starts_says_why_in_its_runs_status(
+    tmp_path, monkeypatch, setup, python, array, code, said, earlier, bash
+):
     paths = [RunPaths(tmp_path / "a sweep" / f"it's={i}") for i in range(2 if array else 1)]
     for each in paths:
         each.root.mkdir(parents=True)
@@ -100,7 +103,7 @@ def test_a_job_that_ends_before_rlx_starts_says_why_in_its_runs_status(tmp_path,
     cfg = compose(["launcher=slurm", "hardware=cpu", "dry_run=true"], {}).cfg
     text = slurm.sbatch_script(replace(cfg, slurm=replace(cfg.slurm, setup=[setup])), "run", folder, [each.root for each in paths])
     with (folder / f"{job}_0_log.out").open("w") as output:  # as SLURM opens it
-        environment = os.environ | {"SLURM_JOB_ID": "12", "SLURMD_NODENAME": "node3", "LC_ALL": "C"} | array
+        environment = os.environ | {"SLURM_JOB_ID": "12", "SLURMD_NODENAME": "node3", "LC_ALL": "C", "BASH_COMPAT": bash} | array
         subprocess.run(["bash"], input=text, stdout=output, stderr=subprocess.STDOUT, text=True, env=environment, check=False)
     status = read_status(mine)
     assert (status.state, status.exit_code, status.job, status.attempt, status.max_steps) == ("failed", 1, job, 1, 9)
@@ -115,6 +118,32 @@ def test_a_job_that_ends_before_rlx_starts_says_why_in_its_runs_status(tmp_path,
     Status().write(mine)
     subprocess.run(["bash"], input=text, capture_output=True, text=True, env=environment, check=False)
     assert read_status(mine).state == "starting"
+
+
+NEWER_THAN_BASH_4_2 = {
+    r"\$\{\w+(\[[^]]*\])?@\w\}": "4.4: ${x@Q}",
+    r"\bEPOCH(SECONDS|REALTIME)\b|\bBASH_ARGV0\b|\bSRANDOM\b": "5.0 and 5.1",
+    r"\bwait\b[^\n;]* -[a-z]*[fnp]": "4.3 to 5.1",
+    r"\b(declare|local|typeset)\b[^\n;]* -[a-zA-Z]*n": "4.3: names of names",
+    r"\bprintf\b[^\n;]*%\(": "4.2 has it, but not without an argument",
+    r"\bset -[a-z]*u|nounset": "up to 4.3 an empty array counts as not set",
+    r"\[\[ -v |\[\w*-\d+\]|\$\{\w+\[-": "4.3: -v of elements, negative places",
+    r"\b(mapfile|readarray)\b[^\n;]* -[a-z]*d": "4.4: -d",
+    r"\binherit_errexit\b|\bpatsub_replacement\b|\blocalvar_inherit\b": "4.4 to 5.2",
+    r"\$\{[ |]": "5.3: ${ command; }",
+    r"\$\{\w+//?[^}]*\\": "up to 4.2 a backslash in a replacement means something else",
+}
+
+
+@pytest.mark.parametrize("script", sorted(GOLDEN.parent.glob("sbatch*.sh")), ids=lambda path: path.stem)
+def test_the_scripts_use_nothing_that_bash_4_2_lacks(script: Path):
+    found = [
+        f"{line.strip()} ({why})"
+        for line in script.read_text().splitlines()
+        for each, why in NEWER_THAN_BASH_4_2.items()
+        if re.search(each, line)
+    ]
+    assert found == []
 
 
 def test_what_is_null_is_left_to_the_cluster():

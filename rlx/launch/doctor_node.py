@@ -57,9 +57,8 @@ def job_options(cfg: CommandConfig, base: Path) -> dict[str, Any]:
         cfg, hardware=replace(cfg.hardware, nodes=1), slurm=replace(cfg.slurm, time_minutes=min(MINUTES, cfg.slurm.time_minutes))
     )
     options = sbatch_options(short, "rlx-doctor", base)
-    options["additional_parameters"] = {**options["additional_parameters"], "requeue": False}
-    options["additional_parameters"].pop("signal", None)
-    return options
+    further = {name: value for name, value in options["additional_parameters"].items() if name not in ("requeue", "signal")}
+    return {**options, "additional_parameters": {**further, "no_requeue": True}}
 
 
 def on_a_node(cfg: CommandConfig, argv: Sequence[str]) -> tuple[str, list[Finding]]:
