@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import time
 from collections import Counter
@@ -119,7 +120,8 @@ def waits(wanted: Collection[str]) -> dict[str, str]:
     found = {}
     for job, partitions, start, reason, place in mine:
         about = f", start about {start[:16].replace('T', ' ')}" if start[:1].isdecimal() else ""
-        found[job] = f"{reason}, {place} of {_rivals(before, partitions)} waiting in {partitions}{about}"
+        why = "not considered yet" if reason == "None" else reason
+        found[job] = f"{why}, {place} of {_rivals(before, partitions)} waiting in {partitions}{about}"
     return found
 
 
@@ -180,6 +182,16 @@ def restarts_of(job_id: str) -> int:
 def is_ending(job_id: str) -> bool:
     """Whether a job whose processes still run was cancelled or is otherwise ending: its state is no longer `RUNNING`."""
     return _fields(job_id).get("JobState", "RUNNING") != "RUNNING"
+
+
+def patience_with_nodes() -> float:
+    """Seconds after which SLURM gives up a node that does not answer (`SlurmdTimeout`); its default if it does not say."""
+    try:
+        done = ask("scontrol", "show", "config")
+    except RuntimeError:
+        return 300.0
+    found = re.search(r"^SlurmdTimeout\s*=\s*(\d+)", done.stdout, re.MULTILINE)
+    return float(found[1]) if found else 300.0
 
 
 def _fields(job_id: str) -> dict[str, str]:
