@@ -326,7 +326,7 @@ def test_the_job_on_a_node_takes_what_a_run_takes_but_for_minutes(tmp_path):
     options = job_options(cfg, tmp_path)
     assert (options["nodes"], options["time"], options["gres"], options["partition"]) == (1, 10, "gpu:8", "gpu")
     assert "module load cuda" in options["setup"]
-    assert options["additional_parameters"] == {"requeue": False}
+    assert options["additional_parameters"] == {"no_requeue": True}
 
 
 def test_a_job_that_ends_without_findings_shows_its_output(tmp_path, monkeypatch):
@@ -351,6 +351,7 @@ def test_ranks_reduce_and_a_failure_of_one_is_the_answer():
 
 SBATCH = """#!/bin/sh
 for script; do :; done
+if grep '^#SBATCH .*=False$' "$script" >&2; then echo "sbatch: option doesn't allow an argument" >&2; exit 1; fi
 out=$(sed -n 's/^#SBATCH --output=//p' "$script" | sed 's/%j/7/; s/%t/0/')
 export SLURM_JOB_ID=7 SLURM_NTASKS=1 SLURM_JOB_NUM_NODES=1 SLURM_NODEID=0 SLURM_PROCID=0 SLURM_LOCALID=0 SLURMD_NODENAME=node9
 setsid bash "$script" >"$out" 2>&1 </dev/null &

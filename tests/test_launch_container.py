@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,23 @@ class Job:
         return "\n".join(f"--- {file}\n{file.read_text()}" for file in files if file.exists())
 
 
+def left_behind(session: int, timeout: float = 5) -> list[str]:
+    """The command lines of the processes of a script that still run after `timeout` seconds. They are killed."""
+    deadline = time.monotonic() + timeout
+    while (found := dict(_in_session(session))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for pid in found:
+        os.kill(pid, signal.SIGKILL)
+    return list(found.values())
+
+
+def _in_session(session: int) -> Iterator[tuple[int, str]]:
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and (entry / "stat").read_text().rpartition(")")[2].split()[3] == str(session):
+                yield int(entry.name), (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+
+
 @pytest.mark.parametrize("runtime", ["pyxis", "apptainer"])
 def test_all_processes_of_a_job_run_in_its_container_and_the_host_needs_no_python(tmp_path, monkeypatch, runtime: str) -> None:
     job = Job(tmp_path, monkeypatch, runtime, READS)
@@ -177,10 +195,17 @@ def test_a_cancelled_job_interrupts_the_run_in_its_container(tmp_path: Path, mon
         time.sleep(0.05)
     process.terminate()  # as SLURM does to the script
     assert process.wait(120) == 130, job.told()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # as SLURM does to all that a script leaves behind, here an answer that nobody reads
+    assert left_behind(process.pid) == [], "not even an answer that nobody reads"
     assert job.status().state == "interrupted", job.told()
     assert "scancel --signal=INT 12.1" in job.asked("scancel"), "the role's step, and not the supervisor's"
+
+
+def test_a_command_that_still_runs_when_the_supervisor_has_ended_is_killed_with_its_answer(tmp_path, monkeypatch) -> None:
+    asks = "subprocess.Popen([sys.executable, '-m', 'rlx.runs.outside', '', 'sleep', '3600'], stdout=-3, stderr=-3); time.sleep(2)"
+    job = Job(tmp_path, monkeypatch, "apptainer", f"import subprocess, sys, time; {asks}")
+    process = job.start()
+    assert process.wait(120) == 0, job.told()
+    assert left_behind(process.pid) == []
 
 
 def test_a_container_that_cannot_start_is_the_reason_of_the_runs_end(tmp_path, monkeypatch) -> None:
@@ -339,3 +364,11 @@ def test_the_cache_in_the_home_directory_is_mounted_where_its_variable_points_an
     (made,) = [line for line in text.splitlines() if line.startswith("mkdir -p") and ".cache" in line]
     assert made.split()[2:] == [f"{tmp_path}/{name}" for name in (".cache", ".cache/rlx", "hub")]
     assert text.index(made) < text.index("rlx_supervise()")
+
+
+def test_the_caches_are_made_on_each_host_of_the_job() -> None:
+    container = "slurm.container={runtime: pyxis, image: /images/rlx.sqsh, python: /opt/rlx/bin/python}"
+    cfg = compose(["launcher=slurm", "hardware=cpu_3nodes", "dry_run=true", container, "slurm.hf_home=/local/hub"], {}).cfg
+    text = slurm.sbatch_script(cfg, "run", Path("/x/.submitit"), [Path("/x")], Path("/x/.submitit/code_1"))
+    (made,) = [line for line in text.splitlines() if " mkdir -p " in line and "/local/hub" in line]
+    assert {"srun", "--overlap", "--nodes=3", "--ntasks=3", "--ntasks-per-node=1"} <= set(made.split())

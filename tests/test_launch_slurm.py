@@ -78,6 +78,7 @@ def test_the_script_needs_no_recent_coreutils_to_ignore_the_notice_until_python_
     assert read_status(RunPaths(tmp_path)).state == "starting"
 
 
+@pytest.mark.parametrize("bash", ["", "4.2"])  # the rules of which version
 @pytest.mark.parametrize(
     ("setup", "python", "array", "code", "said", "earlier"),
     [
@@ -87,7 +88,9 @@ def test_the_script_needs_no_recent_coreutils_to_ignore_the_notice_until_python_
         ("true", None, {}, 127, "No such file", False),
     ],
 )
-def test_a_job_that_ends_before_rlx_starts_says_why_in_its_runs_status(tmp_path, monkeypatch, setup, python, array, code, said, earlier):
+def test_a_job_that_ends_before_rlx_starts_says_why_in_its_runs_status(
+    tmp_path, monkeypatch, setup, python, array, code, said, earlier, bash
+):
     paths = [RunPaths(tmp_path / "a sweep" / f"it's={i}") for i in range(2 if array else 1)]
     for each in paths:
         each.root.mkdir(parents=True)
@@ -100,7 +103,7 @@ def test_a_job_that_ends_before_rlx_starts_says_why_in_its_runs_status(tmp_path,
     cfg = compose(["launcher=slurm", "hardware=cpu", "dry_run=true"], {}).cfg
     text = slurm.sbatch_script(replace(cfg, slurm=replace(cfg.slurm, setup=[setup])), "run", folder, [each.root for each in paths])
     with (folder / f"{job}_0_log.out").open("w") as output:  # as SLURM opens it
-        environment = os.environ | {"SLURM_JOB_ID": "12", "SLURMD_NODENAME": "node3", "LC_ALL": "C"} | array
+        environment = os.environ | {"SLURM_JOB_ID": "12", "SLURMD_NODENAME": "node3", "LC_ALL": "C", "BASH_COMPAT": bash} | array
         subprocess.run(["bash"], input=text, stdout=output, stderr=subprocess.STDOUT, text=True, env=environment, check=False)
     status = read_status(mine)
     assert (status.state, status.exit_code, status.job, status.attempt, status.max_steps) == ("failed", 1, job, 1, 9)
@@ -115,6 +118,32 @@ def test_a_job_that_ends_before_rlx_starts_says_why_in_its_runs_status(tmp_path,
     Status().write(mine)
     subprocess.run(["bash"], input=text, capture_output=True, text=True, env=environment, check=False)
     assert read_status(mine).state == "starting"
+
+
+NEWER_THAN_BASH_4_2 = {
+    r"\$\{\w+(\[[^]]*\])?@\w\}": "4.4: ${x@Q}",
+    r"\bEPOCH(SECONDS|REALTIME)\b|\bBASH_ARGV0\b|\bSRANDOM\b": "5.0 and 5.1",
+    r"\bwait\b[^\n;]* -[a-z]*[fnp]": "4.3 to 5.1",
+    r"\b(declare|local|typeset)\b[^\n;]* -[a-zA-Z]*n": "4.3: names of names",
+    r"\bprintf\b[^\n;]*%\(": "4.2 has it, but not without an argument",
+    r"\bset -[a-z]*u|nounset": "up to 4.3 an empty array counts as not set",
+    r"\[\[ -v |\[\w*-\d+\]|\$\{\w+\[-": "4.3: -v of elements, negative places",
+    r"\b(mapfile|readarray)\b[^\n;]* -[a-z]*d": "4.4: -d",
+    r"\binherit_errexit\b|\bpatsub_replacement\b|\blocalvar_inherit\b": "4.4 to 5.2",
+    r"\$\{[ |]": "5.3: ${ command; }",
+    r"\$\{\w+//?[^}]*\\": "up to 4.2 a backslash in a replacement means something else",
+}
+
+
+@pytest.mark.parametrize("script", sorted(GOLDEN.parent.glob("sbatch*.sh")), ids=lambda path: path.stem)
+def test_the_scripts_use_nothing_that_bash_4_2_lacks(script: Path):
+    found = [
+        f"{line.strip()} ({why})"
+        for line in script.read_text().splitlines()
+        for each, why in NEWER_THAN_BASH_4_2.items()
+        if re.search(each, line)
+    ]
+    assert found == []
 
 
 def test_what_is_null_is_left_to_the_cluster():
@@ -153,6 +182,21 @@ def test_lines_of_the_script_can_be_replaced_and_taken_out(argv: list[str], ther
         (["slurm.options.array=0-3"], "sbatch's option array would break the run: slurm.options.array=0-3 (command line)"),
         (["slurm.options={ntasks_per_node: 8}"], "sbatch's option ntasks-per-node would break the run"),
         (["slurm.options={output: /tmp/x}"], "logs/attempt_N/job.log"),
+        (["slurm.options={clusters: other}"], "sbatch's option clusters would break the run: slurm.options.clusters=other (command line)"),
+        (["slurm.options={M: other}"], "sbatch's option clusters would break the run: slurm.options.M=other (command line)"),
+        (["slurm.options={n: 4}"], "sbatch's option ntasks would break the run"),
+        (["slurm.options={arr: 0-1}"], "sbatch's option array would break the run: slurm.options.arr=0-1"),
+        (["slurm.options={no-requeue: true}"], "launcher.max_requeues limits how often. Remove it."),
+        (["slurm.options={export: NONE}"], "need the variables of the shell that submits"),
+        (["slurm.options={export: 'HOME,PATH'}"], "sbatch's option export would break the run"),
+        (["slurm.options={input: /dev/null}"], "No process of a job reads its standard input"),
+        (["slurm.options={het-group: 1}"], "All hosts of a run are alike: hardware.nodes"),
+        (["slurm.options={gpus: 16}"], "srun would ask for as many for each process; write gpus-per-node"),
+        (["slurm.options={no_kill: true}"], "A job whose host has failed must end"),
+        (["slurm.options={wait: true}"], "launcher.wait=true waits for the run"),
+        (["slurm.options={parsable: true}"], "rlx reads the job's id"),
+        (["slurm.options={C: h100}"], "given by their long names: slurm.options.C=h100 (command line). `sbatch --help` lists both."),
+        (["slurm.options={requeue: false}"], "an option of sbatch cannot be false: slurm.options.requeue=false (command line). Write null"),
         (["slurm.options={--hold: true}"], "named without dashes in front: slurm.options.--hold=true (command line). Write hold."),
         (["slurm.gpus_per_node=4", "hardware=node8", "model=qwen3_8b"], "more GPUs per host than the cluster's nodes have"),
         (["launcher.preempt_grace=116"], "launcher.preempt_grace=116.0 (command line) + launcher.grace=5.0 (default) seconds are not less"),
@@ -163,6 +207,25 @@ def test_what_cannot_work_on_the_cluster_is_said_before_anything_is_submitted(ar
     with pytest.raises(ConfigError) as error:
         compose(["launcher=slurm", "hardware=cpu", "dry_run=true", *argv], {})
     assert said in str(error.value)
+
+
+def test_options_that_are_harmless_are_left_to_sbatch():
+    more = "{export: 'ALL,A=1', requeue: true, gpus-per-node: 2, nodelist: node4, wait-all-nodes: 1, mem: null, no-kill: null}"
+    with pytest.raises(ConfigError, match="no-kill"):
+        compose(["launcher=slurm", "hardware=cpu", "dry_run=true", f"slurm.options={more}"], {})
+    compose(["launcher=slurm", "hardware=cpu", "dry_run=true", f"slurm.options={more.replace(', no-kill: null', '')}"], {})
+
+
+def test_variables_that_sbatch_would_read_as_such_options_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SBATCH_EXPORT", "ALL")
+    compose(["launcher=slurm", "hardware=cpu", "dry_run=true"], {})
+    monkeypatch.setenv("SBATCH_EXPORT", "NONE")
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "5")
+    with pytest.raises(ConfigError) as error:
+        compose(["launcher=slurm", "hardware=cpu", "dry_run=true"], {})
+    assert "sbatch reads the variable SBATCH_EXPORT=NONE as its option export, which would break the run" in str(error.value)
+    assert "SBATCH_TIMELIMIT=5 as its option time, which would break the run.\nslurm.time_minutes sets it. Unset it." in str(error.value)
+    compose(["launcher=local", "hardware=cpu", "dry_run=true"], {})
 
 
 def test_without_a_slurm_a_submission_is_refused_and_a_dry_run_is_not(monkeypatch: pytest.MonkeyPatch):

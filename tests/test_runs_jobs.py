@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from rlx.cli import main
-from rlx.launch.follow import close_ended, follow
+from rlx.launch import sweep
+from rlx.launch.follow import close, close_ended, follow
 from rlx.paths import RunPaths
 from rlx.runs import jobs
 from rlx.runs.claim import RunLock
@@ -146,6 +147,23 @@ def test_the_list_of_runs_writes_nothing_for_another_runs_job_of_the_same_id(con
     assert [read_status(each).state for each in (paths, other, unrecorded)] == ["starting", "interrupted", "starting"]
 
 
+@pytest.mark.parametrize(
+    ("directory", "name", "after"), [(None, "losses", "interrupted"), (None, "other", "starting"), ("/x", "losses", "starting")]
+)
+def test_the_accounting_of_a_slurm_without_submit_lines_tells_a_run_by_directory_and_name(
+    controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directory, name, after
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    paths = run_of(tmp_path / "out" / "run", "12_3")
+    note_job(paths, "12_3", script_of(paths).with_name("12_3_0_log.out"), "losses")
+    refuses = "*SubmitLine*) echo 'sacct: error: Invalid field requested: \"SubmitLine\"' >&2; exit 1"
+    row = f"12_3|CANCELLED by 1000|{directory or tmp_path}|{name}"
+    controller.answers("", f"case \"$*\" in {refuses};; *) echo '{row}';; esac")
+    assert main(["runs", str(tmp_path / "out")]) == 0
+    assert read_status(paths).state == after
+    assert controller.asked() == ["squeue", "squeue", "sacct", "sacct"]
+
+
 def test_a_run_that_is_submitted_again_while_slurm_answers_keeps_its_new_status(
     controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +190,43 @@ def test_a_launcher_that_waits_for_its_job_says_why_the_job_waits(controller: Co
     assert capsys.readouterr().out == "job 14 waits: Dependency, 3 of 3 waiting in gpu, start about 2026-11-24 08:00\n"
 
 
+def test_a_sweep_that_waits_says_why_its_jobs_wait_with_one_question_for_all(tmp_path: Path, capsys, monkeypatch) -> None:
+    names = {f"12_{number}": f"seed={number}" for number in range(8)}
+    runs = {job: run_of(tmp_path / name, job) for job, name in names.items()}
+    elements = [SimpleNamespace(name=names[job], job=job, paths=paths) for job, paths in runs.items()]
+    asked, looks = [], itertools.count()
+
+    def why(wanted: Sequence[str]) -> dict[str, str]:
+        asked.append(list(wanted))
+        return {job: f"Priority, {int(job[3:]) + 1} of 9 waiting in gpu" for job in wanted}
+
+    def states() -> dict[str, str]:
+        if (look := next(looks)) == 4:
+            for paths in runs.values():
+                Status(state="completed").write(paths)
+        return dict.fromkeys(names, "PENDING") | ({"12_0": "RUNNING"} if look else {})
+
+    monkeypatch.setattr("rlx.launch.follow.ASK", 0.0)
+    monkeypatch.setattr("rlx.launch.follow.waits", why)
+    monkeypatch.setattr("rlx.launch.sweep.queue", states)
+    monkeypatch.setattr("rlx.launch.sweep.LOOK", 0.01)
+    sweep.wait_for_jobs(elements)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "seed=0 (job 12_0) waits: Priority, 1 of 9 waiting in gpu"
+    assert lines[5:] == ["3 more jobs wait; rlx runs shows all"]
+    assert asked == [list(names)], "again after half a minute at the earliest"
+
+
+def test_a_sweep_that_waits_leaves_a_run_to_the_job_that_has_it_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = run_of(tmp_path / "run", "14")
+    note_job(paths, "15")
+    monkeypatch.setattr("rlx.launch.follow.ASK", 0.0)
+    monkeypatch.setattr("rlx.launch.sweep.queue", lambda: {"14": "CANCELLED", "15": "PENDING"})
+    monkeypatch.setattr("rlx.launch.sweep.LOOK", 0.01)
+    sweep.wait_for_jobs([SimpleNamespace(name="run", job="14", paths=paths)])
+    assert read_status(paths).state == "starting"
+
+
 def test_a_launcher_that_waits_asks_slurm_every_ten_seconds_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths, clock, asked = run_of(tmp_path / "run", "14"), itertools.count(1000), []
     times = SimpleNamespace(monotonic=lambda: next(clock), time=lambda: next(clock), sleep=lambda seconds: None)  # one passes at each look
@@ -184,3 +239,36 @@ def test_a_launcher_that_waits_asks_slurm_every_ten_seconds_at_most(tmp_path: Pa
     monkeypatch.setattr("rlx.launch.follow.queue", queue)
     assert follow(paths, "14") == 130
     assert min(later - earlier for earlier, later in itertools.pairwise(asked)) >= 10
+
+
+@pytest.mark.parametrize(
+    ("state", "output_is_newer", "said"),
+    [
+        ("preempted", False, "run is in use by another run"),  # it has been requeued, so the attempt's own log says nothing of this start
+        ("running", True, "run is in use by another run"),  # its node failed, SLURM requeued it
+        ("running", False, "back in the queue"),  # it was killed in this attempt
+    ],
+)
+def test_the_reason_of_a_comeback_that_is_refused_is_in_the_jobs_own_output(tmp_path: Path, state: str, output_is_newer, said) -> None:
+    paths = run_of(tmp_path / "run", "12", state)
+    paths.logs(0).mkdir(parents=True)
+    launcher, output = paths.log(0, "launcher"), script_of(paths).with_name("12_0_log.out")
+    output.parent.mkdir()
+    launcher.write_text("job 12, restart 0\nback in the queue\n")
+    output.write_text("run is in use by another run\n")
+    os.utime(output, (0, launcher.stat().st_mtime + (5 if output_is_newer else -5)))
+    cause = close(paths, "12", "FAILED").cause
+    assert cause is not None
+    assert cause.last_lines[-1] == said
+    assert said in (paths.root / cause.log).read_text()
+
+
+def test_who_follows_a_job_leaves_the_run_to_the_job_that_has_it_now(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = run_of(tmp_path / "run", "14")
+    monkeypatch.setattr("rlx.launch.follow.queue", lambda: {"14": "CANCELLED", "15": "PENDING"})
+    monkeypatch.setattr("rlx.launch.follow.ASK", 0.01)
+    monkeypatch.setattr("rlx.launch.follow.UPDATE", 0.02)
+    note_job(paths, "15")
+    assert follow(paths, "14") == 1
+    assert read_status(paths).state == "starting"
+    assert "is job 15's now; job 14 has ended (CANCELLED)" in capsys.readouterr().err

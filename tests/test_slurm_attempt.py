@@ -43,10 +43,9 @@ LEAVES = "import sys; sys.exit(75)"
 # No signal of SLURM's is on its way here, so an attempt does not wait for one before it ends.
 ATTEMPT = """
 import sys
-from rlx.launch import verdict
-from rlx.launch.slurm import Attempt
-verdict.SIGTERM_SPREADS = 0.1
-Attempt(sys.argv[1])()
+from rlx.launch import slurm, verdict
+verdict.SIGTERM_SPREADS, slurm.AGAIN = 0.1, 0.1
+slurm.Attempt(sys.argv[1])()
 """
 
 
@@ -143,6 +142,34 @@ def test_a_job_of_its_own_is_named_by_its_number(job):
     ends = job(FAILS_BESIDE_IT, WAITS)
     assert ends.run() == 1
     assert "scancel --signal=INT 12" in ends.asked()
+
+
+@pytest.mark.parametrize(
+    ("dead_for", "requeued_after", "code", "state"),
+    [
+        (99, 3, 75, "preempted"),  # SLURM gives the host up
+        (1, 99, 1, "failed"),  # it answers the second time, so it was not the reason
+        (0, 99, 1, "failed"),  # it answers at once
+    ],
+)
+def test_a_process_that_fails_because_a_host_is_lost_leaves_the_job_to_slurm(
+    job, dead_for: int, requeued_after: int, code: int, state: str
+):
+    fails = job("import sys; sys.exit(3)")
+    asked = fails.folder / "asked"
+    probe = f"case \"$*\" in *probe*node2*) [ $(grep -c 'probe.*node2' {asked}) -gt {dead_for} ]; exit;; esac"
+    fails.command("srun", f"{probe}; {STEP}")
+    restarts = f"[ $(grep -c 'show job' {asked}) -gt {requeued_after} ] && echo Restarts=1 || echo Restarts=0"
+    fails.command("scontrol", f"case \"$*\" in *config*) echo 'SlurmdTimeout           = 60 sec';; *) {restarts};; esac")
+    assert fails.run(SLURM_JOB_NODELIST="node[1-2]", SLURMD_NODENAME="node1") == code
+    status = fails.status()
+    assert (status.state, status.exit_code) == (state, code)
+    assert (status.cause.role, status.cause.returncode) == ("toy", 3) if state == "failed" else status.cause is None
+    log = fails.paths.log(0, "launcher").read_text()
+    assert ("toy: exit code 3; node2 does not answer, which may be why" in log) == (dead_for > 0)
+    assert ("SLURM requeues the job when it gives up node2: within 120 s" in log) == (dead_for > 0)
+    assert not [line for line in fails.asked() if line.startswith("scontrol requeue")], "it could get the same host again"
+    assert "--nodelist=node1 true" not in asked.read_text(), "this host needs no probe"
 
 
 def test_a_controller_that_says_nothing_does_not_hold_up_the_end(job, monkeypatch: pytest.MonkeyPatch):

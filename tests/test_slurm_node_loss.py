@@ -63,7 +63,8 @@ def processes_on(node: str) -> list[int]:
     return found
 
 
-def test_a_job_whose_node_dies_for_good_goes_on_on_others(impatient: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fails", [False, True], ids=["the others wait", "another fails"])  # as a trainer does that loses its peer
+def test_a_job_whose_node_dies_for_good_goes_on_on_others(impatient: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     cfg = compose(["launcher=slurm", "slurm=dev", "hardware=cpu_3nodes", "run.name=run", "launcher.code_changes=warn"], {}).cfg
@@ -80,6 +81,10 @@ def test_a_job_whose_node_dies_for_good_goes_on_on_others(impatient: None, tmp_p
         os.kill(int(Path("/run/rlx-slurm/slurmd-node3.pid").read_text()), signal.SIGKILL)
         for pid in processes_on("node3"):
             os.kill(pid, signal.SIGKILL)
+        if fails:
+            for pid in processes_on("node2"):
+                if Path("/proc", str(pid), "comm").read_text().strip() != "slurmstepd":
+                    os.kill(pid, signal.SIGKILL)
         began = time.monotonic()
         assert follow(paths, job) == 0, "\n".join(file.read_text() for file in sorted(paths.root.glob("logs/*/*.log")))
         print(f"{time.monotonic() - began:.0f} s after the death of its node")
@@ -88,5 +93,6 @@ def test_a_job_whose_node_dies_for_good_goes_on_on_others(impatient: None, tmp_p
     status = read_status(paths)
     assert status is not None
     assert (status.state, status.attempt, status.job) == ("completed", 1, job)
+    assert ("node3 does not answer, which may be why" in paths.log(0, "launcher").read_text()) == fails
     said = [paths.log(1, spec.name).read_text() for spec in plan]
     assert [re.findall(r"on (\w+) restart 1", text) for text in said] == [["node1"], ["node2"], ["node4"]]

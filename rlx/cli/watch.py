@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import socket
 import sys
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 SUMMARY = "follow a run: progress, phases, last log lines, closing summary"
 UPDATE = 0.2  # seconds between two displays
 ASK = 10.0  # seconds between two questions to SLURM
+WAIT = 30.0  # seconds between two questions why the job waits, which are about all users' jobs
 PATIENCE = 5.0  # seconds that a run on another host has to show that it is alive: its clock may be wrong, and its files arrive late
 ENDED = ("completed", "failed", "interrupted", "preempted", "lost", "not started")
 
@@ -69,17 +71,16 @@ def watch(run: Run) -> int:
     console = command.display(run.root, cfg, run.overrides)
     console.started = status.started
     console.tail = [spec.name for spec in run.plan]
-    jobs, asked, pulse = _jobs(run), time.monotonic(), Pulse()
+    jobs, asked, explained, pulse = _jobs(run), time.monotonic(), -math.inf, Pulse()
     while (state := run.state(jobs)) not in ENDED or pulse.alive(run, state) or _comes_back(run, state, jobs):
         if not state.startswith("waiting"):
-            console.note = ""
-        elif not console.note:
-            console.note = _why(run, state)
+            console.note, explained = "", -math.inf
+        elif time.monotonic() - explained > WAIT:
+            console.note, explained = _why(run, state), time.monotonic()
         console.update()
         time.sleep(UPDATE)
         if time.monotonic() - asked > ASK:
             jobs, asked = _jobs(run), time.monotonic()
-            console.note = ""
     status = run.status or status
     console.started = time.time() - (status.updated - status.started)  # the summary says how long the run took
     console.close(status.exit_code if status.exit_code is not None else 1)

@@ -187,11 +187,13 @@ rlx_supervise() {
   RLX_OUTSIDE=$(mktemp -d "${TMPDIR:-/tmp}/rlx.XXXXXXXX")
   mkfifo "$RLX_OUTSIDE/asked"
   set +e
+  set -m # a process group of its own, so that one signal ends the answers with all that they have started
   (
     trap - EXIT
     rlx_answer
   ) <>"$RLX_OUTSIDE/asked" &
   answers=$!
+  set +m
   disown "$answers" # else bash reports that it was killed
   trap 'rlx_tell USR2' USR2
   trap 'rlx_tell INT' TERM # because SLURM sends SIGTERM to the supervisor's step too, as a notice
@@ -202,7 +204,7 @@ rlx_supervise() {
     code=$?
     kill -0 "$step" 2>/dev/null || break # else a signal ended the wait
   done
-  kill -KILL "$answers"
+  kill -KILL -- "-$answers"
   # If rlx has started, it says itself how it ends; if the job was cancelled, SLURM does.
   if [ -e "$RLX_OUTSIDE/pid" ] || grep -qs INT "$RLX_OUTSIDE/told"; then trap - EXIT; fi
   rm -rf "$RLX_OUTSIDE"
@@ -212,13 +214,23 @@ rlx_supervise() {
 """The part of the script that starts the supervisor in its container and answers it. `@step@`: the words before its command."""
 
 
+def on_all_hosts(command: Sequence[str], nodes: int, not_for_steps: Sequence[str]) -> str:
+    """A line of the script that runs a command once on each host of the job. A cache may be on a disk that each host has for itself."""
+    return shlex.join(command if nodes == 1 else ["env", *_step("caches", nodes, not_for_steps), *command])
+
+
+def _step(name: str, nodes: int, not_for_steps: Sequence[str]) -> list[str]:
+    """The words of `env` and `srun` for a step with one task on each of `nodes` hosts."""
+    dropped = [word for variable in not_for_steps for word in ("-u", variable)]  # srun would read them as options of the step
+    size = [f"--nodes={nodes}", f"--ntasks={nodes}", *(["--ntasks-per-node=1"] if nodes > 1 else [])]
+    return [*dropped, "srun", "--overlap", *size, f"--job-name={name}", "--cpu-bind=none", "--mem=0", "--input=none"]
+
+
 def beside(container: Container, not_for_steps: Sequence[str]) -> str:
     """`BESIDE` for a container, with its mounts."""
     its = Container(container.cfg, (*container.mounts, OUTSIDE), container.workdir, container.gpus)
-    dropped = [word for name in not_for_steps for word in ("-u", name)]  # srun would read them as options of the step
-    step = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--nodelist=${SLURMD_NODENAME:-$HOSTNAME}", f"--job-name={STEP}"]
-    step += ["--cpu-bind=none", "--mem=0", "--input=none", "--unbuffered", "--export=ALL"]
-    words = [*dropped, *step, *its.options, *its.around([], dict.fromkeys(KEPT, ""))]
+    words = [*_step(STEP, 1, not_for_steps), "--nodelist=${SLURMD_NODENAME:-$HOSTNAME}", "--unbuffered", "--export=ALL"]
+    words += [*its.options, *its.around([], dict.fromkeys(KEPT, ""))]
     shown = ["env", *(_for_shell(word) for word in words)]
     lines = [f"export {MOUNTS}={shlex.quote(','.join(container.mounts))}", BESIDE.strip().replace("@step@", " ".join(shown))]
     return "\n".join(lines)

@@ -8,6 +8,7 @@ The job takes what a run of the configuration would take on one node (GPUs, memo
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -23,14 +24,14 @@ from rlx.config.load import compose
 from rlx.config.schema import CommandConfig
 from rlx.launch.doctor import Examined, Finding, examine, existing
 from rlx.launch.doctor_services import CHECKS
+from rlx.launch.follow import ASK, LATE, Waiting
 from rlx.launch.sbatch import python_of, sbatch_options
 from rlx.paths import listed, write_text
-from rlx.runs.jobs import ENDED, GONE, ask, queue, waits
+from rlx.runs.jobs import ENDED, GONE, ask, queue
+from rlx.runs.run import WAITS
 from rlx.runs.status import last_lines
 
 MINUTES = 10  # time limit of the job
-ASK = 10.0  # seconds between two questions to SLURM
-LATE = 3  # questions in a row that must report the job as gone before its findings count as lost: files arrive late
 
 
 class NodeCheck:
@@ -56,9 +57,8 @@ def job_options(cfg: CommandConfig, base: Path) -> dict[str, Any]:
         cfg, hardware=replace(cfg.hardware, nodes=1), slurm=replace(cfg.slurm, time_minutes=min(MINUTES, cfg.slurm.time_minutes))
     )
     options = sbatch_options(short, "rlx-doctor", base)
-    options["additional_parameters"] = {**options["additional_parameters"], "requeue": False}
-    options["additional_parameters"].pop("signal", None)
-    return options
+    further = {name: value for name, value in options["additional_parameters"].items() if name not in ("requeue", "signal")}
+    return {**options, "additional_parameters": {**further, "no_requeue": True}}
 
 
 def on_a_node(cfg: CommandConfig, argv: Sequence[str]) -> tuple[str, list[Finding]]:
@@ -87,7 +87,7 @@ def on_a_node(cfg: CommandConfig, argv: Sequence[str]) -> tuple[str, list[Findin
 
 
 def _wait(job: str, report: Path, output: Path) -> dict[str, Any]:
-    gone, asked, told = 0, 0.0, ""
+    gone, asked, waiting = 0, -math.inf, Waiting(sys.stderr)
     while not listed(report):
         if time.monotonic() - asked >= ASK:
             asked = time.monotonic()
@@ -98,9 +98,8 @@ def _wait(job: str, report: Path, output: Path) -> dict[str, Any]:
                 raise ConfigError(
                     f"job {job} ended ({state}) without findings; its output:\n{lines}\n  fix: correct slurm.setup in the cluster's YAML"
                 )
-            if state == "PENDING" and (why := _why(job)) and why != told:
-                told = why
-                print(f"job {job} waits: {why}", file=sys.stderr, flush=True)
+            if state in WAITS:
+                waiting.tell({job: f"job {job}"})
         time.sleep(0.2)
         os.listdir(report.parent)  # a network file system may cache that the file does not exist
     return json.loads(report.read_text())
@@ -111,10 +110,3 @@ def _state(job: str) -> str:
         return queue().get(job, GONE)
     except RuntimeError:
         return "UNKNOWN"
-
-
-def _why(job: str) -> str:
-    try:
-        return waits([job]).get(job, "")
-    except RuntimeError:
-        return ""

@@ -7,26 +7,30 @@ process exits.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TextIO
 
 from rlx.launch.local import UPDATE, Observer
 from rlx.paths import RunPaths
-from rlx.runs.jobs import ENDED, GONE, find_jobs, job_of, output_of, queue, waits
+from rlx.runs.jobs import ENDED, GONE, find_jobs, is_of, job_of, output_of, queue, waits
 from rlx.runs.lock import RunLock
 from rlx.runs.run import WAITS, Run
 from rlx.runs.status import FINAL, Cause, Status, last_lines, read_status
 
 ASK = 10.0  # seconds between two queries to the SLURM controller, which all users of a cluster share
 WAIT = 30.0  # seconds between two questions why a job waits
+MOST = 5  # jobs of a sweep about which one look at the queue prints a line
 LATE = 3  # consecutive queries that must report the job as gone before a run without a final status counts as lost: files arrive late
 
 
 def follow(paths: RunPaths, job_id: str, observer: Observer | None = None) -> int:
     """Wait until the job has ended and return the run's exit code. A preempted run whose job is queued again has not ended."""
-    asked, gone, told, explained = 0.0, 0, -WAIT, None
+    asked, gone, waiting = -math.inf, 0, Waiting()
     try:
         while True:
             status = read_status(paths)
@@ -38,13 +42,13 @@ def follow(paths: RunPaths, job_id: str, observer: Observer | None = None) -> in
                 state = _state(job_id)
                 gone = gone + 1 if state in ENDED else 0
                 if gone >= LATE:
+                    if (other := job_of(paths)) not in (None, job_id):
+                        print(f"{paths.root} is job {other}'s now; job {job_id} has ended ({state})", file=sys.stderr, flush=True)
+                        return 1
                     status = close(paths, job_id, state)
                     break
-                if state in WAITS and time.monotonic() - told >= WAIT:
-                    told = time.monotonic()
-                    if (why := _why(job_id)) and why != explained:
-                        print(f"job {job_id} waits: {why}", flush=True)
-                        explained = why
+                if state in WAITS:
+                    waiting.tell({job_id: f"job {job_id}"})
             if observer is not None:
                 observer.update()
             time.sleep(UPDATE)
@@ -68,9 +72,7 @@ def close(paths: RunPaths, job_id: str, state: str) -> Status:
     if state == "CANCELLED" or (waited and state == GONE):
         status.finish("interrupted")
     else:
-        log = paths.log(status.attempt, "launcher")
-        if status.job != job_id:  # the job has not begun its attempt
-            log = output_of(paths) or log
+        log = _says_why(paths, status, job_id)
         ended = f"is {GONE}, and ended" if state == GONE else f"ended as {state}"
         reason = f"SLURM job {job_id} {ended} before the supervisor could say why"
         lines = last_lines(log, 10)
@@ -80,6 +82,17 @@ def close(paths: RunPaths, job_id: str, state: str) -> Status:
         )
     status.write(paths)
     return status
+
+
+def _says_why(paths: RunPaths, status: Status, job_id: str) -> Path:
+    """The log of the job's last start: its own output if that start has not become an attempt, as when a comeback is refused."""
+    launcher, output = paths.log(status.attempt, "launcher"), output_of(paths)
+    if output is None or not output.is_file():
+        return launcher
+    if status.job != job_id or status.state == "preempted" or not launcher.is_file():
+        return output
+    # An attempt that could not write its end is `running`, whether it was the last start or not. Only a later start, or SLURM, writes then.
+    return max(launcher, output, key=lambda file: file.stat().st_mtime)
 
 
 def close_ended(runs: Sequence[Run], jobs: Mapping[str, str]) -> None:
@@ -103,8 +116,7 @@ def close_ended(runs: Sequence[Run], jobs: Mapping[str, str]) -> None:
         # What a job wrote last may not be visible here yet; what it would write about its cancellation is the same.
         if state not in ENDED or state == GONE or (state != "CANCELLED" and run.is_written(status)):
             continue
-        output = output_of(paths)
-        if output is None or f" {output.parent}/" not in f" {command}":
+        if not is_of(paths, command):
             continue
         try:
             lock = RunLock(paths)
@@ -117,11 +129,29 @@ def close_ended(runs: Sequence[Run], jobs: Mapping[str, str]) -> None:
         lock.close()
 
 
-def _why(job_id: str) -> str | None:
-    try:
-        return waits([job_id]).get(job_id)
-    except RuntimeError:
-        return None
+class Waiting:
+    """Prints why jobs wait, and at which place: of each when that changes, asked for at most every `WAIT` seconds."""
+
+    def __init__(self, file: TextIO | None = None) -> None:
+        """`file`: where to; None: standard output."""
+        self._file, self._asked = file, -math.inf
+        self._told: dict[str, str] = {}  # by job
+
+    def tell(self, names: Mapping[str, str]) -> None:
+        """`names`: job id → what the lines call it, of all jobs in the queue. One question for all."""
+        if not names or time.monotonic() - self._asked < WAIT:
+            return
+        self._asked = time.monotonic()
+        try:
+            reasons = waits(names)
+        except RuntimeError:  # the controller may answer later
+            return
+        new = {job: reason for job, reason in reasons.items() if self._told.get(job) != reason}
+        self._told |= new
+        for job, reason in list(new.items())[:MOST]:
+            print(f"{names[job]} waits: {reason}", file=self._file, flush=True)
+        if len(new) > MOST:
+            print(f"{len(new) - MOST} more jobs wait; rlx runs shows all", file=self._file, flush=True)
 
 
 def _state(job_id: str) -> str:

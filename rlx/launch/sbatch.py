@@ -14,7 +14,7 @@ from submitit import SlurmExecutor
 from rlx.config.errors import ConfigError
 from rlx.config.schema import CommandConfig
 from rlx.launch import hub
-from rlx.launch.container import Container, beside, caches_of, home_variables, mounts_of
+from rlx.launch.container import Container, beside, caches_of, home_variables, mounts_of, on_all_hosts
 from rlx.launch.starters import NOT_FOR_STEPS
 from rlx.plan.environment import OF_A_GROUP
 from rlx.runs.snapshot import environment
@@ -36,9 +36,8 @@ rlx_end() {
   ln -sfn "attempt_$attempt" "$rlx_run/logs/latest"
   cp "$rlx_base/$rlx_output/${rlx_job}_0_log.out" "$rlx_run/$log"
   while IFS= read -r line; do
-    line=${line//\\/\\\\}
-    lines="$lines${lines:+, }\"${line//\"/\\\"}\""
-  done < <(tr -cd '\12\40-\176' <"$rlx_run/$log" | grep . | tail -n "$rlx_last")
+    lines="$lines${lines:+, }\"$line\""
+  done < <(tr -cd '\12\40-\176' <"$rlx_run/$log" | grep . | tail -n "$rlx_last" | sed 's/[\\"]/\\&/g') # bash 4.2 replaces differently
   reason="SLURM job $rlx_job ended on ${SLURMD_NODENAME:-$HOSTNAME} with exit code $code before rlx could start:"
   reason="$reason a line of slurm.setup failed, or @why@"
   while IFS= read -r line; do
@@ -132,8 +131,9 @@ def _exports(cfg: CommandConfig, code: Path | None) -> list[str]:
 def _in_container(cfg: CommandConfig, base: Path, code: Path | None) -> str:
     container = Container.of(cfg, mounts_of(cfg, base, code))
     assert container is not None
-    made = "mkdir -p " + " ".join(shlex.quote(str(folder)) for folder in dict.fromkeys(caches_of(cfg)))
-    return f"{made}\n{beside(container, (*NOT_FOR_STEPS, *OF_A_GROUP))}"
+    made = ["mkdir", "-p", *(str(folder) for folder in dict.fromkeys(caches_of(cfg)))]
+    dropped = (*NOT_FOR_STEPS, *OF_A_GROUP)
+    return f"{on_all_hosts(made, cfg.hardware.nodes, dropped)}\n{beside(container, dropped)}"
 
 
 def python_of(cfg: CommandConfig) -> str:

@@ -33,7 +33,19 @@ from rlx.process import full_disk
 from rlx.runs import outside
 from rlx.runs.claim import new_attempt
 from rlx.runs.history import final_reward
-from rlx.runs.jobs import ask, barren_requeues, is_ending, job_of, note_job, note_progress, output_of, restarts_of, saved_of, unit_of
+from rlx.runs.jobs import (
+    ask,
+    barren_requeues,
+    is_ending,
+    job_of,
+    note_job,
+    note_progress,
+    output_of,
+    patience_with_nodes,
+    restarts_of,
+    saved_of,
+    unit_of,
+)
 from rlx.runs.lock import RunLock
 from rlx.runs.provenance import code_change
 from rlx.runs.rewind import has_begun, rewind
@@ -45,6 +57,8 @@ __all__ = ["FOLDER", "Attempt", "check_directory", "sbatch_options", "sbatch_scr
 FOLDER = ".submitit"  # submitit's files for the jobs of a run or sweep, inside its directory
 START = 60.0  # seconds by which an attempt may begin later than its job, whose time limit counts from there
 OLD_ATTEMPT = 60.0  # seconds to wait for the processes of an earlier attempt to exit
+MARGIN = 60.0  # seconds that SLURM may take longer than its `SlurmdTimeout` to requeue a job
+AGAIN = 10.0  # seconds between two looks whether it has
 QUIET = ("RLX_RUN_TOKEN", "RLX_HOST", "RLX_SUPERVISOR_PID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", DEVICES)
 """Variables that a new job must not inherit: those of a run or job array inside which it is submitted, and this host's GPUs."""
 
@@ -77,7 +91,7 @@ def submit(runs: Sequence[tuple[RunPaths, CommandConfig]], name: str, folder: Pa
     finally:
         os.environ.update(inherited)
     for (paths, _), job in zip(runs, jobs, strict=True):
-        note_job(paths, job.job_id, job.paths.stdout)
+        note_job(paths, job.job_id, job.paths.stdout, name)
     return [job.job_id for job in jobs]
 
 
@@ -146,6 +160,7 @@ class Attempt:
         barren = note_progress(paths, restarts, saved)
         self._may_come_back(paths, cfg, status, barren)
         container = Container.of(cfg, os.environ.get(MOUNTS, "").split(","))
+        starter = SrunStarter(job, environment.hostnames, cfg.hardware.gpus_per_node, cfg.slurm.prefix, container)
         supervisor = Supervisor(
             paths,
             Limits.of(cfg),
@@ -153,11 +168,14 @@ class Attempt:
             lock_fd=lock.fd,
             attempt=status.attempt,
             watched={},
-            starter=SrunStarter(job, environment.hostnames, cfg.hardware.gpus_per_node, cfg.slurm.prefix, container),
+            starter=starter,
             meaning_of_sigterm=lambda: "preempted" if restarts_of(job) > restarts else "interrupted",
+            find_lost_hosts=starter.lost_hosts,
         )
         code = supervisor.run(received)
-        if supervisor.status.state == "preempted":
+        if supervisor.lost:
+            code = self._leave_lost_hosts(paths, supervisor, starter, job, restarts)
+        elif supervisor.status.state == "preempted":
             barren = 0 if saved_of(paths, cfg) != saved else barren + 1
             code = self._requeue(paths, cfg, supervisor, job, restarts, barren)
         if code != 0:
@@ -189,6 +207,32 @@ class Attempt:
             raise SystemExit(1)
         if change:
             print(f"warning: {change}", flush=True)
+
+    def _leave_lost_hosts(self, paths: RunPaths, supervisor: Supervisor, starter: SrunStarter, job_id: str, restarts: int) -> int:
+        """Wait until SLURM has given up the hosts that do not answer and requeued the job; return the exit code.
+
+        A requeue by rlx could get the same hosts again. If SLURM keeps them, they were not why a process failed.
+        """
+        status, patience = supervisor.status, patience_with_nodes() + MARGIN
+        print(f"SLURM requeues the job when it gives up {', '.join(supervisor.lost)}: within {patience:.0f} s", flush=True)
+        deadline, is_over = time.monotonic() + patience, False
+        while True:
+            interrupted = supervisor.interrupted  # before the next question: SLURM counts a requeue before it signals
+            if restarts_of(job_id) > restarts:
+                break
+            if interrupted:
+                status.finish("interrupted")
+            elif is_over:
+                print("SLURM has not given them up", flush=True)
+                status.finish("failed", supervisor.blamed)
+            if interrupted or is_over:
+                status.write(paths)
+                break
+            is_over = time.monotonic() > deadline or not starter.lost_hosts()
+            look = time.monotonic() + AGAIN
+            while time.monotonic() < look and not supervisor.interrupted:
+                time.sleep(0.2)
+        return status.exit_code or 0
 
     def _requeue(self, paths: RunPaths, cfg: CommandConfig, supervisor: Supervisor, job_id: str, restarts: int, barren: int) -> int:
         """Requeue the job unless SLURM has done so or the limit is reached; return the exit code.

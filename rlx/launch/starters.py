@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 import sys
+import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -21,6 +23,7 @@ from rlx.runs.jobs import ask
 from rlx.runs.outside import outside
 from rlx.types import ProcessSpec
 
+PROBE = 30.0  # seconds that a host has to start a step
 NOT_FOR_STEPS = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NNODES", "SLURM_DISTRIBUTION")
 """Variables of the job that `srun` would read as options of the step."""
 
@@ -111,6 +114,28 @@ class SrunStarter:
         dropped = [word for name in (*NOT_FOR_STEPS, *OF_A_GROUP) for word in ("-u", name)]
         words = ["env", *dropped, *step, *self.container.options, *self._choose_gpus(spec), *self.container.around(command, again)]
         return outside(words, [name for name, value in kept.items() if os.environ.get(name) != value]), kept
+
+    def lost_hosts(self) -> list[str]:
+        """The hosts, other than this one, on which no step can be started. Asks all at once."""
+        others = [host for host in self.hosts if host != os.environ.get("SLURMD_NODENAME", socket.gethostname())]
+        dropped = [word for name in NOT_FOR_STEPS for word in ("-u", name)]
+        step = ["env", *dropped, "srun", "--overlap", "--nodes=1", "--ntasks=1", "--job-name=probe", "--cpu-bind=none", "--mem=0"]
+        quiet = subprocess.DEVNULL
+        probes = {
+            host: subprocess.Popen(outside([*step, "--input=none", f"--nodelist={host}", "true"]), stdin=quiet, stdout=quiet, stderr=quiet)
+            for host in others
+        }
+        lost, deadline = [], time.monotonic() + PROBE
+        for host, probe in probes.items():
+            try:
+                answered = probe.wait(max(0.0, deadline - time.monotonic())) == 0
+            except subprocess.TimeoutExpired:
+                answered = False
+                probe.kill()
+                probe.wait()
+            if not answered:
+                lost.append(host)
+        return lost
 
     def _choose_gpus(self, spec: ProcessSpec) -> tuple[str, ...]:
         """Limit the role to the GPUs that the plan gives it, out of the job's GPUs in SLURM's CUDA_VISIBLE_DEVICES.

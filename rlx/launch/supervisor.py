@@ -76,16 +76,20 @@ class Supervisor:
         watched: dict[str, tuple[int, int | None]],
         starter: Starter | None = None,
         meaning_of_sigterm: Callable[[], str] = lambda: "interrupted",
+        find_lost_hosts: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         """`watched`: name → (pid, `start_time`) of the processes without which the run must stop.
 
-        `meaning_of_sigterm` returns the run's state after a SIGTERM: `interrupted` or `preempted`.
+        `meaning_of_sigterm` returns the run's state after a SIGTERM: `interrupted` or `preempted`. `find_lost_hosts` is asked when a
+        process has failed: if hosts do not answer, that is why. The state is then `preempted`, and `lost` and `blamed` say more.
         """
         self.paths, self.limits, self.token = paths, limits, token
         self.status = read_status(paths) or Status(attempt=attempt, max_steps=limits.max_steps)
         self.status.supervisor = {"host": socket.gethostname(), "pid": os.getpid()}
         self.starter = starter or LocalStarter()
-        self.meaning_of_sigterm = meaning_of_sigterm
+        self.meaning_of_sigterm, self.find_lost_hosts = meaning_of_sigterm, find_lost_hosts
+        self.lost: tuple[str, ...] = ()  # hosts that did not answer when a process had failed
+        self.blamed: Cause | None = None  # that process
         self.children = Children(self.starter, token, lambda: start_reaper(paths.root, token, limits.last_lines, lock_fd))
         self.watched = watched
         self.selector = selectors.DefaultSelector()
@@ -111,6 +115,9 @@ class Supervisor:
             self.status.state = "starting"  # earlier attempts wrote the existing metric records
             verdict = self._watch_launcher() or self._start() or self._watch()
             state, cause = verdict.state or "failed", self._cause(verdict)
+            if state == "failed" and (lost := tuple(self.find_lost_hosts())):
+                self._say(f"{verdict.blamed}: {verdict.reason}; {', '.join(lost)} does not answer, which may be why")
+                state, cause, self.lost, self.blamed = "preempted", None, lost, cause
             self._say(f"{state}: stopping what still runs")
             if self.starter.remote and state == "interrupted":  # SLURM will kill the supervisor too, after its own grace time
                 self._read_step()

@@ -8,6 +8,7 @@ others resume from their last checkpoint. Keys may change as when one run resume
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import signal
@@ -36,7 +37,7 @@ from rlx.runs.history import final_reward
 from rlx.runs.jobs import ENDED, GONE, is_alive, job_of, queue
 from rlx.runs.lock import SWEEP, RunLock
 from rlx.runs.rewind import Found, find_start
-from rlx.runs.run import PATIENCE, Run
+from rlx.runs.run import PATIENCE, WAITS, Run
 from rlx.runs.status import FINAL, read_status
 from rlx.types import ProcessSpec
 
@@ -203,12 +204,16 @@ def submit_arrays(elements: Sequence[Element], name: str, directory: Path) -> li
 
 
 def wait_for_jobs(elements: Sequence[Element]) -> None:
-    """Wait until the jobs of all elements have ended, and write the final status of those that could not write it themselves."""
-    from rlx.launch.follow import ASK, LATE, close
+    """Wait until the jobs of all elements have ended, and write the final status of those that could not write it themselves.
+
+    Prints meanwhile why jobs wait in the queue.
+    """
+    from rlx.launch.follow import ASK, LATE, Waiting, close
 
     gone: dict[str, int] = {}
+    queued = Waiting()
     waiting = [element for element in elements if element.job is not None]
-    asked = time.monotonic()
+    asked = -math.inf
     while waiting:
         time.sleep(LOOK)
         waiting = [element for element in waiting if not _is_over(element)]
@@ -219,12 +224,14 @@ def wait_for_jobs(elements: Sequence[Element]) -> None:
             states = queue() if waiting else {}
         except RuntimeError:  # the controller may answer later
             continue
+        queued.tell({each.job: f"{each.name} (job {each.job})" for each in waiting if each.job and states.get(each.job) in WAITS})
         for element in list(waiting):
             assert element.job is not None
             state = states.get(element.job, GONE)
             gone[element.job] = gone.get(element.job, 0) + 1 if state in ENDED else 0
             if gone[element.job] >= LATE:
-                close(element.paths, element.job, state)
+                if job_of(element.paths) in (None, element.job):  # else the run was submitted again
+                    close(element.paths, element.job, state)
                 waiting.remove(element)
 
 

@@ -6,6 +6,8 @@ Submits and stops nothing.
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import time
 from collections import Counter
@@ -24,9 +26,10 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 """SLURM's states of a job that has ended. A job that the controller has forgotten has ended too."""
 
 
-def note_job(paths: RunPaths, job_id: str, output: Path | None = None) -> None:
-    """Record a submitted job and the file of its output."""
-    write_text(paths.job, json.dumps({"id": job_id, "submitted": time.time(), "output": output and str(output)}) + "\n")
+def note_job(paths: RunPaths, job_id: str, output: Path | None = None, name: str | None = None) -> None:
+    """Record a submitted job, the file of its output and its name, as submitted from the working directory."""
+    noted = {"id": job_id, "submitted": time.time(), "output": output and str(output), "name": name, "directory": os.getcwd()}
+    write_text(paths.job, json.dumps(noted) + "\n")
 
 
 def job_of(paths: RunPaths) -> str | None:
@@ -117,7 +120,8 @@ def waits(wanted: Collection[str]) -> dict[str, str]:
     found = {}
     for job, partitions, start, reason, place in mine:
         about = f", start about {start[:16].replace('T', ' ')}" if start[:1].isdecimal() else ""
-        found[job] = f"{reason}, {place} of {_rivals(before, partitions)} waiting in {partitions}{about}"
+        why = "not considered yet" if reason == "None" else reason
+        found[job] = f"{why}, {place} of {_rivals(before, partitions)} waiting in {partitions}{about}"
     return found
 
 
@@ -127,23 +131,40 @@ def _rivals(counts: Mapping[str, int], partitions: str) -> int:
 
 
 def find_jobs(job_ids: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Job id → its state and its command, of the user's jobs that SLURM or its accounting knows: `12` → `FAILED`, `/runs/a/.submitit/x.sh`.
+    """Job id → its state and what tells whose it is, of the user's jobs that SLURM or its accounting knows: see `is_of`.
 
-    The command contains the path of the batch script, and so tells which run the job is of. Ids do not: two clusters, or one whose ids
-    began anew, use the same. Empty where SLURM does not answer.
+    Empty where SLURM does not answer.
     """
-    found = _table("squeue", "--me", "--noheader", "--array", "--states=all", "--format=%i|%T|%o")
+    found = _table("squeue", "--me", "--noheader", "--array", "--states=all", "--format=%i|%T|%o") or {}
     if unknown := [job for job in job_ids if job not in found]:
-        columns = "--format=JobID,State,SubmitLine"
-        found |= _table("sacct", "--allocations", "--noheader", "--parsable2", columns, f"--jobs={','.join(unknown)}")
+        accounting = ("sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={','.join(unknown)}")
+        told = _table(*accounting, "--format=JobID,State,SubmitLine")
+        if told is None:  # SLURM before 21.08 has no such column
+            told = _table(*accounting, "--format=JobID,State,WorkDir,JobName")
+        found |= told or {}
     return found
 
 
-def _table(*command: str) -> dict[str, tuple[str, str]]:
+def is_of(paths: RunPaths, command: str) -> bool:
+    """Whether a job that `find_jobs` has found is the run's. Ids do not tell: two clusters, or one whose ids began anew, use the same.
+
+    `command`: the path of the batch script (`/runs/a/.submitit/x.sh`), with what was before it; or where the accounting of an older
+    SLURM has no command, the directory from which the job was submitted and its name: `/home/me|losses`.
+    """
+    noted, output = _noted(paths), output_of(paths)
+    if output is not None and f" {output.parent}/" in f" {command}":
+        return True
+    return bool(noted.get("name")) and command == f"{noted['directory']}|{noted['name']}"
+
+
+def _table(*command: str) -> dict[str, tuple[str, str]] | None:
+    """The rows of an answer of SLURM, by their first column. None if it refuses the question; empty if it does not answer."""
     try:
         done = ask(*command)
     except RuntimeError:
         return {}
+    if done.returncode != 0:
+        return None
     rows = (line.strip().split("|", 2) for line in done.stdout.splitlines() if line.count("|") >= 2)
     return {job: (state.split()[0], command) for job, state, command in rows if state}  # CANCELLED by 1000
 
@@ -161,6 +182,16 @@ def restarts_of(job_id: str) -> int:
 def is_ending(job_id: str) -> bool:
     """Whether a job whose processes still run was cancelled or is otherwise ending: its state is no longer `RUNNING`."""
     return _fields(job_id).get("JobState", "RUNNING") != "RUNNING"
+
+
+def patience_with_nodes() -> float:
+    """Seconds after which SLURM gives up a node that does not answer (`SlurmdTimeout`); its default if it does not say."""
+    try:
+        done = ask("scontrol", "show", "config")
+    except RuntimeError:
+        return 300.0
+    found = re.search(r"^SlurmdTimeout\s*=\s*(\d+)", done.stdout, re.MULTILINE)
+    return float(found[1]) if found else 300.0
 
 
 def _fields(job_id: str) -> dict[str, str]:

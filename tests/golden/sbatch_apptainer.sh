@@ -36,9 +36,8 @@ rlx_end() {
   ln -sfn "attempt_$attempt" "$rlx_run/logs/latest"
   cp "$rlx_base/$rlx_output/${rlx_job}_0_log.out" "$rlx_run/$log"
   while IFS= read -r line; do
-    line=${line//\\/\\\\}
-    lines="$lines${lines:+, }\"${line//\"/\\\"}\""
-  done < <(tr -cd '\12\40-\176' <"$rlx_run/$log" | grep . | tail -n "$rlx_last")
+    lines="$lines${lines:+, }\"$line\""
+  done < <(tr -cd '\12\40-\176' <"$rlx_run/$log" | grep . | tail -n "$rlx_last" | sed 's/[\\"]/\\&/g') # bash 4.2 replaces differently
   reason="SLURM job $rlx_job ended on ${SLURMD_NODENAME:-$HOSTNAME} with exit code $code before rlx could start:"
   reason="$reason a line of slurm.setup failed, or the container or its Python cannot start"
   while IFS= read -r line; do
@@ -100,22 +99,24 @@ rlx_supervise() {
   RLX_OUTSIDE=$(mktemp -d "${TMPDIR:-/tmp}/rlx.XXXXXXXX")
   mkfifo "$RLX_OUTSIDE/asked"
   set +e
+  set -m # a process group of its own, so that one signal ends the answers with all that they have started
   (
     trap - EXIT
     rlx_answer
   ) <>"$RLX_OUTSIDE/asked" &
   answers=$!
+  set +m
   disown "$answers" # else bash reports that it was killed
   trap 'rlx_tell USR2' USR2
   trap 'rlx_tell INT' TERM # because SLURM sends SIGTERM to the supervisor's step too, as a notice
-  env -u SLURM_NTASKS -u SLURM_NPROCS -u SLURM_NTASKS_PER_NODE -u SLURM_TASKS_PER_NODE -u SLURM_NNODES -u SLURM_DISTRIBUTION -u RANK -u LOCAL_RANK -u WORLD_SIZE -u LOCAL_WORLD_SIZE -u GROUP_RANK -u GROUP_WORLD_SIZE -u ROLE_RANK -u ROLE_WORLD_SIZE -u MASTER_ADDR -u MASTER_PORT srun --overlap --nodes=1 --ntasks=1 "--nodelist=${SLURMD_NODENAME:-$HOSTNAME}" --job-name=supervisor --cpu-bind=none --mem=0 --input=none --unbuffered --export=ALL apptainer exec --nv --no-home --bind /home/me/.cache:/home/me/.cache --bind /lustre/team_rl/hub:/lustre/team_rl/hub --bind /shared/outputs/mine:/shared/outputs/mine --bind /lustre/team_rl/data:/lustre/team_rl/data --bind "$RLX_OUTSIDE:$RLX_OUTSIDE" --pwd / /lustre/team_rl/images/rlx.sif env ${PYTHONPATH+"PYTHONPATH=$PYTHONPATH"} ${PYTHONSAFEPATH+"PYTHONSAFEPATH=$PYTHONSAFEPATH"} ${PYTHONNOUSERSITE+"PYTHONNOUSERSITE=$PYTHONNOUSERSITE"} ${TRITON_CACHE_DIR+"TRITON_CACHE_DIR=$TRITON_CACHE_DIR"} ${HF_HOME+"HF_HOME=$HF_HOME"} ${HF_HUB_OFFLINE+"HF_HUB_OFFLINE=$HF_HUB_OFFLINE"} "$@" &
+  env -u SLURM_NTASKS -u SLURM_NPROCS -u SLURM_NTASKS_PER_NODE -u SLURM_TASKS_PER_NODE -u SLURM_NNODES -u SLURM_DISTRIBUTION -u RANK -u LOCAL_RANK -u WORLD_SIZE -u LOCAL_WORLD_SIZE -u GROUP_RANK -u GROUP_WORLD_SIZE -u ROLE_RANK -u ROLE_WORLD_SIZE -u MASTER_ADDR -u MASTER_PORT srun --overlap --nodes=1 --ntasks=1 --job-name=supervisor --cpu-bind=none --mem=0 --input=none "--nodelist=${SLURMD_NODENAME:-$HOSTNAME}" --unbuffered --export=ALL apptainer exec --nv --no-home --bind /home/me/.cache:/home/me/.cache --bind /lustre/team_rl/hub:/lustre/team_rl/hub --bind /shared/outputs/mine:/shared/outputs/mine --bind /lustre/team_rl/data:/lustre/team_rl/data --bind "$RLX_OUTSIDE:$RLX_OUTSIDE" --pwd / /lustre/team_rl/images/rlx.sif env ${PYTHONPATH+"PYTHONPATH=$PYTHONPATH"} ${PYTHONSAFEPATH+"PYTHONSAFEPATH=$PYTHONSAFEPATH"} ${PYTHONNOUSERSITE+"PYTHONNOUSERSITE=$PYTHONNOUSERSITE"} ${TRITON_CACHE_DIR+"TRITON_CACHE_DIR=$TRITON_CACHE_DIR"} ${HF_HOME+"HF_HOME=$HF_HOME"} ${HF_HUB_OFFLINE+"HF_HUB_OFFLINE=$HF_HUB_OFFLINE"} "$@" &
   step=$!
   while :; do
     wait "$step"
     code=$?
     kill -0 "$step" 2>/dev/null || break # else a signal ended the wait
   done
-  kill -KILL "$answers"
+  kill -KILL -- "-$answers"
   # If rlx has started, it says itself how it ends; if the job was cancelled, SLURM does.
   if [ -e "$RLX_OUTSIDE/pid" ] || grep -qs INT "$RLX_OUTSIDE/told"; then trap - EXIT; fi
   rm -rf "$RLX_OUTSIDE"

@@ -35,9 +35,8 @@ rlx_end() {
   ln -sfn "attempt_$attempt" "$rlx_run/logs/latest"
   cp "$rlx_base/$rlx_output/${rlx_job}_0_log.out" "$rlx_run/$log"
   while IFS= read -r line; do
-    line=${line//\\/\\\\}
-    lines="$lines${lines:+, }\"${line//\"/\\\"}\""
-  done < <(tr -cd '\12\40-\176' <"$rlx_run/$log" | grep . | tail -n "$rlx_last")
+    lines="$lines${lines:+, }\"$line\""
+  done < <(tr -cd '\12\40-\176' <"$rlx_run/$log" | grep . | tail -n "$rlx_last" | sed 's/[\\"]/\\&/g') # bash 4.2 replaces differently
   reason="SLURM job $rlx_job ended on ${SLURMD_NODENAME:-$HOSTNAME} with exit code $code before rlx could start:"
   reason="$reason a line of slurm.setup failed, or Python cannot import rlx there"
   while IFS= read -r line; do

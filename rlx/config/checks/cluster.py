@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -11,20 +12,49 @@ from rlx.config.schema import CommandConfig
 
 NOT_FOR_SBATCH = {  # an option of sbatch that would break the run -> what sets it, or why it cannot be set
     "array": "A sweep (-m) is one array; launcher.array_parallelism limits it",
+    "clusters": "rlx asks the cluster of this login node for its jobs; submit on a login node of the other one",
+    "error": "rlx shows the job's output as logs/attempt_N/job.log",
+    "export": "All processes need the variables of the shell that submits (caches, secrets); slurm.setup sets and unsets others",
+    "export-file": "All processes need the variables of the shell that submits (caches, secrets); slurm.setup sets and unsets others",
+    "gpus": "It counts the GPUs of the whole job, and srun would ask for as many for each process; write gpus-per-node",
+    "het-group": "All hosts of a run are alike: hardware.nodes",
+    "input": "No process of a job reads its standard input",
+    "no-kill": "A job whose host has failed must end, because that is how it comes back on other hosts",
+    "no-requeue": "After the notice before its end a job goes back into the queue; launcher.max_requeues limits how often",
     "nodes": "hardware.nodes sets it",
     "ntasks": "The supervisor is the job's one task",
+    "ntasks-per-gpu": "The supervisor is the job's one task",
     "ntasks-per-node": "The supervisor is the job's one task",
-    "signal": "slurm.signal_seconds sets it",
-    "time": "slurm.time_minutes sets it",
-    "output": "rlx shows the job's output as logs/attempt_N/job.log",
-    "error": "rlx shows the job's output as logs/attempt_N/job.log",
     "open-mode": "rlx shows the job's output as logs/attempt_N/job.log",
-    "wrap": "rlx writes the script",
-    "wait": "launcher.wait=true waits for the run",
-    "test-only": "dry_run=true submits nothing",
+    "output": "rlx shows the job's output as logs/attempt_N/job.log",
     "parsable": "rlx reads the job's id from sbatch's usual answer",
     "quiet": "rlx reads the job's id from sbatch's usual answer",
+    "signal": "slurm.signal_seconds sets it",
+    "test-only": "dry_run=true submits nothing",
+    "time": "slurm.time_minutes sets it",
+    "wait": "launcher.wait=true waits for the run",
+    "wrap": "rlx writes the script",
 }
+LETTERS = {
+    "G": "gpus",
+    "M": "clusters",
+    "N": "nodes",
+    "Q": "quiet",
+    "W": "wait",
+    "a": "array",
+    "e": "error",
+    "i": "input",
+    "k": "no-kill",
+    "n": "ntasks",
+    "o": "output",
+    "t": "time",
+}
+"""The short names of those options."""
+VARIABLES = {"array": "SBATCH_ARRAY_INX", "time": "SBATCH_TIMELIMIT"} | {
+    name: f"SBATCH_{name.replace('-', '_').upper()}"
+    for name in ("clusters", "error", "export", "gpus", "input", "no-kill", "no-requeue", "open-mode", "output", "signal", "wait")
+}
+"""Variables that sbatch reads as these options. They win over the script, and some sites set them for everybody."""
 RUNTIMES = ("apptainer", "singularity", "enroot", "podman", "docker", "shifter")
 APART = ("--pid", "-p", "--containall", "-C")  # options of Apptainer that give a container its own process ids
 ACTIVATES = re.compile(r"\bbin/activate\b|\b(conda|mamba|micromamba)\s+activate\b")  # a Python of the host
@@ -40,11 +70,7 @@ def slurm_cluster(cfg: CommandConfig, of: Show) -> Iterator[str]:
             f"launcher=slurm needs the commands of a SLURM cluster, but {', '.join(missing)} cannot be found here.\n"
             "Run the command on a login node, or use dry_run=true to see what would be submitted."
         )
-    for name in cfg.slurm.options:
-        if (known := name.replace("_", "-").lstrip("-")) in NOT_FOR_SBATCH:
-            yield f"sbatch's option {known} would break the run: {of(f'slurm.options.{name}')}.\n{NOT_FOR_SBATCH[known]}. Remove it."
-        elif name.startswith("-"):
-            yield f"options of sbatch are named without dashes in front: {of(f'slurm.options.{name}')}. Write {known}."
+    yield from _options(cfg, of)
     if cfg.slurm.gpus_per_node is not None and cfg.hardware.device == "cuda" and cfg.hardware.gpus_per_node > cfg.slurm.gpus_per_node:
         yield (
             f"the layout needs more GPUs per host than the cluster's nodes have: {of('hardware.gpus_per_node')} > "
@@ -60,6 +86,31 @@ def slurm_cluster(cfg: CommandConfig, of: Show) -> Iterator[str]:
             f"the signal before the time limit would come before the job starts: {of('slurm.signal_seconds')} seconds are not less than "
             f"{of('slurm.time_minutes')} minutes.\nRaise slurm.time_minutes or lower slurm.signal_seconds."
         )
+
+
+def _options(cfg: CommandConfig, of: Show) -> Iterator[str]:
+    for name, value in cfg.slurm.options.items():
+        shown, known = of(f"slurm.options.{name}"), name.replace("_", "-").lstrip("-")
+        known = LETTERS.get(known, known)
+        bad = next((each for each in sorted(NOT_FOR_SBATCH) if each.startswith(known)), None)  # sbatch takes the beginning of a name too
+        if bad and (bad != "export" or not _exports_all(value)):
+            yield f"sbatch's option {bad} would break the run: {shown}.\n{NOT_FOR_SBATCH[bad]}. Remove it."
+        elif name.startswith("-"):
+            yield f"options of sbatch are named without dashes in front: {shown}. Write {known}."
+        elif len(known) == 1:
+            yield f"options of sbatch are given by their long names: {shown}. `sbatch --help` lists both."
+        elif value is False:
+            yield f"an option of sbatch cannot be false: {shown}. Write null, which takes the line out."
+    for name, variable in VARIABLES.items():
+        value = os.environ.get(variable)
+        if value is not None and (name != "export" or not _exports_all(value)):
+            read = f"sbatch reads the variable {variable}={value} as its option {name}"
+            yield f"{read}, which would break the run.\n{NOT_FOR_SBATCH[name]}. Unset it."
+
+
+def _exports_all(value: object) -> bool:
+    """Whether a value of `export` leaves all variables to the job: `ALL`, or `ALL,NAME=VALUE`."""
+    return str(value).partition(",")[0] == "ALL"
 
 
 @rule("launcher", "slurm")
