@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlx.paths import RunPaths, write_text
+from rlx.paths import RunPaths, listed, write_text
 
 INTERVAL = 0.5  # seconds between two writes of an unchanged phase
 ABSENT = 10.0  # seconds without a look after which the looker was stopped itself, and perhaps the others with it
@@ -103,8 +103,10 @@ class AtWork:
         if now - self._looked >= INTERVAL:
             self._looked = now
             try:
-                beat = json.loads(self._file.read_text())
+                beat = json.loads(self._file.read_text()) if listed(self._file) else None
             except (OSError, ValueError):
+                beat = None
+            if beat is None:
                 return False
             if beat["time"] != self._seen:  # only compared with each other: it may be another machine's clock
                 self._seen, self._since = beat["time"], now

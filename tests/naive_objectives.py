@@ -7,7 +7,7 @@ the gradients to compare with.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -184,6 +184,3 @@ def aggregate(name: str, losses: Sequence[list], n_tok: int, n_seq: int, max_len
             }[name]
             total = total + x / scale
     return total
-
-
-NaiveLoss = Callable[[NaiveRollout], list]

@@ -54,7 +54,6 @@ SORTED = [
     Said("<combined_alphabetical_sorted>\nAnnLee\nBobRay // new name!\n</combined_alphabetical_sorted>"),
 ]
 A_CALL = (("tool_A", {"x": 3}), ("tool_B", {"x": "a"}))
-COUNT_2 = ("count", {"step": 2})
 REVERSE = (("reverse", {"text": "word"}),)
 
 PUBLIC = {

@@ -66,7 +66,7 @@ def test_all_that_a_run_directory_holds(tmp_path: Path) -> None:
     run.paths.rollouts_of(2).parent.mkdir()
     run.paths.rollouts_of(2).touch()
     assert run.history.final_reward == 1.0
-    assert (run.attempts, run.rollouts, run.checkpoints, run.job, run.data) == ([0], [2], [], None, None)
+    assert (run.rollouts, run.checkpoints, run.job, run.data) == ([2], [], None, None)
 
 
 def test_an_empty_directory_is_a_run_of_which_nothing_is_there(tmp_path: Path) -> None:

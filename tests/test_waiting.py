@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ from rlx.inference.endpoints import read_endpoints
 from rlx.parallel.mesh import one_process
 from rlx.paths import RunPaths
 from rlx.roles.prepare import follow
+from rlx.shared.membership import Presence, is_present
 from rlx.train.watch import Watch
 from rlx.waiting import Pause, Preempted, WaitTimeout, wait_for
 from rlx.weights import hub
@@ -115,6 +117,23 @@ def test_a_warm_start_whose_trainer_says_nothing_is_as_silent_as_its_trainer(
     assert (beat["phase"], beat["time"]) == ("starting the warm start", began)
 
 
+def test_a_sign_of_life_that_is_not_there_yet_is_never_looked_up_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network file system that was asked for an absent name may go on answering for a minute that the name does not exist."""
+    paths, looked_up, open_file, open_fd = RunPaths(tmp_path), [], io.open, os.open
+    paths.heartbeats.mkdir()
+    paths.membership.mkdir()
+    monkeypatch.setattr(io, "open", lambda path, *arguments, **keys: looked_up.append(path) or open_file(path, *arguments, **keys))
+    monkeypatch.setattr(os, "open", lambda path, *arguments, **keys: looked_up.append(path) or open_fd(path, *arguments, **keys))
+    assert not is_present(paths)
+    assert not AtWork(paths, "prepare")()
+    assert looked_up == []
+    Presence(paths)
+    Heartbeat(paths, "prepare").beat("warm start")
+    assert is_present(paths)
+    assert AtWork(paths, "prepare")()
+    assert looked_up != []
+
+
 def test_a_file_that_somebody_left_behind_is_no_work(clock: Clock, tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     assert not AtWork(paths, "prepare")()
@@ -159,13 +178,17 @@ def test_a_poll_is_late_by_one_percent_of_the_wait_at_most_and_by_100_ms(clock: 
 
 
 def test_a_trainer_that_waits_asks_the_file_system_a_few_times_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second minute of waiting for a batch: the folder of batches ten times a second, the run's folder four times, no absent name."""
+    """The second minute of waiting for a batch: the folder of batches ten times a second, the run's four times, that of heartbeats twice.
+
+    No absent name is looked up, neither to open it nor otherwise.
+    """
     paths = RunPaths(tmp_path)
     paths.batches.mkdir()
+    paths.heartbeats.mkdir()
     watch = Watch(paths, None, first=True, grace=1.0)
     clock = Clock(monkeypatch)
     asked: list[tuple[float, str]] = []
-    listing, look_up = os.listdir, os.stat
+    listing, look_up, open_file = os.listdir, os.stat, io.open
 
     def counted(folder: str) -> list[str]:
         asked.append((clock.now, f"list {Path(folder).name}"))
@@ -177,14 +200,21 @@ def test_a_trainer_that_waits_asks_the_file_system_a_few_times_a_second(tmp_path
         return look_up(path, *arguments, **keys)
 
     monkeypatch.setattr(os, "listdir", counted)
+
+    def opened(path, *arguments, **keys):  # type: ignore[no-untyped-def]
+        asked.append((clock.now, f"open {path}"))
+        return open_file(path, *arguments, **keys)
+
     monkeypatch.setattr(os, "stat", looked_up)
+    monkeypatch.setattr(io, "open", opened)
     with pytest.raises(WaitTimeout):
         OrchestratorSource(paths, one_process("cpu"), 120.0).receive(3, watch.tick)
     monkeypatch.undo()
     last = [what for when, what in asked if when > 1060.0]
-    assert set(last) == {"list batches", f"list {tmp_path.name}"}
+    assert set(last) == {"list batches", "list heartbeats", f"list {tmp_path.name}"}
     assert last.count("list batches") <= 60 * 10 + 1
-    assert len(last) <= 60 * 15
+    assert last.count("list heartbeats") <= 60 * 2 + 1
+    assert len(last) <= 60 * 17
     first = [what for when, what in asked if when <= 1001.0]
     assert first.count("list batches") >= 100, "a batch that comes soon is seen at once"
 

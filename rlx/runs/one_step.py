@@ -6,7 +6,6 @@ Every problem is a ConfigError before anything is loaded.
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -210,8 +209,3 @@ def label_of(overrides: Sequence[str]) -> str:
     from rlx.config.sweeps import element_name
 
     return element_name(_split(overrides)[1])
-
-
-def command(run: Run, step: int, overrides: Sequence[str]) -> str:
-    """The command, to repeat it."""
-    return f"rlx replay {shlex.quote(str(run.root))} --step {step} {shlex.join(overrides)}"

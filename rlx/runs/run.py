@@ -134,12 +134,6 @@ class Run:
         return history
 
     @property
-    def attempts(self) -> list[int]:
-        """Numbers of the attempts that have logs, in order."""
-        folders_of = self.paths.latest_logs.parent.glob("attempt_*")
-        return sorted(int(number) for path in folders_of if (number := path.name.removeprefix("attempt_")).isdecimal())
-
-    @property
     def checkpoints(self) -> list[int]:
         """Steps of the complete checkpoints, in order."""
         return folders.steps(self.paths)

@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from rlx.config.errors import ConfigError
 from rlx.config.inherited import find_weights
@@ -14,8 +13,6 @@ from rlx.config.schema_eval import EvalRoot, PlayWithModel
 from rlx.config.schema_synthesize import SynthesizeRoot
 from rlx.paths import RunPaths
 from rlx.weights.files import ADAPTER_CONFIG, versions
-
-P = TypeVar("P", bound=PlayWithModel)
 
 
 def resolve(cfg: EvalRoot) -> EvalRoot:

@@ -64,9 +64,11 @@ class Presence:
 def is_present(paths: RunPaths) -> bool:
     """Whether the process that holds the presence in this directory is alive."""
     path = _present(paths)
+    if not listed(path):
+        return False
     try:
         fd = os.open(path, os.O_RDWR)
-    except FileNotFoundError:
+    except FileNotFoundError:  # the directory was deleted meanwhile
         return False
     try:
         return not try_lock(fd, path, shared=True)
