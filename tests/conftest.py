@@ -62,7 +62,7 @@ def known_environments(monkeypatch: pytest.MonkeyPatch) -> None:
         answer = {"probed": {"kind": "classic", "examples": 512, "tools": []}, "files": {"of a test": "never equal"}, "folders": {}}
         return {entry["key"]: answer for entry in entries}, None, ""
 
-    monkeypatch.setattr("rlx.launch.probes._run", run)
+    monkeypatch.setattr("rlx.preflight.probes._run", run)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from hub_stand_in import hub
-from test_launch_hub import model
+from test_preflight_hub import model
 
 CARD = """---
 configs:

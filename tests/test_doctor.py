@@ -20,10 +20,10 @@ from rlx.config.errors import ConfigError
 from rlx.config.gpus import visible_gpus
 from rlx.config.load import compose
 from rlx.config.schema import Config
-from rlx.launch import doctor, doctor_services
-from rlx.launch.doctor import Examined, Finding
-from rlx.launch.doctor_node import _wait, job_options
-from rlx.launch.doctor_services import CHECKS, gpus_of, judge_gpus, minutes
+from rlx.preflight import doctor, doctor_services
+from rlx.preflight.doctor import Examined, Finding
+from rlx.preflight.doctor_node import _wait, job_options
+from rlx.preflight.doctor_services import CHECKS, gpus_of, judge_gpus, minutes
 
 
 def config(*overrides: str) -> Config:
@@ -331,8 +331,8 @@ def test_the_job_on_a_node_takes_what_a_run_takes_but_for_minutes(tmp_path):
 
 def test_a_job_that_ends_without_findings_shows_its_output(tmp_path, monkeypatch):
     (tmp_path / "out").write_text("module: command not found\n")
-    monkeypatch.setattr("rlx.launch.doctor_node.queue", lambda: {"7": "FAILED"})
-    monkeypatch.setattr("rlx.launch.doctor_node.ASK", 0.0)
+    monkeypatch.setattr("rlx.preflight.doctor_node.queue", lambda: {"7": "FAILED"})
+    monkeypatch.setattr("rlx.preflight.doctor_node.ASK", 0.0)
     with pytest.raises(ConfigError, match=r"job 7 ended \(FAILED\) without findings; its output:\n  \| module: command not found"):
         _wait("7", tmp_path / "findings_7.json", tmp_path / "out")
     (tmp_path / "findings_7.json").write_text('{"host": "node1", "findings": []}')

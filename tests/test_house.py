@@ -31,9 +31,20 @@ FLOORS = {
     "launch": 6,
     "view": 6,
     "report": 6,
-    "cli": 7,
+    "preflight": 7,
+    "cli": 8,
 }
-WITHOUT_TORCH = ("config", "plan", "runs", "launch", "view", "report", "cli", *(room for room, floor in FLOORS.items() if floor == 1))
+WITHOUT_TORCH = (
+    "config",
+    "plan",
+    "runs",
+    "launch",
+    "preflight",
+    "view",
+    "report",
+    "cli",
+    *(room for room, floor in FLOORS.items() if floor == 1),
+)
 TORCH_ALONE = ("kernels", "losses", "advantages", "models", "data", "train", "parallel")
 ASKS_THE_MESH = ("models", "train", "weights", "checkpoints", "shared", "roles")  # they must ask the mesh for ranks and collectives
 WITH_TORCH = {"torch", "transformers", "safetensors", "tokenizers", "numpy"}  # tokenizers comes with transformers
@@ -56,7 +67,7 @@ HOME_OF = {  # library -> rooms, or folders in a room, that may import it
     "vllm": ("inference/server",),
     "openai": ("policy",),
     "verifiers": ("envs",),
-    "submitit": ("launch",),
+    "submitit": ("launch", "preflight"),
     "kubernetes": ("launch",),
     "hydra": ("config", "cli"),
     "omegaconf": ("config", "cli"),

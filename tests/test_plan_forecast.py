@@ -30,8 +30,8 @@ def test_the_start_of_a_run_shows_the_note(monkeypatch: pytest.MonkeyPatch, caps
         raise Enough
 
     monkeypatch.setattr("rlx.runs.claim.create", create)
-    monkeypatch.setattr("rlx.launch.chats.check_chats", lambda *_: None)
-    monkeypatch.setattr("rlx.launch.hub.check_cache", lambda *_: None)
+    monkeypatch.setattr("rlx.preflight.chats.check_chats", lambda *_: None)
+    monkeypatch.setattr("rlx.preflight.hub.check_cache", lambda *_: None)
     with pytest.raises(Enough):
         run(["experiment=sums_smollm2", "hardware=auto", "run.name=never"])
     assert "hardware=auto" in (said := capsys.readouterr().out)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rlx.launch.doctor import Finding
+    from rlx.preflight.doctor import Finding
 
 SUMMARY = "examine this machine, or a compute node: limits, disks, packages, GPUs, SLURM, hub"
 MARKS = {"ok": "ok", "warning": "warning", "failed": "FAILED", "skipped": "-"}
@@ -36,8 +36,9 @@ exit codes: 0 nothing fails; 1 something fails; 2 the configuration is invalid""
 
 def run(argv: list[str]) -> int:
     from rlx.config.load import compose
-    from rlx.launch.doctor import FAILED, Examined, examine
-    from rlx.launch.hub import use_cache, variables_of
+    from rlx.plan.environment import hub_variables
+    from rlx.preflight.doctor import FAILED, Examined, examine
+    from rlx.preflight.hub import use_cache
 
     flags = {part for part in argv if part in ("--node", "--json")}
     overrides = [part for part in argv if part not in flags]
@@ -48,14 +49,14 @@ def run(argv: list[str]) -> int:
         overrides.append("launcher=slurm")
     composed = [*overrides, "dry_run=true"]  # the rules then leave to this command what is missing here
     cfg = compose(composed).cfg
-    use_cache(variables_of(cfg))  # before anything imports the hub's library
+    use_cache(hub_variables(cfg))  # before anything imports the hub's library
     found: list[Finding] = []
     if "--node" in flags:
-        from rlx.launch.doctor_node import on_a_node
+        from rlx.preflight.doctor_node import on_a_node
 
         host, found = on_a_node(cfg, composed)
     else:
-        from rlx.launch.doctor_services import CHECKS
+        from rlx.preflight.doctor_services import CHECKS
 
         host = socket.gethostname()
         examined = Examined(cfg=cfg, run_dir=Path(cfg.run.dir or "outputs"), here=cfg.launcher.name == "local")

@@ -92,7 +92,7 @@ def run(argv: list[str]) -> int:
 
 def _list(_: argparse.Namespace) -> int:
     from rlx.envs.catalog import installed
-    from rlx.launch.packages import environments_of, pythons
+    from rlx.preflight.packages import environments_of, pythons
 
     here = installed()
     options = {name: option for option, name in shipped_options().items()}
@@ -123,8 +123,8 @@ def _info(chosen: argparse.Namespace) -> int:
     from rlx.config.errors import ConfigError
     from rlx.config.schema import EnvConfig
     from rlx.envs.errors import sources_of
-    from rlx.launch.packages import path_of
-    from rlx.launch.probes import about_of
+    from rlx.preflight.packages import path_of
+    from rlx.preflight.probes import about_of
 
     say_shadowed(chosen.name)
     env_id = shipped_options().get(chosen.name, chosen.name)
@@ -139,7 +139,7 @@ def _info(chosen: argparse.Namespace) -> int:
 def _python_with(env_id: str) -> str | None:
     """A Python of an environment's own that has it, if this one does not; None for this one."""
     from rlx.envs.errors import sources_of
-    from rlx.launch.packages import environments_of, pythons
+    from rlx.preflight.packages import environments_of, pythons
 
     if sources_of(env_id) is None:
         name = env_id.rpartition("/")[2].partition("@")[0].replace("_", "-")
@@ -207,8 +207,8 @@ def next_commands(env_id: str, python: str | None = None, prompt_chars: int = 0)
 
 def _install(chosen: argparse.Namespace) -> int:
     from rlx.config.schema import EnvConfig
-    from rlx.launch.packages import InstallFailed, install
-    from rlx.launch.probes import about_of
+    from rlx.preflight.packages import InstallFailed, install
+    from rlx.preflight.probes import about_of
 
     try:
         done = install(chosen.what, chosen.python)

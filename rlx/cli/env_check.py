@@ -36,7 +36,7 @@ def run(argv: list[str]) -> int:
     from rlx.config.errors import ConfigError
     from rlx.config.load import compose
     from rlx.config.roots import EVAL
-    from rlx.launch.probes import environments_of
+    from rlx.preflight.probes import environments_of
 
     as_json, words = "--json" in argv, [word for word in argv if word != "--json"]
     if not words or "=" in words[0] or words[0].startswith("-"):

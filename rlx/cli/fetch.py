@@ -29,14 +29,15 @@ def run(argv: list[str]) -> int:
 
     from rlx.config.load import compose
     from rlx.config.roots import ROOTS
-    from rlx.launch.hub import fetch_models, use_cache, variables_of
-    from rlx.launch.probes import environments_of, lines_of
+    from rlx.plan.environment import hub_variables
+    from rlx.preflight.hub import fetch_models, use_cache
+    from rlx.preflight.probes import environments_of, lines_of
 
     name, rest = (argv[0], argv[1:]) if argv and argv[0] in OF else ("train", argv)
     root = next(each for each in ROOTS if each.command == name)
     composed = compose([*rest, "dry_run=true"], None, root)
     os.environ.pop("HF_HUB_OFFLINE", None)
-    use_cache({key: value for key, value in variables_of(composed.cfg).items() if key == "HF_HOME"})
+    use_cache({key: value for key, value in hub_variables(composed.cfg).items() if key == "HF_HOME"})
     print(f"cache {os.environ.get('HF_HOME') or '~/.cache/huggingface'}", flush=True)
     command = pkgutil.resolve_name(f"rlx.cli.{name}").command()
     cfg = command.resolve(composed.cfg)  # of `rlx sft`: this loads the data sets

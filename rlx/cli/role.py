@@ -63,9 +63,9 @@ def _run(role: str, argv: list[str]) -> int:
     from rlx.cli.command import check_nodes
     from rlx.config.errors import ConfigError
     from rlx.config.load import compose
-    from rlx.launch.probes import environments_of, lines_of
     from rlx.plan.environment import MissingGPU, environment_of
     from rlx.plan.make import make_plan
+    from rlx.preflight.probes import environments_of, lines_of
     from rlx.process import SUPERVISOR
     from rlx.runs.claim import join, settle
 

@@ -65,7 +65,7 @@ def resolve(cfg: SftRoot) -> SftRoot:
     from dataclasses import replace
 
     from rlx.config.errors import ConfigError
-    from rlx.launch.rows import absolute, check_rows
+    from rlx.preflight.rows import absolute, check_rows
 
     try:
         val = replace(cfg.val, name=cfg.val.name and absolute(cfg.val.name))

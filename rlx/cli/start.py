@@ -15,11 +15,12 @@ def run(argv: list[str], command: Command) -> int:
     from rlx.config.errors import ConfigError
     from rlx.config.load import compose
     from rlx.config.sweeps import is_sweep
-    from rlx.launch.chats import check_chats
-    from rlx.launch.hub import check_cache, use_cache, variables_of
-    from rlx.launch.probes import environments_of, lines_of
+    from rlx.plan.environment import hub_variables
     from rlx.plan.make import make_plan
     from rlx.plan.place import require_one_host
+    from rlx.preflight.chats import check_chats
+    from rlx.preflight.hub import check_cache, use_cache
+    from rlx.preflight.probes import environments_of, lines_of
     from rlx.runs.claim import changes, create, settle, write_description
     from rlx.runs.differences import change_note
 
@@ -30,7 +31,7 @@ def run(argv: list[str], command: Command) -> int:
         return sweep.run(argv, command)
     composed = compose(argv, None, command.root)
     if not composed.cfg.dry_run:  # it may be made where the cluster's cache is not
-        use_cache(variables_of(composed.cfg))
+        use_cache(hub_variables(composed.cfg))
     cfg, label = command.resolve(composed.cfg), label_of(composed, command)
     in_pods = cfg.launcher.name == "kubernetes"
     cfg = pods.settled(cfg, label) if in_pods else settle(cfg, label)

@@ -81,10 +81,11 @@ def checked(lines: Sequence[Line], directory: Path, command: Command) -> list[El
     from rlx.config.load import compose
     from rlx.config.schema import RunConfig
     from rlx.config.targets import all_nodes_of
-    from rlx.launch.chats import check_chats
-    from rlx.launch.hub import check_cache, use_cache, variables_of
-    from rlx.launch.probes import environments_of, lines_of
     from rlx.launch.sweep import Element, plan_of
+    from rlx.plan.environment import hub_variables
+    from rlx.preflight.chats import check_chats
+    from rlx.preflight.hub import check_cache, use_cache
+    from rlx.preflight.probes import environments_of, lines_of
 
     elements: list[Element] = []
     problems: dict[str, list[str]] = {}  # problem -> names of the runs that have it
@@ -93,7 +94,7 @@ def checked(lines: Sequence[Line], directory: Path, command: Command) -> list[El
         try:
             composed = compose(line.argv, None, command.root)
             if not composed.cfg.dry_run:
-                use_cache(variables_of(composed.cfg))
+                use_cache(hub_variables(composed.cfg))
             cfg = replace(command.resolve(composed.cfg), run=RunConfig(name=line.name, dir=str(directory / line.name)))
             nodes = tuple(node for node, _ in all_nodes_of(cfg).values())
             if nodes not in built:

@@ -3,7 +3,7 @@
     python -m rlx.envs.about < {"envs": [{"key": "0", "name": "custom", "id": "rlx-math", "args": {}}]}
 
 answers like `rlx.envs.probe`: `{"loading": "0"}`, then `{"key": "0", "about": {…}}` with the fields of `About`. The caller is
-`rlx.launch.probes`. An environment that cannot be loaded is described as far as its source allows.
+`rlx.preflight.probes`. An environment that cannot be loaded is described as far as its source allows.
 """
 
 from __future__ import annotations

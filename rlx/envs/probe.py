@@ -4,7 +4,7 @@
 
 answers on its standard output, one JSON object a line: `{"loading": "0"}`, then `{"key": "0", "probed": {…}, "files": {…}, "folders": {…}}`
 with the fields of `Probed`, and what the answer depends on. Everything that an environment prints goes to the standard error.
-The caller is `rlx.launch.probes`.
+The caller is `rlx.preflight.probes`.
 """
 
 from __future__ import annotations

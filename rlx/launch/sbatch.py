@@ -13,10 +13,9 @@ from submitit import SlurmExecutor
 
 from rlx.config.errors import ConfigError
 from rlx.config.schema import CommandConfig
-from rlx.launch import hub
 from rlx.launch.container import Container, beside, caches_of, home_variables, mounts_of, on_all_hosts
 from rlx.launch.starters import NOT_FOR_STEPS
-from rlx.plan.environment import OF_A_GROUP
+from rlx.plan.environment import OF_A_GROUP, hub_variables
 from rlx.runs.snapshot import environment
 
 BEGINNING = r"""
@@ -125,7 +124,7 @@ def sbatch_options(cfg: CommandConfig, name: str, base: Path | None = None, code
 
 def _exports(cfg: CommandConfig, code: Path | None) -> list[str]:
     given = environment(code) if code else {"PYTHONPATH": os.environ["PYTHONPATH"]} if os.environ.get("PYTHONPATH") else {}
-    return [f"export {name}={shlex.quote(value)}" for name, value in (given | hub.variables_of(cfg) | home_variables(cfg)).items()]
+    return [f"export {name}={shlex.quote(value)}" for name, value in (given | hub_variables(cfg) | home_variables(cfg)).items()]
 
 
 def _in_container(cfg: CommandConfig, base: Path, code: Path | None) -> str:

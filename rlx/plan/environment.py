@@ -6,8 +6,10 @@ devices these are.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
+from rlx.config.schema import CommandConfig
 from rlx.types import ProcessSpec
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -26,6 +28,14 @@ class MissingGPU(ValueError):
 def inherited(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that a process of a run may inherit: all except those that would make it a member of another process group."""
     return {name: value for name, value in environment.items() if name not in OF_A_GROUP and not name.startswith(OTHERS)}
+
+
+def hub_variables(cfg: CommandConfig) -> dict[str, str]:
+    """The variables by which the hub's libraries find the cluster's cache (`slurm.hf_home`) and, in a job, ask no hub (`slurm.offline`)."""
+    if cfg.launcher.name != "slurm":
+        return {}
+    home, offline = cfg.slurm.hf_home, cfg.slurm.offline
+    return ({"HF_HOME": os.path.expanduser(home)} if home else {}) | ({"HF_HUB_OFFLINE": "1"} if offline else {})
 
 
 def environment_of(spec: ProcessSpec, environment: Mapping[str, str]) -> dict[str, str]:

@@ -13,8 +13,8 @@ from rlx.config.errors import ConfigError
 from rlx.config.load import compose
 from rlx.config.schema import Config
 from rlx.envs.probe import files_of, why
-from rlx.launch import probes
 from rlx.launch.processes import start_time
+from rlx.preflight import probes
 
 ROOT = Path(__file__).resolve().parent.parent
 

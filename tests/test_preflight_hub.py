@@ -14,9 +14,10 @@ from hub_stand_in import hub
 from rlx.cli import main
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose
-from rlx.launch import doctor_services
-from rlx.launch.doctor import Examined
-from rlx.launch.hub import check_cache, fetch_models, lacks, models_of, use_cache, variables_of
+from rlx.plan.environment import hub_variables
+from rlx.preflight import doctor_services
+from rlx.preflight.doctor import Examined
+from rlx.preflight.hub import check_cache, fetch_models, lacks, models_of, use_cache
 
 LINE = ["launcher=slurm", "slurm=dev", "hardware=cpu", "model=qwen3_0_6b", "model.name=team/tiny", "env=math"]
 SMALL = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -63,7 +64,7 @@ def test_a_job_whose_nodes_have_no_internet_is_refused_if_the_cache_lacks_its_mo
     line = [*LINE, "dry_run=true", "ref.name=team/other", "loss.kl.beta=0.1"]
     offline = compose([*line, "slurm.offline=true", f"slurm.hf_home={cache.parents[3]}"], {}).cfg
     assert models_of(offline) == ["team/tiny", "team/other"]
-    assert variables_of(offline) == {"HF_HOME": str(cache.parents[3]), "HF_HUB_OFFLINE": "1"}
+    assert hub_variables(offline) == {"HF_HOME": str(cache.parents[3]), "HF_HUB_OFFLINE": "1"}
     offline.dry_run = False
     with pytest.raises(ConfigError) as error:
         check_cache([offline, offline])

@@ -23,9 +23,9 @@ from rlx.config.checks.run import is_path
 from rlx.config.driver import driver_cuda, too_old
 from rlx.config.gpus import installed_gpus, visible_gpus
 from rlx.config.signatures import is_installed
-from rlx.launch.doctor import FAILED, MACHINE, OK, SKIPPED, WARNING, Check, Examined, Finding
-from rlx.launch.hub import NOTHING, lacks, models_of
 from rlx.plan.explain import size
+from rlx.preflight.doctor import FAILED, MACHINE, OK, SKIPPED, WARNING, Check, Examined, Finding
+from rlx.preflight.hub import NOTHING, lacks, models_of
 from rlx.runs.jobs import ask
 from rlx.runs.provenance import SOURCE
 

@@ -25,7 +25,7 @@ from rlx.process import SUPERVISOR
 def check_chats(configs: Sequence[CommandConfig], environments: Sequence[Mapping[str, Probed]]) -> None:
     """Raise ConfigError with what the models' chat formats lose of the tools of their environments.
 
-    `environments`: what `rlx.launch.probes` found, for each configuration. A model that rlx trains itself has a
+    `environments`: what `rlx.preflight.probes` found, for each configuration. A model that rlx trains itself has a
     format that serves tools. The format of a GGUF file is not known before its folder is made.
     """
     asked: dict[str, str | None] = {}

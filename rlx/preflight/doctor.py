@@ -1,7 +1,7 @@
 """What may stop a run on this machine, found before one starts: limits, disks, memory, packages, GPUs, compiler, network.
 
 Each check is a function of an `Examined` that returns a `Finding`: what is there, whether it is enough for the configuration, and what
-to do if not. `rlx.launch.doctor_services` has the checks of what runs elsewhere (SLURM, hub, W&B). Nothing here changes the machine;
+to do if not. `rlx.preflight.doctor_services` has the checks of what runs elsewhere (SLURM, hub, W&B). Nothing here changes the machine;
 the files that a disk is measured with are deleted.
 """
 

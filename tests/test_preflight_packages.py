@@ -15,7 +15,7 @@ from rlx.cli.env_display import train_command
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose
 from rlx.config.roots import EVAL
-from rlx.launch import packages
+from rlx.preflight import packages
 
 CONFLICT = """\
 error: No solution found when resolving dependencies

@@ -21,14 +21,6 @@ from rlx.runs.weights import initial_model
 NOTHING = ["all of it"]  # what a cache lacks without the model
 
 
-def variables_of(cfg: CommandConfig) -> dict[str, str]:
-    """The variables by which the hub's libraries find the cluster's cache and, in a job, ask no hub."""
-    if cfg.launcher.name != "slurm":
-        return {}
-    home, offline = cfg.slurm.hf_home, cfg.slurm.offline
-    return ({"HF_HOME": os.path.expanduser(home)} if home else {}) | ({"HF_HUB_OFFLINE": "1"} if offline else {})
-
-
 def use_cache(variables: Mapping[str, str]) -> None:
     """Have this process and those that it starts use that cache.
 

@@ -22,11 +22,11 @@ from submitit import SlurmExecutor
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose
 from rlx.config.schema import CommandConfig
-from rlx.launch.doctor import Examined, Finding, examine, existing
-from rlx.launch.doctor_services import CHECKS
 from rlx.launch.follow import ASK, LATE, Waiting
 from rlx.launch.sbatch import python_of, sbatch_options
 from rlx.paths import listed, write_text
+from rlx.preflight.doctor import Examined, Finding, examine, existing
+from rlx.preflight.doctor_services import CHECKS
 from rlx.runs.jobs import ENDED, GONE, ask, queue
 from rlx.runs.run import WAITS
 from rlx.runs.status import last_lines

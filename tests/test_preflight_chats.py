@@ -13,10 +13,10 @@ from rlx.config.chat_format import with_absolute_files
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose
 from rlx.envs.probe import Probed
-from rlx.launch.chats import check_chats
 from rlx.policy.chat import load_chat
 from rlx.policy.probe import problem_of
 from rlx.policy.templates import tokenizer_of
+from rlx.preflight.chats import check_chats
 from rlx.train import warm_start
 from rlx.weights.files import ModelFiles
 
