@@ -125,11 +125,11 @@ def test_a_changed_environment_is_another_recipe(tmp_path: Path, monkeypatch: py
 def test_a_change_of_code_that_computes_is_another_recipe_and_one_of_what_carries_results_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    package = Path(rlx.__path__[0])
+    package = warm_start.PACKAGE
     shutil.copytree(package, tmp_path / "rlx", ignore=shutil.ignore_patterns("__pycache__"))
     config = config_of()
     before = warm_start.recipe(config)
-    monkeypatch.setattr(rlx, "__path__", [str(tmp_path / "rlx")])
+    monkeypatch.setattr(warm_start, "PACKAGE", tmp_path / "rlx")
     assert warm_start.recipe(config) == before
     for name, counts in {
         "train/optim.py": True,  # imported inside a function of a module that the trainer's role imports

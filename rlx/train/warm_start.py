@@ -108,11 +108,16 @@ def imported_by(modules: Iterable[str]) -> set[Path]:
     found: set[Path] = set()
     waiting = list(modules)
     while waiting:
-        base = Path(PACKAGE, *waiting.pop().split(".")[1:])
-        file = next((each for each in (base.with_suffix(".py"), base / "__init__.py") if each.is_file()), None)
-        if file is None or file in found:  # the name of a function or class, for example
+        file = source_of(waiting.pop())
+        if file is None or file in found:
             continue
         found.add(file)
         for module, names, alone in IMPORT.findall(file.read_text()):
             waiting += [alone] if alone else [module, *(f"{module}.{name}" for name in re.findall(r"\w+", names))]
     return found
+
+
+def source_of(module: str) -> Path | None:
+    """The file of a module of rlx; None if there is no such module, as for the name of a function."""
+    base = Path(PACKAGE, *module.split(".")[1:])
+    return next((each for each in (base.with_suffix(".py"), base / "__init__.py") if each.is_file()), None)
