@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from policy_stand_in import OUTSIDE, StandIn, load, tiny_chat
+from recorded import check_recorded, normalised
 
 from rlx.checkpoints.folders import begin, writing
 from rlx.checkpoints.orchestrator import STATE
@@ -25,7 +26,7 @@ from rlx.paths import COMPLETE, RunPaths
 from rlx.roles.orchestrator import Orchestrator
 from rlx.rollout.collector import RolloutsFailed
 from rlx.rollout.record import read_rollouts
-from rlx.types import StepBatch, TrainingSample, WeightVersion
+from rlx.types import StepBatch, TrainingSample, Turn, WeightVersion
 from rlx.waiting import first_failure
 
 assert OUTSIDE
@@ -174,6 +175,33 @@ def test_a_run_gives_every_step_its_batch_metrics_rollouts_and_ends_with_the_las
     assert read_heartbeats(paths)["orchestrator"]["pid"]
 
 
+class Remembering(StandInServers):
+    """Keeps every turn that it has sampled."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.turns: list[Turn] = []
+
+    async def generate(self, *arguments: Any) -> Any:
+        self.turns.append(await super().generate(*arguments))
+        return self.turns[-1]
+
+
+@pytest.mark.parametrize("name", ["rlx_test_multi", "rlx_test_rewrite", "rlx_test_single"])
+def test_recorded_batches_train_each_sampled_token_once_with_its_context_and_the_advantage_of_its_group(name: str, tmp_path: Path) -> None:
+    servers = Remembering(error=0.5)
+    config = config_of(max_steps=2, envs={"e": TrainedEnvConfig(id=name)}, seq_len=256)
+    play(tmp_path, config, servers)
+    tokens, groups = check_recorded(tmp_path, 2, normalised, servers.turns)
+    assert tokens == sum(len(turn.completion_ids) for turn in servers.turns) > 0
+    assert groups == 4
+    damaged = [*servers.turns[1:], servers.turns[1]]
+    with pytest.raises(AssertionError):
+        check_recorded(tmp_path, 2, normalised, damaged)
+    with pytest.raises(AssertionError):
+        check_recorded(tmp_path, 2, lambda rewards: normalised(rewards) + 0.01)
+
+
 def test_a_batch_holds_exactly_the_sampled_tokens_with_their_logprobs_and_advantages(tmp_path: Path) -> None:
     paths, trainer = play(tmp_path, config_of(max_steps=2))
     for step in range(2):
@@ -313,16 +341,13 @@ def test_an_environment_that_always_fails_ends_the_run_with_what_it_said(tmp_pat
         play(tmp_path, config_of(envs=envs))
 
 
-def test_a_reward_function_that_always_raises_fails_its_groups_which_ends_the_run(tmp_path: Path) -> None:
-    envs = {"t": TrainedEnvConfig(id="rlx_test_trouble", args={"kind": "raising"})}
-    said = r"environment t failed 4 groups in a row.*: reward_raised: raising raised ZeroDivisionError: this reward function is broken"
-    with pytest.raises(RolloutsFailed, match=said):
-        play(tmp_path, config_of(envs=envs))
-
-
-def test_a_reward_function_that_always_raises_ends_a_run_that_scores_it_0(tmp_path: Path) -> None:
-    envs = {"t": TrainedEnvConfig(id="rlx_test_trouble", args={"kind": "raising"}, reward_raises="zero")}
-    with pytest.raises(RuntimeError, match=r"environment t: a reward function raised in every .* of 4 groups .*reward function is broken"):
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [("fail", r"failed 4 groups in a row.*: reward_raised: raising raised"), ("zero", "a reward function raised in every .* of 4 groups")],
+)
+def test_a_reward_function_that_always_raises_ends_the_run(rule: str, said: str, tmp_path: Path) -> None:
+    envs = {"t": TrainedEnvConfig(id="rlx_test_trouble", args={"kind": "raising"}, reward_raises=rule)}
+    with pytest.raises(RuntimeError, match=rf"environment t:? {said}.*reward function is broken"):
         play(tmp_path, config_of(envs=envs))
 
 

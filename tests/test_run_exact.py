@@ -6,12 +6,8 @@ from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
-import zstandard
 from policy_stand_in import OUTSIDE
-
-from rlx import codec
-from rlx.paths import RunPaths
-from rlx.types import StepBatch
+from recorded import check_recorded, normalised, recorded_samples
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 NAMES = ("sampling", "beside", "rewrite", "nested")
@@ -36,12 +32,11 @@ def test_trajectories_of_all_kinds_are_trained_as_they_were_sampled(start):
         assert record["mismatch/abs_logp_diff_max"] <= 1e-3
     played = [rollout for step in range(3) for rollout in job.rollouts(step)]
     assert {rollout["env"] for rollout in played} == set(NAMES)
+    assert check_recorded(job.run_dir, 3, normalised)[0] > 0
     temperatures, turns = defaultdict(set), Counter()
     tokens: Counter[tuple[int, int]] = Counter()
     for step in range(3):
-        packed = RunPaths(job.run_dir).recorded_of(step).read_bytes()
-        batch = codec.decode(bytearray(zstandard.ZstdDecompressor().stream_reader(packed).read()), StepBatch)
-        for sample in (sample for part in batch.mini_batches for sample in part):
+        for sample in recorded_samples(job.run_dir, step):
             on = sample.loss_mask
             temperatures[sample.env] |= set(sample.temperature[on].tolist())
             assert set(sample.temperature[~on].tolist()) <= {1.0}

@@ -33,16 +33,25 @@ class Spent:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self.own: dict[Where, float] = {}  # of these, those of each rollout; its reader removes it
+        self.own: dict[int, dict[int, float]] = {}  # of these, those of the requests in progress: number → member + 1 → seconds
+
+    def begin(self, play: int) -> None:
+        """A request begins. Only between `begin` and `end` its own seconds are kept: what it left behind may compute later."""
+        self.own[play] = {}
+
+    def end(self, play: int) -> None:
+        """A request has ended."""
+        del self.own[play]
 
     def by_others(self, where: Where | None) -> float:
         """Seconds so far in which the event loop computed for others than this rollout."""
-        return self.seconds - (0.0 if where is None else self.own.get(where, 0.0))
+        return self.seconds - (0.0 if where is None else self.own.get(where[0], {}).get(where[1], 0.0))
 
     def add(self, where: Where, seconds: float) -> None:
         """A step has taken so long."""
         self.seconds += seconds
-        self.own[where] = self.own.get(where, 0.0) + seconds
+        if (members := self.own.get(where[0])) is not None:
+            members[where[1]] = members.get(where[1], 0.0) + seconds
 
 
 SPENT = Spent()

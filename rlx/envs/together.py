@@ -46,9 +46,6 @@ async def run_for(seconds: float, work: Coroutine[Any, Any, T], name: str | None
     except asyncio.CancelledError:
         await abandon(playing)
         raise
-    finally:
-        if where is not None:
-            SPENT.own.pop(where, None)
     return playing
 
 

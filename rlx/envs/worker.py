@@ -23,7 +23,7 @@ from typing import Any
 
 from rlx.envs.errors import in_one_line, sources_of
 from rlx.envs.load import load_one
-from rlx.envs.marks import PLAYING, Marks, ThreadMarks, marked_tasks
+from rlx.envs.marks import PLAYING, SPENT, Marks, ThreadMarks, marked_tasks
 from rlx.envs.remote import RemoteEpisode, RemotePolicy
 from rlx.envs.wire import (
     Answer,
@@ -167,6 +167,7 @@ class Server:
         if isinstance(message, Answer | Refusal):
             self.policy.answered(message)
         elif isinstance(message, Play):
+            SPENT.begin(message.number)
             token = PLAYING.set((message.number, message.members[0] + 1 if len(message.members) == 1 else 0))
             playing = self._playing[message.number] = self.loop.create_task(self._play(message))
             PLAYING.reset(token)
@@ -190,6 +191,7 @@ class Server:
     def _played(self, number: int, task: asyncio.Task[None]) -> None:
         """A request has ended."""
         del self._playing[number]
+        SPENT.end(number)
         self.policy.finish(number)
         if task.cancelled():
             self.link.send(Played(number, []))

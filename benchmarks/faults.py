@@ -1,0 +1,82 @@
+"""How long it takes until a fault of an environment is noticed: `python benchmarks/faults.py [FAULT …]`.
+
+Each fault is one of `tests/packages/rlx_test_envs/rlx_test_faults.py`, in one of two examples, played by a real environment worker with a
+policy that answers at once. Two times are measured: until the faulty rollout has its cause, and until another rollout that was asked for
+at the same moment has been played (by the worker's replacement, if the fault cost the worker).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from workers import Instant
+
+from rlx.config.schema import Config, TrainedEnvConfig
+from rlx.envs.load import give_policy, load_environments, wait_loaded
+from rlx.models.tiny import build_tokenizer
+from rlx.policy.chat import Chat
+from rlx.types import Rollout, Task
+
+PACKAGE = Path(__file__).resolve().parent.parent / "tests" / "packages" / "rlx_test_envs"
+FAULTS: dict[str, dict[str, Any]] = {  # arguments of the environment
+    "raise": {"kind": "raise"},
+    "exit": {"kind": "exit"},
+    "kill": {"kind": "kill"},
+    "c": {"kind": "c", "seconds": 3600},
+    "power": {"kind": "power"},
+    "thread": {"kind": "c", "seconds": 3600, "where": "thread"},
+    "leak": {"kind": "leak", "seconds": 700},  # MiB
+}
+
+
+def measure(name: str, timeout: float, memory_gb: float) -> str:
+    """One row of the table."""
+    config = Config(seq_len=256, loss={"_target_": "unused"}, advantage={"_target_": "rlx.advantages.group.group_norm"})
+    config.model.name, config.sampling.max_tokens = "tiny", 8
+    config.orchestrator.env_workers, config.orchestrator.env_worker_memory_gb = 1, memory_gb
+    args = FAULTS[name] | {"num_examples": 2, "every": 2}
+    config.envs = {name: TrainedEnvConfig(id="rlx_test_faults", args=args, rollout_timeout=timeout)}
+    envs: Any = load_environments(config, lambda _: None)
+    wait_loaded(envs, lambda _: None)
+    give_policy(envs, config, Chat(build_tokenizer(256)), Instant())
+    pool = envs[name]
+
+    async def play(place: int) -> tuple[Rollout, float]:
+        began = time.monotonic()
+        (rollout,) = await pool.play(Task(env=name, example_id=place, index=place, row=pool.rows[place]), [0], 0)
+        return rollout, time.monotonic() - began
+
+    async def both() -> str:
+        (bad, noticed), (good, went_on) = await asyncio.gather(play(0), play(1))
+        for _ in range(100):  # a worker that grew is replaced between two rollouts
+            if name != "leak" or pool.replaced["memory"]:
+                break
+            await asyncio.sleep(0.1)
+            went_on = (await play(1))[1]
+        await pool.close()
+        cause = bad.stop if bad.status != "ok" else "memory" if pool.replaced["memory"] else bad.status
+        said = " ".join((bad.error or "").split()).replace(str(PACKAGE), "…")
+        return f"| `{name}` | {cause} | {noticed:.2f} s | {good.status} after {went_on:.2f} s | {said} |"
+
+    return asyncio.run(both())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("faults", nargs="*", help=f"of {', '.join(FAULTS)}; default: all")
+    parser.add_argument("--timeout", type=float, default=5.0, help="rollout_timeout, seconds")
+    parser.add_argument("--memory", type=float, default=0.9, help="env_worker_memory_gb")
+    options = parser.parse_args()
+    os.environ["PYTHONPATH"] = str(PACKAGE)
+    print("| fault | cause | noticed after | the other rollout | what is said |\n| --- | --- | --- | --- | --- |")
+    for name in options.faults or FAULTS:
+        print(measure(name, options.timeout, options.memory), flush=True)
+
+
+if __name__ == "__main__":
+    main()
