@@ -78,21 +78,26 @@ def test_a_gguf_file_becomes_a_plain_folder_with_its_weights_tokenizer_and_templ
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_the_engines_log_probabilities_equal_a_hugging_face_forward_of_the_same_version(start: Callable[..., MainJob]) -> None:
-    job = start("smollm2", "experiment=sums_smollm2", f"model.gguf={gguf_file()}", "max_steps=3", "orchestrator.batch_size=16")
+    # Two answers at a time take longer than a step trains, so an update finds some in flight; it must not wait for their ends.
+    slow = ("inference.max_num_seqs=2", "sampling.max_tokens=64", "sampling.temperature=1.0", "weight_broadcast.drain_tokens=0")
+    job = start("smollm2", "experiment=sums_smollm2", f"model.gguf={gguf_file()}", "max_steps=3", "orchestrator.batch_size=8", *slow)
     assert job.wait(1500) == 0, job.text()
     paths = RunPaths(job.run_dir)
     folders = {0: Path(paths.initial_model.read_text().strip())} | {version: paths.weights_of(version) for version in (1, 2)}
     models = {version: AutoModelForCausalLM.from_pretrained(folder) for version, folder in folders.items()}
-    seen = set()
+    seen, mixed = set(), 0
     for step in range(3):
         for sample in (sample for part in read_recorded(paths.recorded_of(step), step).mini_batches for sample in part):
             ids = torch.from_numpy(np.asarray(sample.token_ids)).long()
             temperature = torch.from_numpy(np.asarray(sample.temperature)[1:, None]).double()
-            for version in set(sample.versions[sample.loss_mask].tolist()):
-                seen.add(version)
+            versions = set(sample.versions[sample.loss_mask].tolist())
+            seen |= versions
+            mixed += len(versions) > 1
+            for version in versions:
                 with torch.no_grad():
                     logits = models[version](ids[None], use_cache=False).logits[0, :-1]
                 own = torch.log_softmax(logits.double() / temperature, -1).gather(1, ids[1:, None])[:, 0].numpy()
                 made = sample.versions[1:] == version
                 assert np.abs(own - sample.inference_logprobs[1:])[made].max() < EXACT
     assert seen >= {0, 1}
+    assert mixed > 0, "no answer was continued under newer weights"
