@@ -105,8 +105,11 @@ METRICS: dict[str, str] = {
     "whose peak is known",
     "perf/mfu_causal": "the same with the causal half of attention alone",
     "perf/peak_memory_gb": "peak memory of the trainer's device, GiB; on CPU the largest resident memory of the process so far",
-    "perf/compiled_graphs": "graphs that torch.compile has made in rank 0 since it began. If they still grow after the first steps, rows differ "
-    "in structure, and compiling takes time; only with `trainer.compile`",
+    "perf/imbalance": "tokens of the longest of the rows that the ranks compute at a time, over their mean; 1: no rank waits for another",
+    "perf/imbalance_attention": "the same of Σ n² over the samples of each row, which the time of attention follows. Rows are balanced by "
+    "tokens alone",
+    "perf/compiled_graphs": "graphs that torch.compile has made in rank 0 since it began. If they still grow after the first steps, rows "
+    "differ in structure, and compiling takes time; only with `trainer.compile`",
     "data/epoch": "passes over the data sets so far; with this step",
     "data/overlong": "samples of the step left out because they are longer than `seq_len`",
     "data/truncated": "samples of the step cut to `seq_len`; only with data.overflow=truncate",

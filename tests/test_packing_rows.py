@@ -105,6 +105,27 @@ def test_rows_are_balanced_over_ranks():
     assert len(mini_batch.ranks[0].micro_batches) <= -(-total // (4 * 200)) + 1, "at most one row more than needed"
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_imbalance_is_that_of_rows_that_run_at_the_same_time(ranks):
+    batch = step_batch(3, [make_samples(groups=7), make_samples(groups=2, seed=1)])
+    packed = [pack(batch, rank=rank, ranks=ranks, tokens=60) for rank in range(ranks)]
+    found = {(own.imbalance, own.attention_imbalance) for own in packed}
+    for power in (1, 2):
+        # [turns, ranks]; of a dummy nothing counts
+        costs = [
+            [
+                sum(int(n) ** power for n in np.diff(row.cu_seqlens)) if row.loss_mask.any() else 0
+                for mini_batch in own.mini_batches
+                for row in mini_batch.micro_batches
+            ]
+            for own in packed
+        ]
+        turns = np.array(costs).T
+        (value,) = {values[power - 1] for values in found}
+        assert value == pytest.approx(turns.max(1).sum() / turns.mean(1).sum())
+    assert (found == {(1.0, 1.0)}) == (ranks == 1)
+
+
 def test_rollouts_of_one_prompt_lie_side_by_side():
     samples = make_samples(groups=6)
     shuffled = [samples[i] for i in np.random.default_rng(0).permutation(len(samples))]

@@ -33,7 +33,7 @@ class TrainerConfig:
     reduce_dtype: str = key("float32", "dtype of gradient reduction", choices=("float32", "bfloat16"))
     ac: AcConfig = section(AcConfig)
     ac_offloading: bool = key(False, "keep in host memory what checkpointed layers (`ac`) store for backward")
-    fsdp_cpu_offload: bool = key(False, "keep sharded parameters and optimizer state in host memory")
+    fsdp_cpu_offload: bool = key(False, "keep sharded parameters and optimizer state in host memory; only on CUDA")
     reshard_after_forward: bool = key(
         True, "free each layer's gathered parameters after its forward and gather them again for backward; `false`: faster, more memory"
     )

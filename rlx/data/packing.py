@@ -52,7 +52,14 @@ def pack(batch: StepBatch, *, rank: int, ranks: int, tokens: int, loss_of: Calla
     Raises ValueError for a sample longer than `tokens`, or one with a trainable first token (nothing predicts it).
     """
     assert 0 <= rank < ranks, (rank, ranks)
-    return _rank_batch(batch, [_pack_mini_batch(samples, rank, ranks, tokens, loss_of) for samples in batch.mini_batches])
+    everyone = [_all_rows_of(samples, ranks, tokens, loss_of) for samples in batch.mini_batches]
+    packed = [_pack_mini_batch(samples, rank, ranks, *rows) for samples, rows in zip(batch.mini_batches, everyone, strict=True)]
+    rows = [row for _, own in everyone for row in own]
+    return replace(
+        _rank_batch(batch, packed),
+        imbalance=_imbalance([sum(unit.tokens for unit in row) for row in rows], ranks),
+        attention_imbalance=_imbalance([sum(len(s.token_ids) ** 2 for unit in row for s in unit.samples) for row in rows], ranks),
+    )
 
 
 def pack_together(
@@ -116,16 +123,31 @@ def samples_in_rows(
     return [[sample for unit in row for sample in unit.samples] for row in rows]
 
 
-def _pack_mini_batch(samples: Sequence[TrainingSample], rank: int, ranks: int, tokens: int, loss_of: Callable[[str], LossOf]) -> MiniBatch:
-    """This rank's part."""
+def _all_rows_of(
+    samples: Sequence[TrainingSample], ranks: int, tokens: int, loss_of: Callable[[str], LossOf]
+) -> tuple[list[list[_Unit]], list[list[_Unit]]]:
+    """A mini-batch's groups, and the rows of all ranks."""
     for sample in samples:
         _check(sample, tokens)
-    trained = _trained(samples)
-    groups, streams = _groups(trained, loss_of), _streams_of(trained)
+    groups = _groups(_trained(samples), loss_of)
+    return groups, _all_rows(groups, ranks, tokens)
+
+
+def _pack_mini_batch(
+    samples: Sequence[TrainingSample], rank: int, ranks: int, groups: list[list[_Unit]], rows: list[list[_Unit]]
+) -> MiniBatch:
+    """This rank's part."""
+    streams = _streams_of(_trained(samples))
     return MiniBatch(
-        micro_batches=tuple(_micro_batch(row, streams) for row in _rows_of(rank, ranks, _all_rows(groups, ranks, tokens))),
+        micro_batches=tuple(_micro_batch(row, streams) for row in _rows_of(rank, ranks, rows)),
         counts=_counts(groups),
     )
+
+
+def _imbalance(costs: Sequence[int], ranks: int) -> float:
+    """How much longer all ranks take than with equal rows. `costs` of the rows of all ranks: `ranks` neighbours run at the same time."""
+    turns = [costs[first : first + ranks] for first in range(0, len(costs), ranks)]
+    return sum(map(max, turns)) * ranks / sum(costs) if any(costs) else 1.0
 
 
 def _streams_of(samples: Sequence[TrainingSample]) -> list[str]:

@@ -7,6 +7,7 @@ keyword arguments.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,8 +63,8 @@ def packed_attention(
         return attended if row is None else row.to_span(attended, length), None
     assert layout.order is not None
     key_order = layout.order if layout.keys_once else None
-    queries = _Take.apply(q, layout.order, *(bucket.queries for bucket in layout.buckets))
-    keys, values = (_Take.apply(x, key_order, *(bucket.keys for bucket in layout.buckets)) for x in (k, v))
+    queries = _take(q, layout.order, [bucket.queries for bucket in layout.buckets])
+    keys, values = (_take(x, key_order, [bucket.keys for bucket in layout.buckets]) for x in (k, v))
     parts = zip(queries, keys, values, layout.buckets, strict=True)
     outputs = [_bucket(*part, grouped, scaling, sliding_window, softcap, s_aux) for part in parts]
     flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -74,7 +75,8 @@ def packed_attention(
 def _is_grouped(module: torch.nn.Module, query: Tensor, key: Tensor) -> bool:
     """Whether several query heads share a key head. Uses the module's own count, because shapes are symbols under torch.compile."""
     groups = getattr(module, "num_key_value_groups", None)
-    return query.shape[1] != key.shape[1] if groups is None else groups != 1
+    differ = query.shape[1] != key.shape[1] if groups is None else groups != 1
+    return True if differ else False  # noqa: SIM210  (a compiled layer's number is a symbol, too, and only a branch makes a bool of it)
 
 
 def _bucket(
@@ -99,6 +101,16 @@ def _bucket(
     return out.transpose(1, 2).reshape(bucket.queries.numel(), -1)
 
 
+def _take(x: Tensor, order: Tensor | None, indices: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """See `_Take`. Without gradients its graph would break in a compiled layer."""
+    return _Take.apply(x, order, *indices) if torch.is_grad_enabled() and x.requires_grad else _taken(x, indices)
+
+
+def _taken(x: Tensor, indices: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    rows = x.reshape(len(x), -1)
+    return tuple(rows.index_select(0, index.flatten()).view(*index.shape, *x.shape[1:]).transpose(1, 2) for index in indices)
+
+
 class _Take(torch.autograd.Function):
     """x [K, heads, d], indices [S, L] of several buckets → [S, heads, L, d] for each.
 
@@ -110,8 +122,7 @@ class _Take(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, order: Tensor | None, *indices: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(order, *indices)
         ctx.shape = x.shape
-        rows = x.reshape(len(x), -1)
-        return tuple(rows.index_select(0, index.flatten()).view(*index.shape, *x.shape[1:]).transpose(1, 2) for index in indices)
+        return _taken(x, indices)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -23,6 +23,6 @@ def eager_again(model: PolicyModel) -> str | None:
         return None
     fix = "trainer.compile=false" if model.padded else "model.attention=rows (padded rows have one structure), or trainer.compile=false"
     return (
-        f"trainer.compile=true: rows of more than {config.recompile_limit} structures came, and torch compiles a layer for no more, so others "
-        f"are computed without compilation. Set {fix}; TORCH_LOGS=recompiles shows each reason"
+        f"trainer.compile=true: rows of more than {config.recompile_limit} structures came, and torch compiles a layer for no more, so "
+        f"others are computed without compilation. Set {fix}; TORCH_LOGS=recompiles shows each reason"
     )

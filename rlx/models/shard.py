@@ -60,7 +60,9 @@ def compile_layers(model: PolicyModel, **keys: Any) -> None:
     model.compiled = True
     read_all(model.layers[-1])
     for layer in model.layers:
-        layer.compile(dynamic=True, **keys)
+        # Its forward, not the layer: the hooks of FSDP run around it. Inside they would break the graph, and with recomputed activations
+        # nothing at all would be compiled.
+        layer.forward = torch.compile(layer.forward, dynamic=True, **keys)
 
 
 def shard(

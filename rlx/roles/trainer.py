@@ -137,7 +137,8 @@ class Trainer:
             log.info("step %d: the reference moved towards the policy with weight %g", batch.step, self.reference.alpha)
         self.summary.after_step(batch.step)
         seconds = values["time/forward_backward"] + values["time/optimizer"]
-        return values | self.meter.measure(step_batch, seconds, iterations, self.step_trainer.forward_only)
+        balance = {"perf/imbalance": batch.imbalance, "perf/imbalance_attention": batch.attention_imbalance}
+        return values | balance | self.meter.measure(step_batch, seconds, iterations, self.step_trainer.forward_only)
 
     def publish(self, step: int, values: dict[str, float], started: float) -> None:
         """Gather version n+1, write the metrics of step n, then announce the version and delete old ones.

@@ -98,6 +98,15 @@ def pieces_of_rows(cfg: TrainingRoot, of: Show) -> Iterator[str]:
             )
 
 
+@rule("trainer.fsdp_cpu_offload", "hardware.device")
+def offload_from_a_gpu(cfg: TrainingRoot, of: Show) -> Iterator[str]:
+    if cfg.trainer.fsdp_cpu_offload and cfg.hardware.device == "cpu":
+        yield (
+            f"on a CPU everything lies in host memory already: {of('trainer.fsdp_cpu_offload')} with {of('hardware.device')}.\n"
+            "Set trainer.fsdp_cpu_offload=false."
+        )
+
+
 @rule("optim", "trainer.fsdp_cpu_offload", "hardware.device")
 def muon_in_host_memory(cfg: TrainingRoot, of: Show) -> Iterator[str]:
     if target_name(cfg.optim) == "Muon" and cfg.trainer.fsdp_cpu_offload and cfg.hardware.device == "cuda":
