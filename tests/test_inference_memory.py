@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from inference_server import EXACT, MemoryTrainer, Run, from_memory, prompts, running, under_load
+from inference_server import EXACT, MemoryTrainer, Run, from_memory, prompts, running, sample, under_load
 from run_servers import Servers
 
 from rlx.inference.protocol import InferenceError, WeightsGone
+from rlx.inference.telling import Manner
 from rlx.parallel.transfer import Announced, Group
 from rlx.types import Turn
 from rlx.waiting import UNFIT
@@ -84,6 +85,34 @@ def test_a_version_that_the_trainer_does_not_have_is_refused_and_the_old_one_is_
             return await client.fleet.versions()
 
     assert asyncio.run(conversation()) == [0]
+
+
+def test_short_requests_that_came_after_a_broken_transfer_do_not_hold_up_the_next_one(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine is paused then, so they cannot finish under the old version, as updates let short requests do."""
+    trainer, ids = MemoryTrainer(run), prompts(4, seed=3)
+    trainer.offer(1)
+    send = Group.send
+
+    def breaks(group: Group, announced: Announced, tensors: Any) -> None:
+        send(group, announced, tensors)
+        raise RuntimeError("lost")
+
+    async def conversation() -> list[Turn]:
+        async with Servers(run.ready(), request_timeout=120, manner=Manner(drain_tokens=16)) as client:
+            await client.fleet.wait_ready(300)
+            monkeypatch.setattr(Group, "send", breaks)
+            with pytest.raises(WeightsGone, match="did not arrive"):
+                await trainer.update(client)
+            monkeypatch.setattr(Group, "send", send)
+            short = [asyncio.create_task(sample(client, one, seed, max_tokens=8)) for seed, one in enumerate(ids)]
+            await asyncio.sleep(0.5)
+            assert not any(task.done() for task in short)
+            await asyncio.wait_for(trainer.update(client), 25)
+            return await asyncio.gather(*short)
+
+    turns = asyncio.run(conversation())
+    assert {version for turn in turns for version in turn.versions.tolist()} == {1}
+    assert run.worst(turns, 1.0) < EXACT
 
 
 def test_a_tensor_that_changed_on_its_way_ends_the_server(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

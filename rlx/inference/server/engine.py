@@ -333,7 +333,8 @@ class PolicyEngine:
     async def _drain(self, tokens: int) -> None:
         """If all requests in flight are running and each has at most `tokens` tokens left, admit no more and wait for them."""
         sinks = list(self.core.sinks.values())
-        running = len(sinks) <= self.llm.vllm_config.scheduler_config.max_num_seqs
+        fit = len(sinks) <= self.llm.vllm_config.scheduler_config.max_num_seqs
+        running = fit and not self._partly  # after a transfer that broke, the engine is paused
         if sinks and running and all(sink.max_tokens - len(sink.token_ids) <= tokens for sink in sinks):
             self._open.clear()
             await asyncio.wait([sink.done for sink in sinks])
