@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-import rlx
 from rlx.config.load import compose, to_yaml
 from rlx.config.roots import SFT
 from rlx.config.schema import Config
@@ -70,7 +69,7 @@ def test_two_runs_at_once_make_one_model_and_a_third_finds_it_without_torch(tmp_
 
     monkeypatch.delenv("PYTHONPROFILEIMPORTTIME")
     imported = {tuple(name.split(".")[1:]) for output in outputs for name in re.findall(r"^import time:.*\| +(rlx\.[\w.]+)$", output, re.M)}
-    package = Path(rlx.__path__[0])
+    package = warm_start.PACKAGE
     files = {base.with_suffix(".py") for parts in imported if (base := package.joinpath(*parts)).with_suffix(".py").is_file()}
     computes = {file for file in files if file.relative_to(package).parts[0] in warm_start.COMPUTES}
     found = set(warm_start.code([*warm_start.ROLES, "rlx.losses.sft"]))
@@ -125,11 +124,11 @@ def test_a_changed_environment_is_another_recipe(tmp_path: Path, monkeypatch: py
 def test_a_change_of_code_that_computes_is_another_recipe_and_one_of_what_carries_results_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    package = Path(rlx.__path__[0])
+    package = warm_start.PACKAGE
     shutil.copytree(package, tmp_path / "rlx", ignore=shutil.ignore_patterns("__pycache__"))
     config = config_of()
     before = warm_start.recipe(config)
-    monkeypatch.setattr(rlx, "__path__", [str(tmp_path / "rlx")])
+    monkeypatch.setattr(warm_start, "PACKAGE", tmp_path / "rlx")
     assert warm_start.recipe(config) == before
     for name, counts in {
         "train/optim.py": True,  # imported inside a function of a module that the trainer's role imports

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import rlx
 from rlx.config.chat_format import template_path
 from rlx.config.schema import CommandConfig, EnvConfig, PlayRoot, SftRoot
 from rlx.config.warm_start import LOSS, supervised
@@ -36,6 +35,7 @@ OF_THE_RUN = (
 )  # sections of `rlx sft` that decide what is learned
 ROLES = ("rlx.roles.prepare", "rlx.roles.trainer")  # the processes of a warm start
 COMPUTES = ("data", "envs", "kernels", "losses", "models", "parallel", "policy", "roles", "train")
+PACKAGE = Path(__file__).resolve().parent.parent
 IMPORT = re.compile(r"^ *(?:from (rlx[\w.]*) import (\([^)]*\)|[^\n]*)|import (rlx[\w.]*))", re.MULTILINE)
 
 
@@ -97,8 +97,7 @@ def of_the_run(config: CommandConfig) -> dict[str, Any]:
 
 def code(modules: Iterable[str]) -> list[Path]:
     """The files whose change may change what these modules compute, in the order of their names."""
-    package = Path(rlx.__path__[0])
-    return sorted(file for file in imported_by(modules) if file.relative_to(package).parts[0] in COMPUTES)
+    return sorted(file for file in imported_by(modules) if file.relative_to(PACKAGE).parts[0] in COMPUTES)
 
 
 def imported_by(modules: Iterable[str]) -> set[Path]:
@@ -109,7 +108,7 @@ def imported_by(modules: Iterable[str]) -> set[Path]:
     found: set[Path] = set()
     waiting = list(modules)
     while waiting:
-        base = Path(rlx.__path__[0], *waiting.pop().split(".")[1:])
+        base = Path(PACKAGE, *waiting.pop().split(".")[1:])
         file = next((each for each in (base.with_suffix(".py"), base / "__init__.py") if each.is_file()), None)
         if file is None or file in found:  # the name of a function or class, for example
             continue
