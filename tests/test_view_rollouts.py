@@ -13,7 +13,9 @@ from view_run import rollout, write_run, write_step
 
 from rlx.cli import main
 from rlx.config.errors import ConfigError
-from rlx.paths import RunPaths
+from rlx.config.load import compose, to_yaml
+from rlx.config.roots import SFT
+from rlx.paths import RunPaths, write_text
 from rlx.policy.transcript import Transcript
 from rlx.rollout.index import RolloutIndex, index_of, read_index
 from rlx.rollout.play import Job, Records
@@ -300,3 +302,15 @@ def test_without_a_terminal_the_commands_print_plain_text(paths: RunPaths, capsy
     assert "assistant (call): add(a=1, b=2)\n  tool: three\n  assistant: is four" in capsys.readouterr().out
     for wrong in (["filter=rewrad<1"], ["sort=rewrad"], ["colour=red"], ["count=x"], ["plain=maybe"]):
         assert main(["view", str(paths.root), *wrong]) == 2
+
+
+def test_a_supervised_run_without_evaluations_is_named_and_not_called_unfinished(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = RunPaths(tmp_path / "mine")
+    write_text(run.config, to_yaml(compose(["data=fake"], {}, SFT).cfg))
+    assert main(["view", str(run.root), "plain=true"]) == 2
+    said = capsys.readouterr().err
+    assert "it is a run of `rlx sft` without evaluations, so nothing was played.\n" in said
+    assert f"fix: rlx report {run.root} shows its curves" in said
+    write_text(run.config, to_yaml(compose(["data=fake", "env=sums", "eval.interval=2"], {}, SFT).cfg))
+    assert main(["view", str(run.root), "plain=true"]) == 2
+    assert "(no step yet" in capsys.readouterr().err

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-import rlx
 from rlx.config.load import compose, to_yaml
 from rlx.config.roots import SFT
 from rlx.config.schema import Config
@@ -70,7 +69,7 @@ def test_two_runs_at_once_make_one_model_and_a_third_finds_it_without_torch(tmp_
 
     monkeypatch.delenv("PYTHONPROFILEIMPORTTIME")
     imported = {tuple(name.split(".")[1:]) for output in outputs for name in re.findall(r"^import time:.*\| +(rlx\.[\w.]+)$", output, re.M)}
-    package = Path(rlx.__path__[0])
+    package = warm_start.PACKAGE
     files = {base.with_suffix(".py") for parts in imported if (base := package.joinpath(*parts)).with_suffix(".py").is_file()}
     computes = {file for file in files if file.relative_to(package).parts[0] in warm_start.COMPUTES}
     found = set(warm_start.code([*warm_start.ROLES, "rlx.losses.sft"]))
