@@ -41,10 +41,10 @@ def output_of(paths: RunPaths) -> Path | None:
 
 
 def barren_requeues(paths: RunPaths, restarts: int, step: int) -> int:
-    """How many requeues in a row have won nothing, at the job's `restarts`-th. Records nothing.
+    """How many requeues in a row have saved nothing new, up to the job's `restarts`-th. Records nothing.
 
-    `step`: how much is saved. Any other value than at the last recorded start is progress: it falls when a newest checkpoint turns out
-    to be damaged, or when `rlx eval` replaces the rollouts of a version by its results.
+    `step`: how much is saved. Any value other than that at the last recorded start counts as progress, also a lower one: a newest
+    checkpoint may turn out to be damaged, and `rlx eval` replaces the rollouts of a version by its results.
     """
     last = _noted(paths).get("progress")
     return restarts - last["restarts"] if last is not None and last["restarts"] <= restarts and step == last["step"] else 0
@@ -59,7 +59,7 @@ def note_progress(paths: RunPaths, restarts: int, step: int) -> int:
 
 
 def saved_of(paths: RunPaths, cfg: CommandConfig) -> int:
-    """How much a requeue does not lose: steps of the newest checkpoint or, for a command that keeps all its records, bytes of these."""
+    """How much a requeue keeps: steps of the newest checkpoint or, for a command that keeps all its records, bytes of these."""
     if cfg.has_checkpoints:
         return max(steps(paths), default=0)
     files = (paths.finished, *paths.evaluations.glob("*/step_*/*.jsonl"))
@@ -100,7 +100,7 @@ def queue() -> dict[str, str]:
 
 
 def waits(wanted: Collection[str]) -> dict[str, str]:
-    """Job id → why and how long it waits: `Priority, 3 of 12 waiting in gpu, start about 2026-11-23 14:20`; of those in the queue.
+    """Job id → why it waits, and where: `Priority, 3 of 12 waiting in gpu, start about 2026-11-23 14:20`. Only of jobs in the queue.
 
     The place is among all users' jobs. Raises RuntimeError if the controller does not answer.
     """
@@ -129,7 +129,7 @@ def _rivals(counts: Mapping[str, int], partitions: str) -> int:
 def find_jobs(job_ids: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Job id → its state and its command, of the user's jobs that SLURM or its accounting knows: `12` → `FAILED`, `/runs/a/.submitit/x.sh`.
 
-    The command contains the path of the batch script, and so tells which run the job is of. Ids do not: two clusters, or one whose ids
+    The command contains the path of the batch script, which names the run. An id alone does not: two clusters, or one whose ids
     began anew, use the same. Empty where SLURM does not answer.
     """
     found = _table("squeue", "--me", "--noheader", "--array", "--states=all", "--format=%i|%T|%o")
