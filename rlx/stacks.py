@@ -45,7 +45,7 @@ def answer(paths: RunPaths, name: str) -> None:
     """Answer the supervisor's questions from now on, as the process `name`. Call it on the main thread, once."""
     folder = paths.stalls
     os.environ[FOLDER] = str(folder)
-    with contextlib.suppress(OSError):  # a full disk; others say so
+    with contextlib.suppress(OSError):  # on a full disk; other writers report it
         folder.mkdir(parents=True, exist_ok=True)
         by_signal = (folder / f"{name}.stack").open("w")
         faulthandler.register(signal.SIGUSR1, file=by_signal, all_threads=True)
@@ -100,7 +100,7 @@ def question(folder: Path) -> str | None:
 
 
 def account() -> dict[str, Any]:
-    """What this process does now: `{"lines": what the role says, "where": of the main thread, "stack": of all threads}`."""
+    """What this process does now: `lines` of the role, `where` and `frames` of the main thread, the `stack` of all threads."""
     lines: list[str] = []
     for function in _explain:
         try:
@@ -194,9 +194,9 @@ def awaits(task: asyncio.Task[Any]) -> list[str]:
 
 
 def rollout_name(task: Any, member: int | None = None) -> str:
-    """The name of the event loop's task that plays a rollout; without `member`, how those of a group begin; without both, of all.
+    """The name of the event loop's task that plays a rollout.
 
-    `task`: a `rlx.types.Task`.
+    Without `member` it is how the names of a group's rollouts begin; without `task`, a `rlx.types.Task`, those of all rollouts.
     """
     if task is None:
         return "rollout "

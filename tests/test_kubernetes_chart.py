@@ -176,7 +176,7 @@ def test_a_dry_run_prints_manifests_and_needs_neither_client_nor_cluster(tmp_pat
     assert main(["train", *SMALL]) == 2
     assert "pip install 'rlx[kubernetes]'" in capsys.readouterr().err
     assert main(["train", "-m", "seed=1,2", *SMALL]) == 2
-    assert "a sweep is no Job yet" in capsys.readouterr().err
+    assert "launcher=kubernetes starts one run, not a sweep" in capsys.readouterr().err
 
 
 def test_the_printed_text_is_what_the_cluster_gets():

@@ -1,7 +1,6 @@
 """The checkpoint that is best by a metric of an evaluation, and the versions that wait for theirs. `metrics.jsonl` decides.
 
-
-A resumed run goes on with what it knew: a rewind removes the records of later steps, and with them what was best then.
+A rewind removes the records of later steps. So a resumed run knows as the best what was best at its starting step.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ def best_of(paths: RunPaths, metric: str) -> tuple[float, int] | None:
 
 
 def kept(paths: RunPaths, metric: str, due: Callable[[int], bool]) -> set[int]:
-    """The steps whose checkpoints must stay: the best one, and those whose evaluation has no record yet, with or without the metric.
+    """The steps whose checkpoints must stay: the best one, and those that wait for their evaluation (any record of it ends the wait).
 
     `due`: whether the version of a step is evaluated.
     """
@@ -33,9 +32,9 @@ def kept(paths: RunPaths, metric: str, due: Callable[[int], bool]) -> set[int]:
 
 
 def not_evaluated(cfg: TrainingRoot, paths: RunPaths, newest: int) -> set[int]:
-    """The versions up to `newest` whose evaluation is due and has no record. Evaluations of `rlx sft` may be behind by any number."""
+    """The versions up to `newest` whose evaluation is due and has no record. Evaluations of `rlx sft` may be any number of steps behind."""
     if not isinstance(cfg, SftRoot) or not cfg.plays:
-        return set()  # an orchestrator holds back the trainer: `versions_kept`
+        return set()  # an orchestrator holds back the trainer, so `versions_kept` is enough
     done = {record["step"] for record, _ in read_metrics(paths.metrics) if record["source"] == "eval"}
     return {version for version in range(1, newest + 1) if is_due(cfg, version)} - done
 

@@ -38,7 +38,7 @@ def label_of(composed: Composed, command: Command) -> str:
 def check_nodes(cfg: CommandConfig, composed: Composed) -> None:
     """Build the open nodes of a configuration (loss, advantage, optim) where a rule cannot know whether they can be built.
 
-    A dry run does so too: it refuses what the start would. Before a run that waits in a queue they are always built.
+    A dry run builds them, too, because it must refuse what a start refuses. Before a run that waits in a queue they are always built.
     """
     from rlx.config.targets import must_be_built, nodes_of
 

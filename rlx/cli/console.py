@@ -198,7 +198,7 @@ class Console(Display):
         return {name.split("/", 1)[1].replace("_", " "): value for name, value in last.items() if name.startswith(prefixes) and value}
 
     def _newest(self, state: str) -> str:
-        """Of a run that was stopped: from where it can go on."""
+        """The checkpoint from which a stopped run can go on; empty for other runs."""
         if state not in STOPPED:
             return ""
         steps = checkpoints(self.paths)

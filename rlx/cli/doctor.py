@@ -47,7 +47,7 @@ def run(argv: list[str]) -> int:
         return 2
     if "--node" in flags and not any(part.startswith("launcher=") for part in overrides):
         overrides.append("launcher=slurm")
-    composed = [*overrides, "dry_run=true"]  # the rules then leave to this command what is missing here
+    composed = [*overrides, "dry_run=true"]  # so that the rules accept what this machine lacks; this command reports it
     cfg = compose(composed).cfg
     use_cache(hub_variables(cfg))  # before anything imports the hub's library
     found: list[Finding] = []

@@ -137,7 +137,7 @@ def _info(chosen: argparse.Namespace) -> int:
 
 
 def _python_with(env_id: str) -> str | None:
-    """A Python of an environment's own that has it, if this one does not; None for this one."""
+    """Another Python that has the environment, if this one does not; None if this one has it, or none has."""
     from rlx.envs.errors import sources_of
     from rlx.preflight.packages import environments_of, pythons
 

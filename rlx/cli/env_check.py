@@ -99,7 +99,7 @@ def overrides(name: str, given: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def say_shadowed(name: str) -> None:
-    """Say it if an installed package has the name of an environment that ships: the name means the latter."""
+    """Print a note if an installed package has the name of a shipped environment: the name means the shipped one."""
     from rlx.config.shipped import shipped_options
     from rlx.envs.errors import sources_of
 

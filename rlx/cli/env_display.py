@@ -82,7 +82,7 @@ def verdict_in_words(verdict: Verdict) -> list[str]:
 
 
 def train_command(env: str, env_id: str, given: Sequence[str]) -> str:
-    """The command that trains on it, with those of the check's settings that a training has."""
+    """The command that trains on the environment, with those settings of the check that `rlx train` has, too."""
     from rlx.config.roots import TRAIN, has_key
     from rlx.config.shipped import LANGUAGE_MODEL, shipped_groups
 

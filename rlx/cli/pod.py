@@ -102,13 +102,13 @@ def _host(given: Namespace, overrides: list[str]) -> int:
     from rlx.paths import write_text
     from rlx.waiting import LEFT
 
-    index = int(os.environ.setdefault("JOB_COMPLETION_INDEX", "0"))  # the rules see by it that this is a pod
+    index = int(os.environ.setdefault("JOB_COMPLETION_INDEX", "0"))  # it shows the rules that this is a pod
     file = given.volume / ".nodes" / f"{given.job}-{os.environ.get('JOB_UID', '')}"
     pods = [f"{given.job}-{number}.{given.job}:{PORT}" for number in range(given.nodes)]
     places = [place.rpartition(":") for place in (given.hosts.split(",") if given.hosts else pods)]
     hosts = [(name, int(port)) for name, _, port in places]
     check_volume(given.volume)
-    end = file.with_name(f"{file.name}.end")  # for a host that is replaced at this moment and hears nothing
+    end = file.with_name(f"{file.name}.end")  # for a host that is being replaced and cannot be told
     agent = Agent(lambda: _read(file), hosts[index][1])
     if index == 0:
         end.unlink(missing_ok=True)  # of an attempt after which the Job started this host again

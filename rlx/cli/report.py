@@ -19,8 +19,7 @@ usage: rlx report RUN|SWEEP [--out FILE]        default: report.html in that dir
   rlx report /their/run --out /tmp/theirs.html    of a directory that you may only read
 
 The file needs no network and no other file. The run may be starting, running, failed or half-made. Directories of
-rlx eval and rlx synthesize are not shown. docs/report.md explains
-the statistics."""
+rlx eval and rlx synthesize are not shown. docs/report.md explains the statistics."""
 
 
 def run(argv: list[str]) -> int:

@@ -30,7 +30,7 @@ def run(argv: list[str], command: Command) -> int:
 
         return sweep.run(argv, command)
     composed = compose(argv, None, command.root)
-    if not composed.cfg.dry_run:  # it may be made where the cluster's cache is not
+    if not composed.cfg.dry_run:  # which may be absent where a dry run is made
         use_cache(hub_variables(composed.cfg))
     cfg, label = command.resolve(composed.cfg), label_of(composed, command)
     in_pods = cfg.launcher.name == "kubernetes"

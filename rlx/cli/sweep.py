@@ -39,13 +39,13 @@ def run(argv: list[str], command: Command) -> int:
                 "return.\n  fix: -m with the values themselves"
             )
         return optimise(sweep, directory)
-    # Other commands' configurations come from other runs, too.
+    # Configurations of other commands depend on other runs, too, so their digest would say too little.
     made_from = known.digest(sweep.elements, command.root) if command.root in (TRAIN, SFT) else None
     if made_from is not None and _nothing_left(sweep, directory, made_from):
         return 0
     elements = checked(sweep.elements, directory, command)
     if elements[0].cfg.launcher.name == "kubernetes":
-        raise ConfigError("a sweep is no Job yet: launcher=kubernetes starts one run.\n  fix: one command for each run, or launcher=slurm")
+        raise ConfigError("launcher=kubernetes starts one run, not a sweep.\n  fix: one command for each run, or launcher=slurm")
     if elements[0].cfg.dry_run:
         print(dry_run(elements, sweep, directory))
         return 0

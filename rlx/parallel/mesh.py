@@ -289,7 +289,7 @@ def divide(mesh: Mesh, *, timeout: float, copies: int = 1, context: int = 1, ten
         each = dist.init_device_mesh(kind, (world_size, 1), mesh_dim_names=("all", "alone"))
         meshes.append(each)
         alone = each["alone"]
-    for group in (group for each in meshes for group in each.get_all_groups()):  # groups of some ranks would have torch's own limit
+    for group in (group for each in meshes for group in each.get_all_groups()):  # a group of only some ranks has torch's own limit
         _set_pg_timeout(timedelta(seconds=timeout), group)
     return replace(
         mesh,

@@ -98,8 +98,8 @@ def parts(sizes: Sequence[int]) -> list[_Part]:
 def serve_store(timeout: float, host: str = LOOPBACK) -> dist.TCPStore:
     """A store in this process, at a free port. Each operation of others may wait for `timeout` seconds.
 
-    `host`: the name by which others reach it. At `LOOPBACK` only this host does; at any other name every host that reaches this one, and
-    the store asks nobody who he is.
+    `host`: the name by which others reach it. At `LOOPBACK` only this host can. At any other name every host that reaches this one can, and
+    the store checks nobody's identity.
     """
     seconds = timedelta(seconds=timeout)
     if host != LOOPBACK:

@@ -22,7 +22,7 @@ PENALTIES = frozenset(
 
 
 def servers_names(own: Mapping[str, Any]) -> dict[str, Any]:
-    """An environment's parameters by vLLM's names. Those that are None, and `n=1`, say nothing and are left out."""
+    """An environment's parameters by vLLM's names. Those that are None have no effect and are left out, and so is `n=1`."""
     asked = {**(own.get("extra_body") or {}), **own}
     asked.pop("extra_body", None)
     asked = {name: value for name, value in asked.items() if value is not None}

@@ -248,7 +248,7 @@ def load_chat(tokenizer: Any, model: ModelConfig, keeps_tokens: bool = True, end
         retention = {"thinking_retention": "all"} if keeps_tokens else {}
         config = type(config)(**model.chat_template_kwargs, **retention)
         renderer = create_renderer(tokenizer, config)
-    except Exception as error:  # each renderer has its own way to miss the tokens that it needs
+    except Exception as error:  # each renderer raises errors of its own if tokens are missing
         given = f" with {model.chat_template_kwargs}" if model.chat_template_kwargs else ""
         raise ValueError(
             f"the tokenizer of {model.name} does not fit the renderer {family}{given}: {type(error).__name__}: {error}.\n"

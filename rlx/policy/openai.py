@@ -29,7 +29,7 @@ OWN = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "s
 EXTRA = ("top_k", "min_p", "min_tokens", "stop_token_ids", "repetition_penalty")  # parameters of vLLM and SGLang that OpenAI does not have
 REFUSED = (401, 402)  # a wrong key, no credit: no request will ever be answered
 FORBIDDEN = 403  # the key may not do this; but some endpoints refuse a single moderated prompt so
-MANY_FORBIDDEN = 16  # so many 403 in a row are no matter of single prompts
+MANY_FORBIDDEN = 16  # this many 403 in a row are not about single prompts
 SEEDS = 2**31  # many endpoints take 32-bit seeds only
 SECRET = 8  # characters from which a key is a secret, and no placeholder such as `none`
 NO_CREDIT = ("insufficient_quota", "billing_hard_limit_reached")  # OpenAI's codes, with status 429
@@ -101,7 +101,7 @@ class OpenAIPolicy:
         return OpenAIEpisode(self, task, member, attempt)
 
     def asking_for(self, tokens: bool) -> OpenAIPolicy:
-        """This policy with another value of `tokens`, on the same connections. What is refused to it says nothing about this one."""
+        """This policy with another value of `tokens`, on the same connections. A refusal of that policy says nothing about this one."""
         other = copy.copy(self)
         other.tokens, other.standing = tokens, Standing()
         return other

@@ -46,7 +46,7 @@ def main() -> None:
     die_with_parent()
     request = json.load(sys.stdin)
     answer = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # a library's own words
+    os.dup2(2, 1)  # what a library prints must not get into the answer
     print(json.dumps({"problem": problem_of(ModelConfig(**request["model"]), request["tools"])}), file=answer, flush=True)
 
 

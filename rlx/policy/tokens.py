@@ -129,7 +129,7 @@ class TokenEpisode(KnownTurns):
         return reply
 
     def keep(self, request_ids: Sequence[str]) -> tuple[Turn, ...]:
-        """See `rlx.policy.base.Episode.keep`. Warns of requests of the trajectory that cannot be trained; others may ask as they like."""
+        """See `rlx.policy.base.Episode.keep`. Warns of those that cannot be trained; requests beside the trajectory may ask anything."""
         for request_id in request_ids:
             for name in self._biased.get(request_id, ()):
                 _say_biased(self.task.env, name)
@@ -146,7 +146,7 @@ class TokenEpisode(KnownTurns):
         return tuple(named)
 
     def _shown(self, ids: list[int], prompt: list[Message], tools: list[dict] | None, raw: str | None, how: Demonstrated) -> list[int]:
-        """The prompt's ids with the demonstration. What follows an earlier prompt follows it there, too, token for token."""
+        """The prompt's ids with the demonstration. What extends an earlier prompt also extends its shown ids, token for token."""
         for _, (_, earlier) in sorted(self._turns.items(), key=lambda item: item[0]):
             known = len(earlier.prompt_ids)
             if earlier.shown is not None and ids[:known] == earlier.prompt_ids.tolist():

@@ -103,7 +103,7 @@ def gather(run: Run, jobs: Mapping[str, str] | None = None) -> Facts:
 
 
 def _keep_numbers(history: History) -> None:
-    """Leave out what is no number. Numbers beyond `LARGEST` become infinite: sums and differences of them would be."""
+    """Leave out what is no number. Numbers beyond `LARGEST` become infinite, because their sums and differences would overflow."""
 
     def kept(value: Any) -> float:
         return value if not abs(value) > LARGEST else math.inf if value > 0 else -math.inf

@@ -103,7 +103,7 @@ def overrides_of(facts: Facts) -> dict[str, str]:
 
 
 def _distinct(settings: Sequence[Setting]) -> list[Setting]:
-    """Settings whose overrides do not tell them apart (other files, another version) get the leaves that do."""
+    """Add differing leaves to the labels of settings with equal overrides (other files, another version)."""
     count = Counter(setting.label for setting in settings)
     found = []
     for setting in settings:

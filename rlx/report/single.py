@@ -45,7 +45,8 @@ def report(facts: Facts) -> str:
         "Configuration": lambda: configuration(facts),
         "Provenance": lambda: provenance(facts),
     }
-    sections = [*sections_of(parts, facts.problems), ("Not readable", note(facts.problems))]  # in this order: parts add problems
+    # In this order, because making the parts adds problems.
+    sections = [*sections_of(parts, facts.problems), ("Not readable", note(facts.problems))]
     return page(facts.name, str(facts.run.root.absolute()), facts.state, sections)
 
 

@@ -5,8 +5,8 @@ Pure functions of numbers. The intervals of an evaluation, over its examples, ar
 The *runs* are the sample here: another seed is another draw of the whole training. Following Agarwal et al. 2021 ("Deep Reinforcement
 Learning at the Edge of the Statistical Precipice", arXiv 2108.13264):
 
-- A set of runs is summarised by the interquartile mean (IQM), the mean of the middle half of its scores. One run that diverged does not
-  move it as it moves the mean, and it wastes fewer runs than the median.
+- A set of runs is summarised by the interquartile mean (IQM), the mean of the middle half of its scores. One run that diverged moves
+  it less than the mean, and it uses more of the runs than the median does.
 - Its interval is the 2.5 % and 97.5 % quantile of the IQM of resampled runs. Runs are resampled with replacement inside each stratum (a
   task or another setting that was fixed by design), because its number of runs was not left to chance.
 

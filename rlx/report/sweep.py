@@ -23,7 +23,8 @@ from rlx.runs.history import AVERAGE
 MOST_POINTS = 120  # of a curve with a band
 MOST_COLUMNS = 12  # settings side by side in the table of differences
 RESAMPLES = 1000  # of a band
-TITLES = {"off_policy/lag_mean": "Mean lag", "time/step": "Duration of a step"}  # where a run's chart shows more than a sweep's
+# Titles of panels that show several metrics of a run, but only one of a sweep.
+TITLES = {"off_policy/lag_mean": "Mean lag", "time/step": "Duration of a step"}
 
 Array = NDArray[np.float64]
 

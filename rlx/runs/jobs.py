@@ -44,10 +44,10 @@ def output_of(paths: RunPaths) -> Path | None:
 
 
 def barren_requeues(paths: RunPaths, restarts: int, step: int) -> int:
-    """How many requeues in a row have won nothing, at the job's `restarts`-th. Records nothing.
+    """How many requeues in a row have saved nothing new, up to the job's `restarts`-th. Records nothing.
 
-    `step`: how much is saved. Any other value than at the last recorded start is progress: it falls when a newest checkpoint turns out
-    to be damaged, or when `rlx eval` replaces the rollouts of a version by its results.
+    `step`: how much is saved. Any value other than that at the last recorded start counts as progress, also a lower one: a newest
+    checkpoint may turn out to be damaged, and `rlx eval` replaces the rollouts of a version by its results.
     """
     last = _noted(paths).get("progress")
     return restarts - last["restarts"] if last is not None and last["restarts"] <= restarts and step == last["step"] else 0
@@ -62,7 +62,7 @@ def note_progress(paths: RunPaths, restarts: int, step: int) -> int:
 
 
 def saved_of(paths: RunPaths, cfg: CommandConfig) -> int:
-    """How much a requeue does not lose: steps of the newest checkpoint or, for a command that keeps all its records, bytes of these."""
+    """How much a requeue keeps: steps of the newest checkpoint or, for a command that keeps all its records, bytes of these."""
     if cfg.has_checkpoints:
         return max(steps(paths), default=0)
     files = (paths.finished, *paths.evaluations.glob("*/step_*/*.jsonl"))
@@ -103,7 +103,7 @@ def queue() -> dict[str, str]:
 
 
 def waits(wanted: Collection[str]) -> dict[str, str]:
-    """Job id → why and how long it waits: `Priority, 3 of 12 waiting in gpu, start about 2026-11-23 14:20`; of those in the queue.
+    """Job id → why it waits, and where: `Priority, 3 of 12 waiting in gpu, start about 2026-11-23 14:20`. Only of jobs in the queue.
 
     The place is among all users' jobs. Raises RuntimeError if the controller does not answer.
     """

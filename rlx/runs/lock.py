@@ -1,6 +1,6 @@
 """The lock of a run directory, which says that processes of a run live there.
 
-On a file system without locks (`rlx.lock`) those of other hosts are known by the run's SLURM job and its status only.
+On a file system without locks (`rlx.lock`), only the run's SLURM job and its status show processes of other hosts.
 """
 
 from __future__ import annotations

@@ -173,8 +173,8 @@ def policy_of(run: Run, cfg: Config, other: Config, step: int) -> Policy:
     follows = cfg.ref.sync_interval is not None and cfg.uses_reference
     if other.uses_reference and other.ref.sync_interval is not None and (other.ref != cfg.ref or not cfg.uses_reference):
         raise ConfigError(
-            f"ref.sync_interval={other.ref.sync_interval}: this reference would have followed the policy, but the run's did not, so it is "
-            "nowhere.\n  fix: ref.sync_interval=null compares with the initial policy"
+            f"ref.sync_interval={other.ref.sync_interval}: this reference would have followed the policy, but the run's did not, so no "
+            "file has it.\n  fix: ref.sync_interval=null compares with the initial policy"
         )
     gone = initial is None or (Path(initial).is_absolute() and not Path(initial).is_dir())
     if gone and any(each.uses_reference and each.ref.name is None for each in (cfg, other)):

@@ -1,8 +1,8 @@
 """Runs a command on the host, for a process inside a container: `python -m rlx.runs.outside NAMES WORD…`. Standard library only.
 
 Inside the container of a SLURM job there is no SLURM. The job's script, which runs on the host, reads the paths of folders from the pipe
-`asked` in the folder `RLX_OUTSIDE`. In such a folder are the command (`words`), variables for it (`variables`), both as texts that end
-with a zero byte, and pipes for what it prints and how it ends: `out`, `err` (absent: to `out`), `code`.
+`asked` in the folder `RLX_OUTSIDE`. Each of these folders has the command (`words`) and variables for it (`variables`), as texts that end
+with a zero byte, and pipes for its output and exit code: `out`, `err` (absent: errors go to `out`), `code`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def outside(words: Sequence[str], variables: Iterable[str] = ()) -> list[str]:
 
 
 def is_inside() -> bool:
-    """Whether this process is in a container of a job. There SLURM's SIGTERM is for a step; that for the job comes as SIGINT."""
+    """Whether this process is in a container of a job. There, SIGTERM concerns a step only; the job's arrives as SIGINT."""
     return FOLDER in os.environ
 
 
 def begin() -> list[str]:
-    """Have the script pass on its signals to this process from now on. Returns the names of those that it has got before."""
+    """Let the script pass its signals on to this process. Returns the names of the signals that it received before."""
     if FOLDER not in os.environ:
         return []
     folder = Path(os.environ[FOLDER])

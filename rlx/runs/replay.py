@@ -40,10 +40,10 @@ WITHOUT_EFFECT = (
     "weight_broadcast",
     "eval",
 )
-"""Keys and sections that took effect when the batches were made, or are for what a replay has not, so a replay cannot change them."""
+"""Keys and sections that a replay cannot change: they took effect when the batches were made, or are for parts that a replay lacks."""
 
 MAY_DIFFER = (
-    "inference.api_key",  # secret: it would be shown
+    "inference.api_key",  # a secret, which the message would show
     "teacher.api_key",
     "inference.gpu_memory_utilization",  # a layout sets it, and a replay may have another layout
     "weight_broadcast.keep_last",  # old versions of checkpoints stay on the disk

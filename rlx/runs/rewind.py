@@ -41,7 +41,7 @@ def find_fork(resume: str, warn: Callable[[str], None] = say) -> Start:
     """The checkpoint at a path: a checkpoint folder, or the newest one of a run directory. Raises ConfigError if there is none."""
     path = Path(resume).expanduser().absolute()
     try:
-        if path.name.startswith("step_") and not RunPaths(path).config.is_file():  # a run may have such a name
+        if path.name.startswith("step_") and not RunPaths(path).config.is_file():  # a run directory may have such a name, too
             return folders.check(path)
         start = folders.newest(RunPaths(path), warn)
     except WeightsError as error:
@@ -101,7 +101,7 @@ def rewind(
     Removes everything of later steps: metrics, rollouts, batches, evaluations, policy versions, and, if `wanted` is a step, later
     checkpoints.
     A command without checkpoints (`rlx eval`) keeps all its records: its role continues after the last one.
-    `found`: has the result of `find_start`, if it was called before.
+    `found`: the result of an earlier `find_start`.
     Renames damaged checkpoints to `damaged_step_N`. Calls `warn` with a line about each removed or renamed checkpoint and lost record.
     Raises ConfigError, before any change, if `wanted` is a step without a complete checkpoint, if all checkpoints are damaged, or if
     `max_steps` steps are already done.

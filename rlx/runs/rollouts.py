@@ -28,7 +28,7 @@ from rlx.rollout.index import NONE, Indexer, RolloutIndex, read_index
 from rlx.rollout.results import METADATA, RESULTS
 
 TRAIN, EVAL, SYNTHESIS = "train", "eval", "synthesis"
-PART, PAUSE = 1000, 0.25  # a file is shown while it is read on, after this many lines and seconds
+PART, PAUSE = 1000, 0.25  # a file that is still being read is shown after this many lines and seconds
 DEPTH = 5  # folders below an evaluation's in which results are searched
 _TEXTS = ("env", "stop", "status", "left_out")
 _NUMBERS = ("example", "group", "member", "reward", "advantage", "tokens", "turns", "truncated", "oldest", "newest")
@@ -134,7 +134,7 @@ def _number(name: str) -> int:
 
 
 def index_source(source: Source) -> Iterator[RolloutIndex]:
-    """The index of a file: its own, or made by reading its lines; then also what is read so far, now and then. The last one is whole.
+    """The index that a file has; or else, made from its lines, indices of what is read so far. The last one is whole.
 
     Raises ConfigError for a file that holds no rollouts.
     """
@@ -324,7 +324,7 @@ class Rollouts:
                 except FileNotFoundError:  # a run that returned to a checkpoint has removed it
                     continue
                 except ConfigError as error:
-                    self._parts.pop(source.path, None)  # what was read of it before the damage is not a whole file
+                    self._parts.pop(source.path, None)  # the part before the damage is not the whole file
                     if stamp is not None:
                         self._problems[source.path] = (stamp, str(error))
             yield len(self._parts)

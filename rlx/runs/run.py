@@ -174,8 +174,8 @@ class Run:
     def is_written(self, status: Status) -> bool:
         """Whether processes on another host write the status.
 
-        Its time is by their clock, which may be wrong. So a time of now counts as a sign of life, and any other time as none: then a
-        change that is seen from here counts. Waits for one until `patience` seconds after the first look at this run.
+        The status has the time of their clock, which may be wrong. If that is about now, they are alive. Otherwise only a change counts
+        that is seen from here; this waits for one until `patience` seconds after the first look at this run.
         """
         if abs(time.time() - status.updated) < STALE:
             return True
@@ -211,7 +211,7 @@ class Run:
 def find(root: Path, depth: int = 3) -> Iterator[Run]:
     """All runs below a folder: `outputs/<name>` and `outputs/<sweep>/<element>`. In a run directory only a shared trainer's runs.
 
-    A folder in which nothing may be read counts as a run: its properties raise ConfigError. One that may only not be listed is skipped.
+    A folder that may not be entered counts as a run: its properties raise ConfigError. One that may only not be listed is skipped.
     """
     try:
         is_run = RunPaths(root).status.is_file()

@@ -78,7 +78,7 @@ def tokens_of(run: Path, step: int, group: int, member: int) -> list[Tokens]:
 
 
 def _replays(paths: RunPaths, step: int, samples: Sequence[TrainingSample]) -> list[dict[str, Replayed]]:
-    """The replays of each sample of one rollout, by their names. Those of a batch that was recorded anew since are left out."""
+    """The replays of each sample of one rollout, by their names. A replay of a batch that was recorded again since is left out."""
     found: list[dict[str, Replayed]] = [{} for _ in samples]
     rollout = (str(samples[0].group), str(samples[0].member))
     for folder in sorted(paths.replays.glob(f"step_{step}--*")):

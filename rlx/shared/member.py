@@ -1,7 +1,7 @@
 """One run of a shared trainer, as every rank of the trainer holds it: its adapter's slot, trainer, source, versions, checkpoints, metrics.
 
-It is what `rlx.roles.trainer.Trainer` is to a run with a trainer of its own, without the model and without the loop. Everything that it
-writes is in the run's own directory, in the same format: the run can go on in another shared trainer, or in one of its own.
+It plays the part of `rlx.roles.trainer.Trainer` for one run, without the model and the loop. Everything that it writes is in the run's own
+directory, in the usual format. So the run can go on in another shared trainer, or in one of its own.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Member:
 
         `host`: the trainer's configuration. `tick`: called while waiting.
 
-        Raises ValueError if the run does not fit the trainer, and what building its loss and optimizer raises.
+        Raises ValueError if the run does not fit the trainer. Errors of building its loss and optimizer pass through.
         """
         self.cfg = cfg = load_run(paths.root)
         if problems := differing(host, cfg):
@@ -84,7 +84,7 @@ class Member:
         self.summary = Summary(paths, mesh, self.trainer)
         source, static = model.base["name"], ModelFiles({})
         if mesh.first:
-            for version in versions(paths.weights):  # of an earlier attempt, whose last version was written after the run was rewound
+            for version in versions(paths.weights):  # an earlier attempt wrote it after the run was rewound
                 if version > self.step:
                     shutil.rmtree(paths.weights_of(version))
             static = ModelFiles.of_adapters(peft_config(model.hf, cfg.lora, source), fetch(source, None))
@@ -106,7 +106,7 @@ class Member:
             raise PutOut(why)
 
     def gone(self) -> str | None:
-        """On rank 0: why nobody is at the other end any more; None: the orchestrator that asked is alive.
+        """On rank 0: why the orchestrator that asked is gone; None if it is alive.
 
         After a long step another attempt may be at work in the same directory, so a live orchestrator may not be the one that asked.
         """
@@ -138,7 +138,7 @@ class Member:
     def overdue(self) -> str | None:
         """On rank 0: what the orchestrator is late with; None if it is not.
 
-        A batch must come within `trainer.batch_timeout`. Time of an evaluation does not count, nor time in which the batch lies there.
+        A batch must come within `trainer.batch_timeout`. Time does not count while an evaluation runs, or while the batch is there.
         """
         now, timeout = time.perf_counter(), self.cfg.trainer.batch_timeout
         if not self.checkpoints.writing:
@@ -152,7 +152,7 @@ class Member:
         return None
 
     def go_on(self) -> str | None:
-        """On rank 0: complete the checkpoint whose parts are all there. Returns why writing a checkpoint or a version has failed, if so."""
+        """On rank 0: complete the checkpoint if its parts are there. Returns why a checkpoint or version could not be written."""
         try:
             self.checkpoints.finish(wait=False)
             self.publisher.check()

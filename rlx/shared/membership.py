@@ -5,8 +5,8 @@
     orchestrator   goes on when the state is `in`; ends with an error when it becomes `out`, or when the trainer is gone
     trainer        `done` after the run's last step; puts the run out, with the reason, if it is gone or cannot be trained
 
-`present` is locked as long as its process lives, in the run's directory by the orchestrator, in the trainer's by rank 0, so either end sees
-the other's death at once, however it died. Needs no torch.
+The orchestrator locks `present` in the run's directory, and rank 0 that in the trainer's, each as long as it lives. So either end sees the
+other's death at once, however it died. Needs no torch.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ def is_present(paths: RunPaths) -> bool:
 
 
 def asking(host: RunPaths) -> Iterator[tuple[RunPaths, str]]:
-    """The runs in a shared trainer's directory that ask to be trained, by name, with their tokens; also those that were answered."""
+    """The runs in a shared trainer's directory that have asked to be trained, by name, with their tokens; also answered ones."""
     for folder in sorted(host.root.glob(f"{MEMBER}*")):
         paths = RunPaths(folder)
         try:
             token = asked_with(paths) if folder.is_dir() else None
-        except OSError:  # it is somebody else's
+        except OSError:  # the folder of another user
             continue
         if token is not None:
             yield paths, token
@@ -99,7 +99,7 @@ def answer(paths: RunPaths, token: str, state: State, why: str = "") -> None:
     try:
         if listed(paths.membership):
             write_text(_answer(paths), json.dumps(asdict(Answer(token, state, why))) + "\n")
-    except OSError as error:  # of one run: the trainer has others
+    except OSError as error:  # it concerns this run alone
         log.warning("%s gets no answer (%s): %s", paths.root, why or state, error)
 
 

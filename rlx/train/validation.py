@@ -39,7 +39,7 @@ class Validation:
         """Measure the loss of the present weights, which are policy version `version`, and write it."""
         values = self.measure()
         if self.metrics is not None:
-            self.metrics.write(version, values | self.left_out)
+            self.metrics.write(version, {**values, **self.left_out})
         lost = "".join(f", {name} {count:.0f}" for name, count in self.left_out.items() if count)
         log.info("version %d: validation loss %.4f%s", version, values["val/loss"], lost)
 

@@ -116,7 +116,7 @@ class ListScreen(Screen[None]):
 
     @work(thread=True)
     def _load(self, look: bool) -> None:
-        """Read all indices, newest step first, and show what there is now and then. `look`: only if there are new files."""
+        """Read all indices, newest step first, and show what is read so far in between. `look`: only if there are new files."""
         worker, shown, pause = get_current_worker(), 0.0, REDRAW
         try:
             if look and not self.rollouts.look():
@@ -126,7 +126,7 @@ class ListScreen(Screen[None]):
                 if worker.is_cancelled:
                     return
                 if time.monotonic() - shown > pause:
-                    pause = 2 * pause if shown else pause  # a display takes longer the more there is
+                    pause = 2 * pause if shown else pause  # a larger table takes longer to display
                     self.app.call_from_thread(self._have, self.rollouts.table(), f"reading {number} of {len(self.rollouts.sources)} files")
                     shown = time.monotonic()
             problems = self.rollouts.problems
@@ -224,12 +224,12 @@ class ListScreen(Screen[None]):
         box = self.query_one("#filter", Input)
         box.display, box.value = True, self.filter.strip()
         box.cursor_position = len(box.value)
-        self.set_focus(box)  # at once: keys that follow are text
+        self.set_focus(box)  # at once, because the next keys are text
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         before, self.filter = self.filter, event.value
         self._show()
-        if self.wrong:  # the box stays, with what is wrong with it
+        if self.wrong:  # the box stays open and shows the problem
             self.filter = before
             return
         self._close_filter()

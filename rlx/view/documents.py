@@ -126,7 +126,7 @@ def coloured(samples: Sequence[Tokens], pieces: Sequence[Sequence[str]], quantit
 
 
 def numbered(samples: Sequence[Tokens], pieces: Sequence[Sequence[str]], width: int) -> Lines:
-    """A line for each sampled token with all its numbers. Tokens between are counted."""
+    """A line for each sampled token with all its numbers. Tokens that the policy did not sample are only counted."""
     names = ["token", "id", "logprob", "p", "entropy", "mismatch", "version", "advantage", "temp"]
     names = [name for name in names if name in {*known(samples), "token", "id", "logprob", "p", "temp"}]
     replays = _replays(samples)

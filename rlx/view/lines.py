@@ -50,7 +50,7 @@ def facts(record: Mapping[str, Any]) -> str:
 
 
 def more_facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What else is known of a rollout, as lines of name and text. Only what there is."""
+    """Further facts of a rollout, as names and texts. Facts that were not recorded are left out."""
     found: list[tuple[str, str]] = []
     for name in ("rewards", "metrics"):
         if values := record.get(name):

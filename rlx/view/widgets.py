@@ -74,7 +74,7 @@ class RolloutList(ScrollView, can_focus=True):
         return self.table.sources[c["source"][self.row]].path, int(c["line"][self.row])
 
     def on_key(self, event: Key) -> None:
-        """Open the filter's box at once and pass on to it what follows: keys typed quickly, or pasted, are already on their way here."""
+        """Open the filter's box at once and pass the next keys on to it: those typed quickly, or pasted, were already sent to this list."""
         focused = self.screen.focused
         if focused is self and event.key == "slash":
             event.stop().prevent_default()
