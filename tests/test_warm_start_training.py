@@ -139,6 +139,9 @@ class Stripping:
     def render(self, messages, tools=None):
         return [ord(c) for m in messages for c in f"{m['content'][m['role'] == 'assistant' :]}."]
 
+    def extend(self, turn, before, new, tools=None):
+        return self.render([*before, *new])
+
 
 def test_a_template_that_drops_earlier_reasoning_gives_a_demonstration_for_each_turn():
     played = [{"role": "assistant", "content": "?a"}, {"role": "user", "content": "q"}, {"role": "assistant", "content": "?b"}]

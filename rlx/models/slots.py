@@ -84,6 +84,7 @@ class Slot(nn.Module):
     """One adapter of a model with several, as a model with this adapter alone. It shares the parameters, and has no forward of its own."""
 
     adapts = True
+    compiled = False  # layers with several adapters never are
 
     def __init__(self, model: PolicyModel, number: int) -> None:
         super().__init__()
