@@ -14,7 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from rlx.config.schema import LoraConfig
 from rlx.data.packing import pack
 from rlx.models.lora import add_adapters
-from rlx.train.flops import Flops, Meter
+from rlx.train.flops import Flops, Meter, peak_of
 
 SHAPE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 LENGTHS = (3, 7, 5)
@@ -76,3 +76,19 @@ def test_of_experts_only_the_active_ones_count() -> None:
     router = 16 * 4
     active = 2 * (3 * 16 * 8)
     assert Flops.of(model).matrices == 6 * (2 * (attention + router + active) + 16 * 10)
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H20", None),
+        ("", None),
+    ],
+)
+def test_the_peak_is_that_of_the_device_whose_name_it_is(device: str, peak: float | None) -> None:
+    assert peak_of(device) == peak

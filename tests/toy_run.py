@@ -38,6 +38,7 @@ limits = Limits(
     preempt_grace=preempt_grace,
     max_restarts=int(sys.argv[5]),
     hung_timeout=hung_timeout,
+    when_out_of_memory="Set trainer.ac.freq=1.",
 )
 sys.exit(launch(paths, limits, lock))
 """

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rlx.config.schema import CommandConfig
+from rlx.config.schema import CommandConfig, TrainingRoot
 from rlx.heartbeat import EVALUATING, SERVING, Ages, read_heartbeats
 from rlx.launch.children import Child, Children, start_reaper
 from rlx.launch.processes import TOKEN, start_time
@@ -32,12 +32,14 @@ from rlx.launch.verdict import Process, Verdict, View, decide, find_hung, is_fin
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths, listed
 from rlx.plan.record import read_plan
+from rlx.plan.savings import ran_out, when_out_of_memory
 from rlx.process import disk_is_full, full_disk
 from rlx.runs.outside import is_inside
 from rlx.runs.status import Cause, Restart, Status, describe_returncode, last_lines, read_status
 from rlx.waiting import LEFT
 
 TICK = 0.5  # seconds between two looks at heartbeats and metrics
+LAST_WORDS = 300  # lines at the end of a log in which an error is looked for: other ranks of the host write there, too
 SOON = 0.02  # seconds between two looks while the verdict is `settle`
 
 
@@ -54,12 +56,21 @@ class Limits:
     stall_timeout: float | None = None  # seconds without progress after which the log says what is waited for
     max_restarts: int = 0  # how often each service may be started again
     hung_timeout: float | None = None  # seconds without a heartbeat after which a service that has served is killed and started again
+    when_out_of_memory: str = ""  # what the user may do when the trainer's device has no memory left
 
     @classmethod
     def of(cls, cfg: CommandConfig) -> Limits:
+        remedies = when_out_of_memory(cfg) if isinstance(cfg, TrainingRoot) else ""
         shared = ("grace", "heartbeat_timeout", "last_lines", "preempt_grace", "stall_timeout")
         values = {name: getattr(cfg.launcher, name) for name in shared}
-        return cls(max_steps=cfg.total_steps, counted=cfg.counted, max_restarts=cfg.max_restarts, hung_timeout=cfg.hung_timeout, **values)
+        return cls(
+            max_steps=cfg.total_steps,
+            counted=cfg.counted,
+            max_restarts=cfg.max_restarts,
+            hung_timeout=cfg.hung_timeout,
+            when_out_of_memory=remedies,
+            **values,
+        )
 
 
 class Supervisor:
@@ -350,6 +361,8 @@ class Supervisor:
         spec, lines = self.specs[verdict.blamed], last_lines(log, self.limits.last_lines)
         if (full := disk_is_full(self.paths.root)) and not any(full[:20] in line for line in lines):
             reason += f"; {full}"  # the full disk may have kept it out of the log
+        if spec.role == "trainer" and (remedies := self.limits.when_out_of_memory) and ran_out(last_lines(log, LAST_WORDS)):
+            reason += f"; {remedies}"
         return Cause(role=spec.role, replica=spec.replica, returncode=code, reason=reason, log=relative, last_lines=lines)
 
     def _say(self, *lines: str) -> None:

@@ -30,8 +30,16 @@ from rlx.parallel.mesh import Mesh
 from rlx.types import StepBatch
 
 OTHER_SLOT = re.compile(r"\.slots\.[1-9]")  # names of the parameters of all adapters but one (`rlx.models.slots`)
-PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
-"""Dense bfloat16 operations per second, by a part of the device's name (NVIDIA's data sheets)."""
+PEAKS = {
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "L40S": 362e12,
+    "B200": 2250e12,
+}
+"""Dense bfloat16 operations per second, by a part of the device's name; the first that fits (NVIDIA's data sheets)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +89,18 @@ def _num_experts(config: Any) -> int:
     return next((n for key in ("num_experts", "num_local_experts", "n_routed_experts") if (n := getattr(config, key, None))), 1)
 
 
+def peak_of(device: str) -> float | None:
+    """Dense bfloat16 operations per second of a device, by its name; None if it is not known."""
+    return next((peak for part, peak in PEAKS.items() if part in device), None)
+
+
 class Meter:
     """Turns the seconds of a step into speed, share of the peak and memory."""
 
     def __init__(self, model: PolicyModel, mesh: Mesh) -> None:
         self.mesh, self.flops, self.compiled = mesh, Flops.of(model.hf), model.compiled
         name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else ""
-        self.peak = next((peak for part, peak in PEAKS.items() if part in name), None)
+        self.peak = peak_of(name)
 
     def measure(self, batch: StepBatch, seconds: float, iterations: int, forward_only: Sequence[int] = ()) -> dict[str, float]:
         """Metrics of a step that trained `iterations` times on the batch in `seconds`, on all ranks together.
