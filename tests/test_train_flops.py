@@ -9,7 +9,18 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from trainer_examples import make_model, make_samples, make_trainer, step_batch
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from rlx.config.schema import LoraConfig
 from rlx.data.packing import pack
@@ -47,6 +58,30 @@ def test_frozen_matrices_beside_adapters_have_no_gradients_of_their_own() -> Non
     assert Flops.of(model).matrices == whole.matrices * 4 / 6 + 6 * 2 * 4 * sides
     assert Flops.of(model).backward == whole.matrices * 2 / 6 + 4 * 2 * 4 * sides
     assert Flops.of(model).attention == whole.attention
+
+
+def test_keys_and_values_of_different_width_count_as_they_are() -> None:
+    widths = {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 3, "q_lora_rank": 5, "kv_lora_rank": 7}
+    shape = SHAPE | {"num_key_value_heads": 4, "first_k_dense_replace": 2, "tie_word_embeddings": False}
+    config = DeepseekV3Config(vocab_size=10, attn_implementation="eager", **shape, **widths)
+    model = DeepseekV3ForCausalLM(config)
+    with FlopCounterMode(display=False) as counter:
+        for n in LENGTHS:
+            model(input_ids=torch.zeros(1, n, dtype=torch.long)).logits.sum().backward()
+    assert Flops.of(model).count(LENGTHS) == counter.get_total_flops()
+
+
+def test_a_layer_with_a_window_counts_the_pairs_that_it_sees() -> None:
+    config = Gemma2Config(vocab_size=10, head_dim=8, sliding_window=5, attn_implementation="eager", **SHAPE)
+    assert config.layer_types == ["sliding_attention", "full_attention"]
+    flops = Flops.of(Gemma2ForCausalLM(config))
+    for n in (3, 5, 6, 40):
+        seen = [min(i + 1, window) for window in (5, n) for i in range(n)]
+        attended = flops.count([n], causal=True) - flops.matrices * n
+        # Half of all pairs leaves out half of each token's pair with itself, or of the first tokens of a window.
+        assert 0 < 12 * (4 * 8) * sum(seen) - attended <= 12 * (4 * 8) * n
+    mistral = MistralConfig(sliding_window=4, **SHAPE)
+    assert Flops.of(MistralForCausalLM(mistral)).windows == (4, 4)
 
 
 def test_rows_without_backward_count_their_forward_alone() -> None:

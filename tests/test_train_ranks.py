@@ -109,7 +109,8 @@ CASES: dict[str, tuple[str, dict]] = {
 
 def selected(request: pytest.FixtureRequest) -> set[tuple[str, int]]:
     """The cases of this session, with the number of their processes."""
-    chosen = [item.callspec.params for item in request.session.items if "ranks" in getattr(item, "fixturenames", ())]
+    here = [item for item in request.session.items if isinstance(item, pytest.Function) and item.module is request.module]
+    chosen = [item.callspec.params for item in here if "ranks" in item.fixturenames]
     return {(each["case"], each["ranks"]) for each in chosen}
 
 

@@ -4,11 +4,13 @@ Forward and backward of a token in a sequence of n tokens, without recomputation
 
     6 · N            N: weights of the matrices that the token meets, head included, embedding not; of experts, the active ones;
                      4 instead of 6 for frozen ones (adapters)
-    + 12 · L · H·d · n   attention: scores and weighted values of L layers with H heads of width d, as if not causal
+    + 12 · L · H·d · n   attention: scores and weighted values of L layers with H heads of width d, as if not causal; d is the mean of the
+                     widths of keys and values where they differ (multi-head latent attention)
 
 Of a row without backward (`PolicyTrainer.forward_only`) the forward alone counts: 2 · N and a third of the attention.
 
-Summed over the packed sequences the second part is 12 · L · H·d · Σn². A causal model needs half of it. The head counts for every token,
+Summed over the packed sequences the second part is 12 · L · H·d · Σn². A layer that sees the last w < n tokens has w · (2n − w) in place of
+n². A causal model needs half of it. The head counts for every token,
 as in other frameworks' numbers, although this trainer computes it only for trainable tokens; prompts that samples share count each time.
 """
 
@@ -48,7 +50,8 @@ class Flops:
 
     matrices: float  # per token
     backward: float  # the part of `matrices` that a backward needs
-    attention: float  # per pair of tokens of one sequence, as if not causal
+    attention: float  # of one layer, per pair of tokens of one sequence, as if not causal
+    windows: tuple[int | None, ...]  # of each layer: how many tokens it sees; None: all
 
     @classmethod
     def of(cls, hf: Any) -> Flops:
@@ -63,8 +66,8 @@ class Flops:
         met += [(p, active) for name, p in hf.named_parameters() if ".experts." in name and p.dim() == 3]
         backward = sum(_of_backward(p) * share for p, share in met)
         forward = sum(2.0 * p.numel() * share for p, share in met)
-        width = config.num_attention_heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-        return cls(matrices=forward + backward, backward=backward, attention=12.0 * config.num_hidden_layers * width)
+        attention = 12.0 * config.num_attention_heads * _head_width(config)
+        return cls(matrices=forward + backward, backward=backward, attention=attention, windows=_windows(config))
 
     def count(self, lengths: Iterable[int], *, causal: bool = False) -> float:
         """The operations for sequences of these lengths."""
@@ -77,12 +80,27 @@ class Flops:
         return self.backward * sum(lengths) + self._pairs(lengths, causal) * 2 / 3
 
     def _pairs(self, lengths: list[int], causal: bool) -> float:
-        return self.attention * float(sum(n * n for n in lengths)) * (0.5 if causal else 1.0)
+        pairs = sum(n * n if window is None or n <= window else window * (2 * n - window) for window in self.windows for n in lengths)
+        return self.attention * float(pairs) * (0.5 if causal else 1.0)
 
 
 def _of_backward(parameter: torch.Tensor) -> float:
     """Operations of a backward for a token that meets a matrix. A frozen one needs no gradient of its own."""
     return (4.0 if parameter.requires_grad else 2.0) * parameter.numel()
+
+
+def _head_width(config: Any) -> float:
+    """The mean of the widths of an attention head's keys and values."""
+    if getattr(config, "qk_head_dim", None) and getattr(config, "v_head_dim", None):
+        return (config.qk_head_dim + config.v_head_dim) / 2
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _windows(config: Any) -> tuple[int | None, ...]:
+    """How many tokens each layer sees; None: all."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _num_experts(config: Any) -> int:
