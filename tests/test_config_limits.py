@@ -67,6 +67,10 @@ def test_the_smallest_limit_on_the_way_up_counts(groups, lines: str, files: dict
     assert (limits.cores(), limits.memory()) == (cores, memory)
 
 
+def test_a_kernel_without_control_groups_limits_nothing(groups) -> None:
+    assert (limits.cores(), limits.memory()) == (64, None)
+
+
 def test_a_preset_for_all_processors_takes_those_that_the_container_has(groups) -> None:
     groups("0::/\n", {"cpu.max": "400000 100000\n"})
     assert compose(["experiment=sums_smollm2"], {}).cfg.hardware.cpu_threads == 4

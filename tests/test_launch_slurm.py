@@ -195,6 +195,7 @@ def test_lines_of_the_script_can_be_replaced_and_taken_out(argv: list[str], ther
         (["slurm.options={no_kill: true}"], "A job whose host has failed must end"),
         (["slurm.options={wait: true}"], "launcher.wait=true waits for the run"),
         (["slurm.options={parsable: true}"], "rlx reads the job's id"),
+        (["slurm.options={p: gpu}"], "given by their long names: slurm.options.p=gpu (command line)"),
         (["slurm.options={C: h100}"], "given by their long names: slurm.options.C=h100 (command line). `sbatch --help` lists both."),
         (["slurm.options={requeue: false}"], "an option of sbatch cannot be false: slurm.options.requeue=false (command line). Write null"),
         (["slurm.options={--hold: true}"], "named without dashes in front: slurm.options.--hold=true (command line). Write hold."),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +16,13 @@ from trainer_examples import gradients, make_model, make_samples, make_trainer, 
 from rlx.config.schema import AcConfig, LoraConfig
 from rlx.data.packing import pack
 from rlx.models.attention import packed_attention
-from rlx.models.compiled import eager_again, num_graphs
+from rlx.models.compiled import about_eager_rows, eager_again, num_graphs
 from rlx.models.layout import build_layout
 from rlx.models.lora import add_adapters, draw_adapters
 from rlx.models.shard import checkpoint_activations, compile_layers
+from rlx.parallel.mesh import one_process
+from rlx.paths import RunPaths
+from rlx.train.summary import Summary
 
 
 @pytest.fixture(autouse=True)
@@ -73,16 +78,28 @@ def test_rows_of_more_structures_than_torch_compiles_for_are_named_once(attentio
     compile_layers(trainer.model, backend="eager")
     with torch._dynamo.config.patch(recompile_limit=1):
         for samples in (make_samples(groups=3, members=3, longest=28), make_samples(groups=3, members=4, longest=30)):
-            assert eager_again(trainer.model) is None
+            assert not eager_again()
             trainer.score(pack(step_batch(0, [samples]), rank=0, ranks=1, tokens=400).mini_batches[0].micro_batches[0])
         assert num_graphs() == 1
-        warning = eager_again(trainer.model)
-    if structures == 1:
-        assert warning is None
-    else:
-        assert warning is not None
-        assert "more than 1 structures came" in warning
-        assert "Set model.attention=rows" in warning
+        assert eager_again() == (structures > 1)
+        warning = about_eager_rows(trainer.model)
+    assert "more than 1 structures came" in warning
+    assert ("Set model.attention=rows" in warning) == (attention == "sdpa"), "padded rows have one structure"
+
+
+def test_the_summary_shows_each_warning_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """That of the objective does not hide that of compiled layers."""
+    trainer = make_trainer(make_model(num_hidden_layers=1))
+    summary = Summary(RunPaths(tmp_path), one_process("cpu"), trainer)
+    trainer.warning = "bounds are tight"
+    summary.after_step(0)
+    trainer.model.compiled = True
+    monkeypatch.setattr("rlx.train.summary.eager_again", lambda: True)
+    for step in (1, 2):
+        summary.after_step(step)
+    warning = json.loads((tmp_path / "kernels.json").read_text())["warning"]
+    assert warning.startswith("bounds are tight; trainer.compile=true: rows of more than")
+    assert warning.count("bounds are tight") == warning.count("trainer.compile=true:") == 1
 
 
 @pytest.mark.slow

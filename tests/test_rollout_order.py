@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,7 @@ def test_one_example_that_cannot_be_scored_does_not_end_the_run_and_a_broken_env
     errors = RewardErrors(max_reward_errors=2)
     for step in range(10):
         errors.check([group(3 * step, 1, 1, env="rare")])
+        errors.check([[replace(one, status="error", stop="reward_raised") for one in group(step, 1, 1, env="of an evaluation")]])
         errors.check([group(3 * step + 1, 1, 1, env="rare"), group(3 * step + 2, 0, 1, env="rare"), group(step, 1, 1, env=f"e{step}")])
     errors.check([group(100, 1, 1), group(101, 1, 1)])
     with pytest.raises(RuntimeError, match=r"environment e: .* in every rollout of 3 groups .*max_reward_errors=2; .* 102: exact raised"):

@@ -167,9 +167,28 @@ def test_a_process_that_fails_because_a_host_is_lost_leaves_the_job_to_slurm(
     assert (status.cause.role, status.cause.returncode) == ("toy", 3) if state == "failed" else status.cause is None
     log = fails.paths.log(0, "launcher").read_text()
     assert ("toy: exit code 3; node2 does not answer, which may be why" in log) == (dead_for > 0)
-    assert ("SLURM requeues the job when it gives up node2: within 120 s" in log) == (dead_for > 0)
+    assert ("SLURM requeues the job when it gives up node2: within 180 s" in log) == (dead_for > 0)
     assert not [line for line in fails.asked() if line.startswith("scontrol requeue")], "it could get the same host again"
     assert "--nodelist=node1 true" not in asked.read_text(), "this host needs no probe"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("notice", [True, False])
+def test_a_job_that_waits_for_slurm_to_give_up_a_host_requeues_itself_at_the_notice_and_is_not_failed_by_a_silent_controller(
+    job, notice: bool
+):
+    fails = job("import sys, time; time.sleep(1); sys.exit(3)")
+    asked = fails.folder / "asked"
+    fails.command(
+        "srun", f"case \"$*\" in *probe*node2*) [ $(grep -c 'probe.*node2' {asked}) -gt {99 if notice else 1} ]; exit;; esac; {STEP}"
+    )
+    answer = "echo Restarts=0" if notice else "[ $(grep -c 'probe.*node2' {asked}) -lt 1 ] && echo Restarts=0"
+    fails.command("scontrol", f"case \"$*\" in *config*) echo 'SlurmdTimeout           = 60 sec';; *) {answer.format(asked=asked)};; esac")
+    if notice:
+        fails.notice()
+    assert fails.run(SLURM_JOB_NODELIST="node[1-2]", SLURMD_NODENAME="node1") == 75
+    assert fails.status().state == "preempted"
+    assert any(line.startswith("scontrol requeue") for line in fails.asked()) == notice
 
 
 def test_a_controller_that_says_nothing_does_not_hold_up_the_end(job, monkeypatch: pytest.MonkeyPatch):

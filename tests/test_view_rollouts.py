@@ -314,3 +314,5 @@ def test_a_supervised_run_without_evaluations_is_named_and_not_called_unfinished
     write_text(run.config, to_yaml(compose(["data=fake", "env=sums", "eval.interval=2"], {}, SFT).cfg))
     assert main(["view", str(run.root), "plain=true"]) == 2
     assert "(no step yet" in capsys.readouterr().err
+    write_text(run.config, "defaults: [sft\n")  # cut short
+    assert main(["view", str(run.root), "plain=true"]) == 2

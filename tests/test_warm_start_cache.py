@@ -16,7 +16,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from rlx.config.load import compose, to_yaml
-from rlx.config.roots import SFT
+from rlx.config.roots import EVAL, SFT, TRAIN
 from rlx.config.schema import Config
 from rlx.heartbeat import Heartbeat, read_heartbeats
 from rlx.paths import COMPLETE, RunPaths, write_text
@@ -107,6 +107,12 @@ def test_a_changed_recipe_is_another_model_and_anything_else_is_the_same():
     ]
     assert len({folder(config) for config in (same, *others)}) == 10
     assert folder(config_of("seed=3", "loss=gspo", "max_steps=2", "seq_len=32")) == folder(same)
+
+
+def test_an_evaluation_finds_the_model_that_training_makes():
+    argv = ["model=tiny", "env=reverse_text", "hardware=cpu"]
+    train, evaluate = (warm_start.recipe(compose(argv, {}, root).cfg) for root in (TRAIN, EVAL))
+    assert train == evaluate
 
 
 def test_a_changed_environment_is_another_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

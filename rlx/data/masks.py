@@ -280,7 +280,7 @@ def _train_content(sample: Marked, messages: list[Message], index: int, tools: A
     if ids[:start] != one_ids[:start] or ids[end:] != one_ids[len(one_ids) - behind :] or start >= end:
         raise RowError(f"the tokens of a message of role {messages[index]['role']} cannot be told from the chat template's own")
     moved = len(sample) - len(ids)
-    if moved and sample.token_ids[start + moved :] != ids[start:]:
+    if sample.token_ids[start + moved :] != ids[start:]:
         raise RowError(
             f"a message of role {messages[index]['role']} has other tokens behind the answers that the policy would have sampled"
         )

@@ -32,7 +32,15 @@ from rlx.envs.wire import Settings
 from rlx.plain import CodecError, to_json
 from rlx.process import die_with_parent
 
-FIELDS = ("id", "args", "split", "agents", "num_tasks")  # of an environment's configuration, that loading it needs
+FIELDS = (
+    "id",
+    "args",
+    "split",
+    "agents",
+    "agents_per_group",
+    "num_tasks",
+    "reward_raises",
+)  # of an environment's configuration, that loading it needs
 LOOKED_AT = 64  # examples whose prompts are measured
 MOST_FILES = 1000  # of an environment's package that a digest covers
 WRAPPED = ("Could not import", "Failed to load environment")  # how verifiers begins an error around the package's own

@@ -36,7 +36,7 @@ from verifiers.v1.utils.loaders import default_harness_id, env_config_type, impo
 from verifiers.v1.utils.loaders import load_environment as load_v1
 
 from rlx.config.schema import EnvConfig
-from rlx.envs.base import RAISED, failed, with_raised_reward
+from rlx.envs.base import RAISED, REWARD_ERROR, failed, with_raised_reward
 from rlx.envs.errors import Failure, FailureLog, failure_of, in_one_line, snake, sources_of
 from rlx.envs.kinds import module_of
 from rlx.envs.messages import recorded
@@ -229,6 +229,7 @@ class V1Environment:
             return fail("error", "no_turns", f"the episode ended with {trace.stop_condition} before the agent `{agent}` was asked")
         first = self._trained(task, member, episode, client, played, trace, timing)
         if failure is not None:
+            first = replace(first, reward=0.0, rewards={})  # verifiers keeps what was recorded before the error
             return with_raised_reward(first, self._note(task, failure), self.reward_raises)
         if not self.whole:
             return first
@@ -241,7 +242,7 @@ class V1Environment:
         """The rollout that trains one trace."""
         turns, too_long = episode.keep(client.requests[trace.id]), trace.id in client.too_long
         reward = float(trace.reward)
-        metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None}
+        metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None} | {REWARD_ERROR: 0.0}
         if len(self.env._agent_specs) > 1:
             metrics |= self._by_agent(played)
         messages = [recorded(message) for message in trace.messages]

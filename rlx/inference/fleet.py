@@ -203,7 +203,7 @@ class Fleet:
                     tick()
                 await asyncio.sleep(PAUSE)
             first = self._servers[0]
-            if not adopt and state.identity and first.initial and state.identity != first.initial:
+            if not adopt and server.serves and state.identity and first.initial and state.identity != first.initial:
                 raise InferenceError(
                     f"{server.endpoint.name} began with other weights than {first.endpoint.name}: its model is {state.model}. "
                     "All servers of a run need the model that it trains"
@@ -314,7 +314,7 @@ class Fleet:
             if other.serves and other.initial and other.initial != state.identity:
                 raise StaleServer(
                     f"{server.endpoint.name} does not join at version 0: the weights of its model {state.model} are not those that "
-                    f"{other.endpoint.name} began with. Start it with the run's model; with the same shapes it joins at the next version"
+                    f"{other.endpoint.name} began with. Start it with the run's model"
                 )
 
     def _leave_out(self, server: Replica, why: str) -> None:

@@ -44,6 +44,8 @@ def follow(paths: RunPaths, job_id: str, observer: Observer | None = None) -> in
                 if gone >= LATE:
                     if (other := job_of(paths)) not in (None, job_id):
                         print(f"{paths.root} is job {other}'s now; job {job_id} has ended ({state})", file=sys.stderr, flush=True)
+                        if observer is not None:
+                            observer.close(1)
                         return 1
                     status = close(paths, job_id, state)
                     break
@@ -151,7 +153,7 @@ class Waiting:
         for job, reason in list(new.items())[:MOST]:
             print(f"{names[job]} waits: {reason}", file=self._file, flush=True)
         if len(new) > MOST:
-            print(f"{len(new) - MOST} more jobs wait; rlx runs shows all", file=self._file, flush=True)
+            print(f"{len(new) - MOST} more jobs wait for another reason than before; rlx runs shows all", file=self._file, flush=True)
 
 
 def _state(job_id: str) -> str:

@@ -57,7 +57,7 @@ __all__ = ["FOLDER", "Attempt", "check_directory", "sbatch_options", "sbatch_scr
 FOLDER = ".submitit"  # submitit's files for the jobs of a run or sweep, inside its directory
 START = 60.0  # seconds by which an attempt may begin later than its job, whose time limit counts from there
 OLD_ATTEMPT = 60.0  # seconds to wait for the processes of an earlier attempt to exit
-MARGIN = 60.0  # seconds that SLURM may take longer than its `SlurmdTimeout` to requeue a job
+MARGIN = 120.0  # seconds that SLURM may take longer than its `SlurmdTimeout` to requeue a job
 AGAIN = 10.0  # seconds between two looks whether it has
 QUIET = ("RLX_RUN_TOKEN", "RLX_HOST", "RLX_SUPERVISOR_PID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", DEVICES)
 """Variables that a new job must not inherit: those of a run or job array inside which it is submitted, and this host's GPUs."""
@@ -173,8 +173,9 @@ class Attempt:
             find_lost_hosts=starter.lost_hosts,
         )
         code = supervisor.run(received)
-        if supervisor.lost:
-            code = self._leave_lost_hosts(paths, supervisor, starter, job, restarts)
+        left = self._leave_lost_hosts(paths, supervisor, starter, job, restarts) if supervisor.lost else None
+        if left is not None:
+            code = left
         elif supervisor.status.state == "preempted":
             barren = 0 if saved_of(paths, cfg) != saved else barren + 1
             code = self._requeue(paths, cfg, supervisor, job, restarts, barren)
@@ -208,18 +209,22 @@ class Attempt:
         if change:
             print(f"warning: {change}", flush=True)
 
-    def _leave_lost_hosts(self, paths: RunPaths, supervisor: Supervisor, starter: SrunStarter, job_id: str, restarts: int) -> int:
+    def _leave_lost_hosts(self, paths: RunPaths, supervisor: Supervisor, starter: SrunStarter, job_id: str, restarts: int) -> int | None:
         """Wait until SLURM has given up the hosts that do not answer and requeued the job; return the exit code.
 
-        A requeue by rlx could get the same hosts again. If SLURM keeps them, they were not why a process failed.
+        A requeue by rlx could get the same hosts again. If SLURM keeps them, they were not why a process failed. None: SLURM has given
+        notice that the job's time ends, so rlx must requeue it now.
         """
         status, patience = supervisor.status, patience_with_nodes() + MARGIN
         print(f"SLURM requeues the job when it gives up {', '.join(supervisor.lost)}: within {patience:.0f} s", flush=True)
         deadline, is_over = time.monotonic() + patience, False
         while True:
             interrupted = supervisor.interrupted  # before the next question: SLURM counts a requeue before it signals
-            if restarts_of(job_id) > restarts:
+            known = restarts_of(job_id)
+            if known > restarts or (known < 0 and (interrupted or is_over)):  # a silent SLURM knows how the job ends: `rlx.launch.follow`
                 break
+            if supervisor.notice and not interrupted:
+                return None
             if interrupted:
                 status.finish("interrupted")
             elif is_over:
@@ -228,9 +233,9 @@ class Attempt:
             if interrupted or is_over:
                 status.write(paths)
                 break
-            is_over = time.monotonic() > deadline or not starter.lost_hosts()
+            is_over = time.monotonic() > deadline or not starter.lost_hosts(supervisor.lost)
             look = time.monotonic() + AGAIN
-            while time.monotonic() < look and not supervisor.interrupted:
+            while time.monotonic() < look and not (supervisor.interrupted or supervisor.notice):
                 time.sleep(0.2)
         return status.exit_code or 0
 

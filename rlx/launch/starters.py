@@ -115,9 +115,11 @@ class SrunStarter:
         words = ["env", *dropped, *step, *self.container.options, *self._choose_gpus(spec), *self.container.around(command, again)]
         return outside(words, [name for name, value in kept.items() if os.environ.get(name) != value]), kept
 
-    def lost_hosts(self) -> list[str]:
-        """The hosts, other than this one, on which no step can be started. Asks all at once."""
-        others = [host for host in self.hosts if host != os.environ.get("SLURMD_NODENAME", socket.gethostname())]
+    def lost_hosts(self, among: Sequence[str] | None = None) -> list[str]:
+        """The hosts, other than this one, on which no step can be started. Asks all at once. `among`: asks these alone."""
+        others = [
+            host for host in (self.hosts if among is None else among) if host != os.environ.get("SLURMD_NODENAME", socket.gethostname())
+        ]
         dropped = [word for name in NOT_FOR_STEPS for word in ("-u", name)]
         step = ["env", *dropped, "srun", "--overlap", "--nodes=1", "--ntasks=1", "--job-name=probe", "--cpu-bind=none", "--mem=0"]
         quiet = subprocess.DEVNULL

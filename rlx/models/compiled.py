@@ -14,13 +14,17 @@ def num_graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-def eager_again(model: PolicyModel) -> str | None:
-    """A sentence for the user if rows of further structures are computed without compilation, because torch has compiled its most."""
-    from torch._dynamo import config
+def eager_again() -> bool:
+    """Whether this process computes rows of further structures without compilation, because torch has compiled its most."""
     from torch._dynamo.utils import counters
 
-    if not model.compiled or not any(LIMIT in reason for reason in counters["unimplemented"]):
-        return None
+    return any(LIMIT in reason for reason in counters["unimplemented"])
+
+
+def about_eager_rows(model: PolicyModel) -> str:
+    """What the user should know when `eager_again` holds on some rank."""
+    from torch._dynamo import config
+
     fix = "trainer.compile=false" if model.padded else "model.attention=rows (padded rows have one structure), or trainer.compile=false"
     return (
         f"trainer.compile=true: rows of more than {config.recompile_limit} structures came, and torch compiles a layer for no more, so "

@@ -39,8 +39,9 @@ def _seconds(cfg: Config) -> dict[str, float]:
     found = {}
     if not cfg.trained_elsewhere:
         found["train"] = operations * rollouts * cfg.seq_len / (TRAINING * cfg.trainer_ranks * threads)
-    if cfg.plays:  # otherwise nothing is sampled
-        sampled = rollouts * max(env.sampling.max_tokens or cfg.sampling.max_tokens for env in cfg.envs.values())
+    own = [env for env in cfg.envs.values() if env.played_by != "teacher"]
+    if cfg.plays and own:  # otherwise our servers sample nothing
+        sampled = rollouts * max(env.sampling.max_tokens or cfg.sampling.max_tokens for env in own)
         found["sample"] = 2 * weights * sampled / (SAMPLING * threads * cfg.hardware.inference_replicas)
     return found
 

@@ -21,11 +21,11 @@ import zstandard
 from numpy.typing import NDArray
 
 from rlx.config.errors import ConfigError, may_read
-from rlx.config.load import load_command
 from rlx.config.schema import SftRoot
 from rlx.paths import RunPaths
 from rlx.rollout.index import NONE, Indexer, RolloutIndex, read_index
 from rlx.rollout.results import METADATA, RESULTS
+from rlx.runs.run import Run
 
 TRAIN, EVAL, SYNTHESIS = "train", "eval", "synthesis"
 PART, PAUSE = 1000, 0.25  # a file that is still being read is shown after this many lines and seconds
@@ -72,7 +72,13 @@ def _sources_in(root: Path) -> list[Source]:
     if paths.finished.is_file():
         found.append(Source(path=paths.finished, set=SYNTHESIS, step=NONE, run=root))
     found += _results(paths.evaluations if paths.evaluations.is_dir() else root, root if paths.config.is_file() else None)
-    if not found and paths.config.is_file() and isinstance(cfg := load_command(root, secrets=False), SftRoot) and not cfg.plays:
+    if (
+        not found
+        and paths.config.is_file()
+        and (run := Run(root)).command == "sft"
+        and isinstance(cfg := run.config, SftRoot)
+        and not cfg.plays
+    ):
         raise ConfigError(
             f"{root} has no rollouts: it is a run of `rlx sft` without evaluations, so nothing was played.\n"
             f"  fix: rlx report {root} shows its curves; env=NAME eval.interval=N evaluates beside such training"

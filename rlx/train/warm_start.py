@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx.config.chat_format import template_path
-from rlx.config.schema import CommandConfig, EnvConfig, PlayRoot, SftRoot
+from rlx.config.schema import CommandConfig, Config, EnvConfig, PlayRoot, SftRoot
 from rlx.config.warm_start import LOSS, supervised
 from rlx.paths import cache_root
 
@@ -53,7 +53,9 @@ def recipe(config: CommandConfig) -> dict[str, Any]:
         "chat_template_kwargs": config.model.chat_template_kwargs,
         "renderer": config.model.renderer,
         "envs": {
-            name: {key: getattr(env, key, None) for key in OF_ENVS} | {"code": environment_digest(env.id)}
+            name: {key: getattr(env, key, None) for key in OF_ENVS}
+            | ({} if isinstance(config, Config) else {"split": "train"})  # the rows that `rlx.envs.demonstrations` takes then
+            | {"code": environment_digest(env.id)}
             for name, env in envs_of(config).items()
         },
         "run": of_the_run(config),

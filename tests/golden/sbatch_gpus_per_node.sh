@@ -27,7 +27,7 @@ rlx_run=$rlx_base/${rlx_runs[${SLURM_ARRAY_TASK_ID:-0}]}
 rlx_end() {
   local code=$? attempt=0 log line lines= reason
   set +e
-  if [ -e "$rlx_run/job.json" ] && ! grep -qF "\"$rlx_job\"" "$rlx_run/job.json"; then return; fi # now another job's
+  if [ -e "$rlx_run/job.json" ] && ! grep -qF "\"id\": \"$rlx_job\"" "$rlx_run/job.json"; then return; fi # now another job's
   if grep -q '^ "state": "completed"' "$rlx_run/status.json"; then return; fi
   while [ -e "$rlx_run/logs/attempt_$attempt" ]; do attempt=$((attempt + 1)); done
   log=logs/attempt_$attempt/job.log

@@ -175,6 +175,8 @@ def load_environment(
         raise ValueError(
             f"max_turns={max_turns} × max_words={max_words} words are needed, but there are only {most} {'letters' if letters else 'names'}"
         )
+    if min_words == most:
+        raise ValueError(f"min_words={min_words}: the first turn would always have all {most} words, so none could be held out; lower it")
     arguments = (letters, (min_turns, max_turns), (min_words, max_words))
 
     def right_turns(state: vf.State) -> float:

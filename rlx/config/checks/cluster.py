@@ -92,7 +92,8 @@ def _options(cfg: CommandConfig, of: Show) -> Iterator[str]:
     for name, value in cfg.slurm.options.items():
         shown, known = of(f"slurm.options.{name}"), name.replace("_", "-").lstrip("-")
         known = LETTERS.get(known, known)
-        bad = next((each for each in sorted(NOT_FOR_SBATCH) if each.startswith(known)), None)  # sbatch takes the beginning of a name too
+        # sbatch takes the beginning of a long name, too; a letter that is left is an option of its own.
+        bad = next((each for each in sorted(NOT_FOR_SBATCH) if len(known) > 1 and each.startswith(known)), None)
         if bad and (bad != "export" or not _exports_all(value)):
             yield f"sbatch's option {bad} would break the run: {shown}.\n{NOT_FOR_SBATCH[bad]}. Remove it."
         elif name.startswith("-"):

@@ -241,8 +241,9 @@ def weights_in_the_losses(cfg: Config, of: Show) -> Iterator[str]:
                     "ref_kl, the factor of an objective that distils" if distils else f"{place}.kl.beta above 0, which turns the KL term on"
                 )
                 yield f"no loss of envs.{name} reads this weight: {of(f'{key}.{which}')} with {of(f'{place}._target_')}. Use {use}."
-        own, others = "ref_kl" if distils else "policy", (not distils and kl_of(loss).get("beta")) or loss.get("ce_coef")
-        if env.loss_weights.get(own) == 0 and not others:
+        own, kl = "ref_kl" if distils else "policy", kl_of(loss).get("beta") and env.loss_weights.get("ref_kl") != 0
+        others = (not distils and kl) or (loss.get("ce_coef") and env.learn)
+        if env.loss_weights.get(own) == 0 and not others and env.played_by != "teacher":
             yield f"nothing of envs.{name} would be trained: {of(f'{key}.{own}')}, and it has no other loss. Remove it, or envs.{name}."
 
 
