@@ -25,6 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from rlx.descendants import start_time
 from rlx.paths import RunPaths, listed, write_text
 from rlx.process import host_name
 
@@ -51,7 +52,7 @@ def answer(paths: RunPaths, name: str) -> None:
         faulthandler.register(signal.SIGUSR1, file=by_signal, all_threads=True)
         write_text(
             folder / f"{name}.process",
-            json.dumps({"pid": os.getpid(), "started": started(os.getpid()), "host": host_name(), "boot": boot()}),
+            json.dumps({"pid": os.getpid(), "started": start_time(os.getpid()), "host": host_name(), "boot": boot()}),
         )
         threading.Thread(target=_answer_on, args=(folder, name), name="stacks", daemon=True).start()
 
@@ -61,20 +62,12 @@ def boot() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def started(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None if there is none. Its number alone may be given to another process."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
-    except (OSError, IndexError):
-        return None
-
-
 def answer_in_child(name: str, stacks: int) -> None:
     """As `answer`, in a process that a role started. `stacks`: the file descriptor to which it writes its stacks on SIGUSR1."""
     if FOLDER not in os.environ:
         return  # the role does not answer either
     folder = Path(os.environ[FOLDER])
-    facts = {"pid": os.getpid(), "started": started(os.getpid()), "host": host_name(), "boot": boot()}
+    facts = {"pid": os.getpid(), "started": start_time(os.getpid()), "host": host_name(), "boot": boot()}
     with contextlib.suppress(OSError):
         write_text(folder / f"{name}.process", json.dumps({**facts, "stacks": f"/proc/{os.getpid()}/fd/{stacks}"}))
         threading.Thread(target=_answer_on, args=(folder, name), name="stacks", daemon=True).start()

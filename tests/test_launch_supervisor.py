@@ -60,20 +60,6 @@ def test_when_one_process_fails_the_others_are_stopped_and_its_last_lines_are_ke
 
 
 @pytest.mark.slow
-def test_a_trainer_whose_gpu_has_no_memory_left_is_told_what_would_save_some(start: Callable[..., Run]) -> None:
-    dies = """
-        import sys
-        print("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
-        for i in range(40):
-            print(i)
-        sys.exit(1)
-    """
-    cause = start([toy("trainer", dies), toy("orchestrator", FOREVER)]).wait().cause
-    assert cause is not None
-    assert cause.reason == "exit code 1; Set trainer.ac.freq=1."
-
-
-@pytest.mark.slow
 def test_a_death_by_signal_is_told_in_words_with_its_usual_cause(start: Callable[..., Run]) -> None:
     run = start([toy("trainer", FOREVER), toy("orchestrator", FOREVER)])
     run.until_started()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
 import pytest
+from toy_run import FOREVER, Run, starting, toy
 
 from rlx.config.load import compose
 from rlx.plan.memory import trainer_memory
@@ -60,3 +64,22 @@ def test_the_words_of_torch_and_cuda_are_recognized() -> None:
     assert ran_out(["x", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79 GiB"])
     assert ran_out(["RuntimeError: CUDA error: out of memory"])
     assert not ran_out(["ValueError: the data is out of date"])
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    yield from starting(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_trainer_whose_gpu_has_no_memory_left_is_told_what_would_save_some(start: Callable[..., Run]) -> None:
+    dies = """
+        import sys
+        print("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
+        for i in range(40):
+            print(i)
+        sys.exit(1)
+    """
+    cause = start([toy("trainer", dies), toy("orchestrator", FOREVER)]).wait().cause
+    assert cause is not None
+    assert cause.reason == "exit code 1; Set trainer.ac.freq=1."

@@ -200,7 +200,7 @@ def _v1(config: EnvConfig, found: About) -> About:
         if not found.needs:
             trained = trained_agents(where, env, config.agents)
             agents = tuple(Entry(name=one.name, doc="trains" if one.name in trained else "does not train") for one in found.agents)
-            found = replace(found, agents=agents, tools=_tools(V1Environment(NAME, env, tasks, needs, trained, config, 60.0)))
+            found = replace(found, agents=agents, tools=_tools(V1Environment(NAME, env, tasks, trained, config, 60.0)))
         return found
     except Exception as error:
         raise _Known(_with_problem(config, found, error)) from error

@@ -15,7 +15,6 @@ import json
 import re
 from dataclasses import asdict, dataclass
 from importlib.metadata import Distribution
-from pathlib import Path
 
 from rlx.envs.errors import sources_of
 from rlx.envs.kinds import Unclear, kind_of
@@ -105,11 +104,3 @@ def main() -> None:
 def from_json(text: str) -> list[Listed]:
     """What `main` printed."""
     return [Listed(**one) for one in json.loads(text)]
-
-
-def origin_of(source: Path) -> str:
-    """A source's place for people: below the working directory or the home folder if it is there."""
-    for base, mark in ((Path.cwd(), "."), (Path.home(), "~")):
-        with contextlib.suppress(ValueError):
-            return str(Path(mark) / source.relative_to(base))
-    return str(source)

@@ -94,7 +94,7 @@ def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], tim
     needs = Needs(f"{where}.args", chosen)
     for sentence in needs.of(env, tasks[0]):
         raise ValueError(f"{where}: the v1 environment {config.id} cannot run here: {sentence}")
-    return V1Environment(name, env, tasks, needs, trained_agents(where, env, config.agents), config, config.rollout_timeout or timeout)
+    return V1Environment(name, env, tasks, trained_agents(where, env, config.agents), config, config.rollout_timeout or timeout)
 
 
 class V1Environment:
@@ -103,9 +103,7 @@ class V1Environment:
     tools: Sequence[Mapping[str, Any]] = ()  # tool servers say theirs when they start; the policy then checks them at the first request
     scores_groups = False  # v1 compares the agents of an episode (in its `finalize`), never episodes
 
-    def __init__(
-        self, name: str, env: vf.Env, tasks: Sequence[vf.Task], needs: Needs, agents: Sequence[str], config: EnvConfig, timeout: float
-    ) -> None:
+    def __init__(self, name: str, env: vf.Env, tasks: Sequence[vf.Task], agents: Sequence[str], config: EnvConfig, timeout: float) -> None:
         """`agents`: those that train, in turn."""
         self.name = name
         self.policy: Policy | None = None
@@ -122,7 +120,6 @@ class V1Environment:
         ]
         self.tools = offered_tools(env)
         self._type, self._data = type(tasks[0]), type(tasks[0].data)
-        self._needs = needs
         self._serving: asyncio.Task[None] | None = None
         self._up: asyncio.Future[None] | None = None
         self._down = asyncio.Event()  # set when they are to stop

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlx.descendants import start_time
 from rlx.heartbeat import FETCHING, SILENT, in_phase
 from rlx.paths import RunPaths, write_text
-from rlx.stacks import boot, started
+from rlx.stacks import boot
 
 ANSWER = 8.0  # seconds that the processes have to answer
 BY_SIGNAL = 1.0  # seconds that faulthandler has to write its stacks
@@ -279,7 +280,7 @@ def _is_a_child(name: str, facts: Mapping[str, Any]) -> bool:
 
 def _is_here(facts: Mapping[str, Any]) -> bool:
     """Whether the process runs on this machine, and its number has not been given to another one."""
-    return facts["boot"] == boot() and facts["started"] == started(facts["pid"])
+    return facts["boot"] == boot() and facts["started"] == start_time(facts["pid"])
 
 
 def _state(pid: int) -> str:

@@ -6,7 +6,7 @@ The optimizer itself is any `torch.optim` class, named by `_target_` in the conf
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,8 +14,6 @@ from torch import Tensor
 
 from rlx.config.schema import SchedulerConfig
 from rlx.parallel.mesh import Mesh
-
-OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 class NotFiniteError(RuntimeError):
