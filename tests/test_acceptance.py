@@ -45,7 +45,8 @@ class Case:
     beside: int = 0  # requests that are answered and not trained
     reward: float | None = None  # of the scripted rollout
     stop: dict[str, Any] = field(default_factory=dict)  # of its requests
-    reward_error: float = 0.0
+    reward_error: float = 0.0  # of the scripted rollout
+    raises: bool = False  # whether its reward raises for what an untrained model writes
     row: int = 0
 
 
@@ -70,7 +71,7 @@ PUBLIC = {
     ),
     "reverse_text": Case([Said("<reversed_text>cbx</reversed_text>")], requests=1),
     "sentence_repeater": Case([Said("I do not know")], requests=5),
-    "tool_test": Case([Said("", A_CALL)], lambda _: {"num_train_examples": 4, "num_eval_examples": 1}, requests=1, reward=0.0),
+    "tool_test": Case([Said("", A_CALL)], lambda _: {"num_train_examples": 4, "num_eval_examples": 1}, requests=1, reward=0.0, raises=True),
     "toxicity_explanation": Case(
         [Said("<classification>toxic</classification>")], lambda e: {"judge_base_url": e.url}, requests=1, reward=0.0, reward_error=1.0
     ),
@@ -127,7 +128,7 @@ def play(engine: Engine, name: str, case: Case) -> None:
     with judge(case.verdict) as endpoint:
         arguments = case.arguments(endpoint)
         random.seed(0)
-        rule = "zero" if case.reward_error else "fail"  # stock verifiers scores 0
+        rule = "zero" if case.reward_error or case.raises else "fail"  # stock verifiers scores 0
         env = load_environment(module, EnvConfig(id=module, args=arguments, reward_raises=rule), LIMITS, 300.0)
         rollouts, heard = engine.play(env, task_of(env, case.row), lambda _, number: nth(case.script, number).written, members)
         said = [heard.script(rollout.member) for rollout in rollouts]

@@ -85,11 +85,11 @@ def test_one_of_two_servers_is_killed_the_other_goes_on_and_the_first_joins_agai
     alone = next(r["step"] for r in job.metrics("inference") if r["perf/servers"] == 1)
     job.until(lambda: any(r["perf/servers"] == 2 and r["step"] > alone for r in job.metrics("inference")), "the second server's return")
     job.until_step(job.metrics("trainer")[-1]["step"] + 3)
+    log = (job.run_dir / "logs/attempt_0/orchestrator.log").read_text()  # before the end, when all servers go
     os.kill(job.process.pid, signal.SIGINT)
     assert job.wait() == 130
     check(job, 1 + job.metrics("trainer")[-1]["step"])
     assert [restart["name"] for restart in job.status()["restarts"]] == ["inference_1"]
-    log = (job.run_dir / "logs/attempt_0/orchestrator.log").read_text()
     assert "joins; it serves once it has the run's version" in log
     assert "no inference server takes requests" not in log
 

@@ -148,10 +148,17 @@ def over_ranks(*cases: str) -> pytest.MarkDecorator:
 
 
 @pytest.fixture(scope="module")
-def ranks(request: pytest.FixtureRequest, results: dict[str, Path]) -> int:
+def started() -> set[int]:
+    """The numbers of processes that have trained their cases. pytest itself would start them again whenever the parameter changes back."""
+    return set()
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest, results: dict[str, Path], started: set[int]) -> int:
     """How many processes have trained all of their cases that were selected."""
-    cases = sorted(case for case, number in selected(request) if number == request.param)
-    start(request.param, [results[case] for case in cases])
+    if request.param not in started:
+        started.add(request.param)
+        start(request.param, [results[case] for case, number in sorted(selected(request)) if number == request.param])
     return request.param
 
 
