@@ -146,9 +146,13 @@ def cache_root() -> Path:
 
 
 @contextmanager
-def atomic(path: Path, mode: int = 0o644) -> Iterator[Path]:
-    """Yield a temporary file in the folder of `path`; rename it to `path`, with permissions `mode`, if the block succeeds."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def atomic(path: Path, mode: int = 0o644, *, parents: bool = True) -> Iterator[Path]:
+    """Yield a temporary file in the folder of `path`; rename it to `path`, with permissions `mode`, if the block succeeds.
+
+    `parents`: make the folder if it is missing; otherwise that is a FileNotFoundError.
+    """
+    if parents:
+        path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
     temporary = Path(name)

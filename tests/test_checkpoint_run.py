@@ -209,6 +209,19 @@ def orchestrator_of(paths: RunPaths, last: int) -> Iterator[None]:
         thread.join()
 
 
+def test_the_orchestrator_does_not_bring_a_checkpoint_back_that_was_finished_or_deleted_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = RunPaths(tmp_path / "run")
+    paths.checkpoints.mkdir(parents=True)
+    gone = folders.writing(paths, 1)
+    monkeypatch.setattr("rlx.checkpoints.orchestrator.being_written", lambda _: [(1, gone)])
+    snapshots = Snapshots(paths, keep=2)
+    snapshots.take(1, Number(number=1))
+    assert snapshots.answer() == []
+    assert not gone.exists()
+
+
 @pytest.mark.parametrize("save_async", [False, True])
 def test_checkpoints_of_both_roles_are_complete_and_old_ones_go(tmp_path: Path, trainer: Any, save_async: bool) -> None:
     paths = RunPaths(tmp_path / "run")

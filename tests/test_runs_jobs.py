@@ -213,7 +213,7 @@ def test_a_sweep_that_waits_says_why_its_jobs_wait_with_one_question_for_all(tmp
     sweep.wait_for_jobs(elements)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "seed=0 (job 12_0) waits: Priority, 1 of 9 waiting in gpu"
-    assert lines[5:] == ["3 more jobs wait; rlx runs shows all"]
+    assert lines[5:] == ["and 3 more jobs; rlx runs shows all"]
     assert asked == [list(names)], "again after half a minute at the earliest"
 
 

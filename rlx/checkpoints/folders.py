@@ -7,6 +7,7 @@ last, `COMPLETE`: `{"step": N, "files": {name: {"size": bytes, "xxh3": hex diges
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -163,8 +164,9 @@ def adopt(paths: RunPaths, start: Start) -> Start:
 
 
 def abandon(paths: RunPaths, step: int) -> None:
-    """Delete what was written of a checkpoint that cannot be finished, to free its space."""
-    shutil.rmtree(writing(paths, step), ignore_errors=True)
+    """Delete what was written of a checkpoint that cannot be finished, to free its space. The orchestrator may be writing its part."""
+    with contextlib.suppress(OSError):
+        _delete(writing(paths, step))
 
 
 def prune(paths: RunPaths, keep_last: int | None, keep_interval: int | None, protect: Collection[int] = ()) -> list[int]:

@@ -71,7 +71,8 @@ class Snapshots:
                 raise RuntimeError(f"the trainer asks for the state after step {step}, but only those of {sorted(self._states)} are kept")
             self._sync_records(step)
             try:
-                with atomic(file) as temporary, temporary.open("wb") as out:
+                file.parent.mkdir(exist_ok=True)  # but not the checkpoint's folder, which the trainer may have renamed or deleted
+                with atomic(file, parents=False) as temporary, temporary.open("wb") as out:
                     out.writelines(codec.encode(state))
                     out.flush()
                     os.fsync(out.fileno())  # before the trainer, perhaps on another machine, marks the checkpoint complete

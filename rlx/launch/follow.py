@@ -153,7 +153,7 @@ class Waiting:
         for job, reason in list(new.items())[:MOST]:
             print(f"{names[job]} waits: {reason}", file=self._file, flush=True)
         if len(new) > MOST:
-            print(f"{len(new) - MOST} more jobs wait for another reason than before; rlx runs shows all", file=self._file, flush=True)
+            print(f"and {len(new) - MOST} more jobs; rlx runs shows all", file=self._file, flush=True)
 
 
 def _state(job_id: str) -> str:
