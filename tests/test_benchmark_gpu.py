@@ -47,6 +47,7 @@ def rows_of(tmp_path: Path, *parts: str) -> list[dict]:
     return rows
 
 
+@pytest.mark.slow
 def test_a_part_runs_without_what_the_script_does_not_need(tmp_path: Path):
     rows = rows_of(tmp_path, "checksum")
     assert [row["met"] for row in rows] == [None, True]

@@ -187,7 +187,11 @@ def test_torchs_optimizers_are_read_without_importing_torch():
     assert betas.annotation == tuple[float, float]
 
 
-@pytest.mark.parametrize("value", [None, "text", -1, 0, 1e30, True, [], ["a"], {}, {"a": 1}, "???"], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [None, "text", *(pytest.param(value, marks=pytest.mark.slow) for value in (-1, 0, 1e30, True, [], ["a"], {}, {"a": 1}, "???"))],
+    ids=str,
+)
 def test_no_value_of_any_key_ends_in_a_traceback(value):
     tree = compose_tree(["logger=[wandb,tensorboard]", "dry_run=true"], {})
     accepted = 0

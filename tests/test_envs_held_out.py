@@ -39,7 +39,7 @@ NAMES = sorted(path.name.removeprefix("rlx_") for path in ENVIRONMENTS.iterdir()
 
 @pytest.mark.parametrize(
     ("name", "arguments"),
-    [(name, arguments) for name in NAMES for arguments in ({}, *FEW[name])],
+    [pytest.param(name, arguments, marks=[pytest.mark.slow] if arguments else []) for name in NAMES for arguments in ({}, *FEW[name])],
     ids=lambda value: value if isinstance(value, str) else json.dumps(value).replace('"', "").replace(" ", ""),
 )
 def test_no_problem_is_evaluated_that_is_trained_on_or_shown(name: str, arguments: dict[str, Any]) -> None:

@@ -324,6 +324,8 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("part", ["import", "setup", "none"])
 def test_a_tool_server_that_ends_before_it_answers_says_its_last_line(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     import verifiers.v1 as vf

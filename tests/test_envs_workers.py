@@ -31,6 +31,7 @@ from rlx.envs.wire import Settings
 from rlx.types import Rollout
 from rlx.waiting import at_most
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 2.5
 
@@ -89,7 +90,7 @@ def test_any_number_of_workers_gives_the_same_rollouts_and_the_rows_arrive_whole
     assert pool.rows[2499] == {"example_id": 2499, "prompt": [{"role": "user", "content": "word 2499 0"}]}
 
 
-@pytest.mark.parametrize("trouble", ["c", pytest.param("thread", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trouble", ["c", "thread"])
 def test_a_rollout_that_blocks_its_worker_is_a_timeout_that_names_the_function(pool_of: Any, trouble: str) -> None:
     calm = {one.task.index: facts(one) for (one,) in play(pool_of(), range(8))}
     pool = pool_of(timeout=TIMEOUT, trouble=trouble, bad=[5])
@@ -151,7 +152,6 @@ def test_a_member_that_ends_the_worker_of_its_group_leaves_the_others_cancelled(
     ]
 
 
-@pytest.mark.slow
 def test_a_worker_that_grows_is_replaced_when_it_has_finished_its_rollouts(pool_of: Any, caplog: pytest.LogCaptureFixture) -> None:
     # 40 MiB at first, and 100 MiB a rollout: three exceed the bound, and no rollout is in the middle of exceeding 1.5 times the bound.
     pool = pool_of(gib=0.3, trouble="leak", bad=list(range(40)), turns=2)
@@ -207,7 +207,6 @@ def test_a_worker_that_dies_while_loading_is_noticed_although_its_fork_holds_the
         pool_of(trouble="fork").wait_loaded(not_for_ever())
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_loading_has_a_limit(pool_of: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("rlx.envs.pool.LOADING", 0.2)
@@ -297,7 +296,6 @@ def test_a_request_that_is_given_up_leaves_nothing_behind(pool_of: Any) -> None:
     assert [one.status for (one,) in play(pool, range(2), meanwhile=give_up)] == ["ok"] * 2
 
 
-@pytest.mark.slow
 def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     script = tmp_path / "owner.py"
     script.write_text(

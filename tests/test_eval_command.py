@@ -226,6 +226,7 @@ def test_an_endpoint_that_is_full_or_fails_is_asked_again_and_one_that_is_slow_s
     assert holds == [], "no file has the key"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_an_endpoint_that_returns_tokens_has_them_counted_and_one_that_does_not_is_refused_before_it_plays(api, tmp_path: Path) -> None:
     counted = Command(tmp_path / "counted", *KEYS, *api("tokens"), "client.tokens=true")

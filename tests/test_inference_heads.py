@@ -68,9 +68,10 @@ async def one_update(endpoints: list[Endpoint], folder: Path) -> tuple[list[Turn
         return before + after, await servers.fleet.states()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("equal", "program"),
-    [(False, None), pytest.param(True, None, marks=pytest.mark.long), pytest.param(False, SEPARATE, marks=pytest.mark.long)],
+    [(False, None), (True, None), (False, SEPARATE)],
     ids=["different", "equal", "different, in a process"],
 )
 def test_a_tied_model_whose_files_store_a_head_is_served_as_it_is_trained(tmp_path: Path, equal: bool, program: str | None) -> None:

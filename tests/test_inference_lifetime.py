@@ -91,10 +91,11 @@ inference.end_at_once(inference.main)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("script", "cause"),
     [
-        pytest.param(HALF, "the disk is gone", marks=pytest.mark.long),
+        (HALF, "the disk is gone"),
         (STALE, r"not those that were trained: 1 of \d+ tensors .*: model\.layers\.1\.self_attn\.k_proj\.weight"),
     ],
     ids=["half", "other values"],

@@ -279,6 +279,7 @@ print(run(int(sys.argv[1]), 151_936))
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_extra_memory_does_not_grow_with_the_number_of_tokens():
     """Peak resident memory above the inputs, without the gradient of hidden and the two outputs. Each measurement has its own process.

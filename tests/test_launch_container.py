@@ -150,6 +150,7 @@ def _in_session(session: int) -> Iterator[tuple[int, str]]:
                 yield int(entry.name), (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["pyxis", "apptainer"])
 def test_all_processes_of_a_job_run_in_its_container_and_the_host_needs_no_python(tmp_path, monkeypatch, runtime: str) -> None:
     job = Job(tmp_path, monkeypatch, runtime, READS)
@@ -168,6 +169,7 @@ def test_all_processes_of_a_job_run_in_its_container_and_the_host_needs_no_pytho
     assert not list(tmp_path.glob("rlx.*")), "the folder of the requests is deleted"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["pyxis"])
 def test_the_notice_reaches_the_supervisor_in_its_container_which_requeues_its_job(tmp_path, monkeypatch, runtime: str) -> None:
     job = Job(tmp_path, monkeypatch, runtime, LEAVES)
@@ -186,6 +188,7 @@ def test_the_notice_reaches_the_supervisor_in_its_container_which_requeues_its_j
     assert "scontrol requeue 12" in job.asked("scontrol"), "asked by the supervisor inside, run by the script outside"
 
 
+@pytest.mark.slow
 def test_a_cancelled_job_interrupts_the_run_in_its_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(tmp_path, monkeypatch, "apptainer", LEAVES)
     process = job.start()
@@ -200,6 +203,7 @@ def test_a_cancelled_job_interrupts_the_run_in_its_container(tmp_path: Path, mon
     assert "scancel --signal=INT 12.1" in job.asked("scancel"), "the role's step, and not the supervisor's"
 
 
+@pytest.mark.slow
 def test_a_command_that_still_runs_when_the_supervisor_has_ended_is_killed_with_its_answer(tmp_path, monkeypatch) -> None:
     asks = "subprocess.Popen([sys.executable, '-m', 'rlx.runs.outside', '', 'sleep', '3600'], stdout=-3, stderr=-3); time.sleep(2)"
     job = Job(tmp_path, monkeypatch, "apptainer", f"import subprocess, sys, time; {asks}")

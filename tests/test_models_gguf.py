@@ -54,6 +54,7 @@ def stored(file: Path, heads: dict[str, int]) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_gguf_file_becomes_a_plain_folder_with_its_weights_tokenizer_and_template(tmp_path: Path) -> None:
     file = gguf_file()

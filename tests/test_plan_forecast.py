@@ -21,6 +21,7 @@ def test_short_steps_and_steps_on_gpus_are_not_announced(arguments: list[str]) -
     assert notes_of(compose(arguments, {}).cfg) == []
 
 
+@pytest.mark.slow
 def test_the_start_of_a_run_shows_the_note(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
 
     class Enough(Exception):

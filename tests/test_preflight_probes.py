@@ -256,6 +256,7 @@ def test_a_sweep_names_every_environment_that_cannot_be_used_before_it_starts(pa
     assert "classic, 1 example\n" in subprocess.run(fine, cwd=ROOT, capture_output=True, text=True).stdout
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_prompts_that_fill_the_tiny_models_context_are_refused_with_a_remedy(cache):
     with pytest.raises(ConfigError, match=r"envs\.math: rlx-math is for language models: its prompts have \d+ .* but seq_len=64") as found:

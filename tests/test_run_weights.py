@@ -53,6 +53,7 @@ def stopped_midway(start: Callable[..., MainJob], folder: Path, *keys: str) -> M
     return job
 
 
+@pytest.mark.long
 def test_over_gloo_a_run_is_the_same_as_over_files_bit_for_bit(start: Callable[..., MainJob]) -> None:
     keys = (*ON_POLICY, "max_steps=4", "ckpt.interval=null")
     jobs = [start("files", *keys), start("gloo", *keys, GLOO)]

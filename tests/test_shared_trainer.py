@@ -141,6 +141,7 @@ def trainer_records(paths: RunPaths) -> dict[int, dict]:
     return {record["step"]: record for record, _ in read_metrics(paths.metrics) if record["source"] == "trainer"}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_runs_in_one_trainer_learn_what_each_learns_alone_although_all_processes_are_killed_in_between(tmp_path: Path, model: Path):
     keys = {"trainer.max_concurrent_runs": 2, "trainer.wait_for_others": 5, "trainer.idle_timeout": 15}

@@ -22,6 +22,7 @@ from rlx.runs.jobs import GONE, job_of, note_job, note_progress
 from rlx.runs.status import EXIT_CODES, Status, read_status
 from rlx.types import ProcessSpec
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parent.parent
 STEP = 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"'
 COMMANDS = {
@@ -109,7 +110,6 @@ def job(tmp_path: Path) -> Callable[..., Job]:
 LAST = {"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1"}  # the last task of an array of two: its SLURM_JOB_ID is the array's
 
 
-@pytest.mark.slow
 def test_the_last_of_an_array_names_itself_and_never_the_array(job):
     ends = job(FAILS_BESIDE_IT, WAITS)
     assert ends.run(**LAST) == 1
@@ -127,7 +127,6 @@ def test_the_last_of_an_array_requeues_itself_alone(job):
     assert [line for line in leaves.asked() if "12_1" not in line] == []
 
 
-@pytest.mark.slow
 def test_a_job_that_was_cancelled_while_it_left_is_not_brought_back(job):
     leaves = job(LEAVES)
     leaves.notice()
@@ -137,7 +136,6 @@ def test_a_job_that_was_cancelled_while_it_left_is_not_brought_back(job):
     assert [line for line in leaves.asked() if line.startswith("scontrol requeue")] == []
 
 
-@pytest.mark.slow
 def test_a_job_of_its_own_is_named_by_its_number(job):
     ends = job(FAILS_BESIDE_IT, WAITS)
     assert ends.run() == 1
@@ -172,7 +170,6 @@ def test_a_process_that_fails_because_a_host_is_lost_leaves_the_job_to_slurm(
     assert "--nodelist=node1 true" not in asked.read_text(), "this host needs no probe"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("notice", [True, False])
 def test_a_job_that_waits_for_slurm_to_give_up_a_host_requeues_itself_at_the_notice_and_is_not_failed_by_a_silent_controller(
     job, notice: bool
@@ -208,7 +205,6 @@ def test_a_controller_that_says_nothing_does_not_hold_up_the_end(job, monkeypatc
         jobs.queue()
 
 
-@pytest.mark.slow
 def test_a_run_that_is_done_or_another_jobs_is_left_as_it_is(job):
     done = job("import pathlib, sys; pathlib.Path(sys.argv[1], 'ran').touch()")
     note_job(done.paths, "13")
@@ -220,7 +216,6 @@ def test_a_run_that_is_done_or_another_jobs_is_left_as_it_is(job):
     assert (done.status().state, done.status().step, done.paths.logs(0).exists()) == ("completed", 9, False)
 
 
-@pytest.mark.slow
 def test_a_job_that_finds_records_of_an_attempt_starts_from_its_checkpoint_though_slurm_counts_no_restart(job):
     again = job("import shutil, sys; shutil.copy(sys.argv[1] + '/metrics.jsonl', sys.argv[1] + '/seen')")
     again.paths.metrics.write_text('{"step": 0, "source": "trainer"}\n')
@@ -280,7 +275,7 @@ def test_a_start_that_is_longer_than_the_time_before_the_notice_is_explained_the
     assert said is None or said in leaves.status().cause.reason
 
 
-@pytest.mark.parametrize(("root", "plays"), [(EVAL, True), (SYNTHESIZE, True), pytest.param(EVAL, False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("root", "plays"), [(EVAL, True), (SYNTHESIZE, True), (EVAL, False)])
 def test_saved_rollouts_are_the_progress_of_a_command_without_checkpoints(job, root, plays):
     limits = ("env=reverse_text", "slurm.time_minutes=3", "slurm.signal_seconds=170")
     leaves = job(LEAVES, argv=limits, root=root)

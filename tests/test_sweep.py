@@ -245,6 +245,7 @@ def test_runs_with_gpus_get_different_ones(toys: Path, monkeypatch: pytest.Monke
         launch_sweep.check_local(elements, ["4", "5", "6", "7"], 3)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_sweeper_of_hydra_proposes_runs_and_gets_their_rewards(toys: Path, capsys: pytest.CaptureFixture[str]):
     from hydra_plugins.rlx_launcher import RlxLauncher

@@ -58,6 +58,7 @@ def test_a_sweep_whose_pool_lives_is_not_started_a_second_time(toys: Path, capsy
     assert f"another process starts or runs the sweep in {toys}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_directories_are_held_until_their_jobs_are_noted(toys: Path, monkeypatch: pytest.MonkeyPatch):
     elements = prepared(toys)
     held = []

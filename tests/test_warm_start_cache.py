@@ -154,6 +154,7 @@ def test_a_change_of_code_that_computes_is_another_recipe_and_one_of_what_carrie
         changed.write_text(text)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_terminated_run_says_so_and_leaves_nothing_but_its_lock(tmp_path: Path):
     paths, cache = run_directory(tmp_path / "run", config_of(steps="100000")), tmp_path / "cache"
