@@ -112,6 +112,7 @@ def answers_nll(model: Any, batch: list[TrainingSample]) -> float:
     return float(sum(weights @ nll for weights, nll in learned) / sum(weights.sum() for weights, _ in learned))
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_cross_entropy_learns_exactly_what_tools_answer_beside_grpo(start: Callable[..., MainJob]) -> None:
     job = start(
