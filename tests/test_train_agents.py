@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from naive_objectives import NaiveRollout
-from policy_stand_in import tiny_chat
+from policy_stand_in import OUTSIDE, tiny_chat
 from recorded import recorded_samples
 from test_orchestrator_run import StandInServers, config_of
 from trainer_examples import make_model
@@ -174,6 +175,8 @@ class Trainer:
 
 
 def play(root: Path, advantage: str, aggregate: str) -> tuple[Script, Trainer]:
+    if OUTSIDE not in sys.path:
+        sys.path.insert(0, OUTSIDE)
     from rlx.envs.verifiers_v1 import load_environment
 
     env = TrainedEnvConfig(id="rlx_test_proposer", args={"solvers": SOLVERS}, agents_per_group="all")
