@@ -1,4 +1,4 @@
-"""A v1 environment of a proposer and its solvers: a sum is proposed, solved several times, and judged by the share of solvers that are right."""
+"""A v1 environment of a proposer and its solvers: a sum is proposed and solved several times; the share of right solvers judges it."""
 
 from __future__ import annotations
 
