@@ -16,7 +16,10 @@ from typing import Any
 
 import pytest
 
+from rlx.config.load import compose
+from rlx.config.schema import WarmStartConfig
 from rlx.metrics import read_metrics
+from rlx.models import tiny
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "distillation.md"
@@ -36,6 +39,14 @@ def test_the_section_has_a_teacher_its_server_and_three_ways_to_learn_from_one()
     assert "max_steps=6 " in said
     for part in ("vllm.entrypoints", "loss=opd", "played_by=teacher", "loss=sdft", "rlx sft", "rlx eval"):
         assert part in said
+
+
+def test_self_distillation_composes_on_the_model_that_the_section_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    tiny.save(tiny.build_model(WarmStartConfig(), 256), tiny.build_tokenizer(256), tmp_path / "outputs" / "shown" / "weights" / "step_25")
+    (argv,) = [shlex.split(line)[2:] for line in commands() if "loss=sdft" in line]
+    cfg = compose(argv, {}).cfg
+    assert cfg.teacher.template == "{prompt} is {demonstration}"
 
 
 @pytest.fixture
