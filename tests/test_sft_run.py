@@ -183,9 +183,11 @@ def test_what_is_wrong_is_said_before_anything_starts(data: Path, keys: tuple[st
 
 
 def test_a_dry_run_explains_the_step(data: Path, capsys: pytest.CaptureFixture) -> None:
-    assert main([*command(data, "run", "dry_run=true")[3:]]) == 0
+    assert main([*command(data, "run", "dry_run=true", "max_steps=27")[3:]]) == 0
     said = capsys.readouterr().out
     assert "data.name: 54 rows" in said
+    assert said.count("27 steps pass over it") == 1, "not over the rows of validation"
+    assert "27 steps pass over it 4.00 times" in said
     assert f"data (weight 1): {data}/train.jsonl, train" in said
     assert "at most 768 = 8 × seq_len 96" in said
 

@@ -23,10 +23,18 @@ def absolute(name: str) -> str:
 def check_rows(cfg: SftRoot) -> list[str]:
     """What the data sets are, one line each. Raises ConfigError if one cannot be opened, or its first row is no conversation."""
     sets = {f"data.{'name' if key == 'data' else f'sets.{key}'}": each for key, each in cfg.data.all_sets.items()}
+    weights = {key: each.weight for key, each in sets.items()}
     if cfg.val.name is not None:
         sets["val.name"] = DataSetConfig(name=cfg.val.name, subset=cfg.val.subset, split=cfg.val.split)
     from rlx.data.conversations import RowError, read_conversation
     from rlx.data.rows import HubNotReached, open_rows
+
+    def passes(key: str, rows: int) -> str:
+        """How often the run's steps go through a set: others say epochs where rlx says steps."""
+        if key not in weights:
+            return ""
+        taken = cfg.max_steps * cfg.data.batch_size * weights[key] / sum(weights.values())
+        return f"; {cfg.max_steps:,} steps pass over it {taken / rows:.2f} times"
 
     lines, problems = [], []
     for key, each in sets.items():
@@ -44,7 +52,8 @@ def check_rows(cfg: SftRoot) -> list[str]:
             problems.append(f"{key}: {error}\n  fix: correct the name, or its subset and split")
         else:
             form = f"prompt of {first.first} messages, completion" if first.first else f"{len(first.messages)} messages"
-            lines.append(f"{key}: {len(rows):,} rows of {each.name}; the first: {form}{', tools' if first.tools else ''}")
+            form += ", tools" if first.tools else ""
+            lines.append(f"{key}: {len(rows):,} rows of {each.name}; the first: {form}{passes(key, len(rows))}")
     if problems:
         raise ConfigError(problems)
     return lines
