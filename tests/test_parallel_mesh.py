@@ -57,6 +57,7 @@ def rank(number: int, folder: str) -> None:
     largest = torch.tensor([float(number)])
     mesh.max(largest)
     assert mesh.where(number == 1) == [1]
+    assert mesh.each(number + 0.3) == [0.3, 1.3]
     together = divide(mesh, timeout=300, context=2)
     assert together.row is not None
     assert (together.data_rank, together.num_data_ranks, together.row.context.rank) == (0, 1, number)

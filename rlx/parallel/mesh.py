@@ -102,12 +102,16 @@ class Mesh:
 
     def where(self, flag: bool) -> list[int]:
         """The ranks on which the flag is set. Returns when every rank has called this."""
-        flags = torch.zeros(self.world_size)
-        flags[self.rank] = float(flag)
+        return [rank for rank, flag in enumerate(self.each(float(flag))) if flag]
+
+    def each(self, value: float) -> list[float]:
+        """Every rank's value, by rank. Returns when every rank has called this."""
+        values = torch.zeros(self.world_size, dtype=torch.float64)
+        values[self.rank] = value
         if self.world_size > 1:
             with self._together():
-                dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        return flags.nonzero().flatten().tolist()
+                dist.all_reduce(values)
+        return values.tolist()
 
     def broadcast_bytes(self, content: bytes | bytearray | None = None) -> bytes | bytearray:
         """Rank 0's `content`, on every rank. Other ranks pass nothing and receive writable memory."""

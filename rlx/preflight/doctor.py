@@ -24,11 +24,10 @@ from pathlib import Path
 
 from rlx.config import limits
 from rlx.config.kv_cache import kv_cache_bytes
+from rlx.config.memory import engine_memory, size, trainer_memory
 from rlx.config.schema import CommandConfig, Config, PlayRoot
 from rlx.kernels.toolchain import missing_part
 from rlx.paths import cache_root
-from rlx.plan.explain import size
-from rlx.plan.memory import engine_memory, trainer_memory
 
 OK, WARNING, FAILED, SKIPPED = "ok", "warning", "failed", "skipped"
 WRITTEN = 64 * 2**20  # bytes that a disk is measured with

@@ -62,15 +62,16 @@ class Trainer:
         self.summary = Summary(paths, self.mesh, self.step_trainer)
         self.source = source_of(cfg, paths, self.mesh, name, self.step_trainer.losses.streams)
         rows = validation_rows(cfg, self.mesh, name, watch.beat_on)
-        self.validation = Validation(self.step_trainer, rows, cfg.micro_batch_tokens, paths, watch) if rows is not None else None
+        self.meter = Meter(self.model, self.mesh)
+        self.row = {"tokens": cfg.micro_batch_tokens, "cost": self.meter.flops.work}  # how every rank packs
+        self.validation = Validation(self.step_trainer, rows, paths=paths, watch=watch, **self.row) if rows is not None else None
         self.metrics = MetricsWriter(paths.metrics, "trainer") if self.mesh.first else None
         self.broadcast = Broadcast.of(cfg, self.model, self.mesh, paths, name, watch.working)
         watch.checks.append(self.broadcast.check)
         self.checkpoints = Checkpoints.of(cfg, paths, self.step_trainer, watch.beat_on)
         self.first_step, self.updated = 0, False  # `updated`: the current step has already changed the weights
         self.step_trainer.before_micro_batch = self.between_micro_batches
-        self.meter = Meter(self.model, self.mesh)
-        self.scores = ScoreKeeper(cfg, paths, self.mesh, self.step_trainer)
+        self.scores = ScoreKeeper(cfg, paths, self.mesh, self.step_trainer, self.meter.flops.work)
         if start is not None:
             with watch.working(f"reading checkpoint {start.step}"):
                 self.resume(start.checkpoint / TRAINER, start.step)
@@ -121,8 +122,8 @@ class Trainer:
         """Run the optimizer steps of a batch and return the step's metrics. Raises Preempted on all ranks if the step is abandoned."""
         from rlx.data.packing import pack
 
-        ranks, tokens = self.mesh.num_data_ranks, self.cfg.micro_batch_tokens
-        batch = pack(step_batch, rank=self.mesh.data_rank, ranks=ranks, tokens=tokens, loss_of=self.step_trainer.losses.loss_of)
+        place = {"rank": self.mesh.data_rank, "ranks": self.mesh.num_data_ranks}
+        batch = pack(step_batch, **place, **self.row, loss_of=self.step_trainer.losses.loss_of)
         self.updated = False
         self.watch.beat(f"training step {batch.step}", batch.step)
 

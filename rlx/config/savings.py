@@ -1,4 +1,4 @@
-"""Which keys would save how much of the trainer's device memory, by the estimates of `rlx.plan.memory`. Pure.
+"""Which keys would save how much of the trainer's device memory, by the estimates of `rlx.config.memory`. Pure.
 
 Knows only keys that leave what is learned unchanged: those that recompute, move to host memory, or make rows shorter. Fewer tokens, a
 smaller model or adapters are the user's decision.
@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from rlx.config.memory import size, trainer_memory
 from rlx.config.rows import WHOLE
 from rlx.config.schema import PlayRoot, TrainingRoot
-from rlx.plan.explain import size
-from rlx.plan.memory import trainer_memory
 
 RAN_OUT = ("OutOfMemoryError", "CUDA out of memory", "CUDA error: out of memory")  # of torch's and CUDA's errors
 LEAST = 0.01  # share of the peak that is worth a line

@@ -80,6 +80,15 @@ class EngineMemory:
     kv_wanted: float  # of all sequences that may be decoded together, each of length `seq_len`
 
 
+def size(num_bytes: float) -> str:
+    """`3.2 GiB`, `14 MiB` or `2 KiB`."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if num_bytes >= unit:
+            value = num_bytes / unit
+            return f"{value:,.1f} {name}" if value < 100 else f"{value:,.0f} {name}"
+    return f"{num_bytes / 2**10:,.1f} KiB"
+
+
 def adapter_parameters(cfg: TrainingRoot) -> float:
     """Parameters of one adapter beside all linear layers of a dense model, an upper bound; 0 without `lora.rank`."""
     model = cfg.model
