@@ -104,8 +104,8 @@ METRICS: dict[str, str] = {
     "perf/mfu": "share of the device's dense 16-bit peak; attention counted as if not causal, as most published numbers are. Only on GPUs "
     "whose peak is known",
     "perf/mfu_causal": "the same with the causal half of attention alone",
-    "perf/peak_memory_gb": "peak memory of a trainer rank's device, GiB, of the rank that has the highest; on CPU the largest resident memory of "
-    "its process so far",
+    "perf/peak_memory_gb": "peak memory of a trainer rank's device, GiB, of the rank that has the highest; on CPU the largest resident "
+    "memory of its process so far",
     "perf/peak_memory_rank": "that rank",
     "perf/imbalance": "work of the costliest of the rows that the ranks compute at a time, over their mean; 1: no rank waits for another. "
     "Work is the count of `perf/mfu_causal`: matrices for each token, and attention, which grows with Σ n². Rows are balanced by it",

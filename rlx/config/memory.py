@@ -69,6 +69,12 @@ class TrainerMemory:
         """Bytes on the device at the peak."""
         return self.states + max(self.moments.values())
 
+    @property
+    def host(self) -> float:
+        """Bytes of host memory at the peak, beside what Python and torch take; `published` aside."""
+        states = self.parameters + self.gradients + self.optimizer + self.reference if self.on_host else 0.0
+        return states + self.loading if self.context else self.device
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:

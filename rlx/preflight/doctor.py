@@ -235,8 +235,7 @@ def needed_memory(cfg: CommandConfig) -> float:
         need += engine * cfg.num_servers / hosts
     if isinstance(cfg, Config):
         trainer = trainer_memory(cfg)
-        on_host = trainer.parameters + trainer.gradients + trainer.optimizer if trainer.on_host else 0.0
-        need += (PROCESS + (trainer.loading + on_host if cuda else trainer.device)) * cfg.trainer_ranks / hosts + trainer.published
+        need += (PROCESS + trainer.host) * cfg.trainer_ranks / hosts + trainer.published
     return need
 
 

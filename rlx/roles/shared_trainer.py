@@ -45,6 +45,7 @@ class SharedTrainer:
         from rlx.shared.member import Member
         from rlx.train.build import policy_of
         from rlx.train.flops import Flops
+        from rlx.train.room import too_little
         from rlx.train.together import Together
         from rlx.weights.hub import TIMEOUT, initial_model
 
@@ -52,6 +53,7 @@ class SharedTrainer:
         self.cfg, self.paths, self.watch, self.slots = cfg, paths, watch, cfg.trainer.max_concurrent_runs
         self.presence = Presence(paths) if place.rank == 0 else None
         self.mesh = build_mesh(cfg, paths, place, timeout=TIMEOUT, tick=watch.beat_on, alive=watch.waiting)
+        too_little(cfg, self.mesh)
         self.model = policy_of(cfg, initial_model(cfg, paths, self.mesh, watch), self.mesh, watch.working)
         self.together, self.flops = Together(self.model, self.mesh), Flops.of(self.model.hf)
         self.together.before_row = watch.progressed

@@ -47,6 +47,7 @@ class Trainer:
         from rlx.policy.source import source_of, validation_rows
         from rlx.train.build import build
         from rlx.train.flops import Meter
+        from rlx.train.room import too_little
         from rlx.train.scores import ScoreKeeper
         from rlx.train.summary import Summary
         from rlx.train.validation import Validation
@@ -56,15 +57,16 @@ class Trainer:
         self.cfg, self.paths, self.watch = cfg, paths, watch
         wait_for_neighbours(cfg, paths, watch.beat, watch.tick)
         self.mesh = build_mesh(cfg, paths, place, timeout=TIMEOUT, tick=watch.beat_on, alive=watch.waiting)
+        warning = too_little(cfg, self.mesh)
         name = initial_model(cfg, paths, self.mesh, watch)
         self.step_trainer = build(cfg, name, self.mesh, watch.working, resumes=(start := read_start(paths)) is not None)
         self.model, self.reference = self.step_trainer.model, self.step_trainer.reference
-        self.summary = Summary(paths, self.mesh, self.step_trainer)
+        self.summary = Summary(paths, self.mesh, self.step_trainer, warning)
         self.source = source_of(cfg, paths, self.mesh, name, self.step_trainer.losses.streams)
         rows = validation_rows(cfg, self.mesh, name, watch.beat_on)
         self.meter = Meter(self.model, self.mesh)
-        self.row = {"tokens": cfg.micro_batch_tokens, "cost": self.meter.flops.work}  # how every rank packs
-        self.validation = Validation(self.step_trainer, rows, paths=paths, watch=watch, **self.row) if rows is not None else None
+        row = cfg.micro_batch_tokens, self.meter.flops.work
+        self.validation = Validation(self.step_trainer, rows, *row, paths, watch) if rows is not None else None
         self.metrics = MetricsWriter(paths.metrics, "trainer") if self.mesh.first else None
         self.broadcast = Broadcast.of(cfg, self.model, self.mesh, paths, name, watch.working)
         watch.checks.append(self.broadcast.check)
@@ -122,8 +124,14 @@ class Trainer:
         """Run the optimizer steps of a batch and return the step's metrics. Raises Preempted on all ranks if the step is abandoned."""
         from rlx.data.packing import pack
 
-        place = {"rank": self.mesh.data_rank, "ranks": self.mesh.num_data_ranks}
-        batch = pack(step_batch, **place, **self.row, loss_of=self.step_trainer.losses.loss_of)
+        batch = pack(
+            step_batch,
+            rank=self.mesh.data_rank,
+            ranks=self.mesh.num_data_ranks,
+            tokens=self.cfg.micro_batch_tokens,
+            loss_of=self.step_trainer.losses.loss_of,
+            cost=self.meter.flops.work,
+        )
         self.updated = False
         self.watch.beat(f"training step {batch.step}", batch.step)
 
