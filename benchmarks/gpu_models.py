@@ -11,6 +11,7 @@ import torch
 from gpu_rows import Report
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from rlx.config.memory import CONTEXT, trainer_memory
 from rlx.config.schema import AcConfig, Config, LoraConfig, LossTerms
 from rlx.data.packing import pack
 from rlx.data.source import FakeSource
@@ -22,7 +23,6 @@ from rlx.models.policy import PolicyModel
 from rlx.models.read import empty_weights
 from rlx.models.shard import checkpoint_activations, compile_layers, shard
 from rlx.parallel.mesh import Mesh, join, one_process
-from rlx.plan.memory import CONTEXT, trainer_memory
 from rlx.train.flops import Meter
 from rlx.train.step import PolicyTrainer
 

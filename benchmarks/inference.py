@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import json
 import os
 import statistics
 import subprocess
@@ -159,12 +160,25 @@ async def measure(config: Config, paths: RunPaths, server: Endpoint, options: ar
         rates = {name: statistics.median(rate for rate, _ in rounds) for name, rounds in found.items()}
         best = max(rates["completions"], rates["generate"])
         print(f"{options.concurrent} at once, {options.tokens} tokens each, {options.rollouts} rollouts a round, {options.rounds} rounds")
+        result = {
+            name: {
+                "rollouts_per_second": rates[name],
+                "tokens_per_second": rates[name] * options.tokens,
+                "cpu_ms_per_rollout": 1e3 * statistics.median(seconds for _, seconds in rounds),
+                "share_of_better_bare": rates[name] / best,
+            }
+            for name, rounds in found.items()
+        }
+        if options.json:
+            options.json.write_text(
+                json.dumps({"options": {**vars(options), "json": str(options.json)}, "clients": result}, indent=1) + "\n"
+            )
         for name, rounds in found.items():
-            cpu = statistics.median(seconds for _, seconds in rounds)
             spread = f"{min(rate for rate, _ in rounds):.1f}-{max(rate for rate, _ in rounds):.1f}"
             print(
-                f"{name:12} {rates[name]:7.1f} rollouts/s ({spread})  {rates[name] * options.tokens:8.0f} tokens/s  "
-                f"{1e3 * cpu:6.2f} ms CPU a rollout  {rates[name] / best:.3f} of the better bare generator",
+                f"{name:12} {rates[name]:7.1f} rollouts/s ({spread})  {result[name]['tokens_per_second']:8.0f} tokens/s  "
+                f"{result[name]['cpu_ms_per_rollout']:6.2f} ms CPU a rollout  "
+                f"{result[name]['share_of_better_bare']:.3f} of the better bare generator",
                 flush=True,
             )
         for env in envs.values():
@@ -177,6 +191,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="tokens of each answer")
     parser.add_argument("--rollouts", type=int, default=256, help="rollouts of one client in one round")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="write the numbers to this file, too")
     options = parser.parse_args()
     length = 64 + options.tokens
     overrides = [

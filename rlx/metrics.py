@@ -104,10 +104,12 @@ METRICS: dict[str, str] = {
     "perf/mfu": "share of the device's dense 16-bit peak; attention counted as if not causal, as most published numbers are. Only on GPUs "
     "whose peak is known",
     "perf/mfu_causal": "the same with the causal half of attention alone",
-    "perf/peak_memory_gb": "peak memory of the trainer's device, GiB; on CPU the largest resident memory of the process so far",
-    "perf/imbalance": "tokens of the longest of the rows that the ranks compute at a time, over their mean; 1: no rank waits for another",
-    "perf/imbalance_attention": "the same of Σ n² over the samples of each row, which the time of attention follows. Rows are balanced by "
-    "tokens alone",
+    "perf/peak_memory_gb": "peak memory of a trainer rank's device, GiB, of the rank that has the highest; on CPU the largest resident "
+    "memory of its process so far",
+    "perf/peak_memory_rank": "that rank",
+    "perf/imbalance": "work of the costliest of the rows that the ranks compute at a time, over their mean; 1: no rank waits for another. "
+    "Work is the count of `perf/mfu_causal`: matrices for each token, and attention, which grows with Σ n². Rows are balanced by it",
+    "perf/imbalance_attention": "the same of Σ n² alone, over the samples of each row",
     "perf/compiled_graphs": "graphs that torch.compile has made in rank 0 since it began. If they still grow after the first steps, rows "
     "differ in structure, and compiling takes time; only with `trainer.compile`",
     "data/epoch": "passes over the data sets so far; with this step",

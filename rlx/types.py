@@ -278,7 +278,7 @@ class RankBatch:
     mini_batches: tuple[MiniBatch, ...]
     num_tokens: int  # tokens of all trained samples, over all ranks
     sampled: bool = True  # a policy version sampled trained tokens; False: supervised data, which has no versions
-    imbalance: float = 1.0  # tokens of the longest row of every turn, over the ranks' mean; 1: no rank waits for another
+    imbalance: float = 1.0  # cost of the costliest row of every turn, over the ranks' mean; 1: no rank waits for another
     attention_imbalance: float = 1.0  # the same of Σ n² over the samples of each row
 
 

@@ -18,7 +18,7 @@ from rlx.data.packing import pack
 from rlx.losses.base import Objective
 from rlx.losses.grpo import grpo
 from rlx.models.load import load_policy
-from rlx.parallel.mesh import Mesh, divide, join, one_process
+from rlx.parallel.mesh import Mesh, divide, join, one_process, seed_masks
 from rlx.train.checkpoint import Progress, Saver, load
 from rlx.train.muon import Muon, groups_of
 from rlx.train.step import PolicyTrainer
@@ -60,9 +60,9 @@ def make_trainer(
 
 
 def run(job: Job, mesh: Mesh) -> None:
-    torch.manual_seed(mesh.rank)
     if job.divided:
         mesh = divide(mesh, timeout=300, **job.divided)
+    seed_masks(0, mesh)
     trainer = make_trainer(job.model, job.optimizer, mesh, rank=job.rank, dropout=job.dropout, read=job.load is None)
     step = 0
     if job.load is not None:
@@ -98,7 +98,6 @@ def full(tensor: Any) -> torch.Tensor:
 def main() -> None:
     rank, ranks, store, *jobs = sys.argv[1:]
     torch.set_num_threads(1)
-    torch.manual_seed(int(rank))
     meeting = dist.FileStore(store, int(ranks))
     mesh = join(torch.device("cpu"), rank=int(rank), world_size=int(ranks), timeout=300, store=meeting)
     for job in jobs:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -30,10 +31,12 @@ from rlx.losses.grpo import grpo
 from rlx.models.compiled import num_graphs
 from rlx.models.load import load_policy
 from rlx.models.lora import peft_config
+from rlx.models.policy import PolicyModel
 from rlx.models.shard import compile_layers
 from rlx.models.slots import Slot
 from rlx.parallel.mesh import Mesh, divide, join
 from rlx.paths import RunPaths
+from rlx.train.flops import Flops
 from rlx.train.muon import Muon, groups_of
 from rlx.train.reference import Reference
 from rlx.train.step import PolicyTrainer
@@ -64,7 +67,7 @@ def train(folder: Path, mesh: Mesh, settings: dict) -> None:
     trainer = PolicyTrainer(model, Objective(grpo, LossTerms(aggregate="seq_mean", entropy_coef=0.01)), optimizer, max_norm=0.5, mesh=mesh)
     rank, world_size = mesh.rank, mesh.world_size
     samples = make_samples(groups=settings["groups"])
-    batch = pack(step_batch(0, [samples, samples[::-1]]), rank=mesh.data_rank, ranks=mesh.num_data_ranks, tokens=settings["tokens"])
+    batch = pack(step_batch(0, [samples, samples[::-1]]), **packing(mesh, model, settings))
     trainer.accumulate_gradients(batch.mini_batches[0])
     gradients = {}
     for name, parameter in model.named_parameters():
@@ -101,8 +104,8 @@ def train_together(folder: Path, mesh: Mesh, settings: dict) -> None:
     metrics = []
     for step in range(3):
         batches = {slot: step_batch(step, [each.samples]) for slot, each in trainers.items() if step or not slot}
-        place = {"rank": mesh.data_rank, "ranks": mesh.num_data_ranks, "tokens": settings["tokens"]}
-        packed = pack_together(batches, loss_of={slot: each.losses.loss_of for slot, each in trainers.items()}, **place)
+        losses = {slot: each.losses.loss_of for slot, each in trainers.items()}
+        packed = pack_together(batches, loss_of=losses, **packing(mesh, model, settings))
         metrics += Together(model, mesh).train(packed, trainers, dict.fromkeys(batches, 1)).values()
     out = folder / f"out_{mesh.world_size}"
     named = {f"{slot} {name}": tensor for slot, each in trainers.items() for name, tensor in each.model.named_weights()}
@@ -111,6 +114,16 @@ def train_together(folder: Path, mesh: Mesh, settings: dict) -> None:
     Publisher(trainers[2].model, mesh, RunPaths(out), static, torch.float32).ensure(1)
     if mesh.first:
         torch.save({"gradients": whole, "metrics": metrics}, out / "results.pt")
+
+
+def packing(mesh: Mesh, model: PolicyModel, settings: dict) -> dict[str, Any]:
+    """How this rank packs. Ranks that counted another model's operations would not agree on rows."""
+    cost = Flops.of(model.hf)
+    if mesh.world_size > 1:
+        everyone: list = [None] * mesh.world_size
+        dist.all_gather_object(everyone, cost)
+        assert set(everyone) == {cost}, everyone
+    return {"rank": mesh.data_rank, "ranks": mesh.num_data_ranks, "tokens": settings["tokens"], "cost": cost.work}
 
 
 def main() -> None:

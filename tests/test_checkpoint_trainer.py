@@ -101,6 +101,24 @@ def test_adapters_go_on_from_a_checkpoint_that_holds_them_alone(model: str, tmp_
     assert not any("norm" in name or "weight" in name for name in stored if name.startswith("optimizer."))
 
 
+@pytest.mark.slow
+def test_two_ranks_go_on_with_the_masks_of_dropout(model: str, tmp_path: Path) -> None:
+    def job(name: str, first: int, last: int, **keys: Any) -> Job:
+        return Job(**{"model": model, "out": str(tmp_path / name), "first": first, "last": last, "rank": 4, "dropout": 0.3} | keys)
+
+    two_ranks(
+        tmp_path,
+        job("whole", 0, UPDATES),
+        job("half", 0, HALF, save=str(tmp_path / "saved")),
+        job("rest", HALF, UPDATES, load=str(tmp_path / "saved")),
+        job("plain", 0, UPDATES, dropout=0.0),
+    )
+    whole, half, rest, plain = (result(tmp_path / name) for name in ("whole", "half", "rest", "plain"))
+    assert half["records"] + rest["records"] == whole["records"]
+    same_weights(rest["weights"], whole["weights"])
+    assert plain["records"] != whole["records"]
+
+
 def test_adapters_of_another_model_are_refused(model: str, tmp_path: Path) -> None:
     run(Job(model=model, rank=4, out=str(tmp_path / "out"), first=0, last=1, save=str(tmp_path / "saved")), one_process("cpu"))
     make_model(seed=1, tie_word_embeddings=True).save_pretrained(tmp_path / "other")

@@ -74,3 +74,42 @@ def test_a_kernel_without_control_groups_limits_nothing(groups) -> None:
 def test_a_preset_for_all_processors_takes_those_that_the_container_has(groups) -> None:
     groups("0::/\n", {"cpu.max": "400000 100000\n"})
     assert compose(["experiment=sums_smollm2"], {}).cfg.hardware.cpu_threads == 4
+
+
+MACHINE = f"MemTotal: {64 * GIB // 1024} kB\nMemAvailable: {20 * GIB // 1024} kB\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "files", "free"),
+    [
+        ("", {}, 20 * GIB),
+        ("0::/\n", {"memory.max": "max\n", "memory.current": f"{GIB}\n"}, 20 * GIB),
+        ("0::/\n", {"memory.max": f"{8 * GIB}\n", "memory.current": f"{3 * GIB}\n"}, 5 * GIB),
+        (
+            "0::/a/b\n",  # the parent's limit is the nearer one; its files can go
+            {
+                "a/b/memory.max": f"{30 * GIB}\n",
+                "a/b/memory.current": f"{GIB}\n",
+                "a/memory.max": f"{8 * GIB}\n",
+                "a/memory.current": f"{7 * GIB}\n",
+                "a/memory.stat": f"anon {5 * GIB}\ninactive_file {GIB}\nactive_file {GIB}\n",
+            },
+            3 * GIB,
+        ),
+        (
+            V1.format("job"),
+            {
+                "memory/job/memory.limit_in_bytes": f"{4 * GIB}\n",
+                "memory/job/memory.usage_in_bytes": f"{3 * GIB}\n",
+                "memory/job/memory.stat": f"inactive_file 0\nactive_file 0\ntotal_inactive_file {GIB}\ntotal_active_file {GIB}\n",
+            },
+            3 * GIB,
+        ),
+        ("0::/\n", {"memory.max": f"{GIB}\n", "memory.current": f"{2 * GIB}\n"}, 0),
+    ],
+)
+def test_what_the_nearest_limit_leaves_is_free(groups, tmp_path, monkeypatch, lines: str, files: dict[str, str], free: int) -> None:
+    groups(lines, files)
+    (tmp_path / "meminfo").write_text(MACHINE)
+    monkeypatch.setattr(limits, "MACHINE", tmp_path / "meminfo")
+    assert limits.free_memory() == free

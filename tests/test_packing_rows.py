@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, get_args, get_type_hints
@@ -13,7 +13,7 @@ from trainer_examples import make_sample, make_samples, step_batch
 
 from rlx.data.packing import pack
 from rlx.rollout.samples import samples_of
-from rlx.types import STREAMS, Group, MicroBatch, MiniBatch, Rollout, Task, TrainingSample, Turn
+from rlx.types import STREAMS, Group, MicroBatch, MiniBatch, RankBatch, Rollout, Task, TrainingSample, Turn
 
 
 @dataclass
@@ -105,25 +105,70 @@ def test_rows_are_balanced_over_ranks():
     assert len(mini_batch.ranks[0].micro_batches) <= -(-total // (4 * 200)) + 1, "at most one row more than needed"
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_the_imbalance_is_that_of_rows_that_run_at_the_same_time(ranks):
-    batch = step_batch(3, [make_samples(groups=7), make_samples(groups=2, seed=1)])
-    packed = [pack(batch, rank=rank, ranks=ranks, tokens=60) for rank in range(ranks)]
-    found = {(own.imbalance, own.attention_imbalance) for own in packed}
-    for power in (1, 2):
-        # [turns, ranks]; of a dummy nothing counts
-        costs = [
-            [
-                sum(int(n) ** power for n in np.diff(row.cu_seqlens)) if row.loss_mask.any() else 0
-                for mini_batch in own.mini_batches
-                for row in mini_batch.micro_batches
-            ]
-            for own in packed
+def work(lengths: Sequence[int]) -> float:
+    """Of a model whose attention costs as much as its matrices in a sample of 100 tokens."""
+    return sum(n + n * n / 100 for n in lengths)
+
+
+def imbalance_of(packed: Sequence[RankBatch], cost: Callable[[Sequence[int]], float]) -> float:
+    """From the rows that all ranks made: how much longer they take together than with equal rows. Of a dummy nothing counts."""
+    costs = [
+        [
+            cost(np.diff(row.cu_seqlens).tolist()) if row.loss_mask.any() else 0
+            for mini_batch in own.mini_batches
+            for row in mini_batch.micro_batches
         ]
-        turns = np.array(costs).T
-        (value,) = {values[power - 1] for values in found}
-        assert value == pytest.approx(turns.max(1).sum() / turns.mean(1).sum())
-    assert (found == {(1.0, 1.0)}) == (ranks == 1)
+        for own in packed
+    ]
+    turns = np.array(costs).T  # [turns, ranks]
+    return float(turns.max(1).sum() / turns.mean(1).sum())
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("cost", [sum, work])
+def test_the_imbalance_is_that_of_rows_that_run_at_the_same_time(ranks, cost):
+    batch = step_batch(3, [make_samples(groups=7), make_samples(groups=2, seed=1)])
+    packed = [pack(batch, rank=rank, ranks=ranks, tokens=60, cost=cost) for rank in range(ranks)]
+    ((imbalance, attention),) = {(own.imbalance, own.attention_imbalance) for own in packed}
+    assert imbalance == pytest.approx(imbalance_of(packed, cost))
+    assert attention == pytest.approx(imbalance_of(packed, lambda lengths: sum(n * n for n in lengths)))
+    assert ((imbalance, attention) == (1.0, 1.0)) == (ranks == 1)
+
+
+def of_skewed_lengths(seed: int = 0) -> list[TrainingSample]:
+    """Rollouts of about 60 tokens, a few of 600, as reasoning makes them."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.lognormal(np.log(60), 1.0, (64, 8)).clip(4, 600).astype(int)
+    return [
+        make_sample(group, member, rng.integers(3, 40, n).tolist(), range(3, n), rng)
+        for group, members in enumerate(lengths)
+        for member, n in enumerate(members)
+    ]
+
+
+@pytest.mark.parametrize(("ranks", "goal"), [(2, 1.02), (8, 1.08)])
+def test_samples_of_unequal_length_are_balanced_by_their_work(ranks, goal):
+    samples = of_skewed_lengths()
+    by_tokens, by_work = (
+        [pack(step_batch(0, [samples]), rank=rank, ranks=ranks, tokens=800, cost=cost) for rank in range(ranks)] for cost in (sum, work)
+    )
+    assert imbalance_of(by_tokens, work) > 1 + 5 * (goal - 1)
+    assert by_work[0].imbalance == pytest.approx(imbalance_of(by_work, work))
+    assert by_work[0].imbalance < goal
+    rows = [[row for own in packed for row in own.mini_batches[0].micro_batches] for packed in (by_tokens, by_work)]
+    assert len(rows[1]) <= len(rows[0]) + ranks
+    assert max(len(row.token_ids) for row in rows[1]) <= 800
+    assert packed_tokens(Everybody([own.mini_batches[0] for own in by_work])) == tokens_of(samples)
+    assert all(own.mini_batches[0].counts == by_tokens[0].mini_batches[0].counts for own in by_work)
+
+
+def test_a_single_rank_fills_its_rows_by_tokens_whatever_they_cost():
+    batch = step_batch(0, [of_skewed_lengths(), make_samples(groups=20)])
+    plain, costly = (pack(batch, rank=0, ranks=1, tokens=800, cost=cost) for cost in (sum, work))
+    for one, two in zip(plain.mini_batches, costly.mini_batches, strict=True):
+        for a, b in zip(one.micro_batches, two.micro_batches, strict=True):
+            for field in MicroBatch.__slots__:
+                assert np.array_equal(getattr(a, field), getattr(b, field)), field
 
 
 def test_rollouts_of_one_prompt_lie_side_by_side():

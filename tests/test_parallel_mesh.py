@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from rlx.config.schema import LoraConfig
+from rlx.models.lora import LoraLinear
 from rlx.parallel import mesh as module
-from rlx.parallel.mesh import RankLost, divide, join, one_process
+from rlx.parallel.mesh import RankLost, divide, join, one_process, seed_masks
 
 
 def test_one_process_has_no_process_group_and_hears_itself():
@@ -31,6 +33,20 @@ def test_one_process_has_no_process_group_and_hears_itself():
     mesh.close()
     assert values.tolist() == [1.0, 2.0]
     assert mesh.background_group() is None
+
+
+def masks_of_all_ranks() -> list[torch.Tensor]:
+    """What an adapter lets through on each rank, of the same inputs."""
+    layer = LoraLinear(torch.nn.Linear(16, 16), LoraConfig(rank=16, alpha=16, dropout=0.5))
+    with torch.no_grad():
+        layer.lora_A.copy_(torch.eye(16))
+        layer.lora_B.copy_(torch.eye(16))
+    inputs = torch.ones(8, 16)
+    kept = (layer(inputs) - torch.nn.functional.linear(inputs, layer.weight, layer.bias)).detach().round()
+    assert set(kept.unique().tolist()) == {0.0, 2.0}
+    everyone = [torch.empty_like(kept) for _ in range(2)]
+    dist.all_gather(everyone, kept)
+    return everyone
 
 
 def rank(number: int, folder: str) -> None:
@@ -57,11 +73,17 @@ def rank(number: int, folder: str) -> None:
     largest = torch.tensor([float(number)])
     mesh.max(largest)
     assert mesh.where(number == 1) == [1]
+    assert mesh.each(number + 0.3) == [0.3, 1.3]
     together = divide(mesh, timeout=300, context=2)
     assert together.row is not None
     assert (together.data_rank, together.num_data_ranks, together.row.context.rank) == (0, 1, number)
     assert together.leads == (number == 0)
     assert together.row.context.group._get_backend(mesh.device).options._timeout.total_seconds() == 300
+    seed_masks(5, mesh)
+    ours, theirs = masks_of_all_ranks()
+    assert not torch.equal(ours, theirs), "ranks with other samples must not drop the same inputs"
+    seed_masks(5, divide(mesh, timeout=300, tensor=2))
+    assert torch.equal(*masks_of_all_ranks()), "ranks that divide a matrix must drop the same of their common inputs"
     alone = torch.tensor(1.0)
     together.sum(alone)  # both ranks of a context group have the whole loss
     assert alone == 1

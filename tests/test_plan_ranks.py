@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from launch_configs import config
 
+from rlx.config.memory import trainer_memory
 from rlx.config.rows import tokens_in_budget
 from rlx.plan.explain import explain
 from rlx.plan.make import make_plan
-from rlx.plan.memory import trainer_memory
 
 
 def test_a_context_group_shares_each_row() -> None:

@@ -11,13 +11,13 @@ from launch_configs import config
 
 from rlx.config.errors import ConfigError
 from rlx.config.load import load_run, to_yaml
+from rlx.config.memory import engine_memory, trainer_memory
 from rlx.config.rows import why
 from rlx.config.schema import Config
 from rlx.config.tree import Builder
 from rlx.plan.environment import MissingGPU, environment_of
 from rlx.plan.explain import explain
 from rlx.plan.make import make_plan
-from rlx.plan.memory import engine_memory, trainer_memory
 from rlx.plan.place import place, require_one_host
 from rlx.plan.record import read_plan, write_plan
 from rlx.types import ProcessSpec

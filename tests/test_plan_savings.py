@@ -9,8 +9,8 @@ import pytest
 from toy_run import FOREVER, Run, starting, toy
 
 from rlx.config.load import compose
-from rlx.plan.memory import trainer_memory
-from rlx.plan.savings import ran_out, savings, when_out_of_memory
+from rlx.config.memory import trainer_memory
+from rlx.config.savings import ran_out, savings, when_out_of_memory
 
 GIB = 2**30
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from launch_configs import config
 
+from rlx.config.memory import trainer_memory
 from rlx.plan.explain import explain
 from rlx.plan.make import make_plan
-from rlx.plan.memory import trainer_memory
 
 
 def test_a_shared_trainer_has_states_for_the_adapter_of_every_run() -> None:

@@ -25,6 +25,7 @@ from transformers import (
 from rlx.config.schema import LoraConfig
 from rlx.data.packing import pack
 from rlx.models.lora import add_adapters
+from rlx.parallel.mesh import Mesh
 from rlx.train.flops import Flops, Meter, peak_of
 
 SHAPE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -102,6 +103,17 @@ def test_rows_without_backward_count_their_forward_alone() -> None:
     assert meter.measure(batch, 4.0, 2, trainer.forward_only)["perf/tflops"] == pytest.approx(wanted / 4.0 / 1e12)
     trainer.train_batch(pack(step_batch(1, [[s for s in samples if s.group % 2]]), rank=0, ranks=1, tokens=60))
     assert trainer.forward_only == []
+
+
+def test_the_peak_of_memory_is_that_of_the_rank_that_has_the_highest(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(make_model())
+    meter = Meter(trainer.model, trainer.mesh)
+    alone = meter.measure(step_batch(0, [make_samples()]), 1.0, 1)
+    assert alone["perf/peak_memory_rank"] == 0
+    monkeypatch.setattr(Mesh, "each", lambda self, own: [own, own + 2, own + 1])
+    found = meter.measure(step_batch(0, [make_samples()]), 1.0, 1)
+    assert found["perf/peak_memory_rank"] == 1
+    assert found["perf/peak_memory_gb"] == pytest.approx(alone["perf/peak_memory_gb"] + 2, abs=0.1)
 
 
 def test_of_experts_only_the_active_ones_count() -> None:

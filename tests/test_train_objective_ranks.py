@@ -40,7 +40,7 @@ def test_two_processes_give_the_gradients_and_metrics_of_one(case, results):
     scale = max(float(g.abs().max()) for g in gradients.values())
     assert scale > 0
     for name, gradient in gradients.items():
-        torch.testing.assert_close(others[name], gradient, rtol=1e-4, atol=1e-5 * scale, msg=name)
+        torch.testing.assert_close(others[name], gradient, rtol=1e-5, atol=1e-5 * scale, msg=name)
     assert other_metrics.keys() == metrics.keys()
     for name, value in metrics.items():
         assert other_metrics[name] == pytest.approx(value, rel=2e-3, abs=2e-4), name

@@ -46,7 +46,7 @@ def test_validation_rows_that_are_left_out_are_counted_and_said(
     held_out = validation_rows(cfg, mesh, str(tmp_path / "model"), watch.beat_on)
     assert held_out is not None
     with caplog.at_level("INFO", "rlx.trainer"):
-        Validation(trainer, held_out, 256, paths, watch).record(0)
+        Validation(trainer, held_out, 256, sum, paths, watch).record(0)
     ((record, _),) = read_metrics(paths.metrics)
     assert record["source"] == "val"
     assert tuple(record[f"val/{name}"] for name in ("overlong", "truncated", "refused")) == left_out

@@ -11,9 +11,9 @@ from typing import Any
 
 from rlx.cli.console import Console
 from rlx.cli.display import count
+from rlx.config.memory import size, trainer_memory
 from rlx.paths import write_text
-from rlx.plan.explain import size, table
-from rlx.plan.memory import trainer_memory
+from rlx.plan.explain import table
 
 WARMUP = 3  # steps that are not counted, if there are more
 PARTS = {
@@ -46,7 +46,8 @@ class BenchConsole(Console):
         rows.append(["TFLOP/s", f"{found['tflops']:.4g} each rank, of {found['ranks']}"])
         rows.append(["step", f"{step:.4g} s, the median of {found['steps']} steps after {found['warmup']}"])
         rows += [[f"  {name}", f"{value:.4g} s  {value / step:.0%}"] for name, value in found["seconds"].items() if name != "step"]
-        where = "the trainer's process" if self.cfg.hardware.device == "cpu" else "the device"
+        of_rank = f" of rank {found['peak_memory_rank']}" if found["ranks"] > 1 else ""
+        where = ("the trainer's process" if self.cfg.hardware.device == "cpu" else "the device") + of_rank
         estimate = size(found["estimated_memory_gb"] * 2**30)
         rows.append(["memory", f"{size(found['peak_memory_gb'] * 2**30)} at the peak, {where}; the plan estimates {estimate}"])
         lines = [f"  {line}" for line in table(["measured", "value"], rows)[1:]]
@@ -57,6 +58,7 @@ class BenchConsole(Console):
         records = [record for _, record in sorted(self.history.records["trainer"].items())]
         warmup = WARMUP if len(records) > WARMUP else 0
         counted = records[warmup:]
+        highest = max(records, key=lambda record: record["perf/peak_memory_gb"])
 
         def median(name: str) -> float:
             return statistics.median(record[name] for record in counted)
@@ -69,7 +71,8 @@ class BenchConsole(Console):
             ),
             "tflops": median("perf/tflops"),
             "seconds": seconds,
-            "peak_memory_gb": max(record["perf/peak_memory_gb"] for record in records),
+            "peak_memory_gb": highest["perf/peak_memory_gb"],
+            "peak_memory_rank": int(highest["perf/peak_memory_rank"]),
             "estimated_memory_gb": trainer_memory(self.cfg).device / 2**30,
             "steps": len(counted),
             "warmup": warmup,

@@ -7,6 +7,10 @@ Uses numpy only.
 
 A *unit* is never split: it holds all samples of one rollout, because sequence-level objectives need the whole rollout in one
 micro-batch. Rollouts of one group stay together if they fit, so that the trainer can compute their common prompt once.
+
+Ranks wait for each other in every row, so rows that run at the same time should take equally long. `Cost` says how long a row takes: the
+trainer passes the count of its model's operations (`rlx.train.flops.Flops.work`), in which attention grows with Σ n². The same function
+measures what is left (`RankBatch.imbalance`). A single rank waits for nobody: its rows are filled by tokens.
 """
 
 from __future__ import annotations
@@ -20,6 +24,9 @@ import numpy as np
 
 from rlx.types import STREAMS, Count, LossCounts, LossOf, MicroBatch, MiniBatch, RankBatch, StepBatch, TrainingSample, check_streams
 
+Cost = Callable[[Sequence[int]], float]
+"""The time that a rank takes for samples of these lengths in one row, in any unit. `sum`: tokens alone."""
+
 ONE = LossOf(number=0, kind="policy", has_kl=True, has_ce=True)  # the only objective of a run; the counts of its kind are those of all
 
 
@@ -28,19 +35,17 @@ class _Unit:
     """The samples of one rollout."""
 
     samples: list[TrainingSample]
+    lengths: list[int]  # of its samples
     tokens: int  # space that it takes in a row
-    cost: int  # time that it takes of a rank, see `cost_of`
+    cost: float  # time that it takes of a rank, see `Cost`
     own: int  # its sampled tokens that belong to its objective's own loss
     group_length: int  # the same over its group
     loss: LossOf
 
 
-def cost_of(samples: Sequence[TrainingSample]) -> int:
-    """The cost that balances rows and ranks: tokens. If the Σ n² of attention matters, add it here."""
-    return sum(len(sample.token_ids) for sample in samples)
-
-
-def pack(batch: StepBatch, *, rank: int, ranks: int, tokens: int, loss_of: Callable[[str], LossOf] = lambda env: ONE) -> RankBatch:
+def pack(
+    batch: StepBatch, *, rank: int, ranks: int, tokens: int, loss_of: Callable[[str], LossOf] = lambda env: ONE, cost: Cost = sum
+) -> RankBatch:
     """Pack the samples of each mini-batch (one optimizer step) into rows of at most `tokens` tokens, the same number for every rank.
 
     Returns the rows of `rank` (one of `ranks`) with the global counts. Every rank that packs the same batch computes the same split.
@@ -48,22 +53,29 @@ def pack(batch: StepBatch, *, rank: int, ranks: int, tokens: int, loss_of: Calla
     Samples without a token that a loss reads are dropped. Ranks with less work get a dummy row that contributes exactly zero.
     If only some samples of a mini-batch have a stream, the others get its value in `rlx.types.STREAMS`.
     `loss_of`: what the samples of an environment are trained with. By default one objective trains all, with weights for its own loss.
+    `cost`: what is balanced over several ranks, within the limit of `tokens`. Every rank must pass the same.
 
     Raises ValueError for a sample longer than `tokens`, or one with a trainable first token (nothing predicts it).
     """
     assert 0 <= rank < ranks, (rank, ranks)
-    everyone = [_all_rows_of(samples, ranks, tokens, loss_of) for samples in batch.mini_batches]
+    everyone = [_all_rows_of(samples, ranks, tokens, loss_of, cost) for samples in batch.mini_batches]
     packed = [_pack_mini_batch(samples, rank, ranks, *rows) for samples, rows in zip(batch.mini_batches, everyone, strict=True)]
     rows = [row for _, own in everyone for row in own]
     return replace(
         _rank_batch(batch, packed),
-        imbalance=_imbalance([sum(unit.tokens for unit in row) for row in rows], ranks),
-        attention_imbalance=_imbalance([sum(len(s.token_ids) ** 2 for unit in row for s in unit.samples) for row in rows], ranks),
+        imbalance=_imbalance([cost([n for unit in row for n in unit.lengths]) for row in rows], ranks),
+        attention_imbalance=_imbalance([sum(n * n for unit in row for n in unit.lengths) for row in rows], ranks),
     )
 
 
 def pack_together(
-    batches: Mapping[int, StepBatch], *, rank: int, ranks: int, tokens: int, loss_of: Mapping[int, Callable[[str], LossOf]]
+    batches: Mapping[int, StepBatch],
+    *,
+    rank: int,
+    ranks: int,
+    tokens: int,
+    loss_of: Mapping[int, Callable[[str], LossOf]],
+    cost: Cost = sum,
 ) -> dict[int, RankBatch]:
     """Pack the batches of several runs, by slot, into common rows, as `pack` packs one.
 
@@ -77,7 +89,7 @@ def pack_together(
         samples = {slot: batch.mini_batches[number] for slot, batch in batches.items() if number < len(batch.mini_batches)}
         for sample in chain.from_iterable(samples.values()):
             _check(sample, tokens)
-        groups = {slot: _groups(_trained(own), loss_of[slot]) for slot, own in samples.items()}
+        groups = {slot: _groups(_trained(own), loss_of[slot], cost if ranks > 1 else sum) for slot, own in samples.items()}
         rows = _rows_of(rank, ranks, _all_rows(list(chain.from_iterable(groups.values())), ranks, tokens))
         for slot, own in samples.items():
             streams = _streams_of(_trained(own))
@@ -112,24 +124,21 @@ def _rank_batch(batch: StepBatch, mini_batches: Sequence[MiniBatch]) -> RankBatc
 
 
 def samples_in_rows(
-    batch: StepBatch, *, rank: int, ranks: int, tokens: int, loss_of: Callable[[str], LossOf] = lambda env: ONE
+    batch: StepBatch, *, rank: int, ranks: int, tokens: int, loss_of: Callable[[str], LossOf] = lambda env: ONE, cost: Cost = sum
 ) -> list[list[TrainingSample]]:
     """The samples of each row that `pack` makes with the same arguments, over all mini-batches, in their order. Empty: a dummy row."""
-    rows = [
-        row
-        for samples in batch.mini_batches
-        for row in _rows_of(rank, ranks, _all_rows(_groups(_trained(samples), loss_of), ranks, tokens))
-    ]
+    everyone = [_all_rows_of(samples, ranks, tokens, loss_of, cost) for samples in batch.mini_batches]
+    rows = [row for _, own in everyone for row in _rows_of(rank, ranks, own)]
     return [[sample for unit in row for sample in unit.samples] for row in rows]
 
 
 def _all_rows_of(
-    samples: Sequence[TrainingSample], ranks: int, tokens: int, loss_of: Callable[[str], LossOf]
+    samples: Sequence[TrainingSample], ranks: int, tokens: int, loss_of: Callable[[str], LossOf], cost: Cost
 ) -> tuple[list[list[_Unit]], list[list[_Unit]]]:
     """A mini-batch's groups, and the rows of all ranks."""
     for sample in samples:
         _check(sample, tokens)
-    groups = _groups(_trained(samples), loss_of)
+    groups = _groups(_trained(samples), loss_of, cost if ranks > 1 else sum)
     return groups, _all_rows(groups, ranks, tokens)
 
 
@@ -144,7 +153,7 @@ def _pack_mini_batch(
     )
 
 
-def _imbalance(costs: Sequence[int], ranks: int) -> float:
+def _imbalance(costs: Sequence[float], ranks: int) -> float:
     """How much longer all ranks take than with equal rows. `costs` of the rows of all ranks: `ranks` neighbours run at the same time."""
     turns = [costs[first : first + ranks] for first in range(0, len(costs), ranks)]
     return sum(map(max, turns)) * ranks / sum(costs) if any(costs) else 1.0
@@ -205,7 +214,7 @@ def _check(sample: TrainingSample, tokens: int) -> None:
         raise ValueError(f"{where}: its first token is marked trainable, but no token before it predicts it; give the rollout a prompt")
 
 
-def _groups(samples: Sequence[TrainingSample], loss_of: Callable[[str], LossOf]) -> list[list[_Unit]]:
+def _groups(samples: Sequence[TrainingSample], loss_of: Callable[[str], LossOf], cost: Cost) -> list[list[_Unit]]:
     """Samples by group, then by rollout, in order of first appearance."""
     groups: dict[int, dict[int, list[TrainingSample]]] = {}
     for sample in samples:
@@ -215,9 +224,10 @@ def _groups(samples: Sequence[TrainingSample], loss_of: Callable[[str], LossOf])
         of = {member: loss_of(unit[0].env) for member, unit in group.items()}
         own = {member: sum(_own(sample, of[member]) for sample in unit) for member, unit in group.items()}
         length = sum(own.values())
+        lengths = {member: [len(sample.token_ids) for sample in unit] for member, unit in group.items()}
         found.append(
             [
-                _Unit(unit, sum(len(sample.token_ids) for sample in unit), cost_of(unit), own[member], length, of[member])
+                _Unit(unit, lengths[member], sum(lengths[member]), cost(lengths[member]), own[member], length, of[member])
                 for member, unit in group.items()
             ]
         )
@@ -236,29 +246,50 @@ def _all_rows(groups: list[list[_Unit]], ranks: int, tokens: int) -> list[list[_
 def _fill(groups: list[list[_Unit]], ranks: int, tokens: int) -> list[list[_Unit]]:
     """Distribute rollouts over rows; the costliest row comes first. The number of rows is a multiple of `ranks`, kept small.
 
-    Pieces are placed costliest first, each into the row with the lowest cost so far. A piece is a whole group, or a run of its rollouts
-    if the group exceeds a row or a row's fair share of the batch.
+    A piece is a whole group, or a run of its rollouts if the group exceeds a row or a row's fair share of the batch. Pieces are placed
+    costliest first, which may need one row more for each rank than longest first. If even that has no room, they are placed longest first.
     """
-    total = sum(unit.tokens for group in groups for unit in group)
-    per_rank = max(1, -(-total // (ranks * tokens)))
+    units = [unit for group in groups for unit in group]
+    total, cost = sum(unit.tokens for unit in units), sum(unit.cost for unit in units)
+    per_rank = least = max(1, -(-total // (ranks * tokens)))
     while True:
         num_rows = per_rank * ranks
-        pieces = _pieces(groups, min(tokens, max(1, -(-total // num_rows))))
-        costs = [sum(unit.cost for unit in piece) for piece in pieces]
-        members: list[list[int]] = [[] for _ in range(num_rows)]
-        least = [(0, row) for row in range(num_rows)]  # a heap of (cost so far, row)
-        for i in sorted(range(len(pieces)), key=lambda i: (-costs[i], i)):
-            cost, row = least[0]
-            members[row].append(i)
-            heapq.heapreplace(least, (cost + costs[i], row))
-        if not any(len(row) > 1 and sum(unit.tokens for i in row for unit in pieces[i]) > tokens for row in members):
+        pieces = _pieces(groups, min(tokens, max(1, -(-total // num_rows))), -(-cost // num_rows))
+        costs, sizes = [sum(unit.cost for unit in piece) for piece in pieces], [sum(unit.tokens for unit in piece) for piece in pieces]
+        members = _placed(costs, sizes, num_rows, tokens)
+        if members is None and per_rank > least:
+            members = _placed(sizes, sizes, num_rows, tokens)
+        if members is not None:
             break
         per_rank += 1
-    filled = {row: cost for cost, row in least}
+    filled = [sum(costs[i] for i in row) for row in members]
     rows = [[unit for i in sorted(row) for unit in pieces[i]] for row in members]
     by_cost = sorted(range(num_rows), key=lambda row: (-filled[row], row))
     used = max(1, -(-sum(map(bool, rows)) // ranks)) * ranks  # oversized rows may leave others empty
     return [rows[row] for row in by_cost[:used]]
+
+
+def _placed(costs: Sequence[float], sizes: Sequence[int], num_rows: int, tokens: int) -> list[list[int]] | None:
+    """Put the costliest of the remaining pieces into the row with the lowest cost so far that has room for it, until all are placed.
+
+    Returns the pieces of each row by number; None if there is no room. An empty row has room for any piece.
+    """
+    members: list[list[int]] = [[] for _ in range(num_rows)]
+    taken = [0] * num_rows  # tokens
+    least: list[tuple[float, int]] = [(0, row) for row in range(num_rows)]  # a heap of (cost so far, row)
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        full = []
+        while least and members[least[0][1]] and taken[least[0][1]] + sizes[i] > tokens:
+            full.append(heapq.heappop(least))
+        if not least:
+            return None
+        cost, row = least[0]
+        members[row].append(i)
+        taken[row] += sizes[i]
+        heapq.heapreplace(least, (cost + costs[i], row))
+        for each in full:
+            heapq.heappush(least, each)
+    return members
 
 
 def _rows_of(rank: int, ranks: int, rows: list[list[_Unit]]) -> list[list[_Unit]]:
@@ -267,18 +298,19 @@ def _rows_of(rank: int, ranks: int, rows: list[list[_Unit]]) -> list[list[_Unit]
     return [rows[turn * ranks + (rank if turn % 2 == 0 else ranks - 1 - rank)] for turn in turns]
 
 
-def _pieces(groups: list[list[_Unit]], limit: int) -> list[list[_Unit]]:
-    """Runs of rollouts of one group with at most `limit` tokens each; a single rollout may exceed it."""
+def _pieces(groups: list[list[_Unit]], tokens: int, cost: float) -> list[list[_Unit]]:
+    """Runs of rollouts of one group with at most so many tokens and at most this cost each; a single rollout may exceed both."""
     pieces: list[list[_Unit]] = []
     for group in groups:
         piece: list[_Unit] = []
-        size = 0
+        size, spent = 0, 0.0
         for unit in group:
-            if piece and size + unit.tokens > limit:
+            if piece and (size + unit.tokens > tokens or spent + unit.cost > cost):
                 pieces.append(piece)
-                piece, size = [], 0
+                piece, size, spent = [], 0, 0.0
             piece.append(unit)
             size += unit.tokens
+            spent += unit.cost
         pieces.append(piece)
     return pieces
 

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from rlx.config.savings import ran_out, when_out_of_memory
 from rlx.config.schema import CommandConfig, TrainingRoot
 from rlx.heartbeat import EVALUATING, SERVING, Ages, read_heartbeats
 from rlx.launch.children import Child, Children, start_reaper
@@ -32,7 +33,6 @@ from rlx.launch.verdict import Process, Verdict, View, decide, find_hung, is_fin
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths, listed
 from rlx.plan.record import read_plan
-from rlx.plan.savings import ran_out, when_out_of_memory
 from rlx.process import disk_is_full, full_disk
 from rlx.runs.outside import is_inside
 from rlx.runs.status import Cause, Restart, Status, describe_returncode, last_lines, read_status

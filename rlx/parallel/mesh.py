@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -102,12 +103,16 @@ class Mesh:
 
     def where(self, flag: bool) -> list[int]:
         """The ranks on which the flag is set. Returns when every rank has called this."""
-        flags = torch.zeros(self.world_size)
-        flags[self.rank] = float(flag)
+        return [rank for rank, flag in enumerate(self.each(float(flag))) if flag]
+
+    def each(self, value: float) -> list[float]:
+        """Every rank's value, by rank. Returns when every rank has called this."""
+        values = torch.zeros(self.world_size, dtype=torch.float64)
+        values[self.rank] = value
         if self.world_size > 1:
             with self._together():
-                dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        return flags.nonzero().flatten().tolist()
+                dist.all_reduce(values)
+        return values.tolist()
 
     def broadcast_bytes(self, content: bytes | bytearray | None = None) -> bytes | bytearray:
         """Rank 0's `content`, on every rank. Other ranks pass nothing and receive writable memory."""
@@ -211,17 +216,29 @@ def build_mesh(
     device = torch.device("cuda", place.local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    torch.manual_seed(cfg.seed)
     # To compute in another dtype than its parameters', or to keep them elsewhere, a single process shards over itself.
     mixed = cfg.model.dtype != cfg.trainer.optimization_dtype or (cfg.trainer.fsdp_cpu_offload and cuda)
     if place.world_size == 1 and not mixed:
+        torch.manual_seed(cfg.seed)
         return one_process(device)
     store = None
     if place.world_size > 1 and not place.under_torchrun:
         store = meet(paths, place.rank, place.world_size, timeout=timeout, tick=tick)
     limit = max(cfg.trainer.batch_timeout, timeout) + MARGIN
     divided = {"copies": cfg.trainer.dp_replicate, "context": cfg.trainer.cp, "tensor": cfg.trainer.tp, "expert": cfg.trainer.ep}
-    return join(device, rank=place.rank, world_size=place.world_size, timeout=limit, store=store, alive=alive, **divided)
+    mesh = join(device, rank=place.rank, world_size=place.world_size, timeout=limit, store=store, alive=alive, **divided)
+    seed_masks(cfg.seed, mesh)
+    return mesh
+
+
+def seed_masks(seed: int, mesh: Mesh) -> None:
+    """Seed torch's generators of this rank, which draw the masks of dropout (`lora.dropout`).
+
+    The ranks of a tensor group gather the same tokens before divided matrices, so they draw the same masks. All others have other tokens
+    and draw their own. Rank 0 draws as a single process does.
+    """
+    place = mesh.rank // (1 if mesh.row is None else mesh.row.tensor.size)
+    torch.manual_seed(seed if place == 0 else zlib.crc32(f"{seed}/{place}".encode()))  # on a CPU, torch uses 32 bits
 
 
 def one_process(device: torch.device | str) -> Mesh:

@@ -11,13 +11,13 @@ from typing import Any
 
 from rlx.config.evaluated import evaluated, is_due
 from rlx.config.kv_cache import kv_cache_bytes
+from rlx.config.memory import TrainerMemory, engine_memory, size, trained_parameters, trainer_memory
 from rlx.config.objectives import losses_of
 from rlx.config.rows import why
 from rlx.config.schema import CommandConfig, Config, EvaluatedRun, PlayRoot, SftRoot, TrainingRoot
 from rlx.config.schema_eval import EvalRoot
 from rlx.config.schema_synthesize import SynthesizeRoot
 from rlx.plan.forecast import time_on_cpu
-from rlx.plan.memory import TrainerMemory, engine_memory, trained_parameters, trainer_memory
 from rlx.rollout.filters import rules_of
 from rlx.types import ProcessSpec
 
@@ -47,15 +47,6 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     cells = [list(head), *map(list, rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
-
-
-def size(num_bytes: float) -> str:
-    """`3.2 GiB`, `14 MiB` or `2 KiB`."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
-        if num_bytes >= unit:
-            value = num_bytes / unit
-            return f"{value:,.1f} {name}" if value < 100 else f"{value:,.0f} {name}"
-    return f"{num_bytes / 2**10:,.1f} KiB"
 
 
 def _composed(choices: Mapping[str, str], notes: Sequence[str], run_dir: str) -> list[str]:

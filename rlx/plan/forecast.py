@@ -5,8 +5,8 @@ Pure: turns a configuration into numbers and text. It does not know the machine,
 
 from __future__ import annotations
 
+from rlx.config.memory import adapter_parameters
 from rlx.config.schema import CommandConfig, Config
-from rlx.plan.memory import adapter_parameters
 
 TRAINING, SAMPLING = 100e9, 25e9
 """Floating-point operations per second of one CPU thread in float32, measured with SmolLM2-135M on a server's cores. Others differ by a

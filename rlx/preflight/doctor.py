@@ -24,11 +24,10 @@ from pathlib import Path
 
 from rlx.config import limits
 from rlx.config.kv_cache import kv_cache_bytes
+from rlx.config.memory import engine_memory, size, trainer_memory
 from rlx.config.schema import CommandConfig, Config, PlayRoot
 from rlx.kernels.toolchain import missing_part
 from rlx.paths import cache_root
-from rlx.plan.explain import size
-from rlx.plan.memory import engine_memory, trainer_memory
 
 OK, WARNING, FAILED, SKIPPED = "ok", "warning", "failed", "skipped"
 WRITTEN = 64 * 2**20  # bytes that a disk is measured with
@@ -236,8 +235,7 @@ def needed_memory(cfg: CommandConfig) -> float:
         need += engine * cfg.num_servers / hosts
     if isinstance(cfg, Config):
         trainer = trainer_memory(cfg)
-        on_host = trainer.parameters + trainer.gradients + trainer.optimizer if trainer.on_host else 0.0
-        need += (PROCESS + (trainer.loading + on_host if cuda else trainer.device)) * cfg.trainer_ranks / hosts + trainer.published
+        need += (PROCESS + trainer.host) * cfg.trainer_ranks / hosts + trainer.published
     return need
 
 

@@ -22,8 +22,8 @@ from packaging.requirements import Requirement
 from rlx.config.checks.run import is_path
 from rlx.config.driver import driver_cuda, too_old
 from rlx.config.gpus import installed_gpus, visible_gpus
+from rlx.config.memory import size
 from rlx.config.signatures import is_installed
-from rlx.plan.explain import size
 from rlx.preflight.doctor import FAILED, MACHINE, OK, SKIPPED, WARNING, Check, Examined, Finding
 from rlx.preflight.hub import NOTHING, lacks, models_of
 from rlx.runs.jobs import ask

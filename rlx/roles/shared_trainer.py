@@ -44,6 +44,8 @@ class SharedTrainer:
         from rlx.parallel.mesh import build_mesh
         from rlx.shared.member import Member
         from rlx.train.build import policy_of
+        from rlx.train.flops import Flops
+        from rlx.train.room import too_little
         from rlx.train.together import Together
         from rlx.weights.hub import TIMEOUT, initial_model
 
@@ -51,8 +53,9 @@ class SharedTrainer:
         self.cfg, self.paths, self.watch, self.slots = cfg, paths, watch, cfg.trainer.max_concurrent_runs
         self.presence = Presence(paths) if place.rank == 0 else None
         self.mesh = build_mesh(cfg, paths, place, timeout=TIMEOUT, tick=watch.beat_on, alive=watch.waiting)
+        too_little(cfg, self.mesh)
         self.model = policy_of(cfg, initial_model(cfg, paths, self.mesh, watch), self.mesh, watch.working)
-        self.together = Together(self.model, self.mesh)
+        self.together, self.flops = Together(self.model, self.mesh), Flops.of(self.model.hf)
         self.together.before_row = watch.progressed
         self.members: dict[int, Member] = {}
         self.seen: set[str] = set()  # tokens of all runs that have asked
@@ -198,6 +201,7 @@ class SharedTrainer:
             ranks=self.mesh.num_data_ranks,
             tokens=tokens,
             loss_of={slot: trainer.losses.loss_of for slot, trainer in trainers.items()},
+            cost=self.flops.work,
         )
         iterations = {slot: member.cfg.trainer.num_iterations for slot, member in members.items()}
         outcomes = self.together.train(packed, trainers, iterations)

@@ -47,6 +47,7 @@ class Trainer:
         from rlx.policy.source import source_of, validation_rows
         from rlx.train.build import build
         from rlx.train.flops import Meter
+        from rlx.train.room import too_little
         from rlx.train.scores import ScoreKeeper
         from rlx.train.summary import Summary
         from rlx.train.validation import Validation
@@ -56,21 +57,23 @@ class Trainer:
         self.cfg, self.paths, self.watch = cfg, paths, watch
         wait_for_neighbours(cfg, paths, watch.beat, watch.tick)
         self.mesh = build_mesh(cfg, paths, place, timeout=TIMEOUT, tick=watch.beat_on, alive=watch.waiting)
+        warning = too_little(cfg, self.mesh)
         name = initial_model(cfg, paths, self.mesh, watch)
         self.step_trainer = build(cfg, name, self.mesh, watch.working, resumes=(start := read_start(paths)) is not None)
         self.model, self.reference = self.step_trainer.model, self.step_trainer.reference
-        self.summary = Summary(paths, self.mesh, self.step_trainer)
+        self.summary = Summary(paths, self.mesh, self.step_trainer, warning)
         self.source = source_of(cfg, paths, self.mesh, name, self.step_trainer.losses.streams)
         rows = validation_rows(cfg, self.mesh, name, watch.beat_on)
-        self.validation = Validation(self.step_trainer, rows, cfg.micro_batch_tokens, paths, watch) if rows is not None else None
+        self.meter = Meter(self.model, self.mesh)
+        row = cfg.micro_batch_tokens, self.meter.flops.work
+        self.validation = Validation(self.step_trainer, rows, *row, paths, watch) if rows is not None else None
         self.metrics = MetricsWriter(paths.metrics, "trainer") if self.mesh.first else None
         self.broadcast = Broadcast.of(cfg, self.model, self.mesh, paths, name, watch.working)
         watch.checks.append(self.broadcast.check)
         self.checkpoints = Checkpoints.of(cfg, paths, self.step_trainer, watch.beat_on)
         self.first_step, self.updated = 0, False  # `updated`: the current step has already changed the weights
         self.step_trainer.before_micro_batch = self.between_micro_batches
-        self.meter = Meter(self.model, self.mesh)
-        self.scores = ScoreKeeper(cfg, paths, self.mesh, self.step_trainer)
+        self.scores = ScoreKeeper(cfg, paths, self.mesh, self.step_trainer, self.meter.flops.work)
         if start is not None:
             with watch.working(f"reading checkpoint {start.step}"):
                 self.resume(start.checkpoint / TRAINER, start.step)
@@ -121,8 +124,14 @@ class Trainer:
         """Run the optimizer steps of a batch and return the step's metrics. Raises Preempted on all ranks if the step is abandoned."""
         from rlx.data.packing import pack
 
-        ranks, tokens = self.mesh.num_data_ranks, self.cfg.micro_batch_tokens
-        batch = pack(step_batch, rank=self.mesh.data_rank, ranks=ranks, tokens=tokens, loss_of=self.step_trainer.losses.loss_of)
+        batch = pack(
+            step_batch,
+            rank=self.mesh.data_rank,
+            ranks=self.mesh.num_data_ranks,
+            tokens=self.cfg.micro_batch_tokens,
+            loss_of=self.step_trainer.losses.loss_of,
+            cost=self.meter.flops.work,
+        )
         self.updated = False
         self.watch.beat(f"training step {batch.step}", batch.step)
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 import resource
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -74,13 +75,20 @@ class Flops:
         lengths = list(lengths)
         return self.matrices * sum(lengths) + self._pairs(lengths, causal)
 
+    def work(self, lengths: Iterable[int]) -> float:
+        """What a rank does for samples of these lengths, which balances the rows of ranks (`rlx.data.packing.Cost`)."""
+        return self.count(lengths, causal=True)
+
     def count_backward(self, lengths: Iterable[int], *, causal: bool = False) -> float:
         """The part of `count` that a backward needs."""
         lengths = list(lengths)
         return self.backward * sum(lengths) + self._pairs(lengths, causal) * 2 / 3
 
     def _pairs(self, lengths: list[int], causal: bool) -> float:
-        pairs = sum(n * n if window is None or n <= window else window * (2 * n - window) for window in self.windows for n in lengths)
+        pairs = sum(
+            layers * sum(n * n if window is None or n <= window else window * (2 * n - window) for n in lengths)
+            for window, layers in Counter(self.windows).items()
+        )
         return self.attention * float(pairs) * (0.5 if causal else 1.0)
 
 
@@ -121,7 +129,7 @@ class Meter:
         self.peak = peak_of(name)
 
     def measure(self, batch: StepBatch, seconds: float, iterations: int, forward_only: Sequence[int] = ()) -> dict[str, float]:
-        """Metrics of a step that trained `iterations` times on the batch in `seconds`, on all ranks together.
+        """Metrics of a step that trained `iterations` times on the batch in `seconds`, on all ranks together. Every rank calls this.
 
         `forward_only`: the lengths of sequences that had no backward, each as often as that happened.
         """
@@ -131,11 +139,13 @@ class Meter:
             needed = iterations * self.flops.count(lengths, causal=causal) - self.flops.count_backward(forward_only, causal=causal)
             return needed / seconds / self.mesh.world_size
 
-        flops = rate(causal=False)
+        flops, peaks = rate(causal=False), self.mesh.each(self._memory())
+        most = max(range(len(peaks)), key=lambda rank: peaks[rank])
         values = {
             "perf/tokens_per_second": iterations * sum(lengths) / seconds,
             "perf/tflops": flops / 1e12,
-            "perf/peak_memory_gb": self._memory(),
+            "perf/peak_memory_gb": peaks[most],
+            "perf/peak_memory_rank": float(most),
         }
         if self.compiled:
             values["perf/compiled_graphs"] = num_graphs()
@@ -144,6 +154,7 @@ class Meter:
         return values
 
     def _memory(self) -> float:
+        """Of this rank, GiB."""
         if self.mesh.device.type == "cuda":
             return self.mesh.peak_memory()
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -6,7 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from rlx.config.schema import TrainingRoot
-from rlx.data.packing import samples_in_rows
+from rlx.data.packing import Cost, samples_in_rows
 from rlx.data.scores import Scored, scores_of, write_scores
 from rlx.parallel.mesh import Mesh
 from rlx.paths import RunPaths
@@ -19,8 +19,9 @@ Row = tuple[MicroBatch, Tensor, Tensor]  # with logp [N] and entropy [N] of its 
 class ScoreKeeper:
     """Listens to a trainer. Does nothing in a run that does not record its batches."""
 
-    def __init__(self, cfg: TrainingRoot, paths: RunPaths, mesh: Mesh, trainer: PolicyTrainer) -> None:
-        self.paths, self.mesh, self.losses, self.tokens = paths, mesh, trainer.losses, cfg.micro_batch_tokens
+    def __init__(self, cfg: TrainingRoot, paths: RunPaths, mesh: Mesh, trainer: PolicyTrainer, cost: Cost) -> None:
+        """`cost`: the one that packs the rows that are trained."""
+        self.paths, self.mesh, self.losses, self.tokens, self.cost = paths, mesh, trainer.losses, cfg.micro_batch_tokens, cost
         self.keeps = cfg.records_scores and mesh.leads
         self._rows: list[Row] = []  # on the device until the step is done, so that no row waits for a copy
         if self.keeps:
@@ -35,7 +36,7 @@ class ScoreKeeper:
         if not self.keeps:
             return
         rank, ranks = self.mesh.data_rank, self.mesh.num_data_ranks
-        packed = samples_in_rows(batch, rank=rank, ranks=ranks, tokens=self.tokens, loss_of=self.losses.loss_of)
+        packed = samples_in_rows(batch, rank=rank, ranks=ranks, tokens=self.tokens, loss_of=self.losses.loss_of, cost=self.cost)
         write_scores(self.paths, scores_of(batch, [_sampled(row) for row in rows[: len(packed)]], packed), rank)
 
 

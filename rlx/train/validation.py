@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import torch
 
-from rlx.data.packing import pack
+from rlx.data.packing import Cost, pack
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths
 from rlx.train.step import PolicyTrainer, perplexity
@@ -26,13 +26,13 @@ class Validation:
     """One set of held-out samples. Every rank has this object and makes the same calls."""
 
     def __init__(
-        self, trainer: PolicyTrainer, rows: tuple[StepBatch, Mapping[str, float]], tokens: int, paths: RunPaths, watch: Watch
+        self, trainer: PolicyTrainer, rows: tuple[StepBatch, Mapping[str, float]], tokens: int, cost: Cost, paths: RunPaths, watch: Watch
     ) -> None:
-        """`rows`: the samples, the same on every rank, and what was left out of them, on rank 0. `tokens`: of a packed row."""
+        """`rows`: the samples, the same on every rank, and what was left out of them, on rank 0. `tokens` and `cost`: of packed rows."""
         mesh = trainer.mesh
         self.trainer, self.watch = trainer, watch
         batch, self.left_out = rows
-        (self.rows,) = pack(batch, rank=mesh.data_rank, ranks=mesh.num_data_ranks, tokens=tokens).mini_batches
+        (self.rows,) = pack(batch, rank=mesh.data_rank, ranks=mesh.num_data_ranks, tokens=tokens, cost=cost).mini_batches
         self.metrics = MetricsWriter(paths.metrics, "val") if mesh.first else None
 
     def record(self, version: int) -> None:

@@ -69,6 +69,12 @@ class TrainerMemory:
         """Bytes on the device at the peak."""
         return self.states + max(self.moments.values())
 
+    @property
+    def host(self) -> float:
+        """Bytes of host memory at the peak, beside what Python and torch take; `published` aside."""
+        states = self.parameters + self.gradients + self.optimizer + self.reference if self.on_host else 0.0
+        return states + self.loading if self.context else self.device
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
@@ -78,6 +84,15 @@ class EngineMemory:
     kv_token: float  # keys and values of one token
     kv_longest: float  # of one sequence of the engine's maximum length
     kv_wanted: float  # of all sequences that may be decoded together, each of length `seq_len`
+
+
+def size(num_bytes: float) -> str:
+    """`3.2 GiB`, `14 MiB` or `2 KiB`."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if num_bytes >= unit:
+            value = num_bytes / unit
+            return f"{value:,.1f} {name}" if value < 100 else f"{value:,.0f} {name}"
+    return f"{num_bytes / 2**10:,.1f} KiB"
 
 
 def adapter_parameters(cfg: TrainingRoot) -> float:

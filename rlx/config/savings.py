@@ -1,4 +1,4 @@
-"""Which keys would save how much of the trainer's device memory, by the estimates of `rlx.plan.memory`. Pure.
+"""Which keys would save how much of the trainer's device memory, by the estimates of `rlx.config.memory`. Pure.
 
 Knows only keys that leave what is learned unchanged: those that recompute, move to host memory, or make rows shorter. Fewer tokens, a
 smaller model or adapters are the user's decision.
@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from rlx.config.memory import size, trainer_memory
 from rlx.config.rows import WHOLE
 from rlx.config.schema import PlayRoot, TrainingRoot
-from rlx.plan.explain import size
-from rlx.plan.memory import trainer_memory
 
 RAN_OUT = ("OutOfMemoryError", "CUDA out of memory", "CUDA error: out of memory")  # of torch's and CUDA's errors
 LEAST = 0.01  # share of the peak that is worth a line
@@ -48,11 +47,18 @@ def when_out_of_memory(cfg: TrainingRoot) -> str:
     """What to do when the trainer's device has no memory left, in lines."""
     memory = trainer_memory(cfg)
     moment = max(memory.moments, key=lambda name: memory.moments[name])
-    lines = [f"the device ran out of memory; the estimate was {size(memory.device)} on each rank, at its peak when {moment}"]
+    return "\n".join(
+        [f"the device ran out of memory; the estimate was {size(memory.device)} on each rank, at its peak when {moment}", *remedies(cfg)]
+    )
+
+
+def remedies(cfg: TrainingRoot) -> list[str]:
+    """What takes less memory, with what it would save, in lines."""
+    lines = []
     if found := savings(cfg):
         lines.append("by the estimates, each of these alone would save:")
         lines += [f"  {override}: {size(value)}" for override, value in found.items()]
     lines.append("more ranks share parameters, gradients and optimizer (hardware=); dry_run=true lists all parts of the estimate")
     if isinstance(cfg, PlayRoot) and cfg.hardware.shared and cfg.plays:
         lines.append(f"the engine has {cfg.inference.gpu_memory_utilization:.0%} of the same GPU: lower inference.gpu_memory_utilization")
-    return "\n".join(lines)
+    return lines
