@@ -113,7 +113,7 @@ class PolicyEngine:
         config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
         keep_running(config.scheduler_config)
         if cpu:
-            keep_freed_memory()  # a version's packed weights take the place of the old ones
+            keep_freed_memory(one_heap=True)  # a version's packed weights take the place of the old ones
             keep_weights()
             multiply_plainly()
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM's CPU platform has just set spawn, which takes 10 s longer

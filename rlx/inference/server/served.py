@@ -92,20 +92,17 @@ def faithful(
     return dict(one for one in each(same, tensors, _host_bytes(engine.parameters.values())) if one is not None)
 
 
-def writable(
+def places(
     model: torch.nn.Module,
     kept: Mapping[torch.nn.Module, Tensor],
-    unread: Collection[torch.nn.Module],
     shapes: Mapping[str, Sequence[int]],
     comparable: Collection[str],
     split: Split = ALONE,
 ) -> dict[str, Place]:
-    """Where the values of tensors may be written while the engine generates: in the `kept` weights of layers that multiply with packed
-    copies alone (`unread`), for tensors that are served as they are in their files."""
+    """Where the `comparable` tensors are served: whoever writes their values there need not know how vLLM loads them."""
     engine = Engine.of(model, kept, shapes, split)
-    free = {_storage(kept[layer]) for layer in unread}
-    places = {name: engine.find(name) for name in comparable}
-    return {name: place for name, place in places.items() if place is not None and _storage(place.served) in free}
+    found = {name: engine.find(name) for name in comparable}
+    return {name: place for name, place in found.items() if place is not None}
 
 
 def compare(
@@ -281,11 +278,11 @@ class Engine(NamedTuple):
         """
         claimed: Counter[int] = Counter()
         for place in places:
-            claimed[_storage(place.served)] += place.served.numel()
+            claimed[storage(place.served)] += place.served.numel()
         rest: dict[str, int] = {}
         seen = set()
         for name, parameter in self.parameters.items():
-            where = _storage(parameter)
+            where = storage(parameter)
             if where in seen or not parameter.numel():
                 continue
             seen.add(where)
@@ -299,7 +296,8 @@ class Engine(NamedTuple):
         return rest
 
 
-def _storage(tensor: Tensor) -> int:
+def storage(tensor: Tensor) -> int:
+    """Which memory it lies in."""
     return tensor.untyped_storage().data_ptr()
 
 

@@ -18,7 +18,7 @@ from rlx.inference.server import adapter
 from rlx.inference.server.kept import check_head, check_packed, kept_weights, own_copy
 from rlx.inference.server.policy_files import TIED_HEAD, tensor_shapes, tensors, twin_of_head, with_head
 from rlx.inference.server.reading import Reading, State
-from rlx.inference.server.served import Compared, Place, Split, compare, faithful, writable
+from rlx.inference.server.served import Compared, Place, Split, compare, faithful, places, storage
 from rlx.inference.server.transfer import GlooEngine, forget_reload, pack, unpack
 from rlx.paths import COMPLETE
 from rlx.weights.hub import fetch
@@ -109,13 +109,16 @@ class PolicyWorker:
             shapes = tensor_shapes(initial)
             packed = kept_weights(model)
             found = faithful(model, packed, shapes, tensors(initial), self._split())
-            self.places = writable(model, packed, own_copy(packed), shapes, found, self._split())
+            every = places(model, packed, shapes, found, self._split())
+            unread = {storage(packed[layer]) for layer in own_copy(packed)}
+            self.places = {name: place for name, place in every.items() if storage(place.served) in unread}
         self.initial, self.comparable = initial, frozenset(found)
         self.sums = {name: found.get(name, {"shape": shape, "dtype": "", "sum": ""}) for name, shape in shapes.items()}
         if getattr(self.vllm_config.model_config, "word_embeddings_untied_by_checkpoint", False):
             self.twin = twin_of_head(initial)
         if isinstance(self.weight_transfer_engine, GlooEngine):
             self.weight_transfer_engine.twin = self.twin
+            self.weight_transfer_engine.places = {name: place.served for name, place in every.items() if place.dim is None}
 
     def load_adapter(self, folder: str | None) -> Compared:
         """Replace the served adapter by the one in a PEFT folder, or by zeros: None, version 0. Then compare it with the folder's manifest.
