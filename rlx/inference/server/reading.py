@@ -24,7 +24,7 @@ from rlx.inference.server.served import ALONE, Place, Split, each
 from rlx.weights.attest import checksum, copied
 from rlx.weights.files import weight_files
 
-POLL = 0.002  # seconds
+POLL = (0.001, 0.02)  # seconds between two questions: the first time, and at most. Each takes the engine's time between two steps
 
 
 class State(NamedTuple):
@@ -93,8 +93,10 @@ async def read(call: Callable[..., Awaitable[Any]], folder: Path) -> None:
     """
     await call("begin_reading", None, (str(folder),))
     states: Sequence[State] = [State(False, "")]
+    seconds, longest = POLL
     while not all(state.done for state in states):
-        await asyncio.sleep(POLL)
+        await asyncio.sleep(seconds)
+        seconds = min(2 * seconds, longest)
         states = [State(*state) for state in await call("reading_state", None, ())]
     if refused := [state.why for state in states if state.why]:
         raise ValueError(refused[0])
