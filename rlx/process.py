@@ -24,7 +24,7 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 ORPHANED = 1  # exit code of a process whose parent died before `die_with_parent`
 FULL = (errno.ENOSPC, errno.EDQUOT)  # the error numbers of a full disk and a used-up quota
 LITTLE = 2**18  # bytes: a disk with less free space counts as full
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # <malloc.h>
 KEPT = 2**30  # bytes: larger allocations, and more free memory than this at the top of the heap, go back to the kernel
 HOST = "RLX_HOST"  # environment variable: the name by which other hosts of the run reach this one; set only in steps of a SLURM job
 SUPERVISOR = "RLX_SUPERVISOR_PID"  # environment variable: the supervisor's process id, for its descendants on the same host
@@ -83,8 +83,10 @@ def set_cpu_threads(threads: int) -> None:
         torch.set_num_threads(threads)
 
 
-def keep_freed_memory() -> None:
+def keep_freed_memory(*, one_heap: bool = False) -> None:
     """Let the C library's allocator keep what is freed, for the next allocation of this process.
+
+    `one_heap`: also for threads that start from now on. By default they have heaps of their own, which cannot hold what is larger than 64 MiB.
 
     A step on CPU frees and allocates the same tensors over and over. By default the large ones go back to the kernel each time, which then
     hands out zeroed pages one by one: about a tenth of a small model's step. Does nothing where the library has no such settings.
@@ -93,6 +95,8 @@ def keep_freed_memory() -> None:
     # The second threshold alone would fix the first at its low initial value. Some versions accept no more than 32 MiB for the first.
     if mallopt is not None and (mallopt(M_MMAP_THRESHOLD, KEPT) or mallopt(M_MMAP_THRESHOLD, 2**25)):
         mallopt(M_TRIM_THRESHOLD, KEPT)
+        if one_heap:
+            mallopt(M_ARENA_MAX, 1)
 
 
 def full_disk(error: BaseException, run_dir: Path) -> str | None:

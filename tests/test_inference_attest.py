@@ -33,8 +33,11 @@ worker.pack = lambda model, packed, device: [layer.quant_method.process_weights_
 """
 SKIPPED = f"""
 from rlx.inference.server import worker
-tensors = worker.tensors
-worker.tensors = lambda folder: tensors(folder.parent / 'step_1') if folder.name == 'step_2' else tensors(folder)
+tensors, read = worker.tensors, worker.Reading
+def earlier(folder, entries, written, *rest):
+    skipped = folder.name == 'step_2'
+    return read(folder, tensors(folder.parent / 'step_1') if skipped else entries, {{}} if skipped else written, *rest)
+worker.Reading = earlier
 {START}
 """
 WRONG_SLICE = f"""

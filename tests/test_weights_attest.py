@@ -20,7 +20,7 @@ from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import one_process
 from rlx.paths import COMPLETE, RunPaths
 from rlx.weights import attest, files
-from rlx.weights.attest import ROW, as_checksum, checksum, partial_sum
+from rlx.weights.attest import ROW, as_checksum, checksum, copied, partial_sum
 from rlx.weights.files import ModelFiles
 from rlx.weights.publish import Publisher
 from rlx.weights.saving import facts
@@ -45,6 +45,21 @@ def test_the_checksum_is_the_same_for_equal_values_however_they_lie(dtype: torch
         assert checksum(tensor.t().contiguous().t()) == expected
         around = torch.cat([tensor[:3], tensor, tensor[:1]])
         assert checksum(around[3 : 3 + len(tensor)]) == expected, "a slice of a larger tensor may begin at an odd address"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (33, 5), (64, 128), (200_003,), (200_004,)])
+def test_a_copy_has_the_values_and_the_checksum_of_what_was_copied(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    source = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 50).to(dtype)
+    target = torch.empty_like(source)
+    assert copied(source, target) == by_hand(source)
+    assert torch.equal(source, target)
+    if source.ndim == 2:
+        turned, part = torch.empty_like(source.t()).t(), torch.empty(len(source) + 1, *source.shape[1:], dtype=dtype)[1:]
+        for place in (turned, part):
+            assert copied(source, place) == by_hand(source)
+            assert torch.equal(source, place)
+    assert copied(source, wider := torch.empty(shape, dtype=torch.float64)) == by_hand(wider), "what the target holds is summed"
 
 
 def test_a_gpu_sums_what_a_cpu_sums() -> None:

@@ -111,9 +111,11 @@ def test_tensors_of_all_sizes_and_dtypes_arrive_as_they_were(monkeypatch: pytest
     found: dict[str, torch.Tensor] = {}
     memory: list[set[int]] = []
     others: list[torch.Tensor] = []
+    groups: list[Group] = []
 
     def receive() -> None:
         group = Group(reach_store(f"{store.host}:{store.port}", TIMEOUT), "x", 1, 2, TIMEOUT)
+        groups.append(group)
         for _ in range(2):
             memory.append(set())
             others.extend(torch.empty(4096, dtype=torch.uint8) for _ in range(8))  # would get memory that the receiver has given back
@@ -131,6 +133,18 @@ def test_tensors_of_all_sizes_and_dtypes_arrive_as_they_were(monkeypatch: pytest
     assert memory[0] == memory[1], "the second transfer arrives in the memory of the first"
     assert list(found) == [name for name, _ in sent]
     assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in sent)
+
+    places = {name: torch.zeros_like(tensor, memory_format=torch.contiguous_format) for name, tensor in sent[::2]}
+    places["2"] = torch.zeros(1)  # not what is sent
+    places["turned"] = torch.zeros(50, 40).T  # not contiguous
+    rest: list[str] = []
+    receiver = threading.Thread(target=lambda: rest.extend(name for part in groups[0].receive(announced, places) for name, _ in part))
+    receiver.start()
+    group.send(announced, sent)
+    receiver.join(TIMEOUT)
+    direct = [name for name, _ in sent[::2] if name not in ("2", "turned")]
+    assert rest == [name for name, _ in sent if name not in direct]
+    assert all(torch.equal(places[name], tensor) for name, tensor in sent if name in direct)
     with pytest.raises(ValueError, match=r"tensor 0 to send is \('0', 'float64', \[3\]\), but \('0', 'float32', \[3\]\) was announced"):
         group.send(announced, [("0", sent[0][1].double())])
     with pytest.raises(ValueError, match="was announced, but not sent"):

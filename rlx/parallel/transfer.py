@@ -2,7 +2,7 @@
 
     both ends      Announced: name, dtype and shape of every tensor, in the order of sending
     rank 0         Group.send(announced, (name, tensor), …)
-    other ranks    Group.receive(announced)  →  (name, tensor), …
+    other ranks    Group.receive(announced, places)  →  (name, tensor), … of those that have no place
 
 Both ends cut the stream of tensors in the same places. A large tensor is sent by itself from where it lies, without a copy; small
 neighbours travel together. The sender holds at most `AHEAD` messages, and the receiver two, so nobody holds a second model. The receiver
@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -151,17 +152,29 @@ class Group:
         if (extra := next(walk, None)) is not None:
             raise ValueError(f"{extra[1][0]} was not announced")
 
-    def receive(self, announced: Announced) -> Iterator[list[tuple[str, Tensor]]]:
-        """The tensors, in parts. A part's tensors are valid until the next part is taken. Raises RuntimeError if the sender is lost."""
+    def receive(self, announced: Announced, places: Mapping[str, Tensor] = MappingProxyType({})) -> Iterator[list[tuple[str, Tensor]]]:
+        """The tensors, in parts. A part's tensors are valid until the next part is taken. Raises RuntimeError if the sender is lost.
+
+        `places`: where tensors of these names belong, contiguous in host memory. They are received there, and are no part of the result.
+        """
         divided = parts(announced.sizes())
+        into = {name: place for name, place in places.items() if place.is_contiguous() and place.device.type == "cpu"}
+        fitting = {
+            name for name, dtype, shape in zip(announced.names, announced.dtypes, announced.shapes, strict=True)
+            if name in into and str(into[name].dtype) == f"torch.{dtype}" and list(into[name].shape) == list(shape)
+        }  # fmt: skip
+        alone = [announced.names[part.begin] if part.end - part.begin == 1 else "" for part in divided]  # of a part with one tensor
         buffers = self._buffers
         for parity in range(2):
-            largest = max((part.size for part in divided[parity::2]), default=0)
+            largest = max((part.size for part, name in list(zip(divided, alone, strict=True))[parity::2] if name not in fitting), default=0)
             if len(buffers[parity]) < largest:
                 buffers[parity] = torch.empty(largest, dtype=torch.uint8)
 
         def begin(number: int) -> list[Any]:
-            flat = buffers[number % 2][: divided[number].size]
+            if alone[number] in fitting:
+                flat = into[alone[number]].detach().reshape(-1).view(torch.uint8)
+            else:
+                flat = buffers[number % 2][: divided[number].size]
             return [self._group.broadcast(piece, 0) for piece in flat.split(PIECE) if len(piece)]
 
         coming = begin(0) if divided else []
@@ -169,7 +182,16 @@ class Group:
             for work in coming:
                 work.wait()
             coming = begin(number + 1) if number + 1 < len(divided) else []
-            yield list(_views(part, announced, buffers[number % 2]))
+            if alone[number] in fitting:
+                continue
+            rest = []
+            for name, tensor in _views(part, announced, buffers[number % 2]):
+                if name in fitting:
+                    into[name].detach().copy_(tensor)
+                else:
+                    rest.append((name, tensor))
+            if rest:
+                yield rest
 
     def abort(self) -> None:
         """Close the connections: a transfer in progress fails at the other end as well."""

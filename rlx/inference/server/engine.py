@@ -1,6 +1,6 @@
 """The served policy: vLLM's engine, the version of its weights, and the update to the next version.
 
-An update is exact for requests in flight. The old version keeps generating while the files are checked. Then the engine is paused between
+An update is exact for requests in flight. The old version keeps generating while the files are read and checked. Then the engine is paused between
 two steps, all tokens of the old weights are stamped, the weights are replaced, the keys and values of the old weights are dropped (requests
 in flight recompute theirs, or keep them: `InFlight.keep_kv`), and the engine resumes. If all requests in flight end soon, waiting for them
 is cheaper (`InFlight.drain_tokens`).
@@ -33,10 +33,12 @@ from rlx.inference.server.adapter import POLICY, multiply_plainly
 from rlx.inference.server.core import InProcessCore, SeparateCore, Sink
 from rlx.inference.server.kept import keep_weights
 from rlx.inference.server.policy_files import Shapes, check_adapter, check_policy, check_shapes, tensor_shapes, twin_of_head
+from rlx.inference.server.reading import read
 from rlx.inference.server.rendezvous import leave_no_files
 from rlx.inference.server.sampling import sampling_params
 from rlx.inference.server.scheduler import keep_running
 from rlx.inference.server.served import Compared, settle
+from rlx.process import keep_freed_memory
 from rlx.weights.files import identity
 from rlx.weights.mailbox import Call, Gone, Interrupted
 from rlx.weights.offer import read_secret
@@ -111,6 +113,7 @@ class PolicyEngine:
         config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
         keep_running(config.scheduler_config)
         if cpu:
+            keep_freed_memory(one_heap=True)  # a version's packed weights take the place of the old ones
             keep_weights()
             multiply_plainly()
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM's CPU platform has just set spawn, which takes 10 s longer
@@ -234,6 +237,7 @@ class PolicyEngine:
                     await asyncio.to_thread(check_adapter, folder, version, self.served, self.rank, self.identity)
                 else:
                     await asyncio.to_thread(check_policy, folder, version, self.served, self._tied)
+                    await read(self.core.collective_rpc_async, folder)
             except (ValueError, KeyError, TypeError, OSError) as error:
                 raise BadWeights(f"version {version} was refused, version {self.version} is still served: {error}") from error
             try:
@@ -328,6 +332,8 @@ class PolicyEngine:
                 raise BadWeights(f"the initial model was refused, version {self.version} is still served: {error}") from error
             if shapes != self.served:
                 raise BadWeights(f"version {self.version} is still served: {self.model} has changed since this server started")
+            if not self.rank:
+                await read(self.core.collective_rpc_async, self.model)
             await self._load(self.model, 0, started)
 
     async def _drain(self, tokens: int) -> None:
@@ -345,8 +351,8 @@ class PolicyEngine:
         checked = time.perf_counter()
         try:
             await self._pause(keep_kv)
-            method, what = ("load_adapter", str(folder) if version else None) if self.rank else ("load_policy", str(folder))
-            found: list[Compared] = await self.core.collective_rpc_async(method, None, (what,))  # by each worker
+            method, *what = ("load_adapter", str(folder) if version else None) if self.rank else ("load_policy",)
+            found: list[Compared] = await self.core.collective_rpc_async(method, None, tuple(what))  # by each worker
             await self._resume(version, str(folder), found)
         except Exception as error:
             raise self._break(f"version {version} from {folder}", error) from error

@@ -42,6 +42,22 @@ def kept_weights(model: torch.nn.Module) -> dict[torch.nn.Module, torch.nn.Param
     return {layer: layer.__dict__["rlx_weight"] for layer in model.modules() if "rlx_weight" in layer.__dict__}
 
 
+def own_copy(packed: Mapping[torch.nn.Module, Tensor]) -> set[torch.nn.Module]:
+    """The layers that multiply with a copy of their original weight, so that writing into the original changes no product."""
+    found = set()
+    for layer, weight in packed.items():
+        one = torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        one[0, 0] = 1
+        method: Any = layer.quant_method
+        before, first = method.apply(layer, one), weight[0, 0].clone()
+        weight[0, 0] = 1 if first == 0 else -first
+        after = method.apply(layer, one)
+        weight[0, 0] = first
+        if torch.equal(before, after):
+            found.add(layer)
+    return found
+
+
 def check_packed(model: torch.nn.Module, packed: Mapping[torch.nn.Module, Tensor]) -> None:
     """Raise ValueError if a layer multiplies with other values than its original weight has (`kept_weights`): it was not packed again."""
     names = {module: name for name, module in model.named_modules()}

@@ -89,7 +89,20 @@ def faithful(
         whole = found if dim is None else checksum(tensor.to(served.dtype))
         return name, {"shape": list(tensor.shape), "dtype": str(served.dtype).removeprefix("torch."), "sum": whole}
 
-    return dict(one for one in _each(same, tensors, list(engine.parameters.values())) if one is not None)
+    return dict(one for one in each(same, tensors, _host_bytes(engine.parameters.values())) if one is not None)
+
+
+def places(
+    model: torch.nn.Module,
+    kept: Mapping[torch.nn.Module, Tensor],
+    shapes: Mapping[str, Sequence[int]],
+    comparable: Collection[str],
+    split: Split = ALONE,
+) -> dict[str, Place]:
+    """Where the `comparable` tensors are served: whoever writes their values there need not know how vLLM loads them."""
+    engine = Engine.of(model, kept, shapes, split)
+    found = {name: engine.find(name) for name in comparable}
+    return {name: place for name, place in found.items() if place is not None}
 
 
 def compare(
@@ -137,9 +150,9 @@ def compare(
     return Compared(1 - sum(share for _, share in left_out.values()) if total else 0.0, left_out, parts)
 
 
-def _each(function: Callable[[Any], Any], entries: Iterable[Any], served: Sequence[Tensor]) -> Iterator[Any]:
-    """`function` of each entry, in order: by several threads if the `served` tensors are many bytes in host memory."""
-    if any(tensor.device.type != "cpu" for tensor in served) or sum(tensor.nbytes for tensor in served) < files.ALONE:
+def each(function: Callable[[Any], Any], entries: Iterable[Any], size: int) -> Iterator[Any]:
+    """`function` of each entry, in order: by several threads if there are many bytes in host memory (`size`)."""
+    if size < files.ALONE:
         yield from map(function, entries)
         return
     entries = iter(entries)
@@ -148,9 +161,14 @@ def _each(function: Callable[[Any], Any], entries: Iterable[Any], served: Sequen
             yield from pool.map(torch.no_grad()(function), batch)
 
 
+def _host_bytes(tensors: Iterable[Tensor]) -> int:
+    tensors = list(tensors)
+    return 0 if any(tensor.device.type != "cpu" for tensor in tensors) else sum(tensor.nbytes for tensor in tensors)
+
+
 def _checksums(tensors: Sequence[Tensor]) -> list[str]:
     """The checksum of each tensor: in host memory by several threads, because nothing is generated meanwhile."""
-    return list(_each(checksum, tensors, tensors))
+    return list(each(checksum, tensors, _host_bytes(tensors)))
 
 
 def settle(found: Sequence[Compared]) -> tuple[float, dict[str, float]]:
@@ -260,11 +278,11 @@ class Engine(NamedTuple):
         """
         claimed: Counter[int] = Counter()
         for place in places:
-            claimed[_storage(place.served)] += place.served.numel()
+            claimed[storage(place.served)] += place.served.numel()
         rest: dict[str, int] = {}
         seen = set()
         for name, parameter in self.parameters.items():
-            where = _storage(parameter)
+            where = storage(parameter)
             if where in seen or not parameter.numel():
                 continue
             seen.add(where)
@@ -278,7 +296,8 @@ class Engine(NamedTuple):
         return rest
 
 
-def _storage(tensor: Tensor) -> int:
+def storage(tensor: Tensor) -> int:
+    """Which memory it lies in."""
     return tensor.untyped_storage().data_ptr()
 
 

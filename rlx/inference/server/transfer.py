@@ -7,7 +7,9 @@ the same or a newer version can be loaded again.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -74,13 +76,15 @@ class GlooUpdate(WeightTransferUpdateInfo):
 
 
 class GlooEngine(WeightTransferEngine[GlooInit, GlooUpdate]):
-    """Receives whole tensors in the names of the model's files, and loads them as they arrive."""
+    """Receives whole tensors in the names of the model's files. Those of a CPU engine that are served as they are sent are received where
+    they are served; vLLM loads the others as they arrive."""
 
     init_info_cls = GlooInit
     update_info_cls = GlooUpdate
     supports_draft_weight_update = False
     group: Group | None = None
     twin: str | None = None  # the tensor that is also loaded as the head (`PolicyWorker.twin`)
+    places: Mapping[str, torch.Tensor] = MappingProxyType({})  # of tensors that are served as they are sent: see `Group.receive`
 
     def init_transfer_engine(self, init_info: GlooInit) -> None:
         self.shutdown()
@@ -105,7 +109,8 @@ class GlooEngine(WeightTransferEngine[GlooInit, GlooUpdate]):
         try:
             with torch.no_grad(), disable_mtp_completeness_check():
                 load: Any = self.model.load_weights
-                for part in self.group.receive(announced):
+                places = {name: place for name, place in self.places.items() if name != twin} if self.packed else {}
+                for part in self.group.receive(announced, places):
                     if not self.packed:  # vLLM keeps them until it has all of a layer
                         part = [(name, tensor.clone()) for name, tensor in part]
                     load(part + [(TIED_HEAD, tensor) for name, tensor in part if name == twin])

@@ -7,15 +7,18 @@ The caller must have checked the files and paused the engine.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from rlx.inference.server import adapter
-from rlx.inference.server.kept import check_head, check_packed, kept_weights
+from rlx.inference.server.kept import check_head, check_packed, kept_weights, own_copy
 from rlx.inference.server.policy_files import TIED_HEAD, tensor_shapes, tensors, twin_of_head, with_head
-from rlx.inference.server.served import Compared, Split, compare, faithful
+from rlx.inference.server.reading import Reading, State
+from rlx.inference.server.served import Compared, Place, Split, compare, faithful, places, storage
 from rlx.inference.server.transfer import GlooEngine, forget_reload, pack, unpack
 from rlx.paths import COMPLETE
 from rlx.weights.hub import fetch
@@ -32,9 +35,24 @@ class PolicyWorker:
     sums: dict[str, dict[str, Any]]  # of version 0's tensors, as in a manifest
     comparable: frozenset[str] = frozenset()  # tensors that vLLM serves with the values of their file
     twin: str | None = None  # the tensor that equals the head, if vLLM untied the head because version 0 stores it twice
+    places: Mapping[str, Place] = MappingProxyType({})  # of tensors that can be written while the engine generates
+    trained: dict[str, dict[str, Any]]  # what the manifest says of the tensors that are being read
+    reading: Reading
 
-    def load_policy(self, folder: str) -> Compared:
-        """Replace the model's weights by those in a Hugging Face folder, then compare them with the checksums in its manifest.
+    def begin_reading(self, folder: str) -> None:
+        """Start to read a Hugging Face folder, while the engine goes on with its steps (`reading.py`)."""
+        path = Path(folder)
+        manifest = path / COMPLETE  # before the tensors: the folder may be deleted meanwhile, and its files overwritten
+        written = json.loads(manifest.read_text()).get("tensors", {}) if manifest.exists() else {}
+        self.trained = self.sums if path == self.initial and not written else written
+        self.reading = Reading(path, tensors(path), written, self.places, self._split())
+
+    def reading_state(self) -> State:
+        """Whether everything was read, and why the version is refused, if it is."""
+        return self.reading.state
+
+    def load_policy(self) -> Compared:
+        """Replace the model's weights by those that were read, then compare them with the checksums in the folder's manifest.
 
         Returns what was compared: nothing if the manifest has no checksums of tensors, or if there is no manifest. Version 0 needs none.
         An error here leaves a model that is partly old and partly new. The caller must not serve it.
@@ -42,20 +60,17 @@ class PolicyWorker:
         from vllm.config import set_current_vllm_config
 
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
-            manifest = Path(folder) / COMPLETE  # before the tensors: the folder may be deleted meanwhile, and its files overwritten
-            trained = self.sums if Path(folder) == self.initial else {}
-            if manifest.exists():
-                trained = json.loads(manifest.read_text()).get("tensors", {})
             model = self.model_runner.get_model()
             packed = kept_weights(model)
-            entries = with_head(tensors(Path(folder)), self.twin)
+            entries = with_head(iter(self.reading.rest), self.twin)
             if packed:
                 unpack(packed)
                 model.load_weights(entries)
             else:
                 self.model_runner.reload_weights(weights_iterator=entries)
+            self.reading.rest.clear()  # the files need not be mapped any longer
             pack(model, packed, self.vllm_config.device_config.device_type)
-            return self.attest_policy(trained)
+            return self.attest_policy(self.trained)
 
     def attest_policy(self, trained: dict[str, Any]) -> Compared:
         """Compare the served weights with what was trained (`compare`)."""
@@ -92,13 +107,18 @@ class PolicyWorker:
         initial = fetch(self.vllm_config.model_config.model, None)
         with torch.no_grad():
             shapes = tensor_shapes(initial)
-            found = faithful(model, kept_weights(model), shapes, tensors(initial), self._split())
+            packed = kept_weights(model)
+            found = faithful(model, packed, shapes, tensors(initial), self._split())
+            every = places(model, packed, shapes, found, self._split())
+            unread = {storage(packed[layer]) for layer in own_copy(packed)}
+            self.places = {name: place for name, place in every.items() if storage(place.served) in unread}
         self.initial, self.comparable = initial, frozenset(found)
         self.sums = {name: found.get(name, {"shape": shape, "dtype": "", "sum": ""}) for name, shape in shapes.items()}
         if getattr(self.vllm_config.model_config, "word_embeddings_untied_by_checkpoint", False):
             self.twin = twin_of_head(initial)
         if isinstance(self.weight_transfer_engine, GlooEngine):
             self.weight_transfer_engine.twin = self.twin
+            self.weight_transfer_engine.places = {name: place.served for name, place in every.items() if place.dim is None}
 
     def load_adapter(self, folder: str | None) -> Compared:
         """Replace the served adapter by the one in a PEFT folder, or by zeros: None, version 0. Then compare it with the folder's manifest.
