@@ -15,7 +15,10 @@ import yaml
 from rlx.config.errors import ConfigError, may_read
 
 OF_THE_RUN = ("seed", "seq_len", "model", "lora", "sampling", "inference.max_model_len", "orchestrator.trajectory_strategy", "envs")
-"""What evaluation and synthesis take from the run whose weights they use; `envs` only if no environment is chosen: keys of one without its `id` say how it differs."""
+"""What evaluation and synthesis take from the run whose weights they use; `envs` only if no environment is chosen.
+
+An entry of `envs` without `id` says how an environment of the run differs.
+"""
 OF_ENV = (  # not its split, weight and group size
     *("id", "args", "agents", "agents_per_group", "num_tasks"),
     *("rollout_timeout", "reward_raises", "workers", "python", "sampling"),

@@ -8,7 +8,6 @@ from typing import Any
 
 from rlx.config.keys import MISSING, key, section
 
-
 AS_IN_ENVS = "null: as in `envs` with this name"
 
 
