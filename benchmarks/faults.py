@@ -11,16 +11,18 @@ import argparse
 import asyncio
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from workers import Instant
 
 from rlx.config.schema import Config, TrainedEnvConfig
 from rlx.envs.load import give_policy, load_environments, wait_loaded
 from rlx.models.tiny import build_tokenizer
 from rlx.policy.chat import Chat
-from rlx.types import Rollout, Task
+from rlx.types import Rollout, Task, Turn
 
 PACKAGE = Path(__file__).resolve().parent.parent / "tests" / "packages" / "rlx_test_envs"
 FAULTS: dict[str, dict[str, Any]] = {  # arguments of the environment
@@ -31,7 +33,21 @@ FAULTS: dict[str, dict[str, Any]] = {  # arguments of the environment
     "power": {"kind": "power"},
     "thread": {"kind": "c", "seconds": 3600, "where": "thread"},
     "leak": {"kind": "leak", "seconds": 700},  # MiB
+    "answer": {},  # not the environment's: the policy answers `env=math` with 9^{9^9}, which its checker cannot compute
 }
+
+
+class Answering(Instant):
+    """Answers the first question with 9^{9^9} and the others with 1."""
+
+    def __init__(self, chat: Chat) -> None:
+        self.chat, self.asked = chat, 0
+
+    async def generate(self, prompt_ids: Any, sampling: dict, request_id: str, affinity: int) -> Turn:
+        turn = await super().generate(prompt_ids, sampling, request_id, affinity)
+        ids = np.array([*self.chat.encode("\\boxed{1}" if self.asked else "\\boxed{9^{9^9}}"), turn.completion_ids[-1]], np.int32)
+        self.asked += 1
+        return replace(turn, completion_ids=ids, logprobs=np.zeros(len(ids), np.float32), versions=np.zeros(len(ids), np.int32))
 
 
 def measure(name: str, timeout: float, memory_gb: float) -> str:
@@ -39,11 +55,16 @@ def measure(name: str, timeout: float, memory_gb: float) -> str:
     config = Config(seq_len=256, loss={"_target_": "unused"}, advantage={"_target_": "rlx.advantages.group.group_norm"})
     config.model.name, config.sampling.max_tokens = "tiny", 8
     config.orchestrator.env_workers, config.orchestrator.env_worker_memory_gb = 1, memory_gb
-    args = FAULTS[name] | {"num_examples": 2, "every": 2}
-    config.envs = {name: TrainedEnvConfig(id="rlx_test_faults", args=args, rollout_timeout=timeout)}
+    if name == "answer":
+        config.seq_len, config.sampling.max_tokens = 512, 32
+        config.envs = {name: TrainedEnvConfig(id="rlx_math", args={"level": 1, "num_examples": 2}, rollout_timeout=timeout)}
+    else:
+        args = FAULTS[name] | {"num_examples": 2, "every": 2}
+        config.envs = {name: TrainedEnvConfig(id="rlx_test_faults", args=args, rollout_timeout=timeout)}
     envs: Any = load_environments(config, lambda _: None)
     wait_loaded(envs, lambda _: None)
-    give_policy(envs, config, Chat(build_tokenizer(256)), Instant())
+    chat = Chat(build_tokenizer(config.seq_len))
+    give_policy(envs, config, chat, Answering(chat) if name == "answer" else Instant())
     pool = envs[name]
 
     async def play(place: int) -> tuple[Rollout, float]:
@@ -59,8 +80,11 @@ def measure(name: str, timeout: float, memory_gb: float) -> str:
             await asyncio.sleep(0.1)
             went_on = (await play(1))[1]
         await pool.close()
-        cause = bad.stop if bad.status != "ok" else "memory" if pool.replaced["memory"] else bad.status
         said = " ".join((bad.error or "").split()).replace(str(PACKAGE), "…")
+        if name == "answer":
+            cause, said = f"check_timed_out {bad.metrics['check_timed_out']:g}", f"reward {bad.reward:g}"
+            return f"| `{name}` | {cause} | {noticed:.2f} s | {good.status} after {went_on:.2f} s | {said} |"
+        cause = bad.stop if bad.status != "ok" else "memory" if pool.replaced["memory"] else bad.status
         return f"| `{name}` | {cause} | {noticed:.2f} s | {good.status} after {went_on:.2f} s | {said} |"
 
     return asyncio.run(both())

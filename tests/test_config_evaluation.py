@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from rlx.config.checks.evaluation import metrics_of
 from rlx.config.errors import ConfigError
 from rlx.config.evaluated import environments, evaluated, is_due, section_of
-from rlx.config.load import compose
+from rlx.config.load import NOT_SET, compose, load_run
 from rlx.config.roots import EVAL
 from rlx.config.schema import Config
 from rlx.envs.base import sampling_of
@@ -68,6 +69,65 @@ def test_the_nearest_value_counts() -> None:
     asked = [sampling_of(config, env) for env in (one, more)]
     assert [(s["temperature"], s["top_p"], s["max_tokens"]) for s in asked] == [(0.0, 0.8, 10), (0.0, 0.9, 12)]
     assert sampling_of(config, config.envs["reverse_text"])["temperature"] == 1.0
+
+
+MIX = {  # of an environment of the mix: keys that its evaluation takes, none at its default
+    "agents": ["a"],
+    "agents_per_group": "all",
+    "num_tasks": 5,
+    "rollout_timeout": 7.0,
+    "reward_raises": "zero",
+    "workers": 3,
+    "python": sys.executable,
+}
+OTHER = {  # of its evaluation: their defaults where a value can say so
+    "agents": [],
+    "agents_per_group": "one",
+    "num_tasks": 1000000,
+    "rollout_timeout": 600.0,
+    "reward_raises": "fail",
+    "workers": 1,
+    "python": "/bin/sh",
+}
+
+
+def given(section: str, values: dict[str, Any]) -> list[str]:
+    return [f"{section}.{key}={str(value).replace(' ', '').replace(chr(39), '')}" for key, value in values.items()]
+
+
+@pytest.mark.parametrize("key", MIX)
+def test_a_key_of_an_evaluation_counts_even_if_it_is_the_default_that_the_mix_has_changed(key: str) -> None:
+    """Otherwise `eval.envs.X.reward_raises=fail` beside `envs.X.reward_raises=zero` would count as not set."""
+    mix, argv = given("envs.reverse_text", MIX), ["eval.interval=5", "launcher.check_envs=false"]
+    own = given("eval.envs.reverse_text", {key: OTHER[key]})
+    (found,) = evaluated(cfg(*argv, *mix, *own)).values()
+    assert {name: getattr(found, name) for name in MIX} == {**MIX, key: OTHER[key]}
+
+
+def test_what_an_evaluation_sets_is_read_again_from_the_runs_directory(tmp_path: Path) -> None:
+    mix, own = given("envs.reverse_text", MIX), given("eval.envs.reverse_text", OTHER)
+    composed = compose(["eval.interval=5", "launcher.check_envs=false", *mix, *own], {})
+    (tmp_path / "config.yaml").write_text(composed.yaml)
+    assert evaluated(load_run(tmp_path)) == evaluated(composed.cfg)
+    composed = compose(["eval.interval=5", "launcher.check_envs=false", *mix, "eval.envs.reverse_text.workers=2"], {})
+    older = composed.yaml  # as an older version wrote it: the defaults of `envs` for what is not set
+    for key, value in NOT_SET.items():
+        older = older.replace(f"      {key}: null\n", f"      {key}: {value}\n")
+    assert older.count("reward_raises: fail") == 1
+    (tmp_path / "config.yaml").write_text(older)
+    assert load_run(tmp_path) == composed.cfg
+
+
+def test_rlx_eval_of_a_run_takes_what_decides_how_its_environments_are_played(tmp_path: Path) -> None:
+    (tmp_path / "weights" / "step_1").mkdir(parents=True)
+    (tmp_path / "config.yaml").write_text(compose(["launcher.check_envs=false", *given("envs.reverse_text", MIX)], {}).yaml)
+
+    def played(*argv: str) -> dict[str, Any]:
+        env = compose([f"weights_dir={tmp_path}", "launcher.check_envs=false", *argv], {}, EVAL).cfg.envs["reverse_text"]
+        return {name: getattr(env, name) for name in MIX}
+
+    assert played() == MIX
+    assert played(*given("envs.reverse_text", OTHER)) == OTHER
 
 
 def test_an_option_of_env_can_be_evaluated_without_training_on_it() -> None:

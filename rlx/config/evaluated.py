@@ -83,14 +83,11 @@ def _completed(cfg: EvalRoot, env: ScoredEnvConfig) -> ScoredEnvConfig:
 
 
 def _filled(cfg: EvaluatedRun, name: str, entry: EvalEnvConfig) -> EvalEnvConfig:
+    own = cfg.envs[name] if entry.id is None else None
+    base = own or ScoredEnvConfig()
     values = {f.name: getattr(entry, f.name) for f in fields(entry)}
-    own = None
-    if entry.id is None:
-        own, untouched = cfg.envs[name], EvalEnvConfig()
-        for f in fields(EnvConfig):
-            if f.name not in ("split", "sampling") and values[f.name] == getattr(untouched, f.name):
-                values[f.name] = getattr(own, f.name)
-        values["args"] = {**own.args, **entry.args}
+    values |= {f.name: getattr(base, f.name) for f in fields(EnvConfig) if values[f.name] is None}
+    values["args"] = {**base.args, **entry.args}
     values["num_examples"] = entry.num_examples or cfg.eval.num_examples
     values["rollouts_per_example"] = entry.rollouts_per_example or cfg.eval.rollouts_per_example
     sources = [entry.sampling, cfg.eval.sampling, *([own.sampling] if own is not None else []), cfg.sampling]

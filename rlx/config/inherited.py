@@ -15,8 +15,14 @@ import yaml
 from rlx.config.errors import ConfigError, may_read
 
 OF_THE_RUN = ("seed", "seq_len", "model", "lora", "sampling", "inference.max_model_len", "orchestrator.trajectory_strategy", "envs")
-"""What evaluation and synthesis take from the run whose weights they use; `envs` only if no environment is chosen."""
-OF_ENV = ("id", "args", "num_tasks", "rollout_timeout", "workers", "python", "sampling")  # not its split, weight and group size
+"""What evaluation and synthesis take from the run whose weights they use; `envs` only if no environment is chosen.
+
+An entry of `envs` without `id` says how an environment of the run differs.
+"""
+OF_ENV = (  # not its split, weight and group size
+    *("id", "args", "agents", "agents_per_group", "num_tasks"),
+    *("rollout_timeout", "reward_raises", "workers", "python", "sampling"),
+)
 ENDPOINT = ("base_url", "api_key_var", "model")  # keys of an entry in a file of endpoints
 
 
@@ -42,7 +48,8 @@ def of_model(data: Mapping[str, Any], chosen: Sequence[str]) -> list[Inherited]:
     if data.get("weights_dir"):
         _, run = find_weights(str(data["weights_dir"]))
         if run is not None:
-            found.append(_of_run(run, envs="env" not in chosen and not data.get("envs")))
+            named = any(not isinstance(env, dict) or "id" in env for env in (data.get("envs") or {}).values())
+            found.append(_of_run(run, envs="env" not in chosen and not named))
     return found
 
 

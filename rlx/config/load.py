@@ -41,6 +41,9 @@ defaults:
   - _self_
 """
 
+NOT_SET = {"agents": [], "agents_per_group": "one", "reward_raises": "fail", "weight": 1.0}
+"""What an entry of `eval.envs` that sets none of these keys has in the file of an older version; now it has null."""
+
 
 @dataclass(frozen=True)
 class Composed(Generic[T]):
@@ -162,6 +165,10 @@ def _rename(data: dict[str, Any]) -> None:
     slurm = data.get("slurm")
     if isinstance(slurm, dict) and isinstance(words := slurm.get("container"), list):
         data["slurm"] = slurm | {"prefix": words, "container": None}
+    evaluation = data.get("eval")
+    for entry in (evaluation.get("envs") or {}).values() if isinstance(evaluation, dict) else ():
+        if NOT_SET.items() <= entry.items():
+            entry.update(dict.fromkeys(NOT_SET))
 
 
 def _build(path: Path, data: dict[str, Any], root: Root, secrets: bool) -> Any:

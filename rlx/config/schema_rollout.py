@@ -8,6 +8,8 @@ from typing import Any
 
 from rlx.config.keys import MISSING, key, section
 
+AS_IN_ENVS = "null: as in `envs` with this name"
+
 
 @dataclass
 class SamplingConfig:
@@ -112,9 +114,28 @@ class ScoredEnvConfig(EnvConfig):
 
 @dataclass
 class EvalEnvConfig(ScoredEnvConfig):
-    """One environment of an evaluation beside training. Without an `id` it is that of the same name in `envs`, with what is set here."""
+    """One environment of an evaluation beside training. Without an `id` it is that of the same name in `envs`, with what is set here.
+
+    Null always means not set, so that a value set here counts also if it is the default of `envs`.
+    """
 
     id: str | None = key(None, "verifiers environment: module name or `owner/name`; null: that of `envs` with this name")  # type: ignore[assignment]
+    args: dict[str, Any] = key({}, "arguments of its `load_environment` that differ from those of `envs` with this name")
+    agents: list[str] | None = key(None, f"agents of a v1 taskset that are evaluated, in turn; empty: all that it trains; {AS_IN_ENVS}")  # type: ignore[assignment]
+    agents_per_group: str | None = key(  # type: ignore[assignment]
+        None, f"of a v1 taskset with several agents: evaluate one of each episode, or all; {AS_IN_ENVS}", choices=("one", "all")
+    )
+    num_tasks: int | None = key(None, f"use only the first examples (a number above theirs: all); {AS_IN_ENVS}", low=1)
+    weight: float | None = key(None, "has no effect: all environments are evaluated in full", low=0)  # type: ignore[assignment]
+    curriculum: str | None = key(None, "has no effect: an evaluation plays its first examples in their order")
+    rollout_timeout: float | None = key(None, f"seconds for one rollout; {AS_IN_ENVS}", above=0)
+    reward_raises: str | None = key(  # type: ignore[assignment]
+        None,
+        f"what a reward function that raises means: `fail`: the rollout has failed and is played again; `zero`: it scores 0; {AS_IN_ENVS}",
+        choices=("fail", "zero"),
+    )
+    workers: int | None = key(None, f"processes that play this environment; {AS_IN_ENVS}", low=0)
+    python: str | None = key(None, f"path of another Python whose packages its workers use; {AS_IN_ENVS}")
 
 
 @dataclass

@@ -44,7 +44,7 @@ def something_is_evaluated(cfg: SftRoot, of: Show) -> Iterator[str]:
 @rule("eval.envs")
 def keys_of_training_alone(cfg: EvaluatedRun, of: Show) -> Iterator[str]:
     for name, entry in cfg.eval.envs.items():
-        set_ = [key for key, untouched in (("weight", 1.0), ("curriculum", None)) if getattr(entry, key) != untouched]
+        set_ = [key for key, untouched in (("weight", 1.0), ("curriculum", None)) if getattr(entry, key) not in (None, untouched)]
         for key in set_:
             why = "plays its first examples in their order" if key == "curriculum" else "plays all environments of eval.envs in full"
             yield f"`eval.envs.{name}.{key}` has no effect: an evaluation {why}: {of(f'eval.envs.{name}.{key}')}. Remove it."
