@@ -164,6 +164,35 @@ def test_the_accounting_of_a_slurm_without_submit_lines_tells_a_run_by_directory
     assert controller.asked() == ["squeue", "squeue", "sacct", "sacct"]
 
 
+@pytest.mark.parametrize(
+    ("row", "tasks"),
+    [
+        ("12_[3-7]", {3, 4, 5, 6, 7}),
+        ("12_[3-7%2]", {3, 4, 5, 6, 7}),
+        ("12_[1,4-6]", {1, 4, 5, 6}),
+        ("12_[0-8:4]", {0, 4, 8}),
+        ("12_[6]", {6}),
+        ("12_6", {6}),
+    ],
+)
+def test_tasks_that_were_cancelled_in_the_queue_share_a_row_of_the_accounting(
+    controller: Controller, tmp_path: Path, capsys: pytest.CaptureFixture[str], row: str, tasks: set[int]
+) -> None:
+    script = tmp_path / "out" / ".submitit" / ".submission_file_1.sh"
+    for task in range(9):
+        paths = run_of(tmp_path / "out" / f"seed={task}", f"12_{task}")
+        note_job(paths, f"12_{task}", script.with_name(f"12_{task}_0_log.out"))
+    its = tmp_path / "arguments"
+    rows = f"12_2|COMPLETED|sbatch {script}\n{row}|CANCELLED by 1000|sbatch {script}\n13_[0-8]|FAILED|sbatch {script}"
+    controller.answers("", f"echo \"$SLURM_BITSTR_LEN $*\" > {its}; cat <<'X'\n{rows}\nX")
+    assert main(["runs", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.count("interrupted") == len(tasks)
+    for task in range(9):
+        assert read_status(RunPaths(tmp_path / "out" / f"seed={task}")).state == ("interrupted" if task in tasks else "starting")
+    assert its.read_text().startswith("0 "), "else SLURM cuts long lists of tasks off"
+    assert "--jobs=12 " in its.read_text(), "12_3 alone may not find the row"
+
+
 def test_a_run_that_is_submitted_again_while_slurm_answers_keeps_its_new_status(
     controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
