@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +106,19 @@ def queue() -> dict[str, str]:
     return dict(line.strip().split("|", 1) for line in done.stdout.splitlines() if "|" in line)
 
 
-def waits(wanted: Collection[str]) -> dict[str, str]:
-    """Job id → why it waits, and where: `Priority, 3 of 12 waiting in gpu, start about 2026-11-23 14:20`. Only of jobs in the queue.
+@dataclass(frozen=True)
+class Wait:
+    """Why a job waits, as SLURM says (`Priority`), and where: `3 of 12 waiting in gpu, start about 2026-11-23 14:20`."""
+
+    reason: str
+    place: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}, {self.place}"
+
+
+def waits(wanted: Collection[str]) -> dict[str, Wait]:
+    """Why jobs wait, by id. Only of jobs in the queue.
 
     The place is among all users' jobs. Raises RuntimeError if the controller does not answer.
     """
@@ -124,7 +136,7 @@ def waits(wanted: Collection[str]) -> dict[str, str]:
     for job, partitions, start, reason, place in mine:
         about = f", start about {start[:16].replace('T', ' ')}" if start[:1].isdecimal() else ""
         why = "not considered yet" if reason == "None" else reason
-        found[job] = f"{why}, {place} of {_rivals(before, partitions)} waiting in {partitions}{about}"
+        found[job] = Wait(why, f"{place} of {_rivals(before, partitions)} waiting in {partitions}{about}")
     return found
 
 
