@@ -152,7 +152,13 @@ def find_jobs(job_ids: Sequence[str]) -> dict[str, tuple[str, str]]:
     """
     found = _table("squeue", "--me", "--noheader", "--array", "--states=all", "--format=%i|%T|%o") or {}
     if unknown := [job for job in job_ids if job not in found]:
-        accounting = ("sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={','.join(dict.fromkeys(job.partition('_')[0] for job in unknown))}")
+        accounting = (
+            "sacct",
+            "--allocations",
+            "--noheader",
+            "--parsable2",
+            f"--jobs={','.join(dict.fromkeys(job.partition('_')[0] for job in unknown))}",
+        )
         told = _table(*accounting, "--format=JobID,State,SubmitLine")
         if told is None:  # SLURM before 21.08 has no such column
             told = _table(*accounting, "--format=JobID,State,WorkDir,JobName")
