@@ -11,7 +11,7 @@
 # It writes /etc/slurm, but refuses if another cluster's configuration is there.
 set -euo pipefail
 
-NODES=${NODES:-4} CPUS=${CPUS:-8} GPUS=${GPUS:-4} MEMORY=${MEMORY:-8000}
+NODES=${NODES:-4} CPUS=${CPUS:-8} GPUS=${GPUS:-4} MEMORY=${MEMORY:-8000} PROCTRACK=${PROCTRACK:-linuxproc}
 MARK="# written by rlx's slurm/dev_cluster.sh"
 CONF=/etc/slurm RUN=/run/rlx-slurm SPOOL=/var/spool/rlx-slurm LOG=/var/log/rlx-slurm
 ADDRESS=192.0.2.101 # from the range reserved for documentation, so nobody uses it
@@ -72,7 +72,7 @@ SlurmctldPidFile=$RUN/slurmctld.pid
 SlurmdPidFile=$RUN/slurmd-%n.pid
 SlurmctldLogFile=$LOG/slurmctld.log
 SlurmdLogFile=$LOG/slurmd-%n.log
-ProctrackType=proctrack/linuxproc
+ProctrackType=proctrack/$PROCTRACK
 TaskPlugin=task/none
 # nodes have the configured number of processors, whatever the machine has
 SlurmdParameters=config_overrides

@@ -12,13 +12,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import itertools
 import os
+import resource
 import stat
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 ABSENT, ATTRIBUTES = 30, 3  # seconds
 ROOT = 1  # the node of the folder itself
@@ -29,15 +33,29 @@ SENT_LOCKS = 1 << 1 | 1 << 10  # flags of INIT: the kernel asks here for POSIX a
 BIG_WRITES, ATOMIC_TRUNCATION = 1 << 5, 1 << 3
 
 
+@dataclass
+class Node:
+    """A file or folder that the kernel knows by a number. The descriptor keeps it, whatever the other host does to its name."""
+
+    fd: int
+    key: tuple[int, int]  # device and inode
+    known: int = 0  # how often the kernel was told of it and has not forgotten it
+
+    @property
+    def path(self) -> str:
+        return f"/proc/self/fd/{self.fd}"
+
+
 class Mount:
     """One host's view of a folder."""
 
     def __init__(self, folder: str, target: str, delay: float = 0.0) -> None:
-        self.folder, self.target, self.delay = folder, target, delay
-        self.paths = {ROOT: ""}  # node → path below the folder
-        self.nodes: dict[tuple[int, int], int] = {}  # device and inode → node
+        self.target, self.delay = target, delay
+        self.nodes = {ROOT: self.opened(folder, None)}
+        self.numbers: dict[tuple[int, int], int] = {self.nodes[ROOT].key: ROOT}
+        self.change = threading.Lock()  # of the nodes
         self.listings: dict[int, bytes] = {}
-        self.next = ROOT + 1
+        self.numbering = itertools.count(ROOT + 1)
         self.fd = os.open("/dev/fuse", os.O_RDWR)
         options = f"fd={self.fd},rootmode=40000,user_id=0,group_id=0,allow_other,default_permissions".encode()
         libc = ctypes.CDLL(None, use_errno=True)
@@ -65,6 +83,11 @@ class Mount:
 
     def answer(self, request: bytes) -> None:
         _, opcode, unique, node = struct.unpack_from("<IIQQ", request)
+        if opcode == FORGET:
+            self.forget(node, struct.unpack_from("<Q", request, 40)[0])
+        elif opcode == FORGET_ALL:
+            for number in range(struct.unpack_from("<I", request, 40)[0]):
+                self.forget(*struct.unpack_from("<2Q", request, 48 + 16 * number))
         if opcode in (FORGET, FORGET_ALL, INTERRUPT, DESTROY):
             return
         code, body = 0, b""
@@ -90,26 +113,33 @@ class Mount:
 
     # names and nodes
 
-    def path(self, node: int, name: bytes = b"") -> str:
-        return os.path.join(self.folder, *(part for part in (self.paths[node], os.fsdecode(name)) if part))
+    def opened(self, name: str | bytes, parent: int | None) -> Node:
+        fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+        found = os.fstat(fd)
+        return Node(fd, (found.st_dev, found.st_ino))
+
+    def at(self, node: int) -> int:
+        return self.nodes[node].fd
 
     def entry(self, parent: int, name: bytes) -> bytes:
-        found = os.lstat(self.path(parent, name))
-        key, below = (found.st_dev, found.st_ino), os.path.join(self.paths[parent], os.fsdecode(name))
-        node = self.nodes.get(key)
-        if node is None or (self.paths[node] != below and not self.has(node, key)):
-            node = self.nodes[key] = self.next
-            self.next += 1
-        self.paths[node] = below
-        return struct.pack("<4Q2I", node, 0, ATTRIBUTES, ATTRIBUTES, 0, 0) + attributes(found)
+        new = self.opened(name, self.at(parent))
+        with self.change:
+            number = self.numbers.get(new.key)
+            if number is None:
+                number = self.numbers[new.key] = next(self.numbering)
+                self.nodes[number] = new
+            else:
+                os.close(new.fd)
+            self.nodes[number].known += 1
+        return struct.pack("<4Q2I", number, 0, ATTRIBUTES, ATTRIBUTES, 0, 0) + attributes(os.fstat(self.at(number)))
 
-    def has(self, node: int, key: tuple[int, int]) -> bool:
-        """Whether a node's path still is that file. A new file may have the number of a deleted one."""
-        try:
-            found = os.lstat(self.path(node))
-        except FileNotFoundError:
-            return False
-        return (found.st_dev, found.st_ino) == key
+    def forget(self, number: int, times: int) -> None:
+        with self.change:
+            node = self.nodes[number]
+            node.known -= times
+            if node.known <= 0 and number != ROOT:
+                del self.nodes[number], self.numbers[node.key]
+                os.close(node.fd)
 
     def lookup(self, node: int, body: bytes) -> bytes:
         try:
@@ -117,23 +147,18 @@ class Mount:
         except FileNotFoundError:
             return struct.pack("<4Q2I", 0, 0, ABSENT, 0, 0, 0) + bytes(88)
 
-    def moved(self, old: str, new: str) -> None:
-        for node, path in list(self.paths.items()):
-            if path == old or path.startswith(old + "/"):
-                self.paths[node] = new + path[len(old) :]
-
     # attributes
 
     def getattr(self, node: int, body: bytes) -> bytes:
         flags, _, handle = struct.unpack_from("<2IQ", body)
-        return self._attributes(os.fstat(handle) if flags & 1 else os.lstat(self.path(node)))
+        return self._attributes(os.fstat(handle if flags & 1 else self.at(node)))
 
     def _attributes(self, found: os.stat_result) -> bytes:
         return struct.pack("<Q2I", ATTRIBUTES, 0, 0) + attributes(found)
 
     def setattr(self, node: int, body: bytes) -> bytes:
         valid, _, handle, size, _, atime, mtime, _, atimens, mtimens, _, mode, _, uid, gid, _ = struct.unpack_from("<2I6Q8I", body)
-        at: int | str = handle if valid & 64 else self.path(node)
+        at: int | str = handle if valid & 64 else self.nodes[node].path
         if valid & 1:
             os.chmod(at, stat.S_IMODE(mode))
         if valid & 6:
@@ -144,41 +169,41 @@ class Mount:
             before, now = os.stat(at), time.time_ns()
             times = [now if valid & 128 else atime * 10**9 + atimens, now if valid & 256 else mtime * 10**9 + mtimens]
             os.utime(at, ns=(times[0] if valid & 16 else before.st_atime_ns, times[1] if valid & 32 else before.st_mtime_ns))
-        return self._attributes(os.fstat(handle) if valid & 64 else os.lstat(self.path(node)))
+        return self._attributes(os.fstat(handle if valid & 64 else self.at(node)))
 
     def statfs(self, node: int, body: bytes) -> bytes:
-        found = os.statvfs(self.folder)
+        found = os.statvfs(self.nodes[ROOT].path)
         sizes = (found.f_blocks, found.f_bfree, found.f_bavail, found.f_files, found.f_ffree)
         return struct.pack("<5Q10I", *sizes, found.f_bsize, 255, found.f_frsize, 0, *[0] * 6)
 
     # folders and names
 
     def readlink(self, node: int, body: bytes) -> bytes:
-        return os.fsencode(os.readlink(self.path(node)))
+        return os.readlink(b"", dir_fd=self.at(node))
 
     def symlink(self, node: int, body: bytes) -> bytes:
         name, target, _ = body.split(b"\0", 2)
-        os.symlink(target, os.fsencode(self.path(node, name)))
+        os.symlink(target, name, dir_fd=self.at(node))
         return self.entry(node, name)
 
     def mknod(self, node: int, body: bytes) -> bytes:
         mode, device, umask, _ = struct.unpack_from("<4I", body)
         name = body[16:].split(b"\0")[0]
-        os.mknod(self.path(node, name), mode & ~umask, device)
+        os.mknod(name, mode & ~umask, device, dir_fd=self.at(node))
         return self.entry(node, name)
 
     def mkdir(self, node: int, body: bytes) -> bytes:
         mode, umask = struct.unpack_from("<2I", body)
         name = body[8:].split(b"\0")[0]
-        os.mkdir(self.path(node, name), mode & ~umask)
+        os.mkdir(name, mode & ~umask, dir_fd=self.at(node))
         return self.entry(node, name)
 
     def unlink(self, node: int, body: bytes) -> bytes:
-        os.unlink(self.path(node, body.split(b"\0")[0]))
+        os.unlink(body.split(b"\0")[0], dir_fd=self.at(node))
         return b""
 
     def rmdir(self, node: int, body: bytes) -> bytes:
-        os.rmdir(self.path(node, body.split(b"\0")[0]))
+        os.rmdir(body.split(b"\0")[0], dir_fd=self.at(node))
         return b""
 
     def rename(self, node: int, body: bytes) -> bytes:
@@ -192,22 +217,21 @@ class Mount:
 
     def _rename(self, node: int, target: int, names: bytes) -> bytes:
         old, new, _ = names.split(b"\0", 2)
-        os.rename(self.path(node, old), self.path(target, new))
-        self.moved(os.path.join(self.paths[node], os.fsdecode(old)), os.path.join(self.paths[target], os.fsdecode(new)))
+        os.rename(old, new, src_dir_fd=self.at(node), dst_dir_fd=self.at(target))
         return b""
 
     def link(self, node: int, body: bytes) -> bytes:
         name = body[8:].split(b"\0")[0]
-        os.link(self.path(struct.unpack_from("<Q", body)[0]), self.path(node, name))
+        os.link(self.nodes[struct.unpack_from("<Q", body)[0]].path, name, dst_dir_fd=self.at(node), follow_symlinks=True)
         return self.entry(node, name)
 
     def opendir(self, node: int, body: bytes) -> bytes:
         listing = b""
-        for name in [".", "..", *os.listdir(self.path(node))]:
+        for name in [".", "..", *os.listdir(self.nodes[node].path)]:
             raw = os.fsencode(name)
             size = 24 + (len(raw) + 7) // 8 * 8
             listing += struct.pack("<QQII", 1, len(listing) + size, len(raw), 0) + raw.ljust(size - 24, b"\0")
-        handle = self.next = self.next + 1
+        handle = next(self.numbering)
         self.listings[handle] = listing
         return struct.pack("<Q2I", handle, 0, 0)
 
@@ -231,13 +255,13 @@ class Mount:
         flags = struct.unpack_from("<I", body)[0] & ~(os.O_APPEND | os.O_NOFOLLOW)  # the kernel sends the place of each write
         if flags & os.O_ACCMODE == os.O_WRONLY:
             flags = flags & ~os.O_ACCMODE | os.O_RDWR  # it reads what surrounds a write
-        return struct.pack("<Q2I", os.open(self.path(node), flags & ~(os.O_CREAT | os.O_EXCL)), 0, 0)
+        return struct.pack("<Q2I", os.open(self.nodes[node].path, flags & ~(os.O_CREAT | os.O_EXCL)), 0, 0)
 
     def create(self, node: int, body: bytes) -> bytes:
         flags, mode, umask = struct.unpack_from("<3I", body)
         name = body[16:].split(b"\0")[0]
         flags = flags & ~(os.O_ACCMODE | os.O_APPEND) | os.O_RDWR
-        handle = os.open(self.path(node, name), flags | os.O_CREAT, mode & ~umask)
+        handle = os.open(name, flags | os.O_CREAT, mode & ~umask, dir_fd=self.at(node))
         return self.entry(node, name) + struct.pack("<Q2I", handle, 0, 0)
 
     def read(self, node: int, body: bytes) -> bytes:
@@ -267,4 +291,6 @@ def attributes(found: os.stat_result) -> bytes:
 
 if __name__ == "__main__":
     os.umask(0)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     Mount(sys.argv[1], sys.argv[2], float(sys.argv[3]) if len(sys.argv) > 3 else 0.0).serve()

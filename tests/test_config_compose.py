@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from rlx.config.composition import Kept
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose, load_run
+from rlx.config.roots import TRAIN
 
 MINE = """\
 defaults:
@@ -237,8 +239,12 @@ def test_composing_writes_nothing_and_stays_where_it_is(tmp_path: Path, monkeypa
         ("import rlx.config.schema, rlx.config.tree, rlx.config.checks", ("hydra", "omegaconf", "torch", "vllm", "verifiers")),
         ("import rlx.config.load as load; load.load_run(sys.argv[1])", ("hydra", "omegaconf", "torch", "vllm", "verifiers")),
         ("import rlx.config.load as load; load.compose(['loss=gspo', 'env=math'], {})", ("torch", "vllm", "verifiers")),
+        (
+            "from rlx.train.nodes import check_built; from rlx.config.load import load_run; check_built(load_run(sys.argv[1]))",
+            ("torch._dynamo",),
+        ),
     ],
-    ids=["rules", "load_run", "compose"],
+    ids=["rules", "load_run", "compose", "build"],
 )
 def test_heavy_packages_stay_out(tmp_path: Path, code: str, absent: tuple[str, ...]):
     write(tmp_path / "config.yaml", compose([], {}).yaml)
@@ -260,3 +266,36 @@ def test_a_composition_changes_nothing_that_a_later_one_reads():
     changed = compose(["optim.lr=0.5", "loss=gspo", "env=[sums,reverse_text]", "model.name=other", "+envs.sums.args.level=2"], {}).yaml
     assert changed != before
     assert compose([], {}).yaml == before
+
+
+def test_compositions_that_share_files_are_what_each_is_alone(tmp_path: Path):
+    """Values, choices, origins and problems: whatever the runs of a sweep have in common, and whatever tells them apart."""
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "slurm" / "mine.yaml").write_text("partition: a\ngpus_per_node: 8\n")
+    job = ["--config-dir", str(tmp_path), "launcher=slurm", "slurm=mine", "hardware=auto", "model=qwen3_0_6b"]
+    lines = [
+        ["loss=grpo", "seed=1"],
+        ["loss=grpo", "seed=2", "optim.lr=1e-4"],
+        ["loss=gspo", "seed=1", "~loss.clip_low"],
+        ["env=[sums,reverse_text]", "seed=1"],
+        ["env=[sums,reverse_text]", "envs.sums.weight=2"],
+        ["env.args.max_value=5", "env=sums"],
+        ["env=sums", "optim={lr: 1e-3}"],
+        ["experiment=sums_tiny"],
+        ["experiment=sums_tiny", "logger=null", "optim=sgd"],
+        ["logger=tensorboard", "run.name=x"],
+        job,
+        [*job, "slurm.partition=b", "slurm.options={mem: null}"],
+    ]
+
+    def made(argv: list[str], environ: dict[str, str], *kept: Kept) -> object:
+        try:
+            return compose(argv, environ, TRAIN, *kept)
+        except ConfigError as error:
+            return error.problems
+
+    kept: Kept = {}
+    for environ in ({}, {"RLX_OPTIM_LR": "0.5"}, {"RLX_LOSS": "cispo"}):
+        for argv in [*lines, *reversed(lines)]:
+            assert made(argv, environ, kept) == made(argv, environ)
+    assert len(kept) < 3 * len(lines), "some are shared"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import threading
 from dataclasses import replace
@@ -55,6 +56,25 @@ def test_a_prefix_stands_before_the_command() -> None:
 
 def test_sruns_exit_code_tells_the_signal() -> None:
     assert [SrunStarter("7", ["a"]).returncode(code) for code in (0, 1, 75, 137)] == [0, 1, 75, -9]
+
+
+def test_steps_that_a_silent_host_does_not_start_are_given_up_and_taken_from_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One `srun` leaves when it is asked to, one must be killed; SLURM would start the steps of both when their host answers again."""
+    commands = {
+        "srun": f"case \"$*\" in *node2*) exit 0;; *node3*) trap 'echo left >> {tmp_path}/said; exit 1' TERM;; *) trap '' TERM;; esac\n"
+        f"echo $$ >> {tmp_path}/pids; while :; do sleep 0.05; done",
+        "squeue": "echo '7.1 trainer'; echo '7.4 probe'; echo '7.5 probe'",
+        "scancel": f'echo "$*" >> {tmp_path}/said',
+    }
+    for name, does in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr("rlx.launch.starters.PROBE", 1.0)
+    monkeypatch.setattr("rlx.launch.starters.LEAVE", 0.5)
+    assert SrunStarter("7", ["node2", "node3", "node4"]).lost_hosts() == ["node3", "node4"]
+    assert (tmp_path / "said").read_text().splitlines() == ["left", "--signal=KILL 7.4 7.5"]
+    assert not [pid for pid in (tmp_path / "pids").read_text().split() if Path("/proc", pid).exists()]
 
 
 def test_ranks_meet_at_the_address_of_this_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,11 @@ import pytest
 
 from rlx.cli import main
 from rlx.launch import sweep
-from rlx.launch.follow import close, close_ended, follow
+from rlx.launch.follow import SELDOM, Waiting, close, close_ended, follow
 from rlx.paths import RunPaths
 from rlx.runs import jobs
 from rlx.runs.claim import RunLock
-from rlx.runs.jobs import note_job, waits
+from rlx.runs.jobs import Wait, note_job, waits
 from rlx.runs.run import Run
 from rlx.runs.status import Status, read_status
 
@@ -77,7 +77,7 @@ def script_of(paths: RunPaths) -> Path:
 
 
 def test_a_job_that_waits_says_why_at_which_place_and_until_when(controller: Controller) -> None:
-    assert waits(["7", "12_1", "9", "14", "15"]) == {
+    assert {job: str(wait) for job, wait in waits(["7", "12_1", "9", "14", "15"]).items()} == {
         "7": "Priority, 1 of 3 waiting in gpu, start about 2026-11-23 14:20",
         "12_1": "Resources, 2 of 3 waiting in gpu,old",
         "9": "Priority, 1 of 1 waiting in cpu",
@@ -90,7 +90,7 @@ def test_the_place_of_one_job_does_not_cost_that_of_every_other(monkeypatch: pyt
     monkeypatch.setattr(jobs, "ask", lambda *command: subprocess.CompletedProcess(command, 0, queued, ""))
     compared, rivals = [], jobs._rivals
     monkeypatch.setattr(jobs, "_rivals", lambda counts, partitions: compared.append(len(counts)) or rivals(counts, partitions))
-    assert waits(["700"]) == {"700": "Priority, 701 of 1000 waiting in gpu"}
+    assert waits(["700"]) == {"700": Wait("Priority", "701 of 1000 waiting in gpu")}
     assert sum(compared) == 2, "one partition, counted once for the place and once for the number"
 
 
@@ -164,6 +164,35 @@ def test_the_accounting_of_a_slurm_without_submit_lines_tells_a_run_by_directory
     assert controller.asked() == ["squeue", "squeue", "sacct", "sacct"]
 
 
+@pytest.mark.parametrize(
+    ("row", "tasks"),
+    [
+        ("12_[3-7]", {3, 4, 5, 6, 7}),
+        ("12_[3-7%2]", {3, 4, 5, 6, 7}),
+        ("12_[1,4-6]", {1, 4, 5, 6}),
+        ("12_[0-8:4]", {0, 4, 8}),
+        ("12_[6]", {6}),
+        ("12_6", {6}),
+    ],
+)
+def test_tasks_that_were_cancelled_in_the_queue_share_a_row_of_the_accounting(
+    controller: Controller, tmp_path: Path, capsys: pytest.CaptureFixture[str], row: str, tasks: set[int]
+) -> None:
+    script = tmp_path / "out" / ".submitit" / ".submission_file_1.sh"
+    for task in range(9):
+        paths = run_of(tmp_path / "out" / f"seed={task}", f"12_{task}")
+        note_job(paths, f"12_{task}", script.with_name(f"12_{task}_0_log.out"))
+    its = tmp_path / "arguments"
+    rows = f"12_2|COMPLETED|sbatch {script}\n{row}|CANCELLED by 1000|sbatch {script}\n13_[0-8]|FAILED|sbatch {script}"
+    controller.answers("", f"echo \"$SLURM_BITSTR_LEN $*\" > {its}; cat <<'X'\n{rows}\nX")
+    assert main(["runs", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.count("interrupted") == len(tasks)
+    for task in range(9):
+        assert read_status(RunPaths(tmp_path / "out" / f"seed={task}")).state == ("interrupted" if task in tasks else "starting")
+    assert its.read_text().startswith("0 "), "else SLURM cuts long lists of tasks off"
+    assert "--jobs=12 " in its.read_text(), "12_3 alone may not find the row"
+
+
 def test_a_run_that_is_submitted_again_while_slurm_answers_keeps_its_new_status(
     controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,15 +219,36 @@ def test_a_launcher_that_waits_for_its_job_says_why_the_job_waits(controller: Co
     assert capsys.readouterr().out == "job 14 waits: Dependency, 3 of 3 waiting in gpu, start about 2026-11-24 08:00\n"
 
 
+def test_the_place_of_a_waiting_job_is_told_ever_more_seldom_and_a_new_reason_at_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, day, told = [0.0], 24 * 3600.0, []
+    reason, waiting = "Priority", Waiting()
+    monkeypatch.setattr("rlx.launch.follow.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    # Others submit and end all the time: place and estimated start are new at each look.
+    monkeypatch.setattr("rlx.launch.follow.waits", lambda names: {"7": Wait(reason, f"{clock[0]:.0f} of 9999 waiting in gpu")})
+    while clock[0] < day:
+        waiting.tell({"7": "job 7"})
+        told += [(clock[0], line) for line in capsys.readouterr().out.splitlines()]
+        clock[0] += 10
+    times = [when for when, _ in told]
+    assert times[:5] == [0, 60, 180, 420, 900], "first after a minute, then each time twice as long"
+    assert max(later - earlier for earlier, later in itertools.pairwise(times)) == SELDOM
+    assert len(told) < 60, "a day in the queue"
+    reason = "Resources"
+    waiting.tell({"7": "job 7"})
+    assert capsys.readouterr().out == f"job 7 waits: Resources, {day:.0f} of 9999 waiting in gpu\n"
+
+
 def test_a_sweep_that_waits_says_why_its_jobs_wait_with_one_question_for_all(tmp_path: Path, capsys, monkeypatch) -> None:
     names = {f"12_{number}": f"seed={number}" for number in range(8)}
     runs = {job: run_of(tmp_path / name, job) for job, name in names.items()}
     elements = [SimpleNamespace(name=names[job], job=job, paths=paths) for job, paths in runs.items()]
     asked, looks = [], itertools.count()
 
-    def why(wanted: Sequence[str]) -> dict[str, str]:
+    def why(wanted: Sequence[str]) -> dict[str, Wait]:
         asked.append(list(wanted))
-        return {job: f"Priority, {int(job[3:]) + 1} of 9 waiting in gpu" for job in wanted}
+        return {job: Wait("Priority", f"{int(job[3:]) + 1} of 9 waiting in gpu") for job in wanted}
 
     def states() -> dict[str, str]:
         if (look := next(looks)) == 4:

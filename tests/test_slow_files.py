@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from main_job import read_metrics
+
+from rlx.plan.record import read_plan
 
 SERVER = Path(__file__).with_name("slow_files.py")
 # A mount namespace is a host's view of its files: what follows the five words of its file system is its command.
 HOST = """\
 mount --make-rprivate /
+hostname "$1"
+shift
 "$1" "$2" "$3" "$4" "$5" &
 until grep -q "$4 fuse" /proc/mounts; do sleep 0.05; done
 shift 5
@@ -37,19 +43,63 @@ assert lock.exclusive() and not other.exclusive(), "processes of one host keep a
 """
 
 
-def test_a_file_of_another_host_is_seen_before_its_absence_is_forgotten_and_a_lock_needs_no_locks_of_the_file_system(
-    tmp_path: Path,
-) -> None:
-    trial = ["unshare", "--mount", "true"]
+def host(name: str, shared: Path, mount: Path) -> list[str]:
+    """The words that begin a command on a host which sees `shared` through a mount of its own. Its processes are seen by no other host."""
+    trial = ["unshare", "--mount", "--uts", "true"]
     if os.geteuid() or not os.path.exists("/dev/fuse") or subprocess.run(trial, check=False, capture_output=True).returncode:
         reason = "nobody may mount a FUSE file system in a namespace of its own here, as root could elsewhere: /dev/fuse, unshare --mount"
         (pytest.fail if os.environ.get("RLX_REQUIRE_NAMESPACES") else pytest.skip)(reason)
+    words = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", HOST, "host", name]
+    return [*words, sys.executable, str(SERVER), str(shared), str(mount), "0.001"]
+
+
+def test_a_file_of_another_host_is_seen_before_its_absence_is_forgotten_and_a_lock_needs_no_locks_of_the_file_system(
+    tmp_path: Path,
+) -> None:
     shared, mount = tmp_path / "shared", tmp_path / "mount"
     shared.mkdir()
     mount.mkdir()
-    files = [sys.executable, str(SERVER), str(shared), str(mount), "0.001"]
-    words = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", HOST, "host", *files]
-    done = subprocess.run(
-        [*words, sys.executable, "-c", SEES, str(mount), str(shared)], capture_output=True, text=True, check=False, timeout=120
-    )
+    words = [*host("node0", shared, mount), sys.executable, "-c", SEES, str(mount), str(shared)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_run_on_three_hosts_trains_on_such_a_file_system(tmp_path: Path, model_cache: Path) -> None:
+    shared, mount = tmp_path / "shared", tmp_path / "mount"
+    shared.mkdir()
+    mount.mkdir()
+    ports = []
+    for _ in range(3):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            ports.append(free.getsockname()[1])
+    pod = ["-m", "rlx.cli", "pod", "--job", "mine", "--nodes", "3", "--volume", str(mount)]
+    pod += ["--hosts", ",".join(f"127.0.0.1:{port}" for port in ports)]
+    started = []
+    for index in range(3):
+        own = tmp_path / f"tmp{index}"
+        own.mkdir()
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "RLX_CACHE": str(model_cache), "TMPDIR": str(own)}
+        environment |= {"JOB_COMPLETION_INDEX": str(index), "JOB_UID": "7"}
+        words = [*host(f"node{index}", shared, mount), sys.executable, *pod, "train", "hardware=cpu_3nodes", "max_steps=4"]
+        with (tmp_path / f"host{index}.log").open("wb") as log:
+            started.append(
+                subprocess.Popen([*words, "orchestrator.batch_size=32"], env=environment, cwd=shared, stdout=log, stderr=subprocess.STDOUT)
+            )
+    try:
+        code = started[0].wait(800)
+        assert code == 0, (tmp_path / "host0.log").read_text()[-5000:]
+        assert [each.wait(120) for each in started[1:]] == [0, 0]
+    finally:
+        for each in started:
+            each.kill()
+    run = shared / "mine"
+    assert {spec.node for spec in read_plan(run / "plan.yaml") if spec.role != "prepare"} == {0, 1, 2}
+    trained = [record for record in read_metrics(run) if record["source"] == "trainer"]
+    assert [record["step"] for record in trained] == [0, 1, 2, 3]
+    # Whoever asks for a file before it exists is told for 30 s that it does not: one such wait would be in a step.
+    assert max(record["time/step"] for record in trained[1:]) < 25, trained
+    waits = [record["time/wait_weights"] for record in read_metrics(run) if record["source"] == "orchestrator"]
+    assert max(waits) < 25, waits

@@ -69,7 +69,7 @@ def _waits(jobs: set[str]) -> dict[str, str]:
     from rlx.runs.jobs import waits
 
     try:
-        return waits(jobs)
+        return {job: str(wait) for job, wait in waits(jobs).items()}
     except RuntimeError:
         return {}
 

@@ -16,6 +16,7 @@ from rlx.cli.command import Command, check_nodes
 from rlx.config.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rlx.config.composition import Kept
     from rlx.config.sweeps import Line, Sweep
     from rlx.launch.sweep import Element, Started
 
@@ -90,9 +91,10 @@ def checked(lines: Sequence[Line], directory: Path, command: Command) -> list[El
     elements: list[Element] = []
     problems: dict[str, list[str]] = {}  # problem -> names of the runs that have it
     built: list[tuple[object, ...]] = []
+    kept: Kept = {}
     for line in lines:
         try:
-            composed = compose(line.argv, None, command.root)
+            composed = compose(line.argv, None, command.root, kept)
             if not composed.cfg.dry_run:
                 use_cache(hub_variables(composed.cfg))
             cfg = replace(command.resolve(composed.cfg), run=RunConfig(name=line.name, dir=str(directory / line.name)))

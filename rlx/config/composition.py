@@ -38,14 +38,15 @@ from rlx.config.limits import cores
 from rlx.config.overrides import LATE, Groups, expand_env_keys, line_of, parse, read_request, read_variable, value_of
 from rlx.config.roots import ROOTS, TRAIN, Root, elsewhere, has_key, root_named
 from rlx.config.schema import MISSING
-from rlx.config.sources import Repository, is_shipped, label, search_path
+from rlx.config.sources import Repository, copied, is_shipped, label, search_path
 from rlx.config.tree import Origins, Problem, optional_sections, show, split_optional, type_at
 
 SCHEMA = "rlx_schema"  # every key with its default; first in the defaults list
 INHERITED = "rlx_inherited"  # what another run or a named endpoint gives (`Root.inherits`); before the variables in the defaults list
 VARIABLES = "rlx_variables"  # what environment variables set; before the experiment in the defaults list
 
-
+Kept = dict[tuple[Any, ...], tuple[list[ResultDefault], DictConfig]]
+"""Composed files by all that chose them, before the values of the command line are set: the runs of a sweep share most."""
 OURS = (VARIABLES, INHERITED, *(each.schema_name for each in ROOTS))
 
 
@@ -65,16 +66,18 @@ class Tree:
     chosen: list[str] = field(default_factory=list)  # groups that the command line or a variable chooses
 
 
-def compose_tree(argv: list[str], environ: Mapping[str, str], root: Root = TRAIN) -> Tree:
+def compose_tree(argv: list[str], environ: Mapping[str, str], root: Root = TRAIN, kept: Kept | None = None) -> Tree:
     """Compose the tree that a command line of the root's command describes.
 
+    `kept`: filled with what is shared with other compositions, as long as no file changes.
     Raises ConfigError when no tree can be composed. All other problems are listed in the result.
     """
-    tree = _compose(argv, environ, root, ())
+    kept = {} if kept is None else kept
+    tree = _compose(argv, environ, root, (), kept)
     layout = None
     if tree.choices.get("hardware") == "auto" and tree.data["launcher"]["name"] in ("slurm", "kubernetes"):
         layout = _layout_of_cluster(tree)
-        tree = _compose(argv, environ, root, (), layout)
+        tree = _compose(argv, environ, root, (), kept, layout)
     found = root.inherits(tree.data, tree.chosen) if tree.may_inherit else ()
     if not found:
         return tree
@@ -86,7 +89,7 @@ def compose_tree(argv: list[str], environ: Mapping[str, str], root: Root = TRAIN
     ]
     if refused:
         raise ConfigError(refused)
-    again = _compose(argv, environ, root, found, layout)
+    again = _compose(argv, environ, root, found, kept, layout)
     for each in found:
         again.notes += _differing(each, again)
     return again
@@ -119,7 +122,12 @@ def _differing(inherited: Inherited, tree: Tree) -> Iterable[str]:
 
 
 def _compose(
-    argv: list[str], environ: Mapping[str, str], root: Root, inherited: Sequence[Inherited], layout: tuple[str, str] | None = None
+    argv: list[str],
+    environ: Mapping[str, str],
+    root: Root,
+    inherited: Sequence[Inherited],
+    kept: Kept,
+    layout: tuple[str, str] | None = None,
 ) -> Tree:
     """`layout`: what `hardware=auto` chooses, and why; None: what fits this machine."""
     layout = layout or choose_layout()
@@ -149,16 +157,23 @@ def _compose(
     if problems := _wrong_in_files(repository, groups, [name, *chosen_files]):
         raise ConfigError(problems)
 
-    def defaults_of(chosen: list[Override]) -> list[ResultDefault]:
-        return create_defaults_list(repository, name, groups.lines(chosen), prepend_hydra=False, skip_missing=False).defaults
+    around = (root.command, name, layout[0], repr(request.directories), repr(variables), repr(inherited))
+
+    def files_of(chosen: list[Override]) -> tuple[list[ResultDefault], DictConfig]:
+        lines = groups.lines(chosen)
+        # Only these have a say in the defaults list; all others set values afterwards.
+        key = (*around, *(line_of(o) for o in lines if repository.group_exists(o.key_or_group) and not isinstance(value_of(o), dict)))
+        if key not in kept:
+            defaults = create_defaults_list(repository, name, lines, prepend_hydra=False, skip_missing=False).defaults
+            kept[key] = defaults, loader._compose_config_from_defaults_list(defaults, repository)
+        return kept[key][0], copied(kept[key][1])
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # hydra warns about a missing `_self_`; the file's own values then come last, as intended
-            overrides = expand_env_keys(overrides, lambda rest: _environments(defaults_of([o for o in rest if groups.is_choice(o)])))
+            overrides = expand_env_keys(overrides, lambda rest: _environments(files_of([o for o in rest if groups.is_choice(o)])[0]))
             values = [o for o in overrides if not groups.is_choice(o)]
-            defaults = defaults_of(overrides)
-            cfg = loader._compose_config_from_defaults_list(defaults, repository)
+            defaults, cfg = files_of(overrides)
             loader._apply_overrides_to_config(groups.lines(values), cfg)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(error, groups)) from None

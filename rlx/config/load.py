@@ -27,7 +27,7 @@ from rlx.config.targets import all_nodes_of, check_targets, instantiate
 from rlx.config.tree import Builder, Origins
 
 if TYPE_CHECKING:
-    from rlx.config.composition import Tree
+    from rlx.config.composition import Kept, Tree
 
 T = TypeVar("T")
 
@@ -76,16 +76,17 @@ class Composed(Generic[T]):
 @overload
 def compose(argv: Sequence[str] = ..., environ: Mapping[str, str] | None = ...) -> Composed[Config]: ...
 @overload
-def compose(argv: Sequence[str], environ: Mapping[str, str] | None, root: Root[T]) -> Composed[T]: ...
-def compose(argv: Sequence[str] = (), environ: Mapping[str, str] | None = None, root: Root = TRAIN) -> Composed:
+def compose(argv: Sequence[str], environ: Mapping[str, str] | None, root: Root[T], kept: Kept | None = ...) -> Composed[T]: ...
+def compose(argv: Sequence[str] = (), environ: Mapping[str, str] | None = None, root: Root = TRAIN, kept: Kept | None = None) -> Composed:
     """Compose and check the configuration that a command line of the root's command describes.
 
     `argv`: overrides (`loss=gspo`, `optim.lr=1e-6`) and hydra's `--config-dir`, `--config-name`, `--config-path`.
-    `environ`: the environment variables; default `os.environ`. Raises ConfigError that lists all problems.
+    `environ`: the environment variables; default `os.environ`. `kept`: a dictionary that compositions share while no file changes.
+    Raises ConfigError that lists all problems.
     """
     from rlx.config.composition import compose_tree
 
-    return checked(compose_tree(list(argv), os.environ if environ is None else environ, root), root)
+    return checked(compose_tree(list(argv), os.environ if environ is None else environ, root, kept), root)
 
 
 def checked(tree: Tree, root: Root = TRAIN) -> Composed:

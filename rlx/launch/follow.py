@@ -17,13 +17,14 @@ from typing import TextIO
 
 from rlx.launch.local import UPDATE, Observer
 from rlx.paths import RunPaths
-from rlx.runs.jobs import ENDED, GONE, find_jobs, is_of, job_of, output_of, queue, waits
+from rlx.runs.jobs import ENDED, GONE, Wait, find_jobs, is_of, job_of, output_of, queue, waits
 from rlx.runs.lock import RunLock
 from rlx.runs.run import WAITS, Run
 from rlx.runs.status import FINAL, Cause, Status, last_lines, read_status
 
 ASK = 10.0  # seconds between two queries to the SLURM controller, which all users of a cluster share
 WAIT = 30.0  # seconds between two questions why a job waits
+SOON, SELDOM = 60.0, 1800.0  # seconds after which a changed place of a job is told, at first and at most: each time twice as long
 MOST = 5  # jobs of a sweep about which one look at the queue prints a line
 LATE = 3  # consecutive queries that must report the job as gone before a run without a final status counts as lost: files arrive late
 
@@ -132,28 +133,42 @@ def close_ended(runs: Sequence[Run], jobs: Mapping[str, str]) -> None:
 
 
 class Waiting:
-    """Prints why jobs wait, and at which place: of each when that changes, asked for at most every `WAIT` seconds."""
+    """Prints why jobs wait, asked for at most every `WAIT` seconds: of each when its reason changes.
+
+    Its place and the estimated start change with every job that others submit, so these alone are told ever more seldom.
+    """
 
     def __init__(self, file: TextIO | None = None) -> None:
         """`file`: where to; None: standard output."""
         self._file, self._asked = file, -math.inf
-        self._told: dict[str, str] = {}  # by job
+        self._told: dict[str, tuple[Wait, float, float]] = {}  # by job: what was told, when, and how long it holds if its place changes
 
     def tell(self, names: Mapping[str, str]) -> None:
         """`names`: job id → what the lines call it, of all jobs in the queue. One question for all."""
-        if not names or time.monotonic() - self._asked < WAIT:
+        now = time.monotonic()
+        if not names or now - self._asked < WAIT:
             return
-        self._asked = time.monotonic()
+        self._asked = now
         try:
-            reasons = waits(names)
+            found = waits(names)
         except RuntimeError:  # the controller may answer later
             return
-        new = {job: reason for job, reason in reasons.items() if self._told.get(job) != reason}
-        self._told |= new
-        for job, reason in list(new.items())[:MOST]:
-            print(f"{names[job]} waits: {reason}", file=self._file, flush=True)
+        new = [job for job, wait in found.items() if self._is_news(job, wait, now)]
+        for job in new[:MOST]:
+            print(f"{names[job]} waits: {found[job]}", file=self._file, flush=True)
         if len(new) > MOST:
             print(f"and {len(new) - MOST} more jobs; rlx runs shows all", file=self._file, flush=True)
+
+    def _is_news(self, job: str, wait: Wait, now: float) -> bool:
+        """Whether to tell it; if so, it counts as told."""
+        before, then, holds = self._told.get(job, (None, now, SOON))
+        if before is not None and before.reason == wait.reason:
+            if before == wait or now - then < holds:
+                return False
+            self._told[job] = wait, now, min(2 * holds, SELDOM)
+        else:
+            self._told[job] = wait, now, SOON
+        return True
 
 
 def _state(job_id: str) -> str:

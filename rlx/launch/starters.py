@@ -6,6 +6,7 @@ The supervisor always starts, watches and stops a local child process. With `Loc
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -24,6 +25,8 @@ from rlx.runs.outside import outside
 from rlx.types import ProcessSpec
 
 PROBE = 30.0  # seconds that a host has to start a step
+LEAVE = 2.0  # seconds that `srun` has to give such a step up
+TRIAL = "probe"  # the name of these steps
 NOT_FOR_STEPS = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NNODES", "SLURM_DISTRIBUTION")
 """Variables of the job that `srun` would read as options of the step."""
 
@@ -121,23 +124,32 @@ class SrunStarter:
             host for host in (self.hosts if among is None else among) if host != os.environ.get("SLURMD_NODENAME", socket.gethostname())
         ]
         dropped = [word for name in NOT_FOR_STEPS for word in ("-u", name)]
-        step = ["env", *dropped, "srun", "--overlap", "--nodes=1", "--ntasks=1", "--job-name=probe", "--cpu-bind=none", "--mem=0"]
+        step = ["env", *dropped, "srun", "--overlap", "--nodes=1", "--ntasks=1", f"--job-name={TRIAL}", "--cpu-bind=none", "--mem=0"]
         quiet = subprocess.DEVNULL
         probes = {
             host: subprocess.Popen(outside([*step, "--input=none", f"--nodelist={host}", "true"]), stdin=quiet, stdout=quiet, stderr=quiet)
             for host in others
         }
-        lost, deadline = [], time.monotonic() + PROBE
+        answers, deadline = {}, time.monotonic() + PROBE
         for host, probe in probes.items():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                answers[host] = probe.wait(max(0.0, deadline - time.monotonic()))
+        if late := [probe for host, probe in probes.items() if host not in answers]:
+            self._end(late)
+        return [host for host in others if answers.get(host) != 0]
+
+    def _end(self, probes: Sequence[subprocess.Popen[bytes]]) -> None:
+        """Give steps up that were not started in time. Killing `srun` alone would leave them to start when the host answers again."""
+        for probe in probes:
+            probe.terminate()
+        deadline = time.monotonic() + LEAVE
+        for probe in probes:
             try:
-                answered = probe.wait(max(0.0, deadline - time.monotonic())) == 0
+                probe.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                answered = False
                 probe.kill()
                 probe.wait()
-            if not answered:
-                lost.append(host)
-        return lost
+        self.kill([TRIAL])
 
     def _choose_gpus(self, spec: ProcessSpec) -> tuple[str, ...]:
         """Limit the role to the GPUs that the plan gives it, out of the job's GPUs in SLURM's CUDA_VISIBLE_DEVICES.

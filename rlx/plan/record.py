@@ -15,7 +15,8 @@ from rlx.types import ProcessSpec
 def plan_yaml(plan: Sequence[ProcessSpec]) -> str:
     """The text of `plan.yaml`."""
     records = [{**asdict(spec), "gpus": list(spec.gpus), "argv": list(spec.argv)} for spec in plan]
-    return yaml.safe_dump(records, sort_keys=False, allow_unicode=True, width=200)
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # a sweep writes hundreds of plans
+    return yaml.dump(records, Dumper=dumper, sort_keys=False, allow_unicode=True, width=200)
 
 
 def write_plan(path: Path, plan: Sequence[ProcessSpec]) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,12 @@ from rlx.paths import RunPaths, write_text
 from rlx.runs.outside import outside
 
 TIMEOUT = 10.0  # seconds to wait for an answer of the controller
+WHOLE = {"SLURM_BITSTR_LEN": "0"}  # else SLURM cuts the task numbers of `12_[1,3,5-9]` off after 64 characters
 GONE = "unknown to SLURM"  # state of a job that SLURM does not list
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED", GONE)
 """SLURM's states of a job that has ended. A job that the controller has forgotten has ended too."""
+ARRAY = re.compile(r"(\d+)_\[([\d,:-]+)(?:%\d+)?\]")  # %: how many tasks run at a time
+TASKS = re.compile(r"(\d+)(?:-(\d+))?(?::(\d+))?")
 
 
 def note_job(paths: RunPaths, job_id: str, output: Path | None = None, name: str | None = None) -> None:
@@ -84,7 +88,7 @@ def _noted(paths: RunPaths) -> dict[str, Any]:
 def ask(*command: str) -> subprocess.CompletedProcess[str]:
     """Run one of SLURM's commands. Raises RuntimeError if it is not installed or the controller does not answer."""
     try:
-        return subprocess.run(outside(command), capture_output=True, text=True, check=False, timeout=TIMEOUT)
+        return subprocess.run(outside(command), capture_output=True, text=True, check=False, timeout=TIMEOUT, env=os.environ | WHOLE)
     except FileNotFoundError as error:
         raise RuntimeError(f"there is no {command[0]} here") from error
     except subprocess.TimeoutExpired as error:
@@ -102,8 +106,19 @@ def queue() -> dict[str, str]:
     return dict(line.strip().split("|", 1) for line in done.stdout.splitlines() if "|" in line)
 
 
-def waits(wanted: Collection[str]) -> dict[str, str]:
-    """Job id → why it waits, and where: `Priority, 3 of 12 waiting in gpu, start about 2026-11-23 14:20`. Only of jobs in the queue.
+@dataclass(frozen=True)
+class Wait:
+    """Why a job waits, as SLURM says (`Priority`), and where: `3 of 12 waiting in gpu, start about 2026-11-23 14:20`."""
+
+    reason: str
+    place: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}, {self.place}"
+
+
+def waits(wanted: Collection[str]) -> dict[str, Wait]:
+    """Why jobs wait, by id. Only of jobs in the queue.
 
     The place is among all users' jobs. Raises RuntimeError if the controller does not answer.
     """
@@ -121,7 +136,7 @@ def waits(wanted: Collection[str]) -> dict[str, str]:
     for job, partitions, start, reason, place in mine:
         about = f", start about {start[:16].replace('T', ' ')}" if start[:1].isdecimal() else ""
         why = "not considered yet" if reason == "None" else reason
-        found[job] = f"{why}, {place} of {_rivals(before, partitions)} waiting in {partitions}{about}"
+        found[job] = Wait(why, f"{place} of {_rivals(before, partitions)} waiting in {partitions}{about}")
     return found
 
 
@@ -133,11 +148,17 @@ def _rivals(counts: Mapping[str, int], partitions: str) -> int:
 def find_jobs(job_ids: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Job id → its state and what tells whose it is, of the user's jobs that SLURM or its accounting knows: see `is_of`.
 
-    Empty where SLURM does not answer.
+    Empty where SLURM does not answer. The accounting is asked for whole arrays, because one row may stand for several tasks.
     """
     found = _table("squeue", "--me", "--noheader", "--array", "--states=all", "--format=%i|%T|%o") or {}
     if unknown := [job for job in job_ids if job not in found]:
-        accounting = ("sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={','.join(unknown)}")
+        accounting = (
+            "sacct",
+            "--allocations",
+            "--noheader",
+            "--parsable2",
+            f"--jobs={','.join(dict.fromkeys(job.partition('_')[0] for job in unknown))}",
+        )
         told = _table(*accounting, "--format=JobID,State,SubmitLine")
         if told is None:  # SLURM before 21.08 has no such column
             told = _table(*accounting, "--format=JobID,State,WorkDir,JobName")
@@ -166,7 +187,19 @@ def _table(*command: str) -> dict[str, tuple[str, str]] | None:
     if done.returncode != 0:
         return None
     rows = (line.strip().split("|", 2) for line in done.stdout.splitlines() if line.count("|") >= 2)
-    return {job: (state.split()[0], command) for job, state, command in rows if state}  # CANCELLED by 1000
+    told = {job: (state.split()[0], command) for job, state, command in rows if state}  # CANCELLED by 1000
+    return {job: answer for row, answer in told.items() for job in _jobs_of(row)}
+
+
+def _jobs_of(row: str) -> list[str]:
+    """The jobs of a row. The accounting has one for all tasks of an array that have not started: `12_[1,4-6,8-20:4%2]`."""
+    found = ARRAY.fullmatch(row)
+    if found is None:
+        return [row]
+    jobs = []
+    for first, last, step in TASKS.findall(found[2]):
+        jobs += [f"{found[1]}_{task}" for task in range(int(first), int(last or first) + 1, int(step or 1))]
+    return jobs
 
 
 def is_alive(job_id: str, states: Mapping[str, str] | None = None) -> bool:

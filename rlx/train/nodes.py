@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
 import torch
 
 from rlx.config.errors import ConfigError
@@ -18,8 +23,17 @@ def check_built(cfg: CommandConfig) -> None:
     for name, (whole, terms) in all_nodes_of(cfg).items():
         node = dict(whole) if terms is None else split_terms(dict(whole), terms)[1]
         try:
-            instantiate(node, **({"params": [torch.nn.Parameter(torch.zeros(1))]} if name == "optim" else {}))
+            with _without_compiler():
+                instantiate(node, **({"params": [torch.nn.Parameter(torch.zeros(1))]} if name == "optim" else {}))
         except Exception as error:
             problems.append(f"{node['_target_']} cannot build `{name}`: {type(error).__name__}: {error}\n  fix: change {name}.*")
     if problems:
         raise ConfigError(problems)
+
+
+@contextmanager
+def _without_compiler() -> Iterator[None]:
+    """Leave out the compiler of torch. The constructor of every optimizer imports it, to be left alone by it, which takes two seconds."""
+    plain = {name: inspect.unwrap(getattr(torch.optim.Optimizer, name)) for name in ("__init__", "add_param_group")}
+    with patch.multiple(torch.optim.Optimizer, **plain):
+        yield
