@@ -164,7 +164,8 @@ def server_of(job: MainJob, folder: Path) -> Iterator[str]:
     job.until(lambda: (job.run_dir / "initial_model.txt").exists(), "the initial model")
     folder.mkdir()
     for name in ("config.yaml", "secrets.yaml", "initial_model.txt"):
-        shutil.copy(job.run_dir / name, folder)
+        if (job.run_dir / name).exists():  # a run without a key of its own has no secrets
+            shutil.copy(job.run_dir / name, folder)
     with (folder / "log").open("wb") as log:
         command = [sys.executable, "-c", START, "--run-dir", str(folder)]
         process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"HF_HUB_OFFLINE": "1"})
