@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -10,9 +11,11 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -21,7 +24,7 @@ from aiohttp import web
 from inference_server import START
 from main_job import MainJob
 
-from rlx.inference.endpoints import endpoint_file, read_endpoint
+from rlx.inference.endpoints import Endpoint, endpoint_file, read_endpoint
 from rlx.inference.protocol import Answer, Asked
 from rlx.paths import RunPaths
 
@@ -161,7 +164,8 @@ def server_of(job: MainJob, folder: Path) -> Iterator[str]:
     job.until(lambda: (job.run_dir / "initial_model.txt").exists(), "the initial model")
     folder.mkdir()
     for name in ("config.yaml", "secrets.yaml", "initial_model.txt"):
-        shutil.copy(job.run_dir / name, folder)
+        if (job.run_dir / name).exists():  # a run without a key of its own has no secrets
+            shutil.copy(job.run_dir / name, folder)
     with (folder / "log").open("wb") as log:
         command = [sys.executable, "-c", START, "--run-dir", str(folder)]
         process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"HF_HUB_OFFLINE": "1"})
@@ -174,6 +178,48 @@ def server_of(job: MainJob, folder: Path) -> Iterator[str]:
     finally:
         process.kill()
         process.wait()
+
+
+def state_of(endpoint: Endpoint) -> dict[str, Any]:
+    """What a server says of itself."""
+    request = urllib.request.Request(endpoint.url + "/policy", headers=endpoint.headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+@pytest.mark.nightly
+def test_a_server_that_is_added_has_the_runs_version_before_it_serves_and_leaves_with_its_file(
+    start: Callable[..., MainJob], tmp_path: Path
+) -> None:
+    job = start("run", *ON_POLICY, "inference.kv_cache_gb=0.25", "max_steps=100000")
+    extra = job.run_dir / "endpoints" / "inference_extra.json"
+    with server_of(job, tmp_path / "server"):
+        file = endpoint_file(RunPaths(tmp_path / "server"), 0)
+        endpoint = read_endpoint(file)
+        assert endpoint is not None
+        job.until_step(2)
+        assert state_of(endpoint)["version"] == 0
+        shutil.copy2(file, extra)
+        job.until(lambda: state_of(endpoint)["running"], "a request at the second server")
+        assert state_of(endpoint)["version"] > 1
+        joined = job.metrics("trainer")[-1]["step"]
+        job.until_step(joined + 3)
+        extra.unlink()
+        two = [record["step"] for record in job.metrics("inference") if record["perf/servers"] == 2]
+        assert two
+        job.until(lambda: job.metrics("inference")[-1]["perf/servers"] == 1, "the second server's leave")
+        job.until_step(job.metrics("trainer")[-1]["step"] + 3)
+        assert state_of(endpoint)["running"] == 0
+        log = (job.run_dir / "logs/attempt_0/orchestrator.log").read_text()
+        os.kill(job.process.pid, signal.SIGINT)
+        assert job.wait() == 130
+    check(job, 1 + job.metrics("trainer")[-1]["step"])
+    assert job.status()["restarts"] == []
+    joins, serves, leaves = (
+        log.index(words) for words in ("joins; it serves once it has the run's version", " serves version ", "was taken away")
+    )
+    assert joins < serves < leaves
+    assert "no inference server takes requests" not in log
 
 
 @pytest.mark.long
