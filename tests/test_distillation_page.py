@@ -111,7 +111,7 @@ def test_the_commands_of_the_section_run(tmp_path: Path, monkeypatch: pytest.Mon
 
 def ready(port: str, server: subprocess.Popen[Any]) -> None:
     """Return when the server answers."""
-    for _ in range(600):
+    for _ in range(1200):
         assert server.poll() is None, Path("server.log").read_text()[-3000:]
         try:
             urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=5)
