@@ -16,8 +16,8 @@ from hydra.errors import HydraException
 from hydra.types import HydraContext, RunMode
 from omegaconf import OmegaConf, open_dict
 
-from rlx.config.composition import make_sweep_loader
 from rlx.config.errors import ConfigError
+from rlx.config.sources import make_sweep_loader
 from rlx.config.sweeps import Sweep
 
 

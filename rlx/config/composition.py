@@ -16,15 +16,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
-from hydra import version
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository
 from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.config_store import ConfigStore
 from hydra.core.default_element import GroupDefault, ResultDefault
 from hydra.core.override_parser.types import Override
-from hydra.core.plugins import Plugins
-from hydra.core.utils import setup_globals
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError, InterpolationToMissingValueError, OmegaConfBaseException
@@ -34,11 +30,10 @@ from rlx.config.environment import Variable, read_variables
 from rlx.config.errors import ConfigError
 from rlx.config.gpus import choose_layout
 from rlx.config.inherited import Inherited
-from rlx.config.limits import cores
 from rlx.config.overrides import LATE, Groups, expand_env_keys, line_of, parse, read_request, read_variable, value_of
 from rlx.config.roots import ROOTS, TRAIN, Root, elsewhere, has_key, root_named
 from rlx.config.schema import MISSING
-from rlx.config.sources import Repository, copied, is_shipped, label, search_path
+from rlx.config.sources import Repository, copied, is_shipped, label, make_loader
 from rlx.config.tree import Origins, Problem, optional_sections, show, split_optional, type_at
 
 SCHEMA = "rlx_schema"  # every key with its default; first in the defaults list
@@ -190,31 +185,6 @@ def _compose(
     choices = _find_choices(defaults, groups.names)
     notes = [f"hardware=auto: {layout[1]}"] if choices.get("hardware") == "auto" else []
     return Tree(data, origins, choices, list(request.lines), notes, off + unresolved_problems, unresolved, hydra, may_inherit, chosen)
-
-
-def make_loader(directories: list[str], layout: str | None = None) -> ConfigLoaderImpl:
-    """A loader that searches the user's directories first, then the shipped one. `layout`: what hardware=auto chooses."""
-    version.setbase("1.3")
-    Plugins.instance()
-    setup_globals()
-    OmegaConf.register_new_resolver("rlx.layout", lambda: layout or choose_layout()[0], replace=True)
-    OmegaConf.register_new_resolver("rlx.cores", cores, replace=True)
-    return ConfigLoaderImpl(search_path(directories))
-
-
-class _SweepLoader(ConfigLoaderImpl):
-    """Skips the check by which hydra's sweepers load every run that they propose: the launcher checks all runs anyway."""
-
-    def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
-        return OmegaConf.create({})
-
-
-def make_sweep_loader(directories: list[str]) -> ConfigLoaderImpl:
-    """A loader that also finds the configuration of hydra itself and of its plugins."""
-    make_loader(directories)  # registers the resolver that files may use
-    path = search_path(directories)
-    path.prepend("hydra", "pkg://hydra.conf")
-    return _SweepLoader(path)
 
 
 def _refuse_other_command(repository: CachingConfigRepository, name: str, root: Root) -> None:

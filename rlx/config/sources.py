@@ -10,14 +10,20 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from hydra import version
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.object_type import ObjectType
+from hydra.core.plugins import Plugins
+from hydra.core.utils import setup_globals
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
+from rlx.config.gpus import choose_layout
+from rlx.config.limits import cores
 from rlx.config.shipped import BESIDE, conf_directory
 
 SUFFIX = ".yaml"
@@ -133,6 +139,31 @@ def search_path(directories: list[str]) -> ConfigSearchPathImpl:
     path.append("beside", f"{BesideConf.scheme()}://{conf_directory().parent}")
     path.append("schema", "structured://")
     return path
+
+
+def make_loader(directories: list[str], layout: str | None = None) -> ConfigLoaderImpl:
+    """A loader that searches the user's directories first, then the shipped one. `layout`: what hardware=auto chooses."""
+    version.setbase("1.3")
+    Plugins.instance()
+    setup_globals()
+    OmegaConf.register_new_resolver("rlx.layout", lambda: layout or choose_layout()[0], replace=True)
+    OmegaConf.register_new_resolver("rlx.cores", cores, replace=True)
+    return ConfigLoaderImpl(search_path(directories))
+
+
+class _SweepLoader(ConfigLoaderImpl):
+    """Skips the check by which hydra's sweepers load every run that they propose: the launcher checks all runs anyway."""
+
+    def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
+        return OmegaConf.create({})
+
+
+def make_sweep_loader(directories: list[str]) -> ConfigLoaderImpl:
+    """A loader that also finds the configuration of hydra itself and of its plugins."""
+    make_loader(directories)  # registers the resolver that files may use
+    path = search_path(directories)
+    path.prepend("hydra", "pkg://hydra.conf")
+    return _SweepLoader(path)
 
 
 def is_shipped(loaded: ConfigResult) -> bool:

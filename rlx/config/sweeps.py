@@ -17,10 +17,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from rlx.config.composition import compose_tree, make_loader
+from rlx.config.composition import compose_tree
 from rlx.config.errors import ConfigError
 from rlx.config.overrides import line_of, parse, read_request
 from rlx.config.roots import TRAIN, Root
+from rlx.config.sources import make_loader
 from rlx.config.tree import secret_keys
 
 LONGEST = 120  # maximum characters of a folder's name
