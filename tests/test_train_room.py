@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
+from trainer_examples import make_model, make_trainer
 
 from rlx.config import limits
 from rlx.config.load import compose
 from rlx.config.memory import size, trainer_memory
 from rlx.parallel.mesh import Mesh
+from rlx.paths import RunPaths
 from rlx.train.room import too_little
+from rlx.train.summary import Summary
 
 GIB = 2**30
 LARGE = ["dry_run=true", "model=qwen3_1_7b", "env=math", "trainer.ac.freq=0"]
@@ -63,3 +67,9 @@ def test_of_a_gpu_the_rank_with_the_least_free_memory_counts(monkeypatch, offloa
     assert host is not None
     assert f"need {size(2 * memory.host + memory.published)} of host memory" in host
     assert replace(memory, on_host=not offload).host != memory.host
+
+
+def test_the_closing_summary_of_the_run_has_the_warning(tmp_path) -> None:
+    trainer = make_trainer(make_model())
+    Summary(RunPaths(tmp_path), trainer.mesh, trainer, "too little")
+    assert json.loads(RunPaths(tmp_path).kernels.read_text())["warning"] == "too little"
