@@ -18,9 +18,10 @@ SHOWN = 5  # names listed in a message
 
 def keep_weights() -> None:
     """Have the CPU layers that are made in this process, and in those forked from it, keep the weights that they pack."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-    pack = UnquantizedLinearMethod.process_weights_after_loading
+    pack, pack_experts = UnquantizedLinearMethod.process_weights_after_loading, UnquantizedFusedMoEMethod.process_weights_after_loading
 
     def pack_and_keep(method: UnquantizedLinearMethod, layer: Any) -> None:
         weight = layer.weight
@@ -28,7 +29,13 @@ def keep_weights() -> None:
         if len(weight) and not len(layer.weight):
             layer.__dict__["rlx_weight"] = weight  # in `__dict__`, so that it is not a parameter of the module
 
+    def pack_experts_anew(method: UnquantizedFusedMoEMethod, layer: Any) -> None:
+        # vLLM packs experts when it makes their kernel. For one that is there it would put the plain values of an update in the packed place.
+        method.moe_kernel = None
+        pack_experts(method, layer)
+
     UnquantizedLinearMethod.process_weights_after_loading = pack_and_keep  # type: ignore[method-assign, assignment]
+    UnquantizedFusedMoEMethod.process_weights_after_loading = pack_experts_anew  # type: ignore[method-assign]
 
 
 def kept_weights(model: torch.nn.Module) -> dict[torch.nn.Module, torch.nn.Parameter]:
