@@ -233,7 +233,9 @@ def test_wrong_weights_are_refused_and_the_old_version_generates_on(
     assert {version for turn in turns for version in turn.versions.tolist()} == {0}
 
 
-def test_a_tensor_damaged_in_its_file_is_refused_while_the_old_version_serves_and_the_next_version_is_whole(run: Run, tmp_path: Path) -> None:
+def test_a_tensor_damaged_in_its_file_is_refused_while_the_old_version_serves_and_the_next_version_is_whole(
+    run: Run, tmp_path: Path
+) -> None:
     """The folders are as the trainer writes them. What was read before the damage was found lies in the engine's memory by then."""
     good = load_file(run.version(1) / "model.safetensors")
     spoiled = []
