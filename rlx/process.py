@@ -86,8 +86,7 @@ def set_cpu_threads(threads: int) -> None:
 def keep_freed_memory(*, one_heap: bool = False) -> None:
     """Let the C library's allocator keep what is freed, for the next allocation of this process.
 
-    `one_heap`: also for threads that start from now on. By default they have heaps of their own, which cannot hold what is larger than 64 MiB.
-
+    `one_heap`: also in threads that start from now on. By default they have heaps of their own, which hold nothing larger than 64 MiB.
     A step on CPU frees and allocates the same tensors over and over. By default the large ones go back to the kernel each time, which then
     hands out zeroed pages one by one: about a tenth of a small model's step. Does nothing where the library has no such settings.
     """

@@ -1,19 +1,24 @@
-"""Real servers on CPU that load a version wrongly: they end before they generate a token of it. And workers that hold slices."""
+"""Real servers on CPU that load a version wrongly end before they generate a token of it. Slices of workers, and damaged files."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 from inference_server import EXACT, START, Run, prompts, sample
 from run_servers import Servers
+from safetensors.torch import load_file
 
 from rlx.config.load import load_run, to_yaml
 from rlx.inference.endpoints import Endpoint
-from rlx.inference.protocol import InferenceError, PolicyState
+from rlx.inference.protocol import InferenceError, PolicyState, UpdateRefused
 from rlx.types import Turn
 from rlx.waiting import UNFIT
+from rlx.weights.files import header
+from rlx.weights.saving import save
 
 pytestmark = pytest.mark.slow
 
@@ -111,3 +116,42 @@ def test_every_slice_of_a_tensor_parallel_engine_is_compared_and_a_wrong_one_end
     assert run.worst([turn], 1.0) < EXACT
     assert run.process is not None
     assert run.process.wait(60) == UNFIT
+
+
+@pytest.mark.long
+def test_a_tensor_damaged_in_its_file_is_refused_while_the_old_version_serves_and_the_next_version_is_whole(tmp_path: Path) -> None:
+    """The folders are as the trainer writes them. What was read before the damage was found lies in the engine's memory by then."""
+    run = Run(tmp_path, tied=True)
+    run.start()
+    good = load_file(run.version(1) / "model.safetensors")
+    spoiled = []
+    for name in ("model.layers.3.mlp.down_proj.weight", "model.embed_tokens.weight"):
+        shutil.copytree(run.version(1), folder := tmp_path / name)
+        file = folder / "model.safetensors"
+        record, facts = save(good, file)
+        (folder / "COMPLETE").write_text(json.dumps({"version": 1, "files": {file.name: record}, "tensors": facts}))
+        entries, begin = header(file)
+        content = bytearray(file.read_bytes())
+        content[begin + entries[name]["data_offsets"][1] - 1] ^= 1
+        file.write_bytes(content)
+        spoiled.append(folder)
+
+    async def conversation(endpoints: list[Endpoint]) -> list[Turn]:
+        async with Servers(endpoints, request_timeout=120) as client:
+            await client.fleet.wait_ready(60)
+            return await updates(client)
+
+    async def updates(client: Servers) -> list[Turn]:
+        work = [asyncio.create_task(sample(client, ids, seed, max_tokens=120)) for seed, ids in enumerate(prompts(4))]
+        await asyncio.sleep(0.05)
+        for folder in spoiled:
+            with pytest.raises(UpdateRefused, match=rf"the tensor {folder.name} is damaged"):
+                await client.update(folder, 1)
+        old = await sample(client, prompts(1)[0], 0)
+        await client.update(run.version(1), 1)
+        return [*await asyncio.gather(*work), old, await sample(client, prompts(1)[0], 0)]
+
+    turns = asyncio.run(conversation(run.ready()))
+    run.stop()
+    assert run.worst(turns, 1.0) < EXACT
+    assert [set(turn.versions.tolist()) for turn in turns[-2:]] == [{0}, {1}]

@@ -6,7 +6,7 @@ models can load it. If adapters are trained, it is a PEFT folder instead: `adapt
 manifest has `"base": {"name", "identity"}` of the model that they belong to.
 
 Each tensor has one checksum, its sum (`sums.py`), because all three users can compute it. The trainer sums its memory, which also catches
-write errors. A server sums the files as it reads them, before it pauses. Its engine sums the parameters that it serves, on their own device.
+write errors. A server sums the files as it reads them, before it pauses. Its engine sums the parameters that it serves, where they lie.
 Only the header of a safetensors file has a digest too (`"header": {"size", "xxh3"}`). Small files have one digest of all their bytes.
 Reading, checking and pruning need no torch; writing imports it.
 """

@@ -1,9 +1,9 @@
 """The served policy: vLLM's engine, the version of its weights, and the update to the next version.
 
-An update is exact for requests in flight. The old version keeps generating while the files are read and checked. Then the engine is paused between
-two steps, all tokens of the old weights are stamped, the weights are replaced, the keys and values of the old weights are dropped (requests
-in flight recompute theirs, or keep them: `InFlight.keep_kv`), and the engine resumes. If all requests in flight end soon, waiting for them
-is cheaper (`InFlight.drain_tokens`).
+An update is exact for requests in flight. The old version keeps generating while the files are read and checked. Then the engine is paused
+between two steps, all tokens of the old weights are stamped, the weights are replaced, the keys and values of the old weights are dropped
+(requests in flight recompute theirs, or keep them: `InFlight.keep_kv`), and the engine resumes. If all requests in flight end soon, waiting
+for them is cheaper (`InFlight.drain_tokens`).
 """
 
 from __future__ import annotations
