@@ -30,7 +30,7 @@ def keep_weights() -> None:
             layer.__dict__["rlx_weight"] = weight  # in `__dict__`, so that it is not a parameter of the module
 
     def pack_experts_anew(method: UnquantizedFusedMoEMethod, layer: Any) -> None:
-        # vLLM packs experts when it makes their kernel. For one that is there it would put the plain values of an update in the packed place.
+        # vLLM packs experts when it makes their kernel. If there is one, it would put the plain values of an update in the packed place.
         method.moe_kernel = None
         pack_experts(method, layer)
 
