@@ -35,7 +35,7 @@ def keep_weights() -> None:
         pack_experts(method, layer)
 
     UnquantizedLinearMethod.process_weights_after_loading = pack_and_keep  # type: ignore[method-assign, assignment]
-    UnquantizedFusedMoEMethod.process_weights_after_loading = pack_experts_anew  # type: ignore[method-assign]
+    UnquantizedFusedMoEMethod.process_weights_after_loading = pack_experts_anew  # type: ignore[method-assign, assignment]
 
 
 def kept_weights(model: torch.nn.Module) -> dict[torch.nn.Module, torch.nn.Parameter]:
