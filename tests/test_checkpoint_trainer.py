@@ -101,6 +101,7 @@ def test_adapters_go_on_from_a_checkpoint_that_holds_them_alone(model: str, tmp_
     assert not any("norm" in name or "weight" in name for name in stored if name.startswith("optimizer."))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_ranks_go_on_with_the_masks_of_dropout(model: str, tmp_path: Path) -> None:
     def job(name: str, first: int, last: int, **keys: Any) -> Job:

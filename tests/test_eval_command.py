@@ -210,6 +210,7 @@ def api(tmp_path: Path) -> Iterator[Callable[[str], list[str]]]:
 KEYS = ["env=reverse_text", "launcher.check_envs=false", "num_examples=12", "rollouts_per_example=2", "orchestrator.env_workers=0"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_an_endpoint_that_is_full_or_fails_is_asked_again_and_one_that_is_slow_shows_progress(api, tmp_path: Path) -> None:
     flaky = Command(tmp_path / "flaky", *KEYS, *api("flaky"))

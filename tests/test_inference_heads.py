@@ -25,7 +25,7 @@ from rlx.paths import COMPLETE
 from rlx.types import Turn
 from rlx.weights.publish import Publisher
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 ALONE = one_process(torch.device("cpu"))
 SEPARATE = "from rlx.roles import inference\ninference.runs_in_process = lambda config: False\ninference.end_at_once(inference.main)\n"
 
@@ -68,7 +68,6 @@ async def one_update(endpoints: list[Endpoint], folder: Path) -> tuple[list[Turn
         return before + after, await servers.fleet.states()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("equal", "program"),
     [(False, None), (True, None), (False, SEPARATE)],
@@ -90,7 +89,6 @@ def test_a_tied_model_whose_files_store_a_head_is_served_as_it_is_trained(tmp_pa
     assert state.attested == 1.0
 
 
-@pytest.mark.long
 def test_a_version_that_vllm_itself_reloads_is_served_as_it_was_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on CUDA, where no layer keeps its original weight: the worker hands the tensors to vLLM, which loads and packs layer by layer.
 
@@ -171,6 +169,5 @@ def test_the_head_of_a_16_bit_model_does_not_round(tmp_path: Path) -> None:
     assert max(mismatch(tmp_path, {})) < 1e-4
 
 
-@pytest.mark.long
 def test_a_head_of_16_bits_would_round(tmp_path: Path) -> None:
     assert min(mismatch(tmp_path, {"hf_overrides": {"head_dtype": "model"}})) > 3e-3

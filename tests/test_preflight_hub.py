@@ -118,6 +118,7 @@ def rlx(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "rlx.cli", *words], capture_output=True, text=True, env=given | variables, check=False)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_was_fetched_from_the_hub_is_all_that_a_job_without_internet_needs(tmp_path: Path) -> None:
     """The model's files and a data set of an environment, from a server that answers as the hub does."""

@@ -218,6 +218,7 @@ def test_a_sweep_trains_adapters_of_several_ranks(data: Path) -> None:
         assert json.loads(adapter.read_text())["r"] == rank
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_warm_start_of_a_run_is_what_rlx_sft_makes_of_its_demonstrations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = [f"model.warm_start.{key}" for key in ("steps=6", "num_examples=200", "hidden_size=32", "intermediate_size=48", "head_dim=8")]
