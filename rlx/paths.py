@@ -136,6 +136,14 @@ def listed(path: Path) -> bool:
         return False
 
 
+def arrived(path: Path) -> bytes | None:
+    """Content of a file that appears whole. None while there is none, and as long as this host still believes that there is none."""
+    try:
+        return path.read_bytes() if listed(path) else None
+    except FileNotFoundError:  # a process of this host has looked for the name too early
+        return None
+
+
 COMPLETE = "COMPLETE"
 """Name of the marker file that is written last into a folder."""
 

@@ -31,13 +31,16 @@ SEES = """
 import os, sys
 from pathlib import Path
 from rlx.launch.local import RunLock
-from rlx.paths import listed
+from rlx.paths import arrived, listed
 here, elsewhere = map(Path, sys.argv[1:])
 for name in ("endpoint.json", "status.json"):
     assert not listed(here / name) and not (here / name).exists()
     (elsewhere / name).write_text("{}")
 assert not (here / "endpoint.json").exists(), "this file system is not late"
 assert listed(here / "endpoint.json"), "a listing of the folder is never from the cache of absent names"
+assert arrived(here / "endpoint.json") is None, "listed, but not to be opened yet"
+(elsewhere / "model.txt").write_text("name")
+assert arrived(here / "model.txt") == b"name"
 lock, other = RunLock(here / "run.lock"), RunLock(here / "run.lock")
 assert lock.exclusive() and not other.exclusive(), "processes of one host keep apart"
 """

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlx.paths import COMPLETE, RunPaths, write_text
+from rlx.paths import COMPLETE, RunPaths, listed, write_text
 from rlx.weights.files import WeightsError, verify
 
 TRAINER = "trainer"
@@ -45,7 +45,7 @@ class Start:
 
 def steps(paths: RunPaths) -> list[int]:
     """Steps of the checkpoints that claim to be complete, oldest first."""
-    return sorted(_number(path) for path in paths.checkpoints.glob("step_*") if (path / COMPLETE).is_file())
+    return sorted(_number(path) for path in paths.checkpoints.glob("step_*") if listed(path / COMPLETE))
 
 
 def newest(paths: RunPaths, warn: Callable[[str], None]) -> Start | None:

@@ -20,6 +20,7 @@ from typing import Any
 from rlx.config.secret import hide_lines
 from rlx.heartbeat import Ages, in_phase, read_heartbeats
 from rlx.launch.stall import STACKS
+from rlx.paths import listed
 from rlx.runs.history import History
 from rlx.runs.run import Run
 from rlx.runs.status import Restart, last_lines
@@ -214,7 +215,7 @@ class Display(ABC):
     def _beats(self) -> dict[str, dict]:
         """Heartbeats of unfinished processes. Skips files that are as they were before this console: an earlier attempt wrote them."""
         beats = {name: beat for name, beat in read_heartbeats(self.paths).items() if beat["time"] != self._earlier.get(name)}
-        if self.paths.initial_model.exists():
+        if listed(self.paths.initial_model):
             beats.pop("prepare", None)
         return {name: beat for name, beat in beats.items() if beat["phase"] != "done"}
 

@@ -17,7 +17,7 @@ from rlx.config.evaluated import played
 from rlx.config.schema import Config, EnvConfig, PlayRoot
 from rlx.envs.base import Environment, Local, sampling_of
 from rlx.envs.wire import Settings
-from rlx.paths import listed
+from rlx.paths import arrived
 from rlx.process import hidden, importing
 
 if TYPE_CHECKING:
@@ -160,14 +160,14 @@ def load_tokenizer(config: PlayRoot, paths: RunPaths, beat: Callable[[str], None
     from rlx.policy.templates import ends_of, tokenizer_of
     from rlx.waiting import wait_for
 
-    wait_for(
-        lambda: listed(paths.initial_model),
+    name = wait_for(
+        lambda: arrived(paths.initial_model),
         f"the initial model ({paths.initial_model})",
         config.inference.startup_timeout,
         tick=lambda: beat(WAITING_FOR_MODEL),
         excused=AtWork(paths, "prepare"),
     )
-    source = paths.initial_model.read_text().strip()
+    source = name.decode().strip()
     keeps_tokens = config.orchestrator.trajectory_strategy == "interleaved"
     # An environment in this process, or the code that came with a tokenizer, may use torch through transformers.
     others = config.model.trust_remote_code or not all(workers_of(config, env) for env in played(config).values())

@@ -27,7 +27,7 @@ from rlx.config.schema import PlayRoot
 from rlx.heartbeat import SERVING, WAITING_FOR_MODEL, AtWork, Heartbeat
 from rlx.inference.endpoints import bind, endpoint_file, publish_endpoint
 from rlx.inference.server.arguments import engine_arguments, environment, runs_in_process
-from rlx.paths import RunPaths, listed
+from rlx.paths import RunPaths, arrived
 from rlx.process import die_with_parent, end_at_once, importing
 from rlx.stacks import answer
 from rlx.waiting import UNFIT, wait_for
@@ -75,14 +75,14 @@ def main() -> int:
     if checking is not None and not compiled(checking, config.inference.startup_timeout, heartbeat):
         return 1  # it has said why
     heartbeat.beat(WAITING_FOR_MODEL)
-    wait_for(
-        lambda: listed(paths.initial_model),
+    name = wait_for(
+        lambda: arrived(paths.initial_model),
         f"the initial model ({paths.initial_model})",
         config.inference.startup_timeout,
         tick=lambda: heartbeat.beat(WAITING_FOR_MODEL),
         excused=AtWork(paths, "prepare"),
     )
-    model = fetch(paths.initial_model.read_text().strip(), heartbeat)
+    model = fetch(name.decode().strip(), heartbeat)
     return uvloop.run(serve(config, replica, model, sock, paths, heartbeat))
 
 

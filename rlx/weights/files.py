@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from rlx.paths import COMPLETE, RunPaths
+from rlx.paths import COMPLETE, RunPaths, listed
 from rlx.types import WeightVersion
 from rlx.weights import spare
 from rlx.weights.sums import sum_of_file
@@ -189,7 +189,7 @@ def versions(weights: Path) -> list[int]:
     found = []
     for path in weights.glob("step_*"):
         number = path.name.removeprefix("step_")
-        if number.isdecimal() and (path / COMPLETE).is_file():
+        if number.isdecimal() and listed(path / COMPLETE):
             found.append(int(number))
     return sorted(found)
 

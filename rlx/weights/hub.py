@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlx.heartbeat import FETCHING, AtWork, Heartbeat
-from rlx.paths import RunPaths, listed
+from rlx.paths import RunPaths, arrived
 from rlx.waiting import wait_for
 
 if TYPE_CHECKING:
@@ -60,8 +60,7 @@ def initial_model(cfg: TrainingRoot, paths: RunPaths, mesh: Mesh, watch: Watch) 
 
     def read() -> bytes:
         what = f"the initial model ({path})"
-        wait_for(lambda: listed(path), what, TIMEOUT, poll=0.05, tick=tick, excused=AtWork(paths, "prepare"))
-        return path.read_bytes()
+        return wait_for(lambda: arrived(path), what, TIMEOUT, poll=0.05, tick=tick, excused=AtWork(paths, "prepare"))
 
     name = mesh.read(read).decode().strip()
     for wanted in filter(None, (name, cfg.ref.name)):

@@ -52,7 +52,7 @@ class Subscriber:
 
     def on_disk(self, version: int) -> bool:
         """Whether the version has files. Version 0 has none: it is the initial model."""
-        return (self.paths.weights_of(version) / COMPLETE).is_file()
+        return listed(self.paths.weights_of(version) / COMPLETE)
 
     def prune(self, keep_last: int, protect: Collection[int]) -> None:
         """Delete the files of all versions except the newest `keep_last` and those in `protect`."""
