@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlx.config.evaluated import environments, section_of
+from rlx.config.evaluated import PREFIX, environments, section_of
 from rlx.config.rules import Show, rule
 from rlx.config.schema import Config, SftRoot
 from rlx.config.signatures import is_installed, module_of
@@ -19,15 +19,23 @@ def another_python(cfg: Config, of: Show) -> Iterator[str]:
     for name, env in environments(cfg).items():
         if env.python is None:
             continue
-        key = f"{section_of(name)}.python"
+        section = section_of(name)
+        key = f"{_where_python_is_set(cfg, name)}.python"
         if not (cfg.orchestrator.env_workers if env.workers is None else env.workers):
             yield (
-                f"{key}={env.python} needs a process of its own, but the environment has no workers.\n"
-                f"Set {section_of(name)}.workers=1 or more, or remove {key}."
+                f"{key}={env.python} needs a process of its own, but {section} has no workers.\n"
+                f"Set {section}.workers=1 or more, or remove {key}."
             )
         program = Path(env.python).expanduser()
         if cfg.launcher.name == "local" and not (program.is_file() and os.access(program, os.X_OK)):
             yield f"{key}={env.python} is no program that can be run here. Give the path of a Python, such as /…/venv/bin/python."
+
+
+def _where_python_is_set(cfg: Config, name: str) -> str:
+    """The section that says which Python an environment has: an evaluation takes that of the mix unless it has its own."""
+    own = section_of(name)
+    entry = cfg.eval.envs.get(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else None
+    return own.removeprefix("eval.") if name.startswith(PREFIX) and (entry is None or entry.python is None) else own
 
 
 @rule("envs", "model.warm_start")
