@@ -116,7 +116,7 @@ def multiply_plainly() -> None:
     vLLM's own CPU operation allows for a different adapter of each token, so it copies the adapter for each token: with the tiny model that
     takes several times as long as the model itself.
     """
-    PunicaWrapperCPU.add_lora_linear = _add_adapter  # type: ignore[method-assign, assignment]
+    PunicaWrapperCPU.add_lora_linear = _add_adapter
 
 
 def _add_adapter(

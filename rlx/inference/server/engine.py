@@ -123,7 +123,7 @@ class PolicyEngine:
             return kind(vllm_config, executor_class, True, *args, **kwargs)
 
         # AsyncLLM always makes its core through this function.
-        core_client.EngineCoreClient.make_async_mp_client = staticmethod(make_core)  # type: ignore[method-assign]
+        core_client.EngineCoreClient.make_async_mp_client = staticmethod(make_core)
         llm = AsyncLLM.from_vllm_config(config, disable_log_stats=arguments["disable_log_stats"])
         engine = cls(llm, Path(arguments["model"]), served)
         engine._tasks = await llm.get_supported_tasks()

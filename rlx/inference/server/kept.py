@@ -34,8 +34,8 @@ def keep_weights() -> None:
         method.moe_kernel = None
         pack_experts(method, layer)
 
-    UnquantizedLinearMethod.process_weights_after_loading = pack_and_keep  # type: ignore[method-assign, assignment]
-    UnquantizedFusedMoEMethod.process_weights_after_loading = pack_experts_anew  # type: ignore[method-assign, assignment]
+    UnquantizedLinearMethod.process_weights_after_loading = pack_and_keep
+    UnquantizedFusedMoEMethod.process_weights_after_loading = pack_experts_anew
 
 
 def kept_weights(model: torch.nn.Module) -> dict[torch.nn.Module, torch.nn.Parameter]:
