@@ -24,6 +24,8 @@ from rlx.train.checkpoint import Progress, Saver, load
 from rlx.train.reference import Reference
 from rlx.train.step import PolicyTrainer
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 HALF = UPDATES // 2
 
@@ -102,7 +104,6 @@ def test_adapters_go_on_from_a_checkpoint_that_holds_them_alone(model: str, tmp_
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_two_ranks_go_on_with_the_masks_of_dropout(model: str, tmp_path: Path) -> None:
     def job(name: str, first: int, last: int, **keys: Any) -> Job:
         return Job(**{"model": model, "out": str(tmp_path / name), "first": first, "last": last, "rank": 4, "dropout": 0.3} | keys)
@@ -131,7 +132,6 @@ def test_adapters_of_another_model_are_refused(model: str, tmp_path: Path) -> No
         load(tmp_path / "saved", make_trainer(model))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, pytest.param(4, marks=pytest.mark.long)], ids=["all", "adapters"])
 def test_ranks_may_change_from_two_to_one_and_from_one_to_two(model: str, tmp_path: Path, rank: int) -> None:
     def job(name: str, first: int, last: int, **keys: Any) -> Job:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import verifiers as vf
 
+pytestmark = pytest.mark.slow
+
 ENVIRONMENTS = Path(__file__).parent.parent / "environments"
 FEW: dict[str, list[dict[str, Any]]] = {  # arguments beside the defaults: those of the presets, and those that leave the fewest problems
     "alphabet_sort": [
@@ -39,7 +41,7 @@ NAMES = sorted(path.name.removeprefix("rlx_") for path in ENVIRONMENTS.iterdir()
 
 @pytest.mark.parametrize(
     ("name", "arguments"),
-    [pytest.param(name, arguments, marks=[pytest.mark.slow] if arguments else []) for name in NAMES for arguments in ({}, *FEW[name])],
+    [(name, arguments) for name in NAMES for arguments in ({}, *FEW[name])],
     ids=lambda value: value if isinstance(value, str) else json.dumps(value).replace('"', "").replace(" ", ""),
 )
 def test_no_problem_is_evaluated_that_is_trained_on_or_shown(name: str, arguments: dict[str, Any]) -> None:

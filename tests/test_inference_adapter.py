@@ -34,6 +34,8 @@ from rlx.weights.files import identity
 from rlx.weights.publish import Publisher
 from rlx.weights.saving import facts
 
+pytestmark = pytest.mark.slow
+
 LORA = LoraConfig(rank=3, alpha=6.0, rslora=True)
 ALONE = one_process("cpu")
 # vLLM's engine forgets to copy one matrix of the adapter.
@@ -69,7 +71,6 @@ def publish(run: Run, version: int) -> Path:
     return run.paths.weights_of(version)
 
 
-@pytest.mark.slow
 def test_the_served_adapter_equals_merged_weights_and_changes_under_requests_in_flight(tmp_path: Path) -> None:
     run = adapter_run(tmp_path)
     folders = {version: publish(run, version) for version in (1, 2)}
@@ -106,7 +107,6 @@ def test_the_served_adapter_equals_merged_weights_and_changes_under_requests_in_
     assert not np.array_equal(base[0].completion_ids, first[0].completion_ids)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_an_adapter_that_is_not_served_as_it_was_trained_ends_the_server(tmp_path: Path) -> None:
     run = adapter_run(tmp_path)

@@ -17,6 +17,8 @@ from rlx.kernels.logprob import choose_backend, logprob
 from rlx.kernels.reference import logprob_reference
 from rlx.kernels.toolchain import OF_SERVER, check_triton
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton")
 WORKER = Path(__file__).parent / "triton_worker.py"
 POINTERS = {
@@ -27,7 +29,6 @@ NUMBERS = {"num_columns": "i32", "scale": "fp32", "softcap": "fp32"}
 OPTIONAL = {"bias_ptr": "*bf16", "weights_ptr": "*bf16", "shrink_ptr": "*fp32", "e_ptr": "*fp32"}
 
 
-@pytest.mark.slow
 def test_interpreted_kernels_are_within_1e_5_of_float64_on_odd_shapes():
     done = subprocess.run([sys.executable, str(WORKER)], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

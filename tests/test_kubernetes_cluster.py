@@ -20,7 +20,7 @@ from rlx.launch.manifests import manifests, values_of
 
 FAILED = {"type": "Failed", "status": "True", "reason": "PodFailurePolicy", "message": "Container rlx failed with exit code 1"}
 DONE = {"type": "Complete", "status": "True"}
-pytestmark = pytest.mark.usefixtures("known_environments")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("known_environments")]
 
 
 @pytest.fixture

@@ -15,6 +15,8 @@ from toy_run import FOREVER, RUN_DIR, Run, starting, toy
 
 from rlx.types import ProcessSpec
 
+pytestmark = pytest.mark.slow
+
 # Waits for a file of the run directory.
 AFTER = "import os, sys, time\nwhile not os.path.exists(sys.argv[1] + '/{}'): time.sleep(0.01)\n"
 
@@ -34,7 +36,6 @@ def test_a_run_is_completed_when_all_but_the_services_are_done_and_the_services_
     run.assert_nothing_left()
 
 
-@pytest.mark.slow
 def test_roles_are_not_of_a_group_that_the_users_environment_names(start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "7")
@@ -59,7 +60,6 @@ def test_when_one_process_fails_the_others_are_stopped_and_its_last_lines_are_ke
     run.assert_nothing_left()
 
 
-@pytest.mark.slow
 def test_a_death_by_signal_is_told_in_words_with_its_usual_cause(start: Callable[..., Run]) -> None:
     run = start([toy("trainer", FOREVER), toy("orchestrator", FOREVER)])
     run.until_started()
@@ -72,7 +72,6 @@ def test_a_death_by_signal_is_told_in_words_with_its_usual_cause(start: Callable
     run.assert_nothing_left()
 
 
-@pytest.mark.slow
 def test_a_process_that_fails_because_its_server_is_dying_is_not_the_one_blamed(start: Callable[..., Run]) -> None:
     # As with vLLM's engine: the request in flight fails at once, and the server exits a moment later.
     dying = "import sys, time; print('engine died', flush=True); open(sys.argv[1] + '/dying', 'w').close(); time.sleep(0.1); sys.exit(1)"
@@ -83,7 +82,6 @@ def test_a_process_that_fails_because_its_server_is_dying_is_not_the_one_blamed(
     assert (cause.role, cause.last_lines) == ("inference", ("engine died",))
 
 
-@pytest.mark.slow
 def test_the_first_of_two_deaths_is_blamed(start: Callable[..., Run]) -> None:
     first = "import os, sys; open(sys.argv[1] + '/dead', 'w').close(); os._exit(3)"
     follower = AFTER.format("dead") + "time.sleep(0.6); sys.exit(4)"
@@ -93,7 +91,6 @@ def test_the_first_of_two_deaths_is_blamed(start: Callable[..., Run]) -> None:
     assert (cause.role, cause.returncode) == ("trainer", 3)
 
 
-@pytest.mark.slow
 def test_a_service_that_leaves_early_is_a_failure_even_with_exit_code_0(start: Callable[..., Run]) -> None:
     run = start([toy("inference", "print('bye')", service=True), toy("trainer", FOREVER)])
     cause = run.wait().cause
@@ -113,7 +110,6 @@ print("serving", flush=True)
 """
 
 
-@pytest.mark.slow
 def test_a_service_that_dies_after_it_served_starts_again_in_its_place_and_is_counted(start: Callable[..., Run]) -> None:
     dies_twice = (
         SERVES
@@ -142,7 +138,6 @@ def test_a_service_that_dies_after_it_served_starts_again_in_its_place_and_is_co
     run.assert_nothing_left()
 
 
-@pytest.mark.slow
 def test_a_service_that_hangs_after_it_served_is_killed_and_starts_again(start: Callable[..., Run]) -> None:
     stops_once = (
         SERVES + "if not (paths.root / 'stopped').exists():\n"
@@ -163,7 +158,6 @@ def test_a_service_that_hangs_after_it_served_is_killed_and_starts_again(start: 
     run.assert_nothing_left()
 
 
-@pytest.mark.slow
 def test_a_service_that_keeps_dying_or_does_not_come_to_serve_again_ends_the_run(start: Callable[..., Run]) -> None:
     def fails(code: str) -> Run:
         return start(
@@ -184,7 +178,6 @@ def test_a_service_that_keeps_dying_or_does_not_come_to_serve_again_ends_the_run
     assert status.cause.last_lines == ("no GPU",), "the log of its last start"
 
 
-@pytest.mark.slow
 def test_a_command_that_cannot_be_started_fails_the_run(start: Callable[..., Run]) -> None:
     missing = ProcessSpec(role="trainer", replica=0, node=0, gpus=(), argv=("/nowhere/python",))
     run = start([toy("orchestrator", FOREVER), missing])
@@ -195,7 +188,6 @@ def test_a_command_that_cannot_be_started_fails_the_run(start: Callable[..., Run
     run.assert_nothing_left()
 
 
-@pytest.mark.slow
 def test_a_process_that_ignores_sigterm_is_killed_after_the_grace_time(start: Callable[..., Run]) -> None:
     stubborn = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FOREVER
     run = start([toy("orchestrator", stubborn), toy("trainer", FOREVER)], grace=0.5)
@@ -206,7 +198,6 @@ def test_a_process_that_ignores_sigterm_is_killed_after_the_grace_time(start: Ca
     run.assert_nothing_left()
 
 
-@pytest.mark.slow
 def test_grandchildren_in_sessions_of_their_own_do_not_survive(start: Callable[..., Run]) -> None:
     # Like torchrun's workers: they have another session, so no signal to the group reaches them.
     nested = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {FOREVER!r}], start_new_session=True)\n" + FOREVER
@@ -219,7 +210,6 @@ def test_grandchildren_in_sessions_of_their_own_do_not_survive(start: Callable[.
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_grandchildren_without_our_environment_do_not_survive(start: Callable[..., Run]) -> None:
     # Like vLLM's engine, which overwrites its environment with its title, so only its process group identifies it.
     nested = f"""
@@ -235,7 +225,6 @@ def test_grandchildren_without_our_environment_do_not_survive(start: Callable[..
     run.assert_nothing_left()
 
 
-@pytest.mark.slow
 def test_sigkill_of_the_supervisor_fails_the_run_and_leaves_nothing(start: Callable[..., Run]) -> None:
     nested = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {FOREVER!r}], start_new_session=True)\n" + FOREVER
     run = start([toy("inference", FOREVER, service=True), toy("trainer", nested)])
@@ -249,7 +238,6 @@ def test_sigkill_of_the_supervisor_fails_the_run_and_leaves_nothing(start: Calla
     run.assert_nothing_left()
 
 
-@pytest.mark.slow
 def test_sigkill_of_the_launcher_ends_the_run_and_leaves_nothing(start: Callable[..., Run]) -> None:
     run = start([toy("inference", FOREVER, service=True), toy("trainer", FOREVER)])
     run.until_started()
@@ -263,7 +251,6 @@ def test_sigkill_of_the_launcher_ends_the_run_and_leaves_nothing(start: Callable
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_sigkill_of_the_launcher_before_the_supervisor_is_up_leaves_nothing(start: Callable[..., Run]) -> None:
     run = start([toy("trainer", FOREVER)])
     run.until(lambda: run.paths.status.exists())
@@ -273,7 +260,6 @@ def test_sigkill_of_the_launcher_before_the_supervisor_is_up_leaves_nothing(star
     assert run.status().state in ("failed", "starting")
 
 
-@pytest.mark.slow
 def test_sigkill_of_submitits_process_ends_the_run_and_leaves_nothing(start: Callable[..., Run]) -> None:
     run = start([toy("trainer", FOREVER)])
     run.until_started()
@@ -287,7 +273,6 @@ def test_sigkill_of_submitits_process_ends_the_run_and_leaves_nothing(start: Cal
     run.assert_nothing_left()
 
 
-@pytest.mark.slow
 def test_sigkill_of_everything_the_launcher_runs_under_leaves_nothing(start: Callable[..., Run]) -> None:
     run = start([toy("trainer", FOREVER)])
     run.until_started()
@@ -297,7 +282,7 @@ def test_sigkill_of_everything_the_launcher_runs_under_leaves_nothing(start: Cal
     assert run.status().state == "failed"
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_ends_the_run_cleanly(start: Callable[..., Run], signum: signal.Signals) -> None:
     clean = (
         "import signal, sys, time\ndef stop(*_): print('saved', flush=True); sys.exit(143)\nsignal.signal(signal.SIGTERM, stop)\n" + FOREVER
@@ -318,7 +303,6 @@ def handles(pid: int, number: signal.Signals) -> bool:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_ctrl_c_before_the_supervisor_is_up_ends_the_run_too(start: Callable[..., Run]) -> None:
     run = start([toy("trainer", FOREVER)])
     # While the launcher starts the supervisor it ignores these signals; then it handles SIGINT, SIGTERM and SIGHUP, in this order.
@@ -330,7 +314,6 @@ def test_ctrl_c_before_the_supervisor_is_up_ends_the_run_too(start: Callable[...
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_a_second_ctrl_c_kills_at_once(start: Callable[..., Run]) -> None:
     stubborn = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FOREVER
     run = start([toy("trainer", stubborn)], grace=3600)
@@ -343,7 +326,6 @@ def test_a_second_ctrl_c_kills_at_once(start: Callable[..., Run]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_a_stuck_supervisor_does_not_keep_ctrl_c_from_ending_the_run(start: Callable[..., Run]) -> None:
     run = start([toy("trainer", FOREVER)], grace=0.5)
     run.until_started()
@@ -353,7 +335,6 @@ def test_a_stuck_supervisor_does_not_keep_ctrl_c_from_ending_the_run(start: Call
     run.assert_nothing_left()
 
 
-@pytest.mark.slow
 def test_a_process_without_heartbeats_is_taken_for_hung(start: Callable[..., Run]) -> None:
     beating = """
         import sys, time
@@ -375,7 +356,6 @@ def test_a_process_without_heartbeats_is_taken_for_hung(start: Callable[..., Run
     run.assert_nothing_left()
 
 
-@pytest.mark.slow
 def test_the_status_follows_the_trainers_steps(start: Callable[..., Run]) -> None:
     training = """
         import sys, time
@@ -396,7 +376,6 @@ def test_the_status_follows_the_trainers_steps(start: Callable[..., Run]) -> Non
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_two_runs_at_once_do_not_meet(start: Callable[..., Run]) -> None:
     one = start([toy("trainer", FOREVER)], name="one")
     two = start([toy("trainer", "import time; time.sleep(2); print('done')")], name="two")

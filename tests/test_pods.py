@@ -31,6 +31,8 @@ from rlx.runs.status import Status
 from rlx.types import ProcessSpec
 from rlx.waiting import LEFT
 
+pytestmark = pytest.mark.slow
+
 TOKEN = "of this run"
 
 
@@ -274,7 +276,6 @@ LEAVES = f"""{STEP}
 """
 
 
-@pytest.mark.slow
 def test_a_run_over_two_hosts_is_preempted_with_one_of_them_and_completed_by_the_next_attempt(tmp_path: Path, agent: Agent):
     here = Agent(lambda: TOKEN, 0, "127.0.0.1")
     (tmp_path / "token").write_text(TOKEN)
@@ -307,7 +308,6 @@ def test_a_run_over_two_hosts_is_preempted_with_one_of_them_and_completed_by_the
     here.close()
 
 
-@pytest.mark.slow
 def test_a_role_that_fails_elsewhere_is_blamed_with_its_log(tmp_path: Path, agent: Agent):
     (tmp_path / "token").write_text(TOKEN)
     write_plan(tmp_path / "plan.yaml", [toy("trainer", "print('boom'); raise SystemExit(9)")])
@@ -333,7 +333,6 @@ def text(file: Path) -> str:
     return file.read_text() if file.exists() else ""
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_three_hosts_train_one_model_through_the_command_of_their_containers(tmp_path: Path, model_cache: Path):
     """Real ranks, one a host. Without a cluster's names, `--hosts` says where the agents are."""

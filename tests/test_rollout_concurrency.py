@@ -15,6 +15,8 @@ from rlx.inference.protocol import ServerUnreachable
 from rlx.rollout import concurrency
 from rlx.rollout.concurrency import WINDOW, Controller
 
+pytestmark = pytest.mark.slow
+
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 

@@ -24,6 +24,8 @@ from rlx.rollout.state import OrchestratorState
 from rlx.rollout.tasks import TaskSequence, mixed
 from rlx.types import Rollout, Task
 
+pytestmark = pytest.mark.slow
+
 WEIGHTS = {"a": 3.0, "b": 1.0, "c": 2.0}
 
 

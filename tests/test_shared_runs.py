@@ -29,6 +29,8 @@ from rlx.runs.rewind import rewind
 from rlx.shared.membership import Member, answer, answered, asked_with, is_present
 from rlx.train.watch import Watch
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["model"]  # the fixture
 
 

@@ -13,7 +13,7 @@ from rlx.cli import sweep as cli
 from rlx.paths import RunPaths
 from rlx.runs.status import Status
 
-pytestmark = pytest.mark.usefixtures("known_environments")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("known_environments")]
 
 
 @pytest.fixture

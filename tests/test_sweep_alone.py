@@ -21,6 +21,8 @@ from rlx.runs.claim import RunLock
 from rlx.runs.jobs import note_job
 from rlx.runs.status import Status, read_status
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
@@ -45,7 +47,6 @@ def unanswered() -> dict[str, str]:
     raise RuntimeError("squeue gave no answer in 10 s")
 
 
-@pytest.mark.slow
 def test_a_sweep_whose_pool_lives_is_not_started_a_second_time(toys: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
     codes = []
 
@@ -58,7 +59,6 @@ def test_a_sweep_whose_pool_lives_is_not_started_a_second_time(toys: Path, capsy
     assert f"another process starts or runs the sweep in {toys}" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_directories_are_held_until_their_jobs_are_noted(toys: Path, monkeypatch: pytest.MonkeyPatch):
     elements = prepared(toys)
     held = []

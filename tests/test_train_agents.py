@@ -39,6 +39,8 @@ from rlx.train.step import PolicyTrainer
 from rlx.types import TrainingSample, Turn
 from rlx.waiting import first_failure
 
+pytestmark = pytest.mark.slow
+
 SOLVERS, EPISODES, TOPICS, STEPS = 4, 3, 2, 2
 Key = tuple[tuple[int, ...], bytes]  # the tokens of an answer and its prompt, and the answer's log-probabilities
 

@@ -26,6 +26,8 @@ from rlx.train.step import PolicyTrainer
 from rlx.train.together import Together
 from rlx.types import StepBatch
 
+pytestmark = pytest.mark.slow
+
 TOKENS = 90
 RUNS: list[dict[str, Any]] = [  # what runs may set of their own
     {"lora": LoraConfig(rank=4, alpha=12.0), "seed": 0, "groups": 5, "minis": 1, "iterations": 1},

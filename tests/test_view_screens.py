@@ -23,6 +23,8 @@ from rlx.view.app import ListScreen, ViewApp
 from rlx.view.detail import CompareScreen, RolloutScreen
 from rlx.view.widgets import LongText, RolloutList
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
@@ -202,7 +204,6 @@ def terminal(paths: RunPaths) -> Iterator[Callable[..., str]]:
     subprocess.run([*tmux, "kill-server"], check=False)
 
 
-@pytest.mark.slow
 def test_in_a_real_terminal_the_keys_lead_from_the_list_to_tokens_and_back(terminal: Callable[..., str]):
     assert "⏎ open  / filter  r reward" in terminal(see="29 rollouts")
     terminal("/", "set=train reward>0.5 env=sums", "Enter", see="3 of 29 rollouts")
