@@ -182,6 +182,8 @@ def test_the_files_of_two_writers_hold_the_tensors_of_one(folder: Path, name: st
     index = json.loads((two / INDEX).read_text())["weight_map"]
     found = {key: (tensor, shard.name) for shard in shards for key, tensor in load_file(shard).items()}
     assert {key: shard for key, (_, shard) in found.items()} == index
+    for layer in range(2):
+        assert len({shard for key, shard in index.items() if f".layers.{layer}." in key}) == 1
     for key, tensor in load_file(one / "model.safetensors").items():
         assert torch.equal(found[key][0], tensor), key
     loaded, info = AutoModelForCausalLM.from_pretrained(two, output_loading_info=True)

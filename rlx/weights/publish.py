@@ -195,11 +195,11 @@ class Publisher:
     def _parts(self) -> list[Part]:
         """All files of a version."""
         sizes = {name: tensor.numel() * self._published(name, tensor).itemsize for name, tensor in self.model.named_weights()}
-        units = [[name] for name in sizes]
-        if self._export[1]:
-            units = [list(sizes)]
-            if len(self._writers.ranks) > 1 and self._converts_by_layer:
-                units = by_layer(sizes)
+        together = self._export[1]
+        if len(self._writers.ranks) == 1:
+            units = [list(sizes)] if together else [[name] for name in sizes]
+        else:  # an engine that rearranges a layer once it has all of its tensors must not wait for another file
+            units = by_layer(sizes) if not together or self._converts_by_layer else [list(sizes)]
         return divide(units, sizes, self._writers.ranks, files.ADAPTER if self.model.adapts else "model.safetensors")
 
     @property
