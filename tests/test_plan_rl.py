@@ -235,7 +235,7 @@ def test_memory_of_an_8b_model_is_counted_term_by_term() -> None:
     assert trainer.activations == 8192 * 4096 * 2 * (36 + 17), "one input per layer, and one recomputed layer"
     assert trainer.head == 4 * (3 * 8192 * 4096 + 8192 * 4096 + 4096 * 4096)
     assert trainer.update == shard * 4
-    assert trainer.published == 8.19e9 * 2, "rank 0's copy, in 16 bits"
+    assert trainer.published == 8.19e9 * 2, "one copy, in 16 bits"
     assert trainer.loading == 4 * table / 4 * 4, "four threads, each with this rank's shard of a table in 32 bits"
     reduced = trainer.states + trainer.layers + trainer.table + trainer.activations + trainer.table_gradients
     assert trainer.device == max(reduced, trainer.states + trainer.moments["backward begins"])

@@ -45,6 +45,11 @@ def test_the_ranks_of_a_host_share_its_memory(monkeypatch) -> None:
     text = too_little(cfg, Mesh(device=torch.device("cpu"), world_size=2))
     assert text is not None
     assert f"the 2 ranks there need {size(2 * memory.device + memory.published)}" in text
+    monkeypatch.setattr(Mesh, "hosts", lambda self: [[0], [1]])
+    monkeypatch.setattr(limits, "free_memory", lambda: 0)
+    apart = too_little(cfg, Mesh(device=torch.device("cpu"), world_size=2))
+    assert apart is not None
+    assert f"it needs {size(memory.device + memory.published / 2)}" in apart, "each host writes half of the weights"
 
 
 @pytest.mark.parametrize("offload", [False, True])

@@ -20,7 +20,7 @@ from rlx.models.policy import PolicyModel
 from rlx.models.tiny import build_tokenizer
 from rlx.parallel.mesh import one_process
 from rlx.paths import COMPLETE, RunPaths
-from rlx.weights import files
+from rlx.weights import division
 from rlx.weights.files import ModelFiles, WeightsError, latest_version, prune, verify
 from rlx.weights.publish import Publisher, PublishFailed
 
@@ -92,7 +92,7 @@ def test_versions_are_saved_in_the_dtype_that_inference_uses(source, paths):
 
 
 def test_large_models_are_saved_in_several_files_with_an_index(source, paths, monkeypatch):
-    monkeypatch.setattr(files, "SHARD_BYTES", 5000)
+    monkeypatch.setattr(division, "SHARD_BYTES", 5000)
     hf = MODELS["llama_untied"]()
     folder = save(hf, source, paths, 1)
     shards = sorted(folder.glob("*.safetensors"))

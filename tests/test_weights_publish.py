@@ -36,7 +36,7 @@ def test_a_version_is_that_of_its_step_and_appears_only_when_it_is_announced(pat
 
     def slow(*arguments, **keys):
         assert goes_on.wait(20)
-        write(*arguments, **keys)
+        return write(*arguments, **keys)
 
     monkeypatch.setattr(files, "write", slow)
     trained = {name: tensor.clone() for name, tensor in publisher.model.named_weights()}

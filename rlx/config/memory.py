@@ -45,7 +45,9 @@ class TrainerMemory:
     update: float  # the optimizer step's temporary: one number per parameter of its shard
 
     loading: float  # in host memory, while a process reads its shards to its GPU
-    published: float  # in host memory of rank 0 alone: the copy of the whole weights (of each run) that is written beside the next step
+    # In host memory: the copy of the weights (of each run) that is written beside the next step. The trainer's hosts divide it; adapters
+    # are rank 0's alone.
+    published: float
 
     @property
     def states(self) -> float:

@@ -37,6 +37,7 @@ from rlx.config.schema import TrainingRoot
 from rlx.parallel.rendezvous import Place, meet
 from rlx.parallel.row import ALONE, Axis, Row
 from rlx.paths import RunPaths
+from rlx.process import host_name
 from rlx.waiting import Preempted
 
 if TYPE_CHECKING:
@@ -113,6 +114,13 @@ class Mesh:
             with self._together():
                 dist.all_reduce(values)
         return values.tolist()
+
+    def hosts(self) -> list[list[int]]:
+        """The ranks of each host, lowest first. Returns when every rank has called this."""
+        found: dict[float, list[int]] = {}
+        for rank, host in enumerate(self.each(float(zlib.crc32(host_name().encode())))):
+            found.setdefault(host, []).append(rank)
+        return list(found.values())
 
     def broadcast_bytes(self, content: bytes | bytearray | None = None) -> bytes | bytearray:
         """Rank 0's `content`, on every rank. Other ranks pass nothing and receive writable memory."""

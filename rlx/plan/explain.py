@@ -268,12 +268,13 @@ def _memory(cfg: TrainingRoot) -> list[str]:
         return [f"trainer: elsewhere ({cfg.trainer.shared}); a dry run of its own command shows its memory"]
     trainer = trainer_memory(cfg)
     kind = "process" if cfg.hardware.device == "cpu" else "GPU"
+    alone = cfg.lora.on or cfg.hardware.nodes == 1
     return [
         f"trainer, each {kind}: {size(trainer.device)}",
         *(f"  {line}" for line in _of_trainer(cfg, trainer)),
         *([f"  each also: {size(trainer.loading)} of host memory while it reads its shards of the model"] if trainer.loading else []),
-        f"  rank 0 also: {size(trainer.published)} of host memory for the copy of the weights{' of each run' if cfg.hosts else ''} "
-        "that is written beside the next step",
+        f"  {'rank 0' if alone else 'its hosts together'} also: {size(trainer.published)} of host memory for the copy of the weights"
+        f"{' of each run' if cfg.hosts else ''} that is written beside the next step",
     ]
 
 

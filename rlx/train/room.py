@@ -7,7 +7,6 @@ which the ranks there share; engines beside them may not have taken theirs yet.
 from __future__ import annotations
 
 import logging
-import zlib
 
 import torch
 
@@ -16,7 +15,6 @@ from rlx.config.memory import size, trainer_memory
 from rlx.config.savings import remedies
 from rlx.config.schema import TrainingRoot
 from rlx.parallel.mesh import Mesh
-from rlx.process import host_name
 
 log = logging.getLogger("rlx.trainer")
 
@@ -30,13 +28,15 @@ def too_little(cfg: TrainingRoot, mesh: Mesh) -> str | None:
         least = min(range(len(free)), key=lambda rank: free[rank])
         if need > free[least]:
             problems.append(f"a rank needs {size(need)} of its device, and {size(free[least])} are free on that of rank {least}")
-    hosts = mesh.each(float(zlib.crc32(host_name().encode())))
-    here = [rank for rank, host in enumerate(hosts) if host == hosts[mesh.rank]]
-    need = len(here) * memory.host + (memory.published if here[0] == 0 else 0.0)
+    hosts = mesh.hosts()
+    here = next(ranks for ranks in hosts if mesh.rank in ranks)
+    writers = 1 if cfg.lora.on else len(hosts)  # rank 0 writes adapters alone, otherwise each host its share of the model
+    need = len(here) * memory.host + (memory.published / writers if hosts.index(here) < writers else 0.0)
     needs, frees = mesh.each(need), mesh.each(float(limits.free_memory()))
     worst = max(range(len(needs)), key=lambda rank: needs[rank] - frees[rank])
     if needs[worst] > frees[worst]:
-        ranks = f"the {hosts.count(hosts[worst])} ranks there need" if hosts.count(hosts[worst]) > 1 else "it needs"
+        there = next(ranks for ranks in hosts if worst in ranks)
+        ranks = f"the {len(there)} ranks there need" if len(there) > 1 else "it needs"
         problems.append(f"{ranks} {size(needs[worst])} of host memory, and {size(frees[worst])} are free on the host of rank {worst}")
     if not problems:
         return None

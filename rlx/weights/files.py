@@ -21,7 +21,7 @@ import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +37,6 @@ from rlx.weights.sums import sum_of_file
 if TYPE_CHECKING:
     import torch
 
-SHARD_BYTES = 5 * 2**30  # largest safetensors file, unless a single tensor is larger
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # of a PEFT folder
 IDENTIFYING = 4096  # bytes of each tensor
 CHUNK = 1 << 20  # bytes read at a time when checking
@@ -273,73 +272,73 @@ class ModelFiles:
 Tensors = dict[str, "torch.Tensor"]
 
 
-def write(
-    paths: RunPaths,
-    version: int,
-    tensors: Tensors,
-    static: ModelFiles,
-    export: Callable[[Tensors], Tensors],
-    *,
-    together: bool = False,
-    single: str = "model.safetensors",
-) -> None:
-    """Write a version under a hidden name; `publish` makes it visible. Raises OSError if the disk is full.
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The part of a manifest that one rank writes."""
 
-    `tensors` lie in host memory, in the dtype to serve. `export` gives them the names and shapes of published checkpoints: all of them
-    `together` into one file, named `single`, or file by file with at most `SHARD_BYTES` each.
+    files: dict[str, dict[str, Any]]  # `size` and `header` of each safetensors file
+    tensors: dict[str, dict[str, Any]]  # `shape`, `dtype` and `sum` of each published tensor
+    index: dict[str, str]  # the file of each published tensor
+
+
+def begin(paths: RunPaths, version: int) -> None:
+    """Make the empty folder of a version, under a hidden name. Replaces one that a stopped attempt left."""
+    folder = hidden(paths, version)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def write(paths: RunPaths, version: int, parts: Mapping[str, Tensors], export: Callable[[Tensors], Tensors]) -> Written:
+    """Write safetensors files of a version into its folder. Raises OSError if the disk is full.
+
+    `parts`: the tensors of each file, in host memory, in the dtype to serve. `export` gives those of a file the names and shapes of
+    published checkpoints.
     """
     from rlx.weights.saving import save
 
-    temporary = _hidden(paths, version)
-    shutil.rmtree(temporary, ignore_errors=True)  # left by a stopped attempt
-    temporary.mkdir(parents=True)
-    manifest: dict[str, dict[str, Any]] = {}
-    index: dict[str, str] = {}
-    trained: dict[str, dict[str, Any]] = {}
-    shards = [tensors] if together else _shards(tensors)
-    for number, shard in enumerate(shards):
-        name = single if len(shards) == 1 else f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        spare.take(temporary / name)
-        manifest[name], found = save({key: tensor.contiguous() for key, tensor in export(shard).items()}, temporary / name)
-        trained |= found
-        index |= dict.fromkeys(found, name)
+    written = Written({}, {}, {})
+    for name, part in parts.items():
+        path = hidden(paths, version) / name
+        spare.take(path)
+        written.files[name], found = save({key: tensor.contiguous() for key, tensor in export(part).items()}, path)
+        written.tensors.update(found)
+        written.index.update(dict.fromkeys(found, name))
+    return written
+
+
+def complete(paths: RunPaths, version: int, written: Sequence[Written], static: ModelFiles) -> None:
+    """Add what belongs to the whole version: its small files, the index of several safetensors files, the manifest, which is the last.
+
+    `written`: of every rank that wrote a part. `publish` makes the version visible. Raises OSError if the disk is full.
+    """
+    folder = hidden(paths, version)
+    manifest = {name: record for part in written for name, record in part.files.items()}
+    tensors = {name: record for part in written for name, record in part.tensors.items()}
     small = dict(static.files)
-    if len(shards) > 1:
+    if len(manifest) > 1:
         size = sum(record["size"] for record in manifest.values())
+        index = {name: file for part in written for name, file in part.index.items()}
         small["model.safetensors.index.json"] = json.dumps({"metadata": {"total_size": size}, "weight_map": index}).encode()
     for name, content in small.items():
-        (temporary / name).write_bytes(content)
+        (folder / name).write_bytes(content)
         manifest[name] = {"size": len(content), "xxh3": xxhash.xxh3_64_hexdigest(content)}
     base = {} if static.base is None else {"base": dict(static.base)}
-    (temporary / COMPLETE).write_text(json.dumps({"version": version, "files": manifest, "tensors": trained, **base}))
+    (folder / COMPLETE).write_text(json.dumps({"version": version, "files": manifest, "tensors": tensors, **base}))
 
 
 def publish(paths: RunPaths, version: int) -> None:
     """Make a written version visible. Replaces the one of an earlier attempt."""
     final = paths.weights_of(version)
     shutil.rmtree(final, ignore_errors=True)
-    _hidden(paths, version).rename(final)
+    hidden(paths, version).rename(final)
 
 
 def abandon(paths: RunPaths, version: int) -> None:
     """Delete a version that was not published."""
-    shutil.rmtree(_hidden(paths, version), ignore_errors=True)
+    shutil.rmtree(hidden(paths, version), ignore_errors=True)
 
 
-def _hidden(paths: RunPaths, version: int) -> Path:
+def hidden(paths: RunPaths, version: int) -> Path:
+    """The folder of a version that is being written."""
     final = paths.weights_of(version)
     return final.with_name(f".{final.name}.writing")
-
-
-def _shards(tensors: Tensors) -> list[Tensors]:
-    """Split the tensors, in order, into shards of at most SHARD_BYTES."""
-    shards: list[Tensors] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        more = tensor.numel() * tensor.dtype.itemsize
-        if shards[-1] and size + more > SHARD_BYTES:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += more
-    return shards

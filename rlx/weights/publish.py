@@ -2,7 +2,9 @@
 
     gather (in the step)  →  write (beside the next step)  →  announce: the version appears
 
-`gather` copies the current weights to rank 0's host memory. A thread computes checksums, writes files and deletes old versions.
+`gather` copies the current weights to host memory: to that of each host's first rank its own share of the files (`division.py`), so that no
+host holds all of them if there are several. A thread of each writes them and computes checksums; that of rank 0 also completes the version
+and deletes old ones (`writers.py`). Adapters are small: rank 0 writes them alone.
 Only one version is written at a time: `gather` waits for the previous one. Versions are folders that appear under `weights/`: of the kind
 `files` with a whole model, of the kind `adapter` with adapters alone, if these are trained.
 """
@@ -11,15 +13,19 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlx.parallel.gather import whole_on
+from rlx.parallel.mesh import Mesh, RankLost
 from rlx.paths import RunPaths
 from rlx.weights import files, spare
-from rlx.weights.files import ModelFiles, Tensors
+from rlx.weights.division import Part, by_layer, divide
+from rlx.weights.files import ModelFiles, Tensors, Written
 from rlx.weights.hub import fetch
+from rlx.weights.writers import WriterFailed, Writers
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +33,6 @@ if TYPE_CHECKING:
     from rlx.config.schema import LoraConfig
     from rlx.models.policy import PolicyModel
     from rlx.models.slots import Slot
-    from rlx.parallel.mesh import Mesh
 
 
 class PublishFailed(RuntimeError):
@@ -35,20 +40,30 @@ class PublishFailed(RuntimeError):
 
 
 class Publisher:
-    """The trainer's end. Every rank has a Publisher and makes the same calls; rank 0 writes.
+    """The trainer's end. Every rank has a Publisher and makes the same calls; some ranks write.
 
     Step 12:  gather(13)  →  the metrics of step 12 are written  →  announce(13, …)  →  the folder `step_13` appears.
     """
 
-    def __init__(self, model: PolicyModel | Slot, mesh: Mesh, paths: RunPaths, static: ModelFiles, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        model: PolicyModel | Slot,
+        mesh: Mesh,
+        paths: RunPaths,
+        static: ModelFiles,
+        dtype: torch.dtype,
+        *,
+        writers: Sequence[int] = (0,),
+    ) -> None:
         """`model`: what is trained, or a slot of a shared trainer. `static` holds the files of a model folder besides weights (rank 0's).
 
-        `dtype` is that of the published parameters; buffers keep theirs.
+        `dtype` is that of the published parameters; buffers keep theirs. `writers`: the ranks that write, with rank 0 first.
         """
         self.model: Any = model
         self.mesh, self.paths, self.static, self.dtype = mesh, paths, static, dtype
         self.seconds = 0.0  # writing time of the last version, beside the trainer's steps
-        self._copies: Tensors = {}  # allocated once: allocating takes longer than copying
+        self._writers = Writers(mesh, paths, writers)
+        self._copies: Tensors = {}  # of what this rank writes; allocated once: allocating takes longer than copying
         self._thread = ThreadPoolExecutor(1, "publisher")
         self._pending: list[Future[None]] = []  # of the version being written: its writing and its announcement
 
@@ -79,19 +94,21 @@ class Publisher:
             static = ModelFiles.read(source, model.hf, str(dtype).removeprefix("torch."), trust_remote_code=trust_remote_code)
             if chat_template is not None:
                 static = static.with_chat_template(chat_template)
-        return cls(model, mesh, paths, static, dtype)
+        # Ranks of one host share its memory and its way to the disk, so one of them writes.
+        writers = (0,) if lora is not None else [ranks[0] for ranks in mesh.hosts()]
+        return cls(model, mesh, paths, static, dtype, writers=writers)
 
     def gather(self, version: int) -> None:
         """Copy the current weights and start writing them. Every rank calls this. Raises PublishFailed for the previous version."""
         self.wait()
-        cuda = self.mesh.device.type == "cuda"
-        own = {name for name, _ in self.model.hf.named_buffers()}  # never cast for computing, so servers must not get rounded ones
+        cuda, rank = self.mesh.device.type == "cuda", self.mesh.rank
+        owners = {name: part.writer for part in self._parts for name in part.names}
         for name, tensor in self.model.named_weights():
-            whole = _whole(tensor.to(self.dtype) if tensor.is_floating_point() and name not in own else tensor)
-            if self.mesh.first:
+            whole = whole_on(tensor.to(self._published(name, tensor)), owners[name], rank)
+            if whole is not None:
                 self._keep(name, whole, pinned=cuda)
         self.mesh.synchronize()  # until the copies are complete
-        if self.mesh.first:
+        if rank in self._writers.ranks:
             self._pending = [self._thread.submit(self._write, version)]
 
     def announce(self, version: int, *, keep_last: int | None = None, protect: Collection[int] = ()) -> None:
@@ -140,13 +157,16 @@ class Publisher:
     def _write(self, version: int) -> None:
         began = time.perf_counter()
         try:
-            export, together = self._export
-            single = files.ADAPTER if self.model.adapts else "model.safetensors"
-            files.write(self.paths, version, self._copies, self.static, export, together=together, single=single)
+            self._writers.write(version, lambda: self._write_own(version), self.static)
         except Exception as error:
-            files.abandon(self.paths, version)
+            if self.mesh.first:
+                files.abandon(self.paths, version)
             raise _failed(version, error) from error
         self.seconds = time.perf_counter() - began
+
+    def _write_own(self, version: int) -> Written:
+        own = {part.file: {name: self._copies[name] for name in part.names} for part in self._parts if part.writer == self.mesh.rank}
+        return files.write(self.paths, version, own, self._export[0])
 
     def _appear(self, version: int, written: Future[None], keep_last: int | None, protect: Collection[int]) -> None:
         written.result()
@@ -160,11 +180,45 @@ class Publisher:
     @property
     def converts(self) -> bool:
         """Whether published checkpoints have other tensors than the trainer."""
+        shapes = self._shapes
+        return self._export[1] or self._exported(list(shapes)) != shapes
+
+    def _published(self, name: str, tensor: torch.Tensor) -> torch.dtype:
+        """The dtype in which a tensor is published. Buffers are never cast for computing, so servers must not get rounded ones."""
+        return self.dtype if tensor.is_floating_point() and name not in self._buffers else tensor.dtype
+
+    @functools.cached_property
+    def _buffers(self) -> frozenset[str]:
+        return frozenset(name for name, _ in self.model.hf.named_buffers())
+
+    @functools.cached_property
+    def _parts(self) -> list[Part]:
+        """All files of a version."""
+        sizes = {name: tensor.numel() * self._published(name, tensor).itemsize for name, tensor in self.model.named_weights()}
+        together = self._export[1]
+        if len(self._writers.ranks) == 1:
+            units = [list(sizes)] if together else [[name] for name in sizes]
+        else:  # an engine that rearranges a layer once it has all of its tensors must not wait for another file
+            units = by_layer(sizes) if not together or self._converts_by_layer else [list(sizes)]
+        return divide(units, sizes, self._writers.ranks, files.ADAPTER if self.model.adapts else "model.safetensors")
+
+    @property
+    def _converts_by_layer(self) -> bool:
+        """Whether layers that are converted one by one give the same tensors as all together."""
+        names = list(self._shapes)
+        one_by_one = [self._exported(unit) for unit in by_layer(names)]
+        return {name: shape for each in one_by_one for name, shape in each.items()} == self._exported(names)
+
+    @functools.cached_property
+    def _shapes(self) -> dict[str, torch.Size]:
+        return {name: tensor.shape for name, tensor in self.model.named_weights()}
+
+    def _exported(self, names: Sequence[str]) -> dict[str, torch.Size]:
+        """What these tensors are in published checkpoints: names and shapes."""
         import torch
 
-        export, together = self._export
-        names = {name: torch.empty(tensor.shape, device="meta") for name, tensor in self.model.named_weights()}
-        return together or {name: tensor.shape for name, tensor in export(dict(names)).items()} != {n: t.shape for n, t in names.items()}
+        alone = {name: torch.empty(self._shapes[name], device="meta") for name in names}
+        return {name: tensor.shape for name, tensor in self._export[0](alone).items()}
 
     @functools.cached_property
     def _export(self) -> tuple[Callable[[Tensors], Tensors], bool]:
@@ -181,13 +235,7 @@ class Publisher:
         return functools.partial(revert_weight_conversion, hf), bool(get_model_conversion_mapping(hf, add_legacy=False))
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A sharded tensor gathered to its full shape. Every rank takes part."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # a DTensor; importing its class takes seconds
-
-
 def _failed(version: int, error: Exception) -> PublishFailed:
-    return PublishFailed(
-        f"version {version} of the weights could not be written: {type(error).__name__}: {error}. Free some space (or lower "
-        "weight_broadcast.keep_last), then continue with resume=latest"
-    )
+    why = str(error) if isinstance(error, RankLost | WriterFailed) else f"{type(error).__name__}: {error}"
+    remedy = "Continue" if isinstance(error, RankLost) else "Free some space (or lower weight_broadcast.keep_last), then continue"
+    return PublishFailed(f"version {version} of the weights could not be written: {why}. {remedy} with resume=latest")

@@ -1,0 +1,231 @@
+"""Several ranks write the files of one version: real processes with gloo, as if each had a host of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from safetensors.torch import load_file
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from trainer_examples import make_model
+from transformers import AutoModelForCausalLM
+from transformers.models.llama import LlamaConfig
+from transformers.models.qwen3_moe import Qwen3MoeConfig
+
+from rlx.models.load import load_policy
+from rlx.parallel import mesh as meshes
+from rlx.parallel.gather import whole_on
+from rlx.parallel.mesh import Mesh, join, one_process
+from rlx.paths import RunPaths
+from rlx.weights import division, files, saving, spare
+from rlx.weights.division import Part, by_layer, divide
+from rlx.weights.publish import Publisher, PublishFailed
+
+MODELS = {
+    "dense": lambda: make_model(LlamaConfig, tie_word_embeddings=False),
+    "experts": lambda: make_model(Qwen3MoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+}
+INDEX = "model.safetensors.index.json"
+
+
+def publisher_of(folder: Path, name: str, mesh: Mesh) -> Publisher:
+    """Of the model `name`, into `folder/name_<ranks>`."""
+    source = str(folder / name)
+    model = load_policy(source, mesh, dtype="float32")
+    paths = RunPaths(folder / f"{name}_{mesh.world_size}")
+    return Publisher.of(model, mesh, paths, source=source, dtype=torch.bfloat16)
+
+
+def rank(number: int, folder: Path) -> None:
+    """One of two ranks, through all cases; the last of them ends rank 1."""
+    os.environ["RLX_HOST"] = f"host{number}"
+    torch.set_num_threads(1)
+    meshes.PATIENCE = 0.0
+    meeting = dist.FileStore(str(folder / "store"), 2)
+    mesh = join(torch.device("cpu"), rank=number, world_size=2, timeout=60, store=meeting)
+    assert mesh.hosts() == [[0], [1]]
+    sharded_tensors_become_whole_on_their_owner(mesh)
+    publishers = {name: publisher_of(folder, name, mesh) for name in MODELS}
+    with patch.object(division, "SHARD_BYTES", 20_000):
+        for publisher in publishers.values():
+            publisher.ensure(1)
+    kept = {name: {key: tensor.nbytes for key, tensor in publisher._copies.items()} for name, publisher in publishers.items()}
+    (folder / f"kept_{number}.json").write_text(json.dumps(kept))
+    publisher = publishers["dense"]
+    a_writer_with_a_full_disk(publisher)
+    rank_0_without_a_folder(publisher)
+    spare_files_of_both_writers(publisher)
+    a_writer_that_is_killed(publisher)
+    (folder / "heard").touch()
+    os._exit(0)  # leaving the group would wait for the other rank
+
+
+def sharded_tensors_become_whole_on_their_owner(mesh: Mesh) -> None:
+    line = dist.init_device_mesh("cpu", (2,))
+    copies = dist.init_device_mesh("cpu", (2, 1))
+    for rows in (1, 5, 6):  # of one row, rank 1 has none
+        tensor = torch.arange(3.0 * rows).view(rows, 3)
+        for where, placements in (
+            *((line, [kind]) for kind in (Shard(0), Shard(1), Replicate())),
+            (copies, [Replicate(), Shard(0)]),
+            (copies, [Shard(0), Replicate()]),
+            (copies, [Shard(0), Shard(1)]),
+        ):
+            sharded = distribute_tensor(tensor, where, placements)
+            for owner in (0, 1):
+                whole = whole_on(sharded, owner, mesh.rank)
+                assert (whole is not None) == (owner == mesh.rank)
+                assert whole is None or torch.equal(whole, tensor), placements
+    assert (whole_on(tensor, 1, mesh.rank) is tensor) == (mesh.rank == 1)
+
+
+def published(publisher: Publisher, version: int) -> str:
+    """The error of a version on this rank; empty if it has none."""
+    publisher.gather(version)
+    publisher.announce(version, keep_last=1)
+    try:
+        publisher.wait()
+    except PublishFailed as error:
+        publisher._pending = []
+        return str(error)
+    return ""
+
+
+def full(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def a_writer_with_a_full_disk(publisher: Publisher) -> None:
+    first = publisher.mesh.first
+    with patch.object(saving, "save", saving.save if first else full):
+        said = published(publisher, 2)
+    why = f"version 2 of the weights could not be written: {'rank 1: ' if first else ''}OSError: [Errno 28] No space left on device. Free"
+    assert said.startswith(why), said
+    if first:
+        assert [path.name for path in publisher.paths.weights.iterdir()] == ["step_1"]
+    publisher.mesh.barrier()
+
+
+def rank_0_without_a_folder(publisher: Publisher) -> None:
+    with patch.object(files, "begin", full):
+        said = published(publisher, 3)
+    assert ("version 3 of the weights could not be written: OSError: [Errno 28]" in said) == publisher.mesh.first, said
+    publisher.mesh.barrier()
+
+
+def spare_files_of_both_writers(publisher: Publisher) -> None:
+    numbers = []
+    with patch.object(files, "ALONE", 0), patch.object(spare, "LOCAL", {spare._file_system(publisher.paths.root)}):
+        for version in (4, 5, 6):
+            assert not published(publisher, version)
+            if publisher.mesh.first:
+                shards = files.weight_files(publisher.paths.weights_of(version))
+                numbers.append({shard.name: shard.stat().st_ino for shard in shards})
+    if publisher.mesh.first:
+        assert numbers[0] == numbers[2]
+        assert numbers[0] != numbers[1]
+        spare.delete(publisher.paths.weights)
+
+
+def a_writer_that_is_killed(publisher: Publisher) -> None:
+    def killed(tensors: dict, path: Path) -> None:
+        path.write_bytes(b"half of a file")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with patch.object(saving, "save", saving.save if publisher.mesh.first else killed):
+        said = published(publisher, 7)
+    assert said.startswith("version 7 of the weights could not be written: rank 1 left, "), said
+    assert said.endswith("its own log says why. Continue with resume=latest"), said
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a single process and two of them have written of the same models."""
+    folder = tmp_path_factory.mktemp("writers")
+    for name, make in MODELS.items():
+        make().save_pretrained(folder / name)
+        publisher_of(folder, name, one_process("cpu")).ensure(1)
+    processes = [mp.get_context("spawn").Process(target=rank, args=(number, folder)) for number in range(2)]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + 240
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    hung = [process.is_alive() for process in processes]
+    for process in processes:
+        process.kill()
+        process.join()
+    assert hung == [False, False]
+    assert [process.exitcode for process in processes] == [0, -signal.SIGKILL]
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("name", MODELS)
+def test_the_files_of_two_writers_hold_the_tensors_of_one(folder: Path, name: str) -> None:
+    one, two = RunPaths(folder / f"{name}_1").weights_of(1), RunPaths(folder / f"{name}_2").weights_of(6 if name == "dense" else 1)
+    manifests = [files.verify(each) for each in (one, two)]
+    assert manifests[0]["tensors"] == manifests[1]["tensors"]
+    assert files.identity(one) == files.identity(two)
+    shards = files.weight_files(two)
+    assert len(shards) >= 2
+    assert not list(one.glob(INDEX)), "the version of one process is one file"
+    index = json.loads((two / INDEX).read_text())["weight_map"]
+    found = {key: (tensor, shard.name) for shard in shards for key, tensor in load_file(shard).items()}
+    assert {key: shard for key, (_, shard) in found.items()} == index
+    for layer in range(2):
+        assert len({shard for key, shard in index.items() if f".layers.{layer}." in key}) == 1
+    for key, tensor in load_file(one / "model.safetensors").items():
+        assert torch.equal(found[key][0], tensor), key
+    loaded, info = AutoModelForCausalLM.from_pretrained(two, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    for key, tensor in AutoModelForCausalLM.from_pretrained(one).state_dict().items():
+        assert torch.equal(loaded.state_dict()[key], tensor), key
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("name", MODELS)
+def test_each_writer_has_memory_for_its_half_alone(folder: Path, name: str) -> None:
+    kept = [json.loads((folder / f"kept_{number}.json").read_text())[name] for number in range(2)]
+    assert not kept[0].keys() & kept[1].keys()
+    model = AutoModelForCausalLM.from_pretrained(folder / name)
+    assert kept[0].keys() | kept[1].keys() == {key for key, _ in model.named_parameters()}
+    units = by_layer(key for key, _ in model.named_parameters())
+    largest = max(sum({**kept[0], **kept[1]}[key] for key in unit) for unit in units)
+    assert abs(sum(kept[0].values()) - sum(kept[1].values())) <= largest
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_writer_that_fails_is_named_and_one_that_is_killed_leaves_the_old_version(folder: Path) -> None:
+    """What the ranks have heard was checked there."""
+    assert (folder / "heard").exists()
+    weights = RunPaths(folder / "dense_2").weights
+    assert [path.name for path in weights.iterdir()] == ["step_6"], "nothing is left of the version that was never complete"
+    files.verify(weights / "step_6")
+
+
+def test_files_are_divided_by_bytes_and_the_largest_share_is_nearly_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"embedding": 50, **{f"layers.{n}.{name}": 10 for n in range(4) for name in ("a", "b")}, "head": 50}
+    assert divide([list(sizes)], sizes, [0, 4], "model.safetensors") == [Part("model.safetensors", 0, tuple(sizes))]
+    units = by_layer(sizes)
+    assert units[0] == ["embedding"]
+    assert units[1] == ["layers.0.a", "layers.0.b"]
+    monkeypatch.setattr(division, "SHARD_BYTES", 60)
+    parts = divide(units, sizes, [0, 4], "model.safetensors")
+    assert [part.file for part in parts] == [f"model-0000{n}-of-00004.safetensors" for n in range(1, 5)]
+    assert [(part.writer, sum(sizes[name] for name in part.names)) for part in parts] == [(0, 50), (0, 40), (4, 40), (4, 50)]
+    assert sorted(name for part in parts for name in part.names) == sorted(sizes)
+    alone = divide([[name] for name in sizes], sizes, [0], "model.safetensors")
+    assert [name for part in alone for name in part.names] == list(sizes), "one writer keeps the model's order"
