@@ -77,6 +77,8 @@ CASES: dict[str, tuple[str, dict]] = {
     "recomputed_in_part": ("qwen3_tied", {"ac": {"freq": 1, "mode": "selective"}}),
     "recomputed_from_host_memory": ("llama_untied", {"ac": {"freq": 2}, "load": FLOAT32 | {"ac_offloading": True}}),
     "muon": ("qwen3_tied", {"muon": True}),
+    "optimizer_in_host_memory": ("qwen3_moe", {"muon": True, "offload": True, "divided": {"copies": 2, "expert": 2}}),
+    "optimizer_of_adapters_in_host_memory": ("llama_untied", {"lora": {"rank": 4}, "offload": True}),
     "pieces_of_rows": ("qwen3_tied", {"tokens": 60, "divided": {"context": 2}}),
     "pieces_of_windows_and_softcaps": ("gemma2", {"ac": {"freq": 1}, "divided": {"context": 2}}),
     "pieces_with_fewer_key_heads_than_ranks_and_copies": ("llama_one_key_head", {"divided": {"context": 4, "copies": 2}}),
@@ -123,7 +125,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         folders[case] = tmp_path_factory.mktemp(case)
         settings = prepare(folders[case], MODELS[name](), **keys)
         run = train_together if settings.get("together") else train
-        run(folders[case], one_process("cpu"), settings | {"load": FLOAT32})
+        run(folders[case], one_process("cpu"), settings | {"load": FLOAT32, "offload": False})
     return folders
 
 
