@@ -21,6 +21,7 @@ from rlx.models.load import load_policy
 from rlx.parallel.mesh import Mesh, divide, join, one_process, seed_masks
 from rlx.train.checkpoint import Progress, Saver, load
 from rlx.train.muon import Muon, groups_of
+from rlx.train.offload import CPUOffloadOptimizer
 from rlx.train.step import PolicyTrainer
 
 UPDATES = 6
@@ -40,6 +41,7 @@ class Job:
     optimizer: str = "AdamW"
     rank: int = 0  # of adapters
     dropout: float = 0.0
+    offload: bool = False  # the optimizer's state in host memory
     divided: dict[str, int] = field(default_factory=dict)  # sizes of the mesh's axes
 
 
@@ -64,6 +66,8 @@ def run(job: Job, mesh: Mesh) -> None:
         mesh = divide(mesh, timeout=300, **job.divided)
     seed_masks(0, mesh)
     trainer = make_trainer(job.model, job.optimizer, mesh, rank=job.rank, dropout=job.dropout, read=job.load is None)
+    if job.offload:
+        trainer.optimizer = CPUOffloadOptimizer(trainer.optimizer, mesh, bucket=2048)
     step = 0
     if job.load is not None:
         step = load(Path(job.load), trainer).step

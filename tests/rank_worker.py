@@ -38,6 +38,7 @@ from rlx.parallel.mesh import Mesh, divide, join
 from rlx.paths import RunPaths
 from rlx.train.flops import Flops
 from rlx.train.muon import Muon, groups_of
+from rlx.train.offload import CPUOffloadOptimizer
 from rlx.train.reference import Reference
 from rlx.train.step import PolicyTrainer
 from rlx.train.together import Together
@@ -64,6 +65,8 @@ def train(folder: Path, mesh: Mesh, settings: dict) -> None:
         model = load_policy(str(folder / "model"), mesh, lora=lora, ac=ac, **settings["load"])
     make = Muon if settings.get("muon") else torch.optim.AdamW
     optimizer = make(groups_of(model.layers, model), lr=1e-2, fused=True)
+    if settings.get("offload"):
+        optimizer = CPUOffloadOptimizer(optimizer, mesh, bucket=1024)
     trainer = PolicyTrainer(model, Objective(grpo, LossTerms(aggregate="seq_mean", entropy_coef=0.01)), optimizer, max_norm=0.5, mesh=mesh)
     rank, world_size = mesh.rank, mesh.world_size
     samples = make_samples(groups=settings["groups"])

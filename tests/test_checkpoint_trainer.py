@@ -73,6 +73,22 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(model: st
     same_weights(rest["weights"], whole["weights"])
 
 
+@pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
+def test_a_checkpoint_does_not_say_where_the_optimizers_state_was(model: str, tmp_path: Path, optimizer: str) -> None:
+    job = {"model": model, "optimizer": optimizer}
+    run(Job(**job, out=str(tmp_path / "whole"), first=0, last=UPDATES), one_process("cpu"))
+    for offload in (False, True):
+        run(
+            Job(**job, out=str(tmp_path / "half"), first=0, last=HALF, save=str(tmp_path / f"{offload}"), offload=offload),
+            one_process("cpu"),
+        )
+        rest = Job(**job, out=str(tmp_path / "rest"), first=HALF, last=UPDATES, load=str(tmp_path / f"{offload}"), offload=not offload)
+        run(rest, one_process("cpu"))
+        same_weights(result(tmp_path / "rest")["weights"], result(tmp_path / "whole")["weights"])
+    one, other = (FileSystemReader(tmp_path / f"{offload}").read_metadata().state_dict_metadata for offload in (False, True))
+    assert one == other
+
+
 def test_random_states_go_on_where_they_were(model: str, tmp_path: Path) -> None:
     import random
 
@@ -149,6 +165,9 @@ def test_ranks_may_change_from_two_to_one_and_from_one_to_two(model: str, tmp_pa
         job("one_to_two", HALF, HALF, load=str(tmp_path / "from_one"), save=str(tmp_path / "from_one_again")),
         job("one_to_two_rest", HALF, UPDATES, load=str(tmp_path / "from_one")),
         job("two_whole", 0, UPDATES),
+        job("two_offloaded", 0, HALF, save=str(tmp_path / "from_offloaded"), in_background=True, offload=True),
+        job("two_offloaded_rest", HALF, UPDATES, load=str(tmp_path / "from_two"), offload=True),
+        job("two_again_rest", HALF, UPDATES, load=str(tmp_path / "from_offloaded")),
         job("one_to_pieces", HALF, HALF, load=str(tmp_path / "from_one"), save=str(tmp_path / "from_pieces"), divided={"context": 2}),
         job("pieces_rest", HALF, UPDATES, load=str(tmp_path / "from_pieces"), divided={"context": 2}),
         job("pieces_to_two_rest", HALF, UPDATES, load=str(tmp_path / "from_pieces")),
@@ -176,6 +195,9 @@ def test_ranks_may_change_from_two_to_one_and_from_one_to_two(model: str, tmp_pa
     whole = result(tmp_path / "two_whole")
     assert result(tmp_path / "two")["records"] + result(tmp_path / "two_rest")["records"] == whole["records"]
     same_weights(result(tmp_path / "two_rest")["weights"], whole["weights"])
+    for rest in ("two_offloaded_rest", "two_again_rest"):  # the optimizer's state in host memory after the checkpoint, or before it
+        assert result(tmp_path / rest)["records"] == result(tmp_path / "two_rest")["records"]
+        same_weights(result(tmp_path / rest)["weights"], whole["weights"])
     run(job("two_to_one", HALF, HALF, load=str(tmp_path / "from_two")), one_process("cpu"))
     same_weights(result(tmp_path / "two_to_one")["weights"], result(tmp_path / "two")["weights"])
     # in the background: it saves the state at the time of the call, although that state changed meanwhile

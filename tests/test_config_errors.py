@@ -191,6 +191,10 @@ CASES = {
     "expert_groups_of_experts": Case("model=qwen3_30b_a3b hardware=node8 trainer.ep=3 dry_run=true"),
     "expert_groups_of_ranks": Case("model=qwen3_30b_a3b hardware=node8 trainer.ep=8 dry_run=true"),
     "offload_on_a_cpu": Case("hardware=cpu trainer.fsdp_cpu_offload=true"),
+    "optimizer_offload_on_a_cpu": Case("hardware=cpu trainer.optim_cpu_offload=true"),
+    "offload_of_all_and_of_a_part": Case(
+        "model=qwen3_8b hardware=node8 trainer.fsdp_cpu_offload=true trainer.optim_cpu_offload=true dry_run=true"
+    ),
     "muon_in_host_memory": Case("model=qwen3_8b hardware=node8 optim=muon trainer.fsdp_cpu_offload=true dry_run=true"),
     "checkpointing_of_no_layer": Case("trainer.ac.mode=selective trainer.ac_offloading=true dry_run=true"),
     "layout_too_small_for_the_servers": Case("model=qwen3_8b hardware=node8 hardware.inference_replicas=8 dry_run=true"),

@@ -11,7 +11,7 @@ from launch_configs import config
 
 from rlx.config.errors import ConfigError
 from rlx.config.load import load_run, to_yaml
-from rlx.config.memory import engine_memory, trainer_memory
+from rlx.config.memory import engine_memory, size, trainer_memory
 from rlx.config.rows import why
 from rlx.config.schema import Config
 from rlx.config.tree import Builder
@@ -278,6 +278,18 @@ def test_offloaded_states_do_not_count_on_the_gpu_and_sgd_keeps_one() -> None:
     resident, offloaded = trainer_memory(config("node8")), trainer_memory(config("node8", trainer={"fsdp_cpu_offload": True}))
     assert offloaded.states == pytest.approx(resident.states - resident.parameters - resident.gradients - resident.optimizer)
     assert trainer_memory(config("node8", optim={"_target_": "torch.optim.SGD"})).optimizer == resident.optimizer / 2
+
+
+def test_only_a_bucket_of_an_offloaded_optimizers_state_counts_on_the_gpu() -> None:
+    resident, cfg = trainer_memory(config("node8")), config("node8", trainer={"optim_cpu_offload": True})
+    part = trainer_memory(cfg)
+    assert part.states == pytest.approx(resident.states - resident.optimizer)
+    assert part.host == pytest.approx(resident.host + resident.optimizer)
+    embedding = 151936 * 4096 / 4 * 4  # bytes of a rank's part: larger than a bucket
+    assert part.update == pytest.approx(3 * embedding), "two states and a temporary"
+    text = explain(cfg, make_plan(cfg, Path("/run")), {}, [], "/run")
+    assert f"each also: {size(part.optimizer)} of host memory for the optimizer's state" in text
+    assert "optimizer's state, on the GPU for its update" in text
 
 
 def rows(hardware: str = "cpu", /, **sections) -> tuple[int, str]:

@@ -20,6 +20,8 @@ GIB = 2**30
     [
         "model=qwen3_8b hardware=gpu2 env=math",
         "model=qwen3_8b hardware=node8 env=math trainer.ac.freq=2 trainer.reshard_after_forward=false",
+        "model=qwen3_8b hardware=gpu2 env=math optim=muon",
+        "model=qwen3_8b hardware=gpu2 env=math trainer.optim_cpu_offload=true trainer.ac.freq=1",
         "model=qwen3_1_7b hardware=gpu1_shared env=math trainer.ac.freq=1 trainer.ac.mode=selective seq_len=4096",
         "model=smollm2_135m hardware=cpu env=sums",
     ],
@@ -40,16 +42,18 @@ def test_each_override_is_accepted_and_lowers_the_estimate_by_what_is_said(argv:
 
 def test_what_is_switched_on_already_or_does_nothing_is_not_named() -> None:
     plain = savings(compose(["dry_run=true", "model=qwen3_8b", "hardware=gpu2", "env=math", "trainer.ac.freq=0"]).cfg)
-    assert {"trainer.ac.freq=1", "trainer.fsdp_cpu_offload=true"} <= set(plain)
+    assert {"trainer.ac.freq=1", "trainer.fsdp_cpu_offload=true", "trainer.optim_cpu_offload=true"} <= set(plain)
     assert "trainer.ac_offloading=true" not in plain, "nothing is recomputed that could be kept in host memory"
     on = savings(
         compose(["dry_run=true", "model=qwen3_8b", "hardware=gpu2", "env=math", "trainer.ac.freq=1", "trainer.fsdp_cpu_offload=true"]).cfg
     )
-    assert not {"trainer.ac.freq=1", "trainer.fsdp_cpu_offload=true"} & set(on)
+    assert not {"trainer.ac.freq=1", "trainer.fsdp_cpu_offload=true", "trainer.optim_cpu_offload=true"} & set(on)
     assert not any(
         "fsdp_cpu_offload" in key
         for key in savings(compose(["dry_run=true", "model=qwen3_8b", "hardware=gpu2", "env=math", "optim=muon"]).cfg)
     )
+    part = savings(compose(["dry_run=true", "model=qwen3_8b", "hardware=gpu2", "env=math", "trainer.optim_cpu_offload=true"]).cfg)
+    assert "trainer.fsdp_cpu_offload=true trainer.optim_cpu_offload=false" in part
 
 
 def test_the_advice_names_the_estimate_its_moment_and_the_engine_on_the_same_gpu() -> None:

@@ -43,4 +43,4 @@ def test_two_processes_give_the_gradients_and_metrics_of_one(case, results):
         torch.testing.assert_close(others[name], gradient, rtol=1e-5, atol=1e-5 * scale, msg=name)
     assert other_metrics.keys() == metrics.keys()
     for name, value in metrics.items():
-        assert other_metrics[name] == pytest.approx(value, rel=2e-3, abs=2e-4), name
+        assert other_metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name

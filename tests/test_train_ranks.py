@@ -32,6 +32,9 @@ from rlx.weights.files import ADAPTER, verify
 HERE = Path(__file__).parent
 FLOAT32 = {"dtype": "float32"}
 REFUSED = "wrongly_divided"
+# Metrics after a step of Muon. Its Newton-Schulz iteration is in bfloat16: of two gradients that differ by 1e-7 of their size, the steps
+# differ by up to 1.5 % (50 random matrices of each of four shapes), and by 7e-7 if the iteration is in float64. The gradients are equal.
+ROUNDED = 2e-4
 MODELS = {
     "qwen3_tied": lambda: make_model(tie_word_embeddings=True),
     "llama_untied": lambda: make_model(LlamaConfig, tie_word_embeddings=False),
@@ -77,6 +80,8 @@ CASES: dict[str, tuple[str, dict]] = {
     "recomputed_in_part": ("qwen3_tied", {"ac": {"freq": 1, "mode": "selective"}}),
     "recomputed_from_host_memory": ("llama_untied", {"ac": {"freq": 2}, "load": FLOAT32 | {"ac_offloading": True}}),
     "muon": ("qwen3_tied", {"muon": True}),
+    "optimizer_in_host_memory": ("qwen3_moe", {"muon": True, "offload": True, "divided": {"copies": 2, "expert": 2}}),
+    "optimizer_of_adapters_in_host_memory": ("llama_untied", {"lora": {"rank": 4}, "offload": True}),
     "pieces_of_rows": ("qwen3_tied", {"tokens": 60, "divided": {"context": 2}}),
     "pieces_of_windows_and_softcaps": ("gemma2", {"ac": {"freq": 1}, "divided": {"context": 2}}),
     "pieces_with_fewer_key_heads_than_ranks_and_copies": ("llama_one_key_head", {"divided": {"context": 4, "copies": 2}}),
@@ -123,7 +128,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         folders[case] = tmp_path_factory.mktemp(case)
         settings = prepare(folders[case], MODELS[name](), **keys)
         run = train_together if settings.get("together") else train
-        run(folders[case], one_process("cpu"), settings | {"load": FLOAT32})
+        run(folders[case], one_process("cpu"), settings | {"load": FLOAT32, "offload": False})
     return folders
 
 
@@ -168,24 +173,25 @@ def outcome(folder: Path, ranks: int) -> dict:
     return torch.load(out / "results.pt")
 
 
-def same(ours: dict, theirs: dict, tolerance: float) -> None:
+def same(ours: dict, theirs: dict, tolerance: float, updated: float | None = None) -> None:
+    """`updated`: the tolerance of metrics after an update; None: the same."""
     assert ours["gradients"].keys() == theirs["gradients"].keys()
     scale = max(float(g.abs().max()) for g in theirs["gradients"].values())
     for name, gradient in theirs["gradients"].items():
         torch.testing.assert_close(ours["gradients"][name], gradient, rtol=tolerance, atol=tolerance * scale, msg=name)
-    first = [each["metrics"][0]["loss/total"] for each in (ours, theirs)]  # before any update
-    assert first[0] == pytest.approx(first[1], rel=tolerance, abs=tolerance)
-    for a, b in zip(ours["metrics"], theirs["metrics"], strict=True):
+    for number, (a, b) in enumerate(zip(ours["metrics"], theirs["metrics"], strict=True)):
+        near = updated if number and updated is not None else tolerance
         for name, value in b.items():
             if not name.startswith("time/"):
-                assert a[name] == pytest.approx(value, rel=20 * tolerance, abs=20 * tolerance), name
+                assert a[name] == pytest.approx(value, rel=near, abs=near), (number, name)
 
 
 @pytest.mark.slow
 @over_ranks(*(case for case in CASES if "bfloat16" not in case and case != REFUSED))
 def test_gradients_metrics_and_weights_of_several_processes_equal_those_of_one(case, ranks, results):
     folder = results[case]
-    same(outcome(folder, ranks), outcome(folder, 1), 1e-5)
+    muon = "muon" in CASES[case][1] or "together" in CASES[case][1]
+    same(outcome(folder, ranks), outcome(folder, 1), 1e-5, updated=ROUNDED if muon else None)
     versions = [RunPaths(folder / f"out_{n}").weights_of(1) for n in (1, ranks)]
     for version in versions:
         verify(version)

@@ -15,6 +15,7 @@ from rlx.config.schema import PlayRoot, TrainingRoot
 STATES = {"sgd": 1, "muon": 1}  # optimizer states per parameter, by class name; two for all others (Adam and its variants)
 TILE = {"cpu": (1024, 1024), "cuda": (8192, 4096)}  # tokens × vocabulary of one tile of the head op (rlx/kernels/tiles.py)
 TILES = 3  # float32 tiles alive at once: the logits, and the results of the row functions
+BUCKET = 2**28  # bytes of parameters that `trainer.optim_cpu_offload` updates at a time (rlx/train/offload.py)
 READERS = 4  # threads of transformers that read a tensor each
 CONTEXT = 2**30  # of a CUDA process: about half for context and kernels, the rest for cuBLAS workspaces and NCCL buffers
 
@@ -30,6 +31,7 @@ class TrainerMemory:
     reference: float  # the frozen model of a KL term or a distillation, assumed to be as large as the policy
     context: float
     on_host: bool  # parameters, gradients, optimizer state and reference lie in host memory
+    optimizer_on_host: bool = False  # the optimizer's state alone does
 
     # during forward and backward; a single process that holds the whole model in its compute dtype gathers nothing
     layers: float  # two gathered decoder layers: one computes while the next is prefetched; all, if they stay gathered until backward
@@ -42,7 +44,8 @@ class TrainerMemory:
     layer_gradients: float  # of one layer: unsharded in the compute dtype, plus the reduction buffer
     table_gradients: float  # the same for the head, when backward begins, or for the embedding at its end, when activations are freed
 
-    update: float  # the optimizer step's temporary: one number per parameter of its shard
+    # the optimizer step's temporary: one number per parameter of its shard; with `optimizer_on_host` of the largest bucket, with its state
+    update: float
 
     loading: float  # in host memory, while a process reads its shards to its GPU
     # In host memory: the copy of the weights (of each run) that is written beside the next step. The trainer's hosts divide it; adapters
@@ -52,7 +55,8 @@ class TrainerMemory:
     @property
     def states(self) -> float:
         """Bytes that are always allocated on the device."""
-        states = 0.0 if self.on_host else self.parameters + self.gradients + self.optimizer + self.reference
+        optimizer = 0.0 if self.optimizer_on_host else self.optimizer
+        states = 0.0 if self.on_host else self.parameters + self.gradients + optimizer + self.reference
         return states + self.context
 
     @property
@@ -75,6 +79,7 @@ class TrainerMemory:
     def host(self) -> float:
         """Bytes of host memory at the peak, beside what Python and torch take; `published` aside."""
         states = self.parameters + self.gradients + self.optimizer + self.reference if self.on_host else 0.0
+        states += self.optimizer if self.optimizer_on_host else 0.0
         return states + self.loading if self.context else self.device
 
 
@@ -120,6 +125,7 @@ def trainer_memory(cfg: TrainingRoot) -> TrainerMemory:
     ranks = cfg.trainer_ranks / cfg.trainer.dp_replicate  # that share one copy of the model
     master, compute, reduced = BYTES[cfg.trainer.optimization_dtype], BYTES[model.dtype], BYTES[cfg.trainer.reduce_dtype]
     optimizer = str(cfg.optim.get("_target_", "")).rpartition(".")[2].lower()
+    states = STATES.get(optimizer, 2)
     trained = trained_parameters(cfg)
     frozen = model.num_parameters / ranks if cfg.lora.on else 0.0
     shard = trained / ranks
@@ -131,6 +137,9 @@ def trainer_memory(cfg: TrainingRoot) -> TrainerMemory:
     # Same rule as in `rlx.models.load`: one process that computes in the dtype of its parameters needs no FSDP.
     sharded = cfg.trainer_ranks > 1 or model.dtype != cfg.trainer.optimization_dtype or (cfg.trainer.fsdp_cpu_offload and cuda)
     copied = cfg.uses_reference and (cfg.ref.name is not None or not cfg.lora.on)  # else it is the model without its adapters
+    offloads = cfg.trainer.optim_cpu_offload and cuda
+    # On CUDA, torch's optimizers update all parameters at once, or those of a bucket. The embedding may be larger than that.
+    updated = min(shard * master, max(BUCKET, 0.0 if cfg.lora.on else table / ranks * master)) if offloads else shard * master
     tile_rows, tile_columns = TILE[cfg.hardware.device]
     row = cfg.micro_batch_tokens
     # Ranks over which a layer is divided. In a mixture of experts nearly all of it is experts, which only `ep` divides.
@@ -139,10 +148,11 @@ def trainer_memory(cfg: TrainingRoot) -> TrainerMemory:
     return TrainerMemory(
         parameters=shard * master + frozen * compute,
         gradients=shard * master,
-        optimizer=master * (shard * STATES.get(optimizer, 2) + beside / ranks),
+        optimizer=master * (shard * states + beside / ranks),
         reference=model.num_parameters / ranks * (compute if cfg.ref.sync_interval is None else master) if copied else 0.0,
         context=CONTEXT if cuda else 0.0,
         on_host=cfg.trainer.fsdp_cpu_offload,
+        optimizer_on_host=offloads,
         layers=(model.num_layers if kept else 2) * layer * compute / divided if sharded else 0.0,
         table=(2 if kept else 1) * table * compute if sharded else 0.0,
         activations=activation_bytes(cfg) * row,
@@ -150,7 +160,7 @@ def trainer_memory(cfg: TrainingRoot) -> TrainerMemory:
         head_gradient=table * compute if sharded and not cfg.lora.on else 0.0,
         layer_gradients=layer * share * (compute + reduced) / divided if sharded else 0.0,
         table_gradients=table * (compute + reduced) if sharded and not cfg.lora.on else 0.0,
-        update=shard * master if cuda else 0.0,  # on CUDA, torch's optimizers update all parameters at once
+        update=updated * (1 + (states if offloads else 0)) if cuda else 0.0,
         loading=READERS * table / ranks * master if cuda and not cfg.trainer.fsdp_cpu_offload else 0.0,
         published=trained * compute,
     )

@@ -36,8 +36,11 @@ def savings(cfg: TrainingRoot) -> dict[str, float]:
         changed[f"trainer.micro_batch_tokens={shorter}"] = replace(trainer, micro_batch_tokens=shorter)
     if not trainer.reshard_after_forward:
         changed["trainer.reshard_after_forward=true"] = replace(trainer, reshard_after_forward=True)
+    if cuda and not trainer.optim_cpu_offload and not trainer.fsdp_cpu_offload:
+        changed["trainer.optim_cpu_offload=true"] = replace(trainer, optim_cpu_offload=True)
     if cuda and not trainer.fsdp_cpu_offload and not str(cfg.optim.get("_target_", "")).endswith(".Muon"):
-        changed["trainer.fsdp_cpu_offload=true"] = replace(trainer, fsdp_cpu_offload=True)
+        instead = " trainer.optim_cpu_offload=false" if trainer.optim_cpu_offload else ""
+        changed[f"trainer.fsdp_cpu_offload=true{instead}"] = replace(trainer, fsdp_cpu_offload=True, optim_cpu_offload=False)
     peak = trainer_memory(cfg).device
     saved = {override: peak - trainer_memory(replace(cfg, trainer=other)).device for override, other in changed.items()}
     return dict(sorted(((key, value) for key, value in saved.items() if value > LEAST * peak), key=lambda pair: -pair[1]))

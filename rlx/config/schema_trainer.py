@@ -34,6 +34,11 @@ class TrainerConfig:
     ac: AcConfig = section(AcConfig)
     ac_offloading: bool = key(False, "keep in host memory what checkpointed layers (`ac`) store for backward")
     fsdp_cpu_offload: bool = key(False, "keep sharded parameters and optimizer state in host memory; only on CUDA")
+    optim_cpu_offload: bool = key(
+        False,
+        "keep the optimizer's state alone in host memory, and bring it to the GPU part by part for each update; only on CUDA, and not with "
+        "`fsdp_cpu_offload`",
+    )
     reshard_after_forward: bool = key(
         True, "free each layer's gathered parameters after its forward and gather them again for backward; `false`: faster, more memory"
     )

@@ -239,13 +239,13 @@ def _of_trainer(cfg: TrainingRoot, memory: TrainerMemory) -> list[str]:
     if cfg.lora.on:
         runs = f", one for each of {cfg.trainer.max_concurrent_runs} runs" if cfg.hosts else ""
         numbers += f", frozen; at most {trained_parameters(cfg) / 1e6:,.3g} million of adapters of rank {cfg.lora.rank}{runs}"
-    where = "in host memory, " if memory.on_host else ""
+    where, apart = "in host memory, " if memory.on_host else "", memory.optimizer_on_host
     again = cfg.trainer.reshard_after_forward  # gathered again for backward
     tables = f"vocabulary {cfg.model.vocab_size:,} × width {cfg.model.hidden_size:,}"
     peak = max(memory.moments, key=lambda name: memory.moments[name])
     lines = [
-        (memory.parameters + memory.gradients + memory.optimizer, f"{where}parameters {size(memory.parameters)}, gradients "
-         f"{size(memory.gradients)}, optimizer {size(memory.optimizer)}: {numbers}"),
+        (memory.parameters + memory.gradients + (0.0 if apart else memory.optimizer), f"{where}parameters {size(memory.parameters)}, "
+         f"gradients {size(memory.gradients)}{'' if apart else f', optimizer {size(memory.optimizer)}'}: {numbers}"),
         (memory.reference, f"{where}reference model, frozen"),
         (memory.context, "the process on the GPU: context, workspaces, NCCL"),
         (memory.layers, "two gathered layers: one computes, the next is prefetched" if again else "all layers, gathered until backward"),
@@ -255,7 +255,8 @@ def _of_trainer(cfg: TrainingRoot, memory: TrainerMemory) -> list[str]:
         (memory.head_gradient, f"the head's gradient: {tables} × {cfg.model.dtype}"),
         (memory.layer_gradients, f"a layer's gradients in {cfg.model.dtype} and their {cfg.trainer.reduce_dtype} reduction buffer"),
         (memory.table_gradients, "the same for the head, or for the embedding at the end of backward"),
-        (0.0 if memory.on_host else memory.update, "a temporary of the optimizer step: one number per parameter"),
+        (0.0 if memory.on_host else memory.update, "a part of the optimizer's state, on the GPU for its update, and a temporary" if apart
+         else "a temporary of the optimizer step: one number per parameter"),
     ]  # fmt: skip
     others = ", ".join(f"{name} +{size(value)}" for name, value in memory.moments.items() if value and name != peak)
     shown = [f"{size(value).rjust(9)}  {what}" for value, what in lines if value]
@@ -273,6 +274,7 @@ def _memory(cfg: TrainingRoot) -> list[str]:
         f"trainer, each {kind}: {size(trainer.device)}",
         *(f"  {line}" for line in _of_trainer(cfg, trainer)),
         *([f"  each also: {size(trainer.loading)} of host memory while it reads its shards of the model"] if trainer.loading else []),
+        *([f"  each also: {size(trainer.optimizer)} of host memory for the optimizer's state"] if trainer.optimizer_on_host else []),
         f"  {'rank 0' if alone else 'its hosts together'} also: {size(trainer.published)} of host memory for the copy of the weights"
         f"{' of each run' if cfg.hosts else ''} that is written beside the next step",
     ]

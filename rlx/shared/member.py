@@ -16,7 +16,6 @@ from rlx.checkpoints.trainer import ORCHESTRATOR_TIMEOUT, CheckpointFailed, Chec
 from rlx.config.load import load_run
 from rlx.config.schema import Config, OptimTerms, split_terms
 from rlx.config.shared import differing
-from rlx.config.targets import instantiate
 from rlx.data.source import OrchestratorSource
 from rlx.heartbeat import EVALUATING, AtWork
 from rlx.metrics import MetricsWriter
@@ -27,10 +26,9 @@ from rlx.models.slots import Slot
 from rlx.parallel.mesh import Mesh
 from rlx.paths import RunPaths, listed, write_text
 from rlx.shared.membership import PutOut, asked_with, is_present
-from rlx.train.build import losses_of
+from rlx.train.build import losses_of, optimizer_of
 from rlx.train.checkpoint import load
 from rlx.train.flops import Meter
-from rlx.train.muon import groups_of
 from rlx.train.reference import Reference
 from rlx.train.step import PolicyTrainer
 from rlx.train.summary import Summary
@@ -64,7 +62,7 @@ class Member:
         self.trainer = PolicyTrainer(
             view,
             losses_of(cfg),
-            instantiate(optim, params=groups_of(view.layers, view)),
+            optimizer_of(host, optim, view, mesh),
             schedule=cfg.scheduler,
             total_updates=cfg.max_steps * cfg.num_updates,
             max_norm=optim_terms.max_norm,

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+
 from rlx.config.objectives import trained_by
 from rlx.config.schema import Config, LossTerms, OptimTerms, TrainingRoot, split_terms
 from rlx.config.targets import instantiate
@@ -14,8 +16,10 @@ from rlx.losses.base import Objective
 from rlx.losses.mix import LossMix
 from rlx.models.load import check_division, load_policy
 from rlx.models.policy import PolicyModel
+from rlx.models.slots import Slot
 from rlx.parallel.mesh import Mesh
 from rlx.train.muon import groups_of
+from rlx.train.offload import CPUOffloadOptimizer
 from rlx.train.reference import Reference, check_tokenizers
 from rlx.train.step import PolicyTrainer
 
@@ -50,7 +54,7 @@ def build(
     return PolicyTrainer(
         model,
         losses_of(cfg),
-        instantiate(optim, params=groups_of(model.layers, model)),
+        optimizer_of(cfg, optim, model, mesh),
         schedule=cfg.scheduler,
         total_updates=cfg.max_steps * cfg.num_updates,
         max_norm=optim_terms.max_norm,
@@ -69,6 +73,15 @@ def policy_of(
         model = load_policy(source, mesh, optimization_dtype=master, read=not resumes, seed=cfg.seed, **trained, **_loading(cfg))
     log.info("log-probability backend: %s; Liger layer kernels: %s", model.logprob_backend, model.liger)
     return model
+
+
+def optimizer_of(cfg: TrainingRoot, optim: dict[str, Any], model: PolicyModel | Slot, mesh: Mesh) -> torch.optim.Optimizer:
+    """The optimizer that `optim` names, for the trained parameters of a model.
+
+    `cfg` says where its state lies: of a run in a shared trainer, the trainer's configuration.
+    """
+    optimizer: torch.optim.Optimizer = instantiate(optim, params=groups_of(model.layers, model))
+    return CPUOffloadOptimizer(optimizer, mesh) if cfg.trainer.optim_cpu_offload else optimizer
 
 
 def _loading(cfg: TrainingRoot) -> dict[str, Any]:

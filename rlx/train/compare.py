@@ -89,7 +89,7 @@ def in_one_process(cfg: Config, device: str) -> Config:
         liger=False,
     )
     trainer = replace(cfg.trainer, optimization_dtype="float32", reduce_dtype="float32", compile=False)
-    trainer = replace(trainer, fsdp_cpu_offload=False, dp_replicate=1, cp=1, tp=1, ep=1)
+    trainer = replace(trainer, fsdp_cpu_offload=False, optim_cpu_offload=False, dp_replicate=1, cp=1, tp=1, ep=1)
     return replace(cfg, model=model, trainer=trainer, hardware=replace(cfg.hardware, device=device))
 
 

@@ -98,12 +98,15 @@ def pieces_of_rows(cfg: TrainingRoot, of: Show) -> Iterator[str]:
             )
 
 
-@rule("trainer.fsdp_cpu_offload", "hardware.device")
+@rule("trainer.fsdp_cpu_offload", "trainer.optim_cpu_offload", "hardware.device")
 def offload_from_a_gpu(cfg: TrainingRoot, of: Show) -> Iterator[str]:
-    if cfg.trainer.fsdp_cpu_offload and cfg.hardware.device == "cpu":
+    on = {"trainer.fsdp_cpu_offload": cfg.trainer.fsdp_cpu_offload, "trainer.optim_cpu_offload": cfg.trainer.optim_cpu_offload}
+    for name in (name for name, offloads in on.items() if offloads and cfg.hardware.device == "cpu"):
+        yield f"on a CPU everything lies in host memory already: {of(name)} with {of('hardware.device')}.\nSet {name}=false."
+    if all(on.values()):
         yield (
-            f"on a CPU everything lies in host memory already: {of('trainer.fsdp_cpu_offload')} with {of('hardware.device')}.\n"
-            "Set trainer.fsdp_cpu_offload=false."
+            f"what one keeps in host memory includes what the other does: {of('trainer.fsdp_cpu_offload')} with "
+            f"{of('trainer.optim_cpu_offload')}.\nSet one of them to false; with trainer.optim_cpu_offload the GPU makes the updates."
         )
 
 
