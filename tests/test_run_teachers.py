@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import signal
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from api_stand_in import KEY
 from inference_server import EXACT, Run
 from main_job import MainJob
 from policy_stand_in import OUTSIDE
@@ -20,6 +26,7 @@ from rlx.data.source import read_recorded
 from rlx.models import tiny
 from rlx.paths import RunPaths
 from rlx.types import TrainingSample
+from rlx.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 QUICK = ("max_async_level=0", "ckpt.interval=null", "orchestrator.batch_size=48", "orchestrator.rollouts_per_example=4")
@@ -85,6 +92,41 @@ def test_a_teacher_scores_one_environment_plays_another_and_rewards_train_the_th
     for one, two in zip(again.metrics("trainer"), records, strict=True):
         for name in ("loss/total", "loss/game/total", "optim/grad_norm", "teacher/kl", "ce/nll", "policy/entropy"):
             assert one[name] == pytest.approx(two[name], rel=1e-3, abs=1e-4), name
+
+
+@pytest.mark.timeout(900)
+def test_a_teacher_that_plays_is_overloaded_then_hangs_at_one_address_then_dies_for_good(
+    start: Callable[..., MainJob], model: Path, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        teachers = []
+        for name in ("one", "two"):
+            script = str(Path(__file__).parent / "api_stand_in.py")
+            teachers.append(subprocess.Popen([sys.executable, script, str(tmp_path / name), "flaky"]))
+            stack.callback(teachers[-1].wait)
+            stack.callback(teachers[-1].kill)
+        wait_for(lambda: all((tmp_path / name).exists() for name in ("one", "two")), "the teachers", 60)
+        one, two = ((tmp_path / name).read_text() for name in ("one", "two"))
+        job = start(
+            "run",
+            *("model=tiny_trained", f"model.name={model}", "max_steps=1000", "ckpt.interval=null", "orchestrator.batch_size=16"),
+            *("orchestrator.rollouts_per_example=4", "orchestrator.max_concurrent=16", "orchestrator.max_retries=1"),
+            *("envs.reverse_text.played_by=teacher", "loss=sft", "loss.ce_coef=1"),
+            *(f"teacher.base_url=[{one},{two}]", f"teacher.api_key={KEY}", "teacher.model=m", "teacher.timeout=2"),
+        )
+        job.until_step(1)
+        teachers[0].send_signal(signal.SIGSTOP)  # it takes connections and never answers
+        job.until_step(job.metrics("trainer")[-1]["step"] + 4)
+        for teacher in teachers:
+            teacher.kill()
+        assert job.wait(240) != 0, job.text()
+        job.wait_until_nothing_is_left()
+    assert job.status()["state"] == "failed"
+    text = job.text()
+    assert "environment reverse_text failed 2 groups in a row and finished none" in text, text
+    how = "(cannot be reached, tried 5 times|did not answer in 2 s, retries included)"
+    assert any(re.search(f"The last failure: .*{re.escape(url)} {how}", text) for url in (one, two)), text
+    assert KEY not in text
 
 
 def said_by(role: str, ids: np.ndarray) -> tuple[np.ndarray, list[str]]:

@@ -128,7 +128,7 @@ def build_layout(
 
     `slots` [S]: of a model with several adapters, that of each sample; non-decreasing.
     """
-    samples = [(int(start), _needed(loss_mask[start:end])) for start, end in pairwise(cu_seqlens)]
+    samples = list(zip(cu_seqlens[:-1].tolist(), _needed(cu_seqlens, loss_mask), strict=True))
     if kind == "rows":
         return _rows(token_ids, samples, device, slots)
     # Samples of two adapters share nothing, not even equal tokens.
@@ -137,30 +137,30 @@ def build_layout(
         trees = [tree for part in parts for tree in _trees(token_ids, part)]
     else:
         trees = [_Tree([sample], sample[1]) for sample in samples]
-    where = np.full(len(token_ids), -1, dtype=np.int64)
-    source: list[np.ndarray] = []  # positions of the computed tokens in the micro-batch
-    position: list[np.ndarray] = []
+    pieces: list[tuple[int, int, int, int]] = []  # computed: (first in the micro-batch, position, length, branch)
+    copies: list[tuple[int, int, int]] = []  # not computed again: (first in the micro-batch, first computed token, length)
     blocks: list[_Block] = []
     count = 0
     for tree in trees:
-        first = tree.samples[0][0]
-        trunk = np.arange(count, count + tree.trunk)
-        source.append(np.arange(first, first + tree.trunk))
-        position.append(np.arange(tree.trunk))
+        trunk = (count, tree.trunk)
+        pieces.append((tree.samples[0][0], 0, tree.trunk, TRUNK))
         count += tree.trunk
         branches = []
-        for start, length in tree.samples:
-            shared = min(length, tree.trunk)
-            where[start : start + shared] = trunk[:shared]
+        for number, (start, length) in enumerate(tree.samples):
+            if number > 0:
+                copies.append((start, trunk[0], min(length, tree.trunk)))
             if length > tree.trunk:
-                branch = np.arange(count, count + length - tree.trunk)
-                where[start + tree.trunk : start + length] = branch
-                source.append(np.arange(start + tree.trunk, start + length))
-                position.append(np.arange(tree.trunk, length))
-                branches.append(branch)
-                count += len(branch)
+                pieces.append((start + tree.trunk, tree.trunk, length - tree.trunk, number))
+                branches.append((count, length - tree.trunk))
+                count += length - tree.trunk
         blocks.extend(_blocks(trunk, branches))
-    rows, positions = np.concatenate(source), np.concatenate(position)
+    first, position, lengths, branch = np.array(pieces, dtype=np.int64).T
+    rows, positions = _ranges(first, lengths), _ranges(position, lengths)
+    where = np.full(len(token_ids), -1, dtype=np.int64)
+    where[rows] = np.arange(count)
+    if copies:
+        copied, computed, each = np.array(copies, dtype=np.int64).T
+        where[_ranges(copied, each)] = _ranges(computed, each)
     layout = Layout(
         token_ids=_tensor(token_ids[rows].astype(np.int64), device)[None],
         position_ids=_tensor(positions, device)[None],
@@ -174,15 +174,21 @@ def build_layout(
     elif 0 < len(read) < READ * count:
         layout.read = _tensor(read, device)
     if kind == "varlen":
-        lengths = [length for _, length in samples]
-        layout.cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
-        layout.max_length = max(lengths)
+        whole = [length for _, length in samples]
+        layout.cu_seqlens = torch.tensor([0, *np.cumsum(whole)], dtype=torch.int32, device=device)
+        layout.max_length = max(whole)
     else:
         order = np.empty(count, dtype=np.int64)
-        layout.buckets = tuple(_buckets(blocks, positions, order, device))
+        layout.buckets = tuple(_buckets(blocks, positions, np.repeat(branch, lengths), order, device))
         layout.order = _tensor(order, device)
-        layout.keys_once = all(len(block.queries) == len(block.keys) for block in blocks)
+        layout.keys_once = not any(block.before[1] for block in blocks)
     return layout
+
+
+def _ranges(first: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Ranges of these `lengths` [n] that begin at `first` [n], end to end."""
+    ends = np.cumsum(lengths)
+    return np.repeat(first - (ends - lengths), lengths) + np.arange(ends[-1])
 
 
 def _by_slot(samples: Sequence[tuple[int, int]], slots: Sequence[int]) -> list[list[tuple[int, int]]]:
@@ -209,10 +215,10 @@ def _stretches(sizes: Sequence[tuple[int, int]]) -> tuple[Stretch, ...]:
     return tuple(found)
 
 
-def _needed(loss_mask: np.ndarray) -> int:
-    """Number of a sample's tokens up to the last position that predicts a trainable token; at least one."""
-    trainable = np.flatnonzero(loss_mask)
-    return int(trainable[-1]) + 1 if len(trainable) else 1
+def _needed(cu_seqlens: np.ndarray, loss_mask: np.ndarray) -> list[int]:
+    """Number of each sample's tokens up to the last position that predicts a trainable token; at least one."""
+    last = np.where(loss_mask, np.arange(1, len(loss_mask) + 1), 0)  # [T] tokens up to here, where a position is trainable
+    return np.maximum(np.maximum.reduceat(last, cu_seqlens[:-1]) - cu_seqlens[:-1], 1).tolist()
 
 
 def _trees(token_ids: np.ndarray, samples: Sequence[tuple[int, int]]) -> Iterator[_Tree]:
@@ -220,14 +226,15 @@ def _trees(token_ids: np.ndarray, samples: Sequence[tuple[int, int]]) -> Iterato
 
     A sample joins the run if that saves at least as many tokens as closing the run, and as beginning a run with its next neighbour.
     """
+    commons = _commons(token_ids, samples)
     tree: _Tree | None = None
     for number, (start, length) in enumerate(samples):
         if tree is not None:
-            common = _common(token_ids, (tree.samples[0][0], tree.trunk), (start, length))
+            common = min(tree.trunk, commons[number - 1])  # the neighbour before begins with the trunk
             members = len(tree.samples)
             joins = common >= max(MIN_SHARED, MIN_SHARE * length) and members * common >= (members - 1) * tree.trunk
             if joins and number + 1 < len(samples) and common < length:
-                joins = 2 * common >= _common(token_ids, (start, length), samples[number + 1])
+                joins = 2 * common >= commons[number]
             if joins:
                 tree.samples.append((start, length))
                 tree.trunk = common
@@ -238,11 +245,16 @@ def _trees(token_ids: np.ndarray, samples: Sequence[tuple[int, int]]) -> Iterato
         yield tree
 
 
-def _common(token_ids: np.ndarray, one: tuple[int, int], other: tuple[int, int]) -> int:
-    """Length of the common beginning of two samples, each (start, number of tokens)."""
-    limit = min(one[1], other[1])
-    differs = np.flatnonzero(token_ids[one[0] : one[0] + limit] != token_ids[other[0] : other[0] + limit])
-    return int(differs[0]) if len(differs) else limit
+def _commons(token_ids: np.ndarray, samples: Sequence[tuple[int, int]]) -> list[int]:
+    """Length of the common beginning of each sample and the next, each (start, number of tokens)."""
+    if len(samples) < 2:
+        return []
+    start, length = np.array(samples, dtype=np.int64).T
+    limit = np.minimum(length[:-1], length[1:])
+    offset = _ranges(np.zeros_like(limit), limit)
+    differs = token_ids[_ranges(start[:-1], limit)] != token_ids[_ranges(start[1:], limit)]
+    until = np.where(differs, offset, np.repeat(limit, limit))
+    return np.minimum.reduceat(until, np.cumsum(limit) - limit).tolist()
 
 
 def _rows(
@@ -261,63 +273,83 @@ def _rows(
 
 @dataclass(slots=True)
 class _Block:
-    """Computed tokens that attend together. The queries are the last len(queries) entries of `keys`."""
+    """Computed tokens that attend together. Each range is (first, length); keys are those `before`, then the queries."""
 
-    queries: np.ndarray  # [Q]
-    keys: np.ndarray  # [L]
-    branch: np.ndarray  # [L] branch of each key, TRUNK for the trunk
+    queries: tuple[int, int]
+    before: tuple[int, int]  # the trunk, if it attends in a block of its own
     plain: bool  # one sequence with a plain causal mask
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Number of queries and of keys."""
+        return self.queries[1], self.before[1] + self.queries[1]
 
-def _blocks(trunk: np.ndarray, branches: list[np.ndarray]) -> Iterator[_Block]:
+
+def _blocks(trunk: tuple[int, int], branches: list[tuple[int, int]]) -> Iterator[_Block]:
+    """The blocks of a tree. Its branches lie behind its trunk, end to end."""
+    alone = (trunk[0], 0)  # no keys before the queries
     if not branches:
-        yield _Block(trunk, trunk, np.full(len(trunk), TRUNK), True)
-    elif len(trunk) + sum(map(len, branches)) <= TREE_TOKENS:
-        yield _joined(trunk, branches, with_trunk=True)
-    else:
-        yield _Block(trunk, trunk, np.full(len(trunk), TRUNK), True)
-        together: list[np.ndarray] = []
-        for branch in branches:
-            if together and sum(map(len, together)) + len(branch) > BRANCH_TOKENS:
-                yield _joined(trunk, together, with_trunk=False)
-                together = []
-            together.append(branch)
-        yield _joined(trunk, together, with_trunk=False)
+        yield _Block(trunk, alone, True)
+        return
+    whole = trunk[1] + sum(length for _, length in branches)
+    if whole <= TREE_TOKENS:
+        yield _Block((trunk[0], whole), alone, False)
+        return
+    yield _Block(trunk, alone, True)
+    first, together = branches[0][0], 0
+    for start, length in branches:
+        if together and together + length > BRANCH_TOKENS:
+            yield _Block((first, together), trunk, False)
+            first, together = start, 0
+        together += length
+    yield _Block((first, together), trunk, False)
 
 
-def _joined(trunk: np.ndarray, branches: list[np.ndarray], *, with_trunk: bool) -> _Block:
-    keys = np.concatenate([trunk, *branches])
-    branch = np.concatenate([np.full(len(trunk), TRUNK), *(np.full(len(b), i) for i, b in enumerate(branches))])
-    return _Block(keys if with_trunk else keys[len(trunk) :], keys, branch, False)
-
-
-def _buckets(blocks: list[_Block], positions: np.ndarray, order: np.ndarray, device: torch.device | str) -> Iterator[Bucket]:
-    """Group blocks of similar size and pad them. Fills `order` [K] as a side effect."""
+def _buckets(
+    blocks: list[_Block], positions: np.ndarray, branch: np.ndarray, order: np.ndarray, device: torch.device | str
+) -> Iterator[Bucket]:
+    """Group blocks of similar size and pad them. `positions` and `branch` are [K]. Fills `order` [K] as a side effect."""
     done = 0
     for plain in (True, False):
-        todo = sorted((b for b in blocks if b.plain == plain), key=lambda b: (len(b.queries), len(b.keys)), reverse=True)
+        todo = sorted((b for b in blocks if b.plain == plain), key=lambda b: b.size, reverse=True)
         while todo:
-            q, k = len(todo[0].queries), len(todo[0].keys)
-            take = [b for b in todo if len(b.queries) >= FILL * q - SLACK and FILL * k - SLACK <= len(b.keys) <= k]
-            taken = set(map(id, take))
-            todo = [b for b in todo if id(b) not in taken]
-            for i, block in enumerate(take):
-                order[block.queries] = done + i * q + np.arange(len(block.queries))
+            q, k = todo[0].size
+            take: list[_Block] = []
+            rest: list[_Block] = []
+            for block in todo:
+                queries, keys = block.size
+                fits = queries >= FILL * q - SLACK and FILL * k - SLACK <= keys <= k
+                (take if fits else rest).append(block)
+            todo = rest
+            yield _bucket(take, q, k, done, positions, branch, order, device)
             done += len(take) * q
-            yield _bucket(take, q, k, positions, device)
 
 
-def _bucket(blocks: list[_Block], q: int, k: int, positions: np.ndarray, device: torch.device | str) -> Bucket:
-    queries = np.stack([np.pad(b.queries, (0, q - len(b.queries)), mode="edge") for b in blocks])
-    keys = np.stack([np.pad(b.keys, (0, k - len(b.keys)), mode="edge") for b in blocks])
-    plain = blocks[0].plain
-    if plain:  # by index, not by position, so that padded keys lie in the future of every real query
+def _bucket(
+    blocks: list[_Block],
+    q: int,
+    k: int,
+    done: int,
+    positions: np.ndarray,
+    branch: np.ndarray,
+    order: np.ndarray,
+    device: torch.device | str,
+) -> Bucket:
+    """Pad blocks to q queries and k keys each. `done`: rows of the buckets before."""
+    first, queried = np.array([block.queries for block in blocks], dtype=np.int64).T[:, :, None]  # [S, 1] each
+    trunk, led = np.array([block.before for block in blocks], dtype=np.int64).T[:, :, None]
+    place, at = np.arange(q)[None], np.arange(k)[None]
+    real = place < queried
+    queries = first + np.minimum(place, queried - 1)
+    behind = np.minimum(at, led + queried - 1)
+    keys = np.where(behind < led, trunk + behind, first + behind - led)
+    order[queries[real]] = done + np.flatnonzero(real)
+    if blocks[0].plain:  # by index, not by position, so that padded keys lie in the future of every real query
         distance = np.broadcast_to(np.arange(q)[:, None] - np.arange(k), (len(blocks), q, k))
         mask = None
     else:
         distance = positions[queries][:, :, None] - positions[keys][:, None, :]
-        key_branch = np.stack([np.pad(b.branch, (0, k - len(b.branch)), constant_values=PADDING) for b in blocks])
-        query_branch = np.stack([np.pad(b.branch[-len(b.queries) :], (0, q - len(b.queries)), mode="edge") for b in blocks])
+        key_branch, query_branch = np.where(at < led + queried, branch[keys], PADDING), branch[queries]
         same = (key_branch[:, None, :] == query_branch[:, :, None]) | (key_branch[:, None, :] == TRUNK)
         mask = _tensor((same & (distance >= 0))[:, None], device)
     return Bucket(

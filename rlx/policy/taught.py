@@ -6,8 +6,10 @@ cross-entropy may train on them: `rlx.config.checks.teacher` refuses everything 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 from zlib import crc32
 
@@ -21,33 +23,58 @@ from rlx.policy.chat import Chat, Said, continued
 from rlx.policy.openai import OpenAIEpisode, OpenAIPolicy
 from rlx.types import Task, Turn
 
+REST = 60.0  # seconds without new rollouts for an endpoint that failed, while another one has not
+
 
 @dataclass(frozen=True, slots=True)
 class TaughtPolicy:
     """See `rlx.policy.base.Policy`.
 
     The groups are spread over the endpoints. One endpoint answers a whole group, whose members share a prompt, and another one plays the
-    next attempt at a rollout that failed.
+    next attempt at a rollout that failed. An endpoint that failed gets no new rollouts for `REST` seconds, unless all have failed.
     """
 
     endpoints: Sequence[OpenAIPolicy]  # the same model at every address
     chat: Chat  # of the policy that learns
     version: Callable[[], int]  # the version that its servers have
     context_length: int  # of the policy that learns
+    timeout: float | None = None  # seconds for a request with its retries if there are several endpoints; None: no such bound
+    _failed: dict[int, float] = field(default_factory=dict)  # monotonic seconds of an endpoint's last failure, by its place
 
     def episode(self, task: Task, member: int, attempt: int) -> TaughtEpisode:
-        place = crc32(f"{task.env} {task.index}".encode()) + attempt  # indices alone have a pattern: the environments of a mix take turns
-        return TaughtEpisode(self, self.endpoints[place % len(self.endpoints)].episode(task, member, attempt))
+        first = crc32(f"{task.env} {task.index}".encode()) + attempt  # indices alone have a pattern: the environments of a mix take turns
+        places = [(first + more) % len(self.endpoints) for more in range(len(self.endpoints))]
+        rested = time.monotonic() - REST
+        place = next((each for each in places if self._failed.get(each, rested) <= rested), places[0])
+        return TaughtEpisode(self, self.endpoints[place].episode(task, member, attempt), place)
+
+    async def ask(self, place: int, request: Callable[[], Awaitable[Reply]]) -> Reply:
+        """The answer to a request to the endpoint at this place. Raises PolicyError, also if it takes too long while there are others."""
+        bound = self.timeout if len(self.endpoints) > 1 else None
+        try:
+            async with asyncio.timeout(bound):
+                reply = await request()
+        except TimeoutError as error:
+            self._failed[place] = time.monotonic()
+            raise PolicyError(f"{self.endpoints[place].base_url} did not answer in {bound:g} s, retries included") from error
+        except PromptTooLong:
+            raise
+        except PolicyError:
+            self._failed[place] = time.monotonic()
+            raise
+        self._failed.pop(place, None)
+        return reply
 
 
 class TaughtEpisode(KnownTurns):
     """See `rlx.policy.base.Episode`."""
 
-    __slots__ = ("_said", "inner", "policy")
+    __slots__ = ("_said", "inner", "place", "policy")
 
-    def __init__(self, policy: TaughtPolicy, inner: OpenAIEpisode) -> None:
+    def __init__(self, policy: TaughtPolicy, inner: OpenAIEpisode, place: int = 0) -> None:
         super().__init__()
         self.policy, self.inner, self.replies = policy, inner, inner.replies
+        self.place = place  # of its endpoint among the policy's
         self._said: list[Said] = []
 
     async def respond(
@@ -59,7 +86,7 @@ class TaughtEpisode(KnownTurns):
         trained: bool = True,
     ) -> Reply:
         """The teacher's answer. Raises PromptTooLong if the policy's context cannot hold it, PolicyError if its template cannot show it."""
-        reply = await self.inner.respond(messages, tools, sampling, trained=trained)
+        reply = await self.policy.ask(self.place, lambda: self.inner.respond(messages, tools, sampling, trained=trained))
         if not trained:
             return reply
         functions = [dict(tool) for tool in tools] if tools else None
