@@ -14,7 +14,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rlx.config.load import load_play
 from rlx.config.schema import PlayRoot
@@ -27,9 +26,6 @@ from rlx.process import die_with_parent, end_at_once, host_name, importing
 from rlx.stacks import answer
 from rlx.waiting import WaitTimeout, wait_for
 from rlx.weights.hub import fetch
-
-if TYPE_CHECKING:
-    from vllm.v1.engine.utils import CoreEngineProcManager
 
 log = logging.getLogger("rlx.headless")
 LOOK = 0.5  # seconds between two looks at the engines
@@ -80,7 +76,10 @@ def main() -> int:
 
 def keep(config: PlayRoot, replica: int, part: int, model: Path, head: Part, heartbeat: Heartbeat) -> int:
     """Start the engines and watch them. Returns the exit code, after the reason was printed and told to the head."""
-    engines = start(config, replica, part, model, head)
+    from rlx.inference.server.start import headless_engines
+
+    arguments = engine_arguments(config, str(model), replica, head.meeting, part)
+    engines = headless_engines(arguments, cpu=config.hardware.device == "cpu")
     gone: list[str] = []
     head.lost = gone.append
     loading, began = f"loading {model}", time.monotonic()
@@ -98,28 +97,6 @@ def keep(config: PlayRoot, replica: int, part: int, model: Path, head: Part, hea
     head.leave(why)
     print(why, file=sys.stderr, flush=True)
     return 1
-
-
-def start(config: PlayRoot, replica: int, part: int, model: Path, head: Part) -> CoreEngineProcManager:
-    """Start this part's engines. They ask the head's vLLM for their place."""
-    from vllm.utils.network_utils import get_tcp_uri
-    from vllm.v1.engine.utils import CoreEngineProcManager
-    from vllm.v1.executor import Executor
-
-    from rlx.inference.server.start import engine_config
-
-    arguments = engine_arguments(config, str(model), replica, head.meeting, part)
-    made = engine_config(arguments, cpu=config.hardware.device == "cpu", headless=True)
-    return CoreEngineProcManager(
-        local_engine_count=config.hardware.engines_on_host,
-        start_index=part * config.hardware.engines_on_host,
-        local_start_index=0,
-        vllm_config=made,
-        local_client=False,
-        handshake_address=get_tcp_uri(head.meeting.address, head.meeting.rpc_port),
-        executor_class=Executor.get_class(made),
-        log_stats=True,  # the core reports every step, as the head's does
-    )
 
 
 if __name__ == "__main__":

@@ -18,8 +18,9 @@ import signal
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlx.config.chat_format import template_path
 from rlx.config.load import load_play
@@ -132,7 +133,7 @@ async def serve(
     from rlx.inference.server.app import PolicyApp, Server
     from rlx.inference.server.engine import PolicyEngine
 
-    arguments = engine_arguments(config, str(model), replica, head and head.meeting)
+    arguments = engine_arguments(config, str(model), replica, None if head is None else head.meeting)
     # May take longer than launcher.heartbeat_timeout. A server that restarts beside others has no other bound than this one.
     with heartbeat.during(f"loading {model}", limit=config.inference.startup_timeout):
         engine = await PolicyEngine.start(arguments, cpu=config.hardware.device == "cpu", in_process=runs_in_process(config))
@@ -149,7 +150,7 @@ async def serve(
     lost: asyncio.Future[str] | None = None
     if head is not None:
         lost = loop.create_future()
-        head.lost = lambda why: loop.call_soon_threadsafe(lambda: lost.done() or lost.set_result(why))
+        head.lost = partial(told, loop, lost)
 
     api_key = config.inference.api_key or secrets.token_urlsafe(24)
     template = None if config.model.chat_template is None else str(template_path(config.model.chat_template))
@@ -170,6 +171,11 @@ async def serve(
         server.should_exit = server.force_exit = True
         await asyncio.wait([serving], timeout=1)
         engine.shutdown()
+
+
+def told(loop: asyncio.AbstractEventLoop, lost: asyncio.Future[str], why: str) -> None:
+    """Set a future from another thread, unless it is set."""
+    loop.call_soon_threadsafe(lambda: None if lost.done() else lost.set_result(why))
 
 
 async def watch(
@@ -197,7 +203,7 @@ async def watch(
             return 1
         heartbeat.progress = engine.activity
         heartbeat.beat(SERVING, step=engine.version)
-        ends = [stopped, engine.broken, serving, *([lost] if lost is not None else [])]
+        ends: list[asyncio.Future[Any]] = [stopped, engine.broken, serving, *([lost] if lost is not None else [])]
         await asyncio.wait(ends, timeout=ALIVE, return_when=asyncio.FIRST_COMPLETED)
         if stopped.done():
             return stopped.result()

@@ -61,7 +61,7 @@ def data_parallel_arguments(hardware: HardwareConfig, meeting: Meeting | None, p
     """Arguments for the engines in one part of a server; none if there is one engine. `meeting`: None if there is one part."""
     if hardware.data_parallel == 1:
         return {}
-    arguments = {"data_parallel_size": hardware.data_parallel, "data_parallel_size_local": hardware.engines_on_host}
+    arguments: dict[str, Any] = {"data_parallel_size": hardware.data_parallel, "data_parallel_size_local": hardware.engines_on_host}
     if meeting is not None:
         arguments |= {"data_parallel_address": meeting.address, "data_parallel_rpc_port": meeting.rpc_port}
     if part:

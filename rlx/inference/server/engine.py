@@ -285,15 +285,18 @@ class PolicyEngine:
 
     async def _receive(self, call: Call, version: int, in_flight: InFlight, timeout: float) -> dict[str, Any]:
         """Obey the trainer until it has sent everything. Returns the checksums of what it sent. Raises Gone if the transfer breaks."""
-        order = ""
+        order, paused, several = "", False, isinstance(self.core, DataParallelCore)
         try:
             while True:
                 order, arguments = await asyncio.to_thread(call.next)
-                if order == "start_weight_update":
+                begins = order == "start_weight_update"
+                # Data-parallel engines wait for each other in every step. One that waits for another's part of a group would stop both.
+                if not paused and (begins or (several and order == "init_weight_transfer_engine")):
                     self._give_time()  # before requests are waited for
                     await self._drain(in_flight.drain_tokens)
                     await self._pause(in_flight.keep_kv)
-                    self._partly = True
+                    paused = True
+                self._partly |= begins
                 sums = arguments.pop("sums", None)
                 await self.core.collective_rpc_async(order, None, (), arguments)
                 if sums is not None:
@@ -307,6 +310,8 @@ class PolicyEngine:
                 self._limit = asyncio.get_running_loop().call_later(timeout, self._fail, why)
             with contextlib.suppress(Exception):
                 await self.core.collective_rpc_async("abandon_transfer", None, ())
+                if paused and not self._partly:
+                    await self.core.resume_scheduler_async()
                 await asyncio.to_thread(call.done, text)
             raise Gone(text) from error
 
