@@ -375,7 +375,6 @@ def test_the_slices_of_tensor_parallel_workers_together_are_what_was_trained_and
 
 
 def test_data_parallel_engines_have_slices_of_experts_together_and_of_all_else_each_for_itself() -> None:
-    """Two engines of two workers each: four slices of every expert, and two times two of the attention."""
     names = ("gate_proj", "up_proj", "down_proj")
     experts = experts_of("mlp.experts", names)
     files = experts | workers(2)[1]
@@ -392,10 +391,8 @@ def test_data_parallel_engines_have_slices_of_experts_together_and_of_all_else_e
         return settle([compare(model, {}, trained, frozenset(files), split) for model, split in zip(models, splits, strict=True)], 2)
 
     assert found() == (1.0, {})
-    for weight, name in (
-        (models[3].attn.o_proj.weight, "attn.o_proj.weight"),
-        (models[2].mlp.experts.w2_weight[1], "mlp.experts.1.down_proj"),
-    ):
+    attention, expert = models[3].attn.o_proj.weight, models[2].mlp.experts.w2_weight[1]
+    for weight, name in ((attention, "attn.o_proj.weight"), (expert, "mlp.experts.1.down_proj")):
         with torch.no_grad():
             weight[0, 0] *= -1
         with pytest.raises(ValueError, match=rf"1 of \d+ tensors differ: {name}"):

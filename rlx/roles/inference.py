@@ -175,7 +175,12 @@ async def serve(
 
 def told(loop: asyncio.AbstractEventLoop, lost: asyncio.Future[str], why: str) -> None:
     """Set a future from another thread, unless it is set."""
-    loop.call_soon_threadsafe(lambda: None if lost.done() else lost.set_result(why))
+
+    def tell() -> None:
+        if not lost.done():
+            lost.set_result(why)
+
+    loop.call_soon_threadsafe(tell)
 
 
 async def watch(
