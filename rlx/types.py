@@ -295,7 +295,7 @@ class WeightVersion:
 class ProcessSpec:
     """One process of the plan. The supervisor starts it, watches it and stops it."""
 
-    role: str  # "prepare", "inference", "orchestrator", "trainer"
+    role: str  # "prepare", "inference", "headless", "orchestrator", "trainer"
     replica: int
     node: int  # index of the host in the allocation
     gpus: tuple[int, ...]  # device indices on that host; empty on CPU

@@ -19,7 +19,7 @@ import torch
 import xxhash
 from run_servers import Servers
 from safetensors.torch import load_file
-from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+from transformers import DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rlx.config.load import load_run, to_yaml
 from rlx.config.schema import Config, HardwareConfig, ModelConfig, WarmStartConfig
@@ -39,12 +39,17 @@ EOS = VOCABULARY.index("<|im_end|>")
 START = "from rlx.roles import inference; inference.end_at_once(inference.main)"
 
 
-def make_model(folder: Path, *, tied: bool, seed: int, dtype: str = "float32", context: int = CONTEXT) -> Qwen3ForCausalLM:
-    """A random Qwen3 of the tiny size, saved with its tokenizer."""
+def make_model(folder: Path, *, tied: bool, seed: int, dtype: str = "float32", context: int = CONTEXT, experts: int = 0) -> PreTrainedModel:
+    """A random Qwen3 of the tiny size, saved with its tokenizer. `experts`: of each layer; 0: a dense model."""
     size = WarmStartConfig()
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
+    kind, config_class, more = Qwen3ForCausalLM, Qwen3Config, {}
+    if experts:
+        kind, config_class = Qwen3MoeForCausalLM, Qwen3MoeConfig
+        more = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+    model = kind(
+        config_class(
+            **more,
             vocab_size=len(VOCABULARY),
             hidden_size=size.hidden_size,
             intermediate_size=size.intermediate_size,
@@ -80,11 +85,19 @@ class Run:
     """A run directory with policy versions that the test can score, and at most one living server."""
 
     def __init__(
-        self, root: Path, *, tied: bool, port: int = 0, dtype: str = "float32", vllm: dict[str, Any] | None = None, context: int = CONTEXT
+        self,
+        root: Path,
+        *,
+        tied: bool,
+        port: int = 0,
+        dtype: str = "float32",
+        vllm: dict[str, Any] | None = None,
+        context: int = CONTEXT,
+        experts: int = 0,
     ) -> None:
         self.paths = RunPaths(root)
-        self.tied, self.dtype = tied, dtype
-        self.models = {0: make_model(root / "model", tied=tied, seed=0, dtype=dtype, context=context)}
+        self.tied, self.dtype, self.experts = tied, dtype, experts
+        self.models = {0: make_model(root / "model", tied=tied, seed=0, dtype=dtype, context=context, experts=experts)}
         config = Config(max_steps=1, seq_len=context)
         config.model = ModelConfig(
             name="tiny",
@@ -96,6 +109,7 @@ class Run:
             num_attention_heads=4,
             num_key_value_heads=2,
             vocab_size=len(VOCABULARY),
+            num_experts=experts or None,
         )
         config.sampling.max_tokens = 16
         config.orchestrator.batch_size = config.orchestrator.rollouts_per_example = 8
@@ -112,7 +126,7 @@ class Run:
         """The folder of a policy version, made on first use with weights of its own."""
         folder = self.paths.weights_of(version)
         if version not in self.models:
-            self.models[version] = make_model(folder, tied=self.tied, seed=version, dtype=self.dtype)
+            self.models[version] = make_model(folder, tied=self.tied, seed=version, dtype=self.dtype, experts=self.experts)
             seal(folder, version)
         return folder
 

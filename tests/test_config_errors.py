@@ -176,6 +176,18 @@ CASES = {
     ),
     "tensor_parallel_heads": Case("model=qwen3_8b hardware=node8 hardware.tensor_parallel=3 dry_run=true"),
     "tensor_parallel_gpus": Case("model=qwen3_8b hardware=node8 hardware.gpus_per_node=6 hardware.tensor_parallel=4 dry_run=true"),
+    "data_parallel_dense": Case("model=qwen3_8b hardware=node8 hardware.data_parallel=2 dry_run=true"),
+    "data_parallel_uneven": Case("model=olmoe_1b_7b hardware=node8 hardware.data_parallel=4 hardware.data_parallel_local=3 dry_run=true"),
+    "data_parallel_through_vllm": Case(
+        "model=olmoe_1b_7b hardware=node8 +inference.vllm.data_parallel_size=2 +inference.vllm.data_parallel_rpc_port=1 dry_run=true"
+    ),
+    "data_parallel_experts_on_cpu": Case(
+        "model=olmoe_1b_7b hardware=cpu hardware.data_parallel=2 +inference.vllm.enable_expert_parallel=true dry_run=true"
+    ),
+    "data_parallel_gpus": Case(
+        "model=olmoe_1b_7b hardware=node8 hardware.inference_replicas=1 hardware.data_parallel=16 hardware.data_parallel_local=16 "
+        "dry_run=true"
+    ),
     "layout_too_large": Case("model=qwen3_8b hardware=node8 hardware.inference_replicas=6 hardware.trainer_processes=4 dry_run=true"),
     "copies_of_unequal_size": Case("model=qwen3_8b hardware=node8 trainer.dp_replicate=3 dry_run=true"),
     "context_groups_of_unequal_size": Case("model=qwen3_8b hardware=node8 trainer.cp=3 dry_run=true"),

@@ -6,49 +6,22 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from main_job import read_metrics
+from two_hosts import ADDRESSES, WIRE, two_hosts
 
 from rlx.plan.record import read_plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
-WIRE = "wire0"  # the name of each host's interface
-
-
-def command(*words: str) -> None:
-    subprocess.run(words, check=True, capture_output=True, text=True)
 
 
 @pytest.fixture
 def hosts() -> Iterator[list[list[str]]]:
-    """For each host the words that begin a command there."""
-    trial = "unshare --net ip link add name wire0 type veth peer name wire1"
-    if os.geteuid() or subprocess.run(["sh", "-c", trial], check=False, capture_output=True).returncode:
-        reason = f"nobody may make network namespaces with a wire here, as root could elsewhere: {trial}"
-        (pytest.fail if os.environ.get("RLX_REQUIRE_NAMESPACES") else pytest.skip)(reason)
-    here = os.readlink("/proc/self/ns/net")
-    holders = [subprocess.Popen(["unshare", "--net", "sleep", "infinity"]) for _ in ADDRESSES]
-    try:
-        for holder in holders:
-            while os.readlink(f"/proc/{holder.pid}/ns/net") == here:
-                time.sleep(0.01)
-        one, two = (str(holder.pid) for holder in holders)
-        command("ip", "link", "add", "name", WIRE, "netns", one, "type", "veth", "peer", "name", WIRE, "netns", two)
-        inside = [["nsenter", "--target", str(holder.pid), "--net"] for holder in holders]
-        for words, address in zip(inside, ADDRESSES, strict=True):
-            command(*words, "ip", "address", "add", f"{address}/24", "dev", WIRE)
-            command(*words, "ip", "link", "set", WIRE, "up")
-            command(*words, "ip", "link", "set", "lo", "up")
-        yield inside
-    finally:
-        for holder in holders:
-            holder.kill()
-            holder.wait()
+    with two_hosts() as found:
+        yield found
 
 
 def test_a_server_on_one_host_gets_weights_from_the_memory_of_a_trainer_on_the_other(

@@ -374,6 +374,33 @@ def test_the_slices_of_tensor_parallel_workers_together_are_what_was_trained_and
         settle(found())
 
 
+def test_data_parallel_engines_have_slices_of_experts_together_and_of_all_else_each_for_itself() -> None:
+    names = ("gate_proj", "up_proj", "down_proj")
+    experts = experts_of("mlp.experts", names)
+    files = experts | workers(2)[1]
+    trained, shapes = {name: facts(tensor) for name, tensor in files.items()}, {name: tensor.shape for name, tensor in files.items()}
+    models, splits = [], [Split(rank, 2, engine, 2) for engine in range(2) for rank in range(2)]
+    for split in splits:
+        model = workers(2)[0][split.rank]
+        model.mlp = stacked(experts, "mlp.experts", names, "", 2 * split.engine + split.rank, 4)[0].mlp
+        models.append(model)
+    at_start = [faithful(model, {}, shapes, files.items(), split) for model, split in zip(models, splits, strict=True)]
+    assert at_start == [trained] * 4
+
+    def found() -> tuple[float, dict[str, float]]:
+        return settle([compare(model, {}, trained, frozenset(files), split) for model, split in zip(models, splits, strict=True)], 2)
+
+    assert found() == (1.0, {})
+    attention, expert = models[3].attn.o_proj.weight, models[2].mlp.experts.w2_weight[1]
+    for weight, name in ((attention, "attn.o_proj.weight"), (expert, "mlp.experts.1.down_proj")):
+        with torch.no_grad():
+            weight[0, 0] *= -1
+        with pytest.raises(ValueError, match=rf"1 of \d+ tensors differ: {name}"):
+            found()
+        with torch.no_grad():
+            weight[0, 0] *= -1
+
+
 def test_a_tensor_that_one_worker_cannot_compare_is_left_out_and_named() -> None:
     models, files = workers(2)
     trained = {name: facts(tensor) for name, tensor in files.items()}

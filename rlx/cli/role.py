@@ -1,4 +1,6 @@
-"""`rlx prepare`, `inference`, `orchestrator`, `trainer`: run one role in the foreground, in a run directory that other roles may join.
+"""`rlx prepare`, `inference`, `headless`, `orchestrator`, `trainer`: run one role in the foreground.
+
+It runs in a run directory that other roles may join.
 
 The process becomes the role (exec), so output, signals and exit code are the role's own.
 """
@@ -33,6 +35,7 @@ class RoleCommand:
 
 PREPARE = RoleCommand("prepare", "make the run's initial model, if the configuration has a warm start or a GGUF file")
 INFERENCE = RoleCommand("inference", "serve the policy with vLLM")
+HEADLESS = RoleCommand("headless", "keep engines of a server on another host (hardware.data_parallel)")
 ORCHESTRATOR = RoleCommand("orchestrator", "roll out the environments and send batches to the trainer")
 TRAINER = RoleCommand("trainer", "train on the orchestrator's batches and publish weights")
 
@@ -40,6 +43,7 @@ TRAINER = RoleCommand("trainer", "train on the orchestrator's batches and publis
 def _help_text(role: str, summary: str) -> str:
     numbered = {
         "inference": "  --replica N            number of the server, below hardware.inference_replicas (default 0)\n",
+        "headless": "  --replica N            number of the process: those of server 0 come first (default 0)\n",
         "trainer": "  --replica N            number of the rank, below the number of trainer processes (default 0)\n",
     }
     more = numbered.get(role, "")
@@ -104,6 +108,10 @@ def _absent(role: str, replica: int, cfg: Config, plan: Sequence[ProcessSpec]) -
     names = ", ".join(spec.name for spec in plan)
     if cfg.replay is not None:
         why = f"replay={cfg.replay} trains on recorded batches"
+    elif role == "headless":
+        why = f"every server has its engines in one process: hardware.data_parallel={cfg.hardware.data_parallel}, " + (
+            f"hardware.data_parallel_local={cfg.hardware.engines_on_host}, and the number of servers is {cfg.num_servers}"
+        )
     elif role != "inference":
         why = f"the number of {role} processes is {sum(spec.role == role for spec in plan)}"
     elif cfg.inference.base_url:
@@ -122,8 +130,10 @@ def _replica(role: str, argv: list[str]) -> tuple[int, list[str]]:
         return 0, argv
     at = argv.index("--replica")
     value = argv[at + 1] if at + 1 < len(argv) else ""
-    if role not in ("inference", "trainer"):
-        raise ConfigError(f"--replica {value} selects a server or trainer rank, but there is one {role}.\n  fix: omit --replica")
+    if role not in ("inference", "headless", "trainer"):
+        raise ConfigError(
+            f"--replica {value} selects a server, its engines or a trainer rank, but there is one {role}.\n  fix: omit --replica"
+        )
     if not value.isdigit():
         raise ConfigError(f"--replica needs the number of a process, not {value!r}.\n  fix: --replica 0")
     return int(value), argv[:at] + argv[at + 2 :]

@@ -23,6 +23,8 @@ RESERVED = {
     "RLX_REQUIRE_SLURM": "read by the tests: when set, SLURM tests fail where SLURM cannot be started, instead of being skipped",
     "RLX_REQUIRE_NAMESPACES": "the same for the test of two hosts in network namespaces",
     "RLX_HOST": "set by the supervisor for the processes it starts on several hosts: the name of their host",
+    "RLX_DATA_PARALLEL_ADDRESS": "read by an inference server with engines on other hosts: the address at which these reach its host",
+    "RLX_DATA_PARALLEL_RPC_PORT": "read by it, too: the port at which its engines ask for their place; default a free one",
     "RLX_STALLS": "set by a role for the processes that it starts: the folder in which they answer the supervisor's questions",
     "RLX_SUPERVISOR_PID": "set by the supervisor for the processes it starts: its process id",
     "RLX_MOUNTS": "set by a SLURM job for its supervisor: what the containers have mounted",

@@ -280,8 +280,8 @@ class TrainingRoot(CommandConfig):
             cuda=hardware.device == "cuda",
             nodes=hardware.nodes,
             gpus_per_node=hardware.gpus_per_node,
-            replicas=self.num_servers,
-            tensor_parallel=hardware.tensor_parallel,
+            parts=self.num_servers * hardware.parts_of_server,
+            gpus_of_part=hardware.gpus_of_part,
             shared=hardware.shared,
         )
 

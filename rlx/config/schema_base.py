@@ -87,7 +87,7 @@ class CommandConfig:
         """GPUs that the layout needs, over all hosts; 0 on CPU."""
         if self.hardware.device == "cpu":
             return 0
-        inference = self.num_servers * self.hardware.tensor_parallel
+        inference = self.num_servers * self.hardware.data_parallel * self.hardware.tensor_parallel
         return max(inference, self.trainer_gpus) if self.hardware.shared else inference + self.trainer_gpus
 
 

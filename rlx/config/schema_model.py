@@ -229,7 +229,19 @@ class HardwareConfig:
     nodes: int = key(1, "number of hosts; more than one needs launcher=slurm, or `rlx pod` on each (Kubernetes)", low=1)
     gpus_per_node: int = key(0, "GPUs per host", low=0)
     inference_replicas: int = key(1, "number of independent vLLM servers", low=1)
-    tensor_parallel: int = key(1, "GPUs per vLLM server", low=1)
+    tensor_parallel: int = key(1, "GPUs per engine of a vLLM server", low=1)
+    data_parallel: int = key(
+        1,
+        "engines per vLLM server, each with `tensor_parallel` GPUs; they divide the experts of a mixture-of-experts model and answer "
+        "different requests (docs/servers.md). Servers of a dense model need one",
+        low=1,
+    )
+    data_parallel_local: int | None = key(
+        None,
+        "how many of them are on one host; the others are processes of their own, `headless`, on other hosts. Divides `data_parallel`; "
+        "null: all of them, or on CUDA as many as a host has GPUs for",
+        low=1,
+    )
     trainer_processes: int | None = key(
         None,
         "trainer processes; on CUDA each has one GPU, and more than fit on one host take whole hosts; null: on CUDA one for each GPU "
@@ -238,3 +250,21 @@ class HardwareConfig:
     )
     shared: bool = key(False, "inference and trainer share one GPU")
     cpu_threads: int = key(1, "threads of each role that computes on CPU; results are equal bit for bit only with equal counts", low=1)
+
+    @property
+    def engines_on_host(self) -> int:
+        """Engines of a server that are in one process, and so on one host."""
+        if self.data_parallel_local is not None:
+            return self.data_parallel_local
+        most = self.gpus_per_node // self.tensor_parallel if self.device == "cuda" else self.data_parallel
+        return max(size for size in range(1, self.data_parallel + 1) if self.data_parallel % size == 0 and size <= max(most, 1))
+
+    @property
+    def parts_of_server(self) -> int:
+        """Processes of a server: the one that answers requests, and those beside it with the other engines."""
+        return self.data_parallel // self.engines_on_host
+
+    @property
+    def gpus_of_part(self) -> int:
+        """GPUs of each of these processes."""
+        return self.engines_on_host * self.tensor_parallel

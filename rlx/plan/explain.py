@@ -76,9 +76,14 @@ def _command(cfg: CommandConfig, spec: ProcessSpec) -> str:
         return f"FSDP2 over {over}" if cfg.trainer_ranks > 1 else "one process"
     if not isinstance(cfg, PlayRoot):
         return " ".join(spec.argv)
-    if spec.role == "inference":
-        tensor_parallel = f", tensor parallel {cfg.hardware.tensor_parallel}" if cfg.hardware.tensor_parallel > 1 else ""
-        return f"vLLM, {cfg.model.dtype}, context {cfg.max_model_len:,}{tensor_parallel}"
+    if spec.role in ("inference", "headless"):
+        hardware = cfg.hardware
+        parallel = f", tensor parallel {hardware.tensor_parallel}" if hardware.tensor_parallel > 1 else ""
+        if hardware.data_parallel > 1:
+            parallel += f", {hardware.engines_on_host} of {hardware.data_parallel} data-parallel engines"
+        if spec.role == "headless":
+            return f"of inference_{spec.replica // (hardware.parts_of_server - 1)}: vLLM{parallel}"
+        return f"vLLM, {cfg.model.dtype}, context {cfg.max_model_len:,}{parallel}"
     return f"environments {', '.join(evaluated(cfg) if isinstance(cfg, SftRoot) else cfg.envs)}; {_in_flight(cfg)}"
 
 

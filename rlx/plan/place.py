@@ -1,4 +1,7 @@
-"""Assigns a host and GPUs to each inference replica and trainer rank. Pure: hosts and GPUs are just numbers here."""
+"""Assigns a host and GPUs to each part of an inference server and each trainer rank. Pure: hosts and GPUs are just numbers here.
+
+A server is one part, unless its engines are on several hosts (`hardware.data_parallel_local`).
+"""
 
 from __future__ import annotations
 
@@ -12,43 +15,62 @@ Place = tuple[int, tuple[int, ...]]  # index of a host, and indices of GPUs on i
 
 
 def place_servers(cfg: PlayRoot) -> list[Place]:
-    """Places of the inference replicas of a command that trains nothing: hosts and GPUs in their order.
+    """Places of the parts of all servers, server by server, of a command that trains nothing: hosts and GPUs in their order.
 
     Raises ConfigError if the layout does not fit.
     """
     hardware = cfg.hardware
+    parts, size = cfg.num_servers * hardware.parts_of_server, hardware.gpus_of_part
     if hardware.device == "cpu":
-        return [(replica % hardware.nodes, ()) for replica in range(cfg.num_servers)]
-    by_host = hardware.gpus_per_node // hardware.tensor_parallel
-    if cfg.num_servers > by_host * hardware.nodes:
+        return [(part % hardware.nodes, ()) for part in range(parts)]
+    by_host = hardware.gpus_per_node // size
+    if parts > by_host * hardware.nodes:
         raise ConfigError(
-            f"hardware={hardware.name}: {cfg.num_servers} inference replicas × tensor_parallel={hardware.tensor_parallel} do not fit on "
-            f"{hardware.nodes} × {hardware.gpus_per_node} GPUs (hardware.nodes × hardware.gpus_per_node), a replica on one host.\n"
-            "  fix: lower hardware.inference_replicas or hardware.tensor_parallel, or choose another hardware="
+            f"hardware={hardware.name}: {_servers(cfg)} do not fit on "
+            f"{hardware.nodes} × {hardware.gpus_per_node} GPUs (hardware.nodes × hardware.gpus_per_node), {_together(cfg)}.\n"
+            f"  fix: lower {_keys(cfg)}, or choose another hardware="
         )
-    places = []
-    for replica in range(cfg.num_servers):
-        first = replica % by_host * hardware.tensor_parallel
-        places.append((replica // by_host, tuple(range(first, first + hardware.tensor_parallel))))
-    return places
+    return [(part // by_host, tuple(range(part % by_host * size, (part % by_host + 1) * size))) for part in range(parts)]
+
+
+def _servers(cfg: PlayRoot | TrainingRoot) -> str:
+    """The numbers that make the servers' size."""
+    hardware = cfg.hardware
+    engines = f" × data_parallel={hardware.data_parallel}" if hardware.data_parallel > 1 else ""
+    return f"{cfg.num_servers} inference replicas{engines} × tensor_parallel={hardware.tensor_parallel}"
+
+
+def _together(cfg: PlayRoot | TrainingRoot) -> str:
+    """What must be on one host."""
+    hardware = cfg.hardware
+    return "a replica on one host" if hardware.parts_of_server == 1 else f"{hardware.engines_on_host} engines of a replica on one host"
+
+
+def _keys(cfg: PlayRoot | TrainingRoot) -> str:
+    several = "hardware.data_parallel, " if cfg.hardware.data_parallel > 1 else ""
+    return (
+        f"hardware.inference_replicas, {several}hardware.tensor_parallel"
+        if several
+        else "hardware.inference_replicas or hardware.tensor_parallel"
+    )
 
 
 def place(cfg: TrainingRoot) -> tuple[list[Place], list[Place]]:
-    """`(places of the inference replicas, places of the trainer, one per host)`. GPUs go to inference first, then to the trainer.
+    """`(places of the servers' parts, places of the trainer, one per host)`. GPUs go to inference first, then to the trainer.
 
     On CPU with several hosts, the trainer gets the hosts that inference leaves. Raises ConfigError if the layout does not fit.
     """
     hardware = cfg.hardware
-    replicas = cfg.num_servers
+    parts, size = cfg.num_servers * hardware.parts_of_server, hardware.gpus_of_part
     if hardware.device == "cpu":
-        return _place_on_cpu(cfg, replicas)
+        return _place_on_cpu(cfg, parts)
     node, free = 0, 0  # the next free GPU
     inference = []
-    for _ in range(replicas):
-        if free + hardware.tensor_parallel > hardware.gpus_per_node:
+    for _ in range(parts):
+        if free + size > hardware.gpus_per_node:
             node, free = node + 1, 0
-        inference.append((node, tuple(range(free, free + hardware.tensor_parallel))))
-        free += hardware.tensor_parallel
+        inference.append((node, tuple(range(free, free + size))))
+        free += size
     if hardware.shared:
         node, free = 0, 0
     elif free + cfg.trainer_ranks > hardware.gpus_per_node and free > 0:
@@ -59,19 +81,19 @@ def place(cfg: TrainingRoot) -> tuple[list[Place], list[Place]]:
     needs = max([gpus[-1] + 1 for _, gpus in inference if gpus] + [share])
     if trainers[-1][0] >= hardware.nodes or needs > hardware.gpus_per_node or left:
         raise ConfigError(
-            f"hardware={hardware.name}: {replicas} inference replicas × tensor_parallel={hardware.tensor_parallel} and "
+            f"hardware={hardware.name}: {_servers(cfg)} and "
             f"trainer_processes={cfg.trainer_ranks} do not fit on {hardware.nodes} × {hardware.gpus_per_node} GPUs "
-            "(hardware.nodes × hardware.gpus_per_node), a replica on one host, and the trainer on one host or on whole ones.\n"
+            f"(hardware.nodes × hardware.gpus_per_node), {_together(cfg)}, and the trainer on one host or on whole ones.\n"
             "  fix: lower hardware.inference_replicas, hardware.tensor_parallel or hardware.trainer_processes, or choose another hardware="
         )
     return inference, trainers
 
 
-def _place_on_cpu(cfg: TrainingRoot, replicas: int) -> tuple[list[Place], list[Place]]:
+def _place_on_cpu(cfg: TrainingRoot, parts: int) -> tuple[list[Place], list[Place]]:
     hardware = cfg.hardware
     if hardware.nodes == 1:
-        return [(0, ())] * replicas, [(0, ())]
-    first = min(replicas, hardware.nodes - 1)  # hosts of inference
+        return [(0, ())] * parts, [(0, ())]
+    first = min(parts, hardware.nodes - 1)  # hosts of inference
     hosts = hardware.nodes - first
     if cfg.trainer_ranks % hosts:
         raise ConfigError(
@@ -79,7 +101,7 @@ def _place_on_cpu(cfg: TrainingRoot, replicas: int) -> tuple[list[Place], list[P
             f"hardware.trainer_processes={cfg.trainer_ranks} cannot be divided evenly.\n"
             f"  fix: hardware.trainer_processes={hosts}, or a multiple of it"
         )
-    return [(replica % first, ()) for replica in range(replicas)], [(first + i, ()) for i in range(hosts)]
+    return [(part % first, ()) for part in range(parts)], [(first + i, ()) for i in range(hosts)]
 
 
 def require_one_host(plan: Sequence[ProcessSpec]) -> None:

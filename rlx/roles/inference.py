@@ -1,4 +1,4 @@
-"""The inference role: one vLLM server of the policy.
+"""The inference role: one vLLM server of the policy. If its engines are on several hosts, the others have the role `headless`.
 
     bind the port → import vLLM → wait for the initial model → start the engine → publish the endpoint → serve until told to stop
 
@@ -18,8 +18,9 @@ import signal
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlx.config.chat_format import template_path
 from rlx.config.load import load_play
@@ -27,6 +28,8 @@ from rlx.config.schema import PlayRoot
 from rlx.heartbeat import SERVING, WAITING_FOR_MODEL, AtWork, Heartbeat
 from rlx.inference.endpoints import bind, endpoint_file, publish_endpoint
 from rlx.inference.server.arguments import engine_arguments, environment, runs_in_process
+from rlx.inference.server.parts import PORT, Head, meeting_file, own_address
+from rlx.parallel.rendezvous import TOKEN
 from rlx.paths import RunPaths, arrived
 from rlx.process import die_with_parent, end_at_once, importing
 from rlx.stacks import answer
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rlx.inference")
 ALIVE = 2.0  # seconds between two heartbeats while serving
+LAST_WORDS = 5.0  # seconds that a part of the server has to say why it ends, after an engine here has failed
 CHECK = (sys.executable, "-m", "rlx.kernels.toolchain")  # whether Triton can compile here, before minutes of loading
 WARM_UP = 30  # steps of an engine in which kernels may still be compiled
 
@@ -59,6 +63,7 @@ def main() -> int:
 
     try:
         sock = listen(config, replica)
+        head = lead(config, replica, paths)
     except OSError as error:
         print(error, file=sys.stderr)
         return 1
@@ -83,7 +88,7 @@ def main() -> int:
         excused=AtWork(paths, "prepare"),
     )
     model = fetch(name.decode().strip(), heartbeat)
-    return uvloop.run(serve(config, replica, model, sock, paths, heartbeat))
+    return uvloop.run(serve(config, replica, model, sock, paths, heartbeat, head))
 
 
 def compiled(checking: subprocess.Popen[bytes], timeout: float, heartbeat: Heartbeat) -> bool:
@@ -109,12 +114,26 @@ def listen(config: PlayRoot, replica: int) -> socket.socket:
         raise OSError(f"inference server {replica} cannot listen on {host}:{port}: {error.strerror}; {remedy}") from error
 
 
-async def serve(config: PlayRoot, replica: int, model: Path, sock: socket.socket, paths: RunPaths, heartbeat: Heartbeat) -> int:
+def lead(config: PlayRoot, replica: int, paths: RunPaths) -> Head | None:
+    """The head of the server's parts; None if the server has no others. Raises OSError with a message for the user."""
+    hardware = config.hardware
+    if hardware.parts_of_server == 1:
+        return None
+    address, port = own_address(hardware.nodes > 1, os.environ), int(os.environ.get(PORT, 0))
+    try:
+        return Head(meeting_file(paths, replica), address, hardware.parts_of_server - 1, os.environ.get(TOKEN, ""), port)
+    except OSError as error:
+        raise OSError(f"inference server {replica} cannot be reached by its engines at {address}:{port}: {error.strerror}") from error
+
+
+async def serve(
+    config: PlayRoot, replica: int, model: Path, sock: socket.socket, paths: RunPaths, heartbeat: Heartbeat, head: Head | None = None
+) -> int:
     """Start the engine, publish the endpoint and serve until a signal comes or the engine breaks. Returns the exit code."""
     from rlx.inference.server.app import PolicyApp, Server
     from rlx.inference.server.engine import PolicyEngine
 
-    arguments = engine_arguments(config, str(model), replica)
+    arguments = engine_arguments(config, str(model), replica, None if head is None else head.meeting)
     # May take longer than launcher.heartbeat_timeout. A server that restarts beside others has no other bound than this one.
     with heartbeat.during(f"loading {model}", limit=config.inference.startup_timeout):
         engine = await PolicyEngine.start(arguments, cpu=config.hardware.device == "cpu", in_process=runs_in_process(config))
@@ -125,8 +144,13 @@ async def serve(config: PlayRoot, replica: int, model: Path, sock: socket.socket
         if not stopped.done():
             stopped.set_result(128 + number)
 
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+        loop.add_signal_handler(number, stop, number)
+    lost: asyncio.Future[str] | None = None
+    if head is not None:
+        lost = loop.create_future()
+        head.lost = partial(told, loop, lost)
 
     api_key = config.inference.api_key or secrets.token_urlsafe(24)
     template = None if config.model.chat_template is None else str(template_path(config.model.chat_template))
@@ -135,20 +159,35 @@ async def serve(config: PlayRoot, replica: int, model: Path, sock: socket.socket
     while not server.started and not serving.done():
         await asyncio.sleep(0.005)
     log.info("serving version 0 at %s", publish_endpoint(endpoint_file(paths, replica), sock, api_key))
+    if head is not None:
+        head.serving()
     try:
         patience = math.inf if runs_in_process(config) else config.inference.hung_timeout
-        return await watch(engine, stopped, serving, heartbeat, patience, config.inference.startup_timeout)
+        return await watch(engine, stopped, serving, lost, heartbeat, patience, config.inference.startup_timeout)
     finally:
         endpoint_file(paths, replica).unlink(missing_ok=True)
+        if head is not None:
+            head.close("it was told to stop" if stopped.done() else "it ended with an error; see its log")
         server.should_exit = server.force_exit = True
         await asyncio.wait([serving], timeout=1)
         engine.shutdown()
+
+
+def told(loop: asyncio.AbstractEventLoop, lost: asyncio.Future[str], why: str) -> None:
+    """Set a future from another thread, unless it is set."""
+
+    def tell() -> None:
+        if not lost.done():
+            lost.set_result(why)
+
+    loop.call_soon_threadsafe(tell)
 
 
 async def watch(
     engine: PolicyEngine,
     stopped: asyncio.Future[int],
     serving: asyncio.Future[None],
+    lost: asyncio.Future[str] | None,
     heartbeat: Heartbeat,
     patience: float,
     first_patience: float,
@@ -157,7 +196,7 @@ async def watch(
 
     `patience`: seconds for one step of the engine. In this process a step may take minutes (a long prompt on a CPU); an engine that hangs
     here stops the heartbeats, unless it hangs in C code. `first_patience`: the same for the first `WARM_UP` steps, if that is more: what
-    no warm-up of vLLM has used yet is compiled in them.
+    no warm-up of vLLM has used yet is compiled in them. `lost`: why another part of the server is gone; None if it has no others.
     """
     silent = 0.0  # seconds since the engine's last step; time in which this process was stopped itself does not count
     while True:
@@ -169,13 +208,19 @@ async def watch(
             return 1
         heartbeat.progress = engine.activity
         heartbeat.beat(SERVING, step=engine.version)
-        await asyncio.wait((stopped, engine.broken, serving), timeout=ALIVE, return_when=asyncio.FIRST_COMPLETED)
+        ends: list[asyncio.Future[Any]] = [stopped, engine.broken, serving, *([lost] if lost is not None else [])]
+        await asyncio.wait(ends, timeout=ALIVE, return_when=asyncio.FIRST_COMPLETED)
         if stopped.done():
             return stopped.result()
         if engine.broken.done():
             await asyncio.sleep(0.1)  # the client of the failed update reads the answer first
             print(f"{engine.broken.result()}\nThe model is only partly updated, so this server ends.", file=sys.stderr)
             return UNFIT
+        if engine.llm.errored and lost is not None:  # the engines here may fail first, because one elsewhere is gone
+            await asyncio.wait([lost], timeout=LAST_WORDS)
+        if lost is not None and lost.done():
+            print(lost.result(), file=sys.stderr)
+            return 1
         if engine.llm.errored or serving.done():
             print("the engine died; its own message is above", file=sys.stderr)
             return 1

@@ -21,7 +21,15 @@ OWNED_BY_RLX = {  # vLLM's argument -> the rlx key that sets it
     "gpu_memory_utilization": "inference.gpu_memory_utilization",
     "enforce_eager": "inference.enforce_eager",
     "tensor_parallel_size": "hardware.tensor_parallel",
-    "data_parallel_size": "hardware.inference_replicas",
+    "data_parallel_size": "hardware.data_parallel",
+    "data_parallel_size_local": "hardware.data_parallel_local",
+    "data_parallel_rank": "hardware.data_parallel_local",
+    "data_parallel_start_rank": "hardware.data_parallel_local",
+    "data_parallel_address": "hardware.data_parallel_local",
+    "data_parallel_rpc_port": "hardware.data_parallel_local",
+    "data_parallel_hybrid_lb": "hardware.inference_replicas",
+    "data_parallel_external_lb": "hardware.inference_replicas",
+    "data_parallel_backend": "hardware.data_parallel",
     "host": "inference.host",
     "port": "inference.port",
     "api_key": "inference.api_key",
@@ -252,8 +260,28 @@ def parallel_heads(cfg: Config, of: Show) -> Iterator[str]:
         )
 
 
-def _divisors(number: int) -> str:
-    return "hardware.tensor_parallel=" + ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+def _divisors(number: int, key: str = "hardware.tensor_parallel") -> str:
+    return f"{key}=" + ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+@rule("hardware", "model.num_experts", "inference.vllm", "inference.base_url")
+def data_parallel_engines(cfg: Config, of: Show) -> Iterator[str]:
+    h, local = cfg.hardware, cfg.hardware.data_parallel_local
+    if local is not None and h.data_parallel % local:
+        yield (
+            f"every process of a server has the same number of engines: {of('hardware.data_parallel')} is not a multiple of "
+            f"{of('hardware.data_parallel_local')}.\nUse {_divisors(h.data_parallel, 'hardware.data_parallel_local')}."
+        )
+    if h.data_parallel > 1 and cfg.model.num_experts is None:
+        yield (
+            f"only the experts of a model can be divided between engines: {of('hardware.data_parallel')}, {of('model.num_experts')}.\n"
+            "Use hardware.inference_replicas for more servers of a dense model, or hardware.tensor_parallel for one too large for a GPU."
+        )
+    elif h.data_parallel > 1 and h.device == "cpu" and cfg.inference.vllm.get("enable_expert_parallel"):
+        yield (
+            f"vLLM's CPU kernel of experts reads beyond the experts that it has: {of('hardware.data_parallel')} with "
+            f"{of('inference.vllm')}.\nLeave out enable_expert_parallel; each engine then has a slice of every expert."
+        )
 
 
 @rule("hardware", "inference.base_url")
@@ -268,12 +296,18 @@ def gpus_of_layout(cfg: Config, of: Show) -> Iterator[str]:
             f"tensor parallelism must divide the GPUs of a host: {of('hardware.gpus_per_node')} is not a multiple of "
             f"{of('hardware.tensor_parallel')}.\nUse {_divisors(h.gpus_per_node)}."
         )
+    elif h.gpus_of_part > h.gpus_per_node:
+        yield (
+            f"{of('hardware.data_parallel_local')} engines with {of('hardware.tensor_parallel')} do not fit on a host: "
+            f"{of('hardware.gpus_per_node')}. Lower the first, or leave it out."
+        )
     elif cfg.num_gpus > h.nodes * h.gpus_per_node:
         how = "the larger number counts, because they share GPUs" if h.shared else "the numbers add up"
         trainer = "at least 1" if h.trainer_processes is None else of("hardware.trainer_processes")
+        engines = f"{of('hardware.data_parallel')} x " if h.data_parallel > 1 else ""
         yield (
             f"the layout needs {cfg.num_gpus} GPUs but has {h.nodes * h.gpus_per_node}. Needed for inference: "
-            f"{of('hardware.inference_replicas')} x {of('hardware.tensor_parallel')}; for the trainer: {trainer} ({how}). "
+            f"{of('hardware.inference_replicas')} x {engines}{of('hardware.tensor_parallel')}; for the trainer: {trainer} ({how}). "
             f"Available: {of('hardware.nodes')} x {of('hardware.gpus_per_node')}.\nUse fewer servers or trainer processes, or more hosts."
         )
 

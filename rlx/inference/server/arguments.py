@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rlx.config.kv_cache import CPU_BLOCK, kv_cache_bytes
-from rlx.config.schema import LoraConfig, PlayRoot
+from rlx.config.schema import HardwareConfig, LoraConfig, PlayRoot
+from rlx.inference.server.parts import Meeting
 from rlx.inference.server.policy_files import linear_layers, tensor_shapes
 
 WORKER_EXTENSION = "rlx.inference.server.worker.PolicyWorker"
@@ -20,7 +21,8 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
 
 def runs_in_process(config: PlayRoot) -> bool:
     """Whether the engine runs in the server's process. True on one CPU process: a second process would cost more."""
-    return config.hardware.device == "cpu" and config.hardware.tensor_parallel == 1
+    hardware = config.hardware
+    return hardware.device == "cpu" and hardware.tensor_parallel == hardware.data_parallel == 1
 
 
 def environment(config: PlayRoot, present: Mapping[str, str]) -> dict[str, str]:
@@ -55,8 +57,23 @@ def adapter_arguments(lora: LoraConfig, model: Path) -> dict[str, Any]:
     }
 
 
-def engine_arguments(config: PlayRoot, model: str, replica: int) -> dict[str, Any]:
-    """Arguments of `vllm.engine.arg_utils.AsyncEngineArgs` for policy version 0 at `model`. `inference.vllm` overrides them."""
+def data_parallel_arguments(hardware: HardwareConfig, meeting: Meeting | None, part: int) -> dict[str, Any]:
+    """Arguments for the engines in one part of a server; none if there is one engine. `meeting`: None if there is one part."""
+    if hardware.data_parallel == 1:
+        return {}
+    arguments: dict[str, Any] = {"data_parallel_size": hardware.data_parallel, "data_parallel_size_local": hardware.engines_on_host}
+    if meeting is not None:
+        arguments |= {"data_parallel_address": meeting.address, "data_parallel_rpc_port": meeting.rpc_port}
+    if part:
+        arguments["data_parallel_start_rank"] = part * hardware.engines_on_host
+    return arguments
+
+
+def engine_arguments(config: PlayRoot, model: str, replica: int, meeting: Meeting | None = None, part: int = 0) -> dict[str, Any]:
+    """Arguments of `vllm.engine.arg_utils.AsyncEngineArgs` for policy version 0 at `model`. `inference.vllm` overrides them.
+
+    `meeting` and `part` if the server has several (`parts.py`).
+    """
     inference, hardware = config.inference, config.hardware
     cpu = hardware.device == "cpu"
     arguments: dict[str, Any] = {
@@ -64,7 +81,7 @@ def engine_arguments(config: PlayRoot, model: str, replica: int) -> dict[str, An
         "served_model_name": [config.model.name],
         "dtype": config.model.dtype,
         "max_model_len": config.max_model_len,
-        "max_num_seqs": inference.max_num_seqs,
+        "max_num_seqs": -(-inference.max_num_seqs // hardware.data_parallel),
         "tensor_parallel_size": hardware.tensor_parallel,
         "seed": config.seed * 1024 + replica,  # for requests without their own seed; it differs between replicas
         "trust_remote_code": config.model.trust_remote_code,
@@ -87,6 +104,7 @@ def engine_arguments(config: PlayRoot, model: str, replica: int) -> dict[str, An
         }
     else:
         arguments["gpu_memory_utilization"] = inference.gpu_memory_utilization
+    arguments |= data_parallel_arguments(hardware, meeting, part)
     if config.lora.on:
         arguments |= adapter_arguments(config.lora, Path(model))
     if config.transfer is not None:

@@ -1,7 +1,7 @@
 """vLLM's engine core behind `AsyncLLM`. It extracts the tokens of policy requests and stamps each with its policy version.
 
-The core runs either in a thread of this process (CPU: no second process, no sockets, no serialisation) or in a separate process (GPU: the
-event loop never waits for the engine's Python). `AsyncLLM` works with both and serves `/v1/…` beside us.
+The core runs either in a thread of this process (CPU: no second process, no sockets, no serialisation), in a separate process (GPU: the
+event loop never waits for the engine's Python), or in several (data parallelism). `AsyncLLM` works with all and serves `/v1/…` beside us.
 
 A token's version is the value of `version` when the token arrives here. That is exact, because `PolicyEngine` pauses the core and calls
 `settle` before it changes `version`: by then every token that the old weights sampled has passed through `_take`.
@@ -18,7 +18,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.engine.core_client import AsyncMPClient, DPLBAsyncMPClient
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
@@ -80,6 +80,7 @@ class PolicyOutputs:
         self.version = 0
         self.running = self.waiting = self.preemptions = self.steps = 0
         self.kv_cache_usage = 0.0
+        self._loads: dict[int, tuple[int, int, float]] = {}  # by engine: running, waiting, usage
 
     def _take(self, outputs: EngineCoreOutputs) -> bool:
         """Move our requests' tokens into their sinks. True if outputs are left for `AsyncLLM`."""
@@ -108,7 +109,9 @@ class PolicyOutputs:
                     sink.done.set_result(None)
         stats = outputs.scheduler_stats
         if stats is not None:
-            self.running, self.waiting, self.kv_cache_usage = stats.num_running_reqs, stats.num_waiting_reqs, stats.kv_cache_usage
+            self._loads[outputs.engine_index] = stats.num_running_reqs, stats.num_waiting_reqs, stats.kv_cache_usage
+            running, waiting, usage = zip(*self._loads.values(), strict=True)
+            self.running, self.waiting, self.kv_cache_usage = sum(running), sum(waiting), max(usage)
         outputs.outputs = others
         return bool(others)
 
@@ -150,6 +153,25 @@ class SeparateCore(PolicyOutputs, AsyncMPClient):
         """
         while not self.outputs_queue.empty():
             await asyncio.sleep(0)
+
+
+class DataParallelCore(SeparateCore, DPLBAsyncMPClient):
+    """Several engines that divide the experts of one model, each in a process of its own, perhaps on other hosts.
+
+    A request goes to the engine with the fewest; every call goes to all of them.
+    """
+
+    async def call_utility_async(self, method: str, *args: Any) -> Any:
+        """The answer of the first engine; of `collective_rpc` those of all workers, engine by engine. Raises what the first of them raises,
+        when all have answered."""
+        calls = (self._call_utility_async(method, *args, engine=engine) for engine in self.core_engines)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        if method == "collective_rpc":
+            return [one for answer in answers for one in answer]  # type: ignore[union-attr]
+        return all(answers) if method == "reset_prefix_cache" else answers[0]
 
 
 class InProcessCore(PolicyOutputs, AsyncMPClient):

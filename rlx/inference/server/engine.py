@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import os
 import time
 import uuid
 from collections.abc import Sequence
@@ -21,24 +20,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
-from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine import core_client
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from rlx.inference.protocol import FLOAT, INT, Completion, GenerateRequest, PolicyState, pack_ids
-from rlx.inference.server.adapter import POLICY, multiply_plainly
-from rlx.inference.server.core import InProcessCore, SeparateCore, Sink
-from rlx.inference.server.kept import keep_weights
+from rlx.inference.server.adapter import POLICY
+from rlx.inference.server.core import DataParallelCore, InProcessCore, SeparateCore, Sink
 from rlx.inference.server.policy_files import Shapes, check_adapter, check_policy, check_shapes, tensor_shapes, twin_of_head
 from rlx.inference.server.reading import read
-from rlx.inference.server.rendezvous import leave_no_files
 from rlx.inference.server.sampling import sampling_params
-from rlx.inference.server.scheduler import keep_running
 from rlx.inference.server.served import Compared, settle
-from rlx.process import keep_freed_memory
+from rlx.inference.server.start import engine_config
 from rlx.weights.files import identity
 from rlx.weights.mailbox import Call, Gone, Interrupted
 from rlx.weights.offer import read_secret
@@ -108,16 +102,10 @@ class PolicyEngine:
     @classmethod
     async def start(cls, arguments: dict[str, Any], *, cpu: bool, in_process: bool) -> PolicyEngine:
         """Load version 0 and get ready to serve. This blocks the event loop, as vLLM does."""
-        leave_no_files()
         served = tensor_shapes(Path(arguments["model"]))
-        config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
-        keep_running(config.scheduler_config)
-        if cpu:
-            keep_freed_memory(one_heap=True)  # a version's packed weights take the place of the old ones
-            keep_weights()
-            multiply_plainly()
-            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM's CPU platform has just set spawn, which takes 10 s longer
-        kind = InProcessCore if in_process else SeparateCore
+        config = engine_config(arguments, cpu=cpu)
+        several = config.parallel_config.data_parallel_size > 1
+        kind = InProcessCore if in_process else DataParallelCore if several else SeparateCore
 
         def make_core(vllm_config: Any, executor_class: Any, log_stats: bool, *args: Any, **kwargs: Any) -> Any:
             return kind(vllm_config, executor_class, True, *args, **kwargs)
@@ -273,7 +261,7 @@ class PolicyEngine:
                 check_shapes(f"the trainer's model at {where}", given, self.served, self._tied)
             except ValueError as error:
                 raise BadWeights(f"version {version} was refused, version {self.version} is still served: {error}") from error
-            workers = self.llm.vllm_config.parallel_config.world_size
+            workers = self.llm.vllm_config.parallel_config.world_size_across_dp
             try:
                 self.asking = True
                 await asyncio.to_thread(call.ask, self._name, version, workers, together)
@@ -297,15 +285,18 @@ class PolicyEngine:
 
     async def _receive(self, call: Call, version: int, in_flight: InFlight, timeout: float) -> dict[str, Any]:
         """Obey the trainer until it has sent everything. Returns the checksums of what it sent. Raises Gone if the transfer breaks."""
-        order = ""
+        order, paused, several = "", False, isinstance(self.core, DataParallelCore)
         try:
             while True:
                 order, arguments = await asyncio.to_thread(call.next)
-                if order == "start_weight_update":
+                begins = order == "start_weight_update"
+                # Data-parallel engines wait for each other in every step. One that waits for another's part of a group would stop both.
+                if not paused and (begins or (several and order == "init_weight_transfer_engine")):
                     self._give_time()  # before requests are waited for
                     await self._drain(in_flight.drain_tokens)
                     await self._pause(in_flight.keep_kv)
-                    self._partly = True
+                    paused = True
+                self._partly |= begins
                 sums = arguments.pop("sums", None)
                 await self.core.collective_rpc_async(order, None, (), arguments)
                 if sums is not None:
@@ -319,6 +310,8 @@ class PolicyEngine:
                 self._limit = asyncio.get_running_loop().call_later(timeout, self._fail, why)
             with contextlib.suppress(Exception):
                 await self.core.collective_rpc_async("abandon_transfer", None, ())
+                if paused and not self._partly:
+                    await self.core.resume_scheduler_async()
                 await asyncio.to_thread(call.done, text)
             raise Gone(text) from error
 
@@ -373,7 +366,8 @@ class PolicyEngine:
 
     async def _resume(self, version: int, where: str, found: Sequence[Compared]) -> None:
         """Serve what the workers have loaded. Raises ValueError if their parts together are not what was trained."""
-        (self.attested, self.left_out), self.weights = settle(found), where
+        engines = self.llm.vllm_config.parallel_config.data_parallel_size
+        (self.attested, self.left_out), self.weights = settle(found, engines), where
         self.core.version = version
         self._partly = False
         await self.core.resume_scheduler_async()

@@ -52,10 +52,17 @@ class Compared(NamedTuple):
 
 
 class Split(NamedTuple):
-    """A worker of a tensor-parallel engine."""
+    """A worker of a tensor-parallel engine, and which of the data-parallel engines of its server that is."""
 
     rank: int = 0
     ranks: int = 1
+    engine: int = 0
+    engines: int = 1
+
+    @property
+    def of_experts(self) -> Split:
+        """Whose slice of each expert's matrices this worker has: all workers of all engines divide them, and nothing else."""
+        return Split(self.engine * self.ranks + self.rank, self.engines * self.ranks)
 
 
 ALONE = Split()
@@ -171,18 +178,26 @@ def _checksums(tensors: Sequence[Tensor]) -> list[str]:
     return list(each(checksum, tensors, _host_bytes(tensors)))
 
 
-def settle(found: Sequence[Compared]) -> tuple[float, dict[str, float]]:
-    """The share of the elements that all workers of an engine compared, and what is left out: names (`*` for the layer's number) and why.
+def settle(found: Sequence[Compared], engines: int = 1) -> tuple[float, dict[str, float]]:
+    """The share of the elements that all workers of a server compared, and what is left out: names (`*` for the layer's number) and why.
 
-    Raises ValueError as `compare`.
+    `found`: what each worker found, engine by engine. The workers of each engine have the slices of a tensor, those of all engines together
+    the slices of an expert's. Raises ValueError as `compare`.
     """
     every = [Compared(*one) for one in found]
+    workers = len(every) // engines
+    alike = [every[start : start + workers] for start in range(0, len(every), workers)]
     missing: dict[str, tuple[str, float]] = {}
     for one in every:
         missing |= one.left_out
     names = sorted(set().union(*(one.parts for one in every)) - missing.keys())
     whole = {name: every[0].parts[name][1] for name in names}
-    refuse([name for name in names if as_checksum(sum(one.parts[name][0] for one in every)) != whole[name]], len(names))
+
+    def differs(name: str) -> bool:
+        groups = [every] if EXPERT.fullmatch(name) else alike
+        return any(as_checksum(sum(one.parts[name][0] for one in group)) != whole[name] for group in groups)
+
+    refuse([name for name in names if differs(name)], len(names))
     left_out: dict[str, float] = {}
     for name, (why, share) in missing.items():
         pattern = f"{re.sub(r'[.][0-9]+(?=[.])', '.*', name)} ({why})"
@@ -264,7 +279,7 @@ class Engine(NamedTuple):
         mine = stack[number]
         if half is not None:
             mine = mine.tensor_split(2)[half]
-        return _slice(mine, shape, self.split)
+        return _slice(mine, shape, self.split.of_experts)
 
     def _stack(self, experts: str, kind: str) -> Tensor | None:
         """[experts, rows, columns]; vLLM keeps it in the layer `experts` or in one inside it."""

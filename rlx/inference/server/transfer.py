@@ -57,11 +57,11 @@ def forget_reload(model: torch.nn.Module, config: Any) -> None:
 
 @dataclass
 class GlooInit(WeightTransferInitInfo):
-    """The group of one trainer and all workers of some engines."""
+    """The group of one trainer and all workers of some servers."""
 
     where: str  # the trainer's store
     name: str  # of the group
-    rank_offset: int  # of this engine's first worker
+    rank_offset: int  # of this server's first worker
     world_size: int
     timeout: float
 
@@ -88,7 +88,8 @@ class GlooEngine(WeightTransferEngine[GlooInit, GlooUpdate]):
 
     def init_transfer_engine(self, init_info: GlooInit) -> None:
         self.shutdown()
-        rank = init_info.rank_offset + self.parallel_config.rank
+        engine = self.parallel_config.data_parallel_index * self.parallel_config.world_size  # the rank of its first worker
+        rank = init_info.rank_offset + engine + self.parallel_config.rank
         store = reach_store(init_info.where, init_info.timeout)
         self.group = Group(store, init_info.name, rank, init_info.world_size, init_info.timeout)
 

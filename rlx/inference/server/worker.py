@@ -87,7 +87,9 @@ class PolicyWorker:
     def _split(self) -> Split:
         from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
-        return Split(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
+        parallel = self.vllm_config.parallel_config
+        engines = parallel.data_parallel_index, parallel.data_parallel_size
+        return Split(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size(), *engines)
 
     def abandon_transfer(self) -> None:
         """After a transfer that broke: another one may begin, with a model that is partly old and partly new, but whole."""

@@ -1,0 +1,50 @@
+"""What a process does with vLLM before it starts an engine: the head of a server, and each part without an address (`parts.py`)."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.network_utils import get_tcp_uri
+from vllm.v1.engine.utils import CoreEngineProcManager
+from vllm.v1.executor import Executor
+
+from rlx.inference.server.adapter import multiply_plainly
+from rlx.inference.server.exchange import exchange_on_cpu
+from rlx.inference.server.kept import keep_weights
+from rlx.inference.server.rendezvous import leave_no_files
+from rlx.inference.server.scheduler import keep_running
+from rlx.process import keep_freed_memory
+
+
+def engine_config(arguments: dict[str, Any], *, cpu: bool, headless: bool = False) -> VllmConfig:
+    """vLLM's configuration of an engine that starts in this process or is forked from it, which is changed as rlx needs it."""
+    leave_no_files()
+    config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER, headless=headless)
+    keep_running(config.scheduler_config)
+    if cpu:
+        keep_freed_memory(one_heap=True)  # a version's packed weights take the place of the old ones
+        keep_weights()
+        multiply_plainly()
+        exchange_on_cpu()
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM's CPU platform has just set spawn, which takes 10 s longer
+    return config
+
+
+def headless_engines(arguments: dict[str, Any], *, cpu: bool) -> CoreEngineProcManager:
+    """Start the engines of a part, each in a process of its own. They ask the head's vLLM for their place."""
+    config = engine_config(arguments, cpu=cpu, headless=True)
+    parallel = config.parallel_config
+    return CoreEngineProcManager(
+        local_engine_count=parallel.data_parallel_size_local,
+        start_index=parallel.data_parallel_rank,
+        local_start_index=0,
+        vllm_config=config,
+        local_client=False,
+        handshake_address=get_tcp_uri(parallel.data_parallel_master_ip, parallel.data_parallel_rpc_port),
+        executor_class=Executor.get_class(config),
+        log_stats=True,  # the core reports every step, as the head's does
+    )
