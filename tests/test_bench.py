@@ -137,8 +137,8 @@ def test_a_run_without_a_complete_step_has_no_numbers() -> None:
 
 
 def test_every_metric_that_is_read_exists() -> None:
-    read = {name for sources in SPEEDS.values() for names in sources.values() for name in names} | {n for part in PARTS.values() for n in part}
-    assert read <= set(METRICS)
+    read = {name for sources in SPEEDS.values() for names in sources.values() for name in names}
+    assert read | {name for parts in PARTS.values() for name in parts} <= set(METRICS)
 
 
 def test_operations_of_a_forward_are_those_counted_by_hand() -> None:

@@ -61,8 +61,10 @@ def _speeds(found: Mapping[str, Any]) -> list[list[str]]:
     if found["role"] == "trainer":
         return [["tokens/s", f"{count(found['tokens_per_second'])}, {found['tokens']:,.0f} tokens a step"]]
     sampled = f"{count(found['sampled_tokens_per_second'])} tokens/s, {found['rollouts_per_second']:.4g} "
-    cache = f"{found['kv_cache_usage']:.0%} in use, {found['running']:.4g} decoded, {found['waiting']:.4g} queued"
-    of_cache = [["cache", f"{cache}, {found['preemptions']:.0f} preempted in the run"]] if "kv_cache_usage" in found else []
+    of_cache = []
+    if "kv_cache_usage" in found:
+        cache = f"{found['kv_cache_usage']:.0%} in use, {found['running']:.4g} decoded, {found['waiting']:.4g} queued"
+        of_cache = [["cache", f"{cache}, {found['preemptions']:.0f} preempted in the run"]]
     if found["role"] == "rl":
         trained = f"{count(found['trained_tokens_per_second'])} tokens/s while it computes, {found['tokens']:,.0f} tokens a step"
         rows = [["trained", trained], ["sampled", f"{sampled}rollouts/s of {found['tokens_per_rollout']:,.0f} tokens"]]

@@ -305,7 +305,7 @@ class Config(EvaluatedRun):
     @property
     def load(self) -> int:
         """Requests in flight while servers alone are measured."""
-        return min(self.concurrency, self.max_steps * self.num_groups * self.orchestrator.rollouts_per_example)
+        return min(self.concurrency, self.num_groups * self.orchestrator.rollouts_per_example)
 
     @property
     def counted(self) -> str:

@@ -1,7 +1,10 @@
 """The load generator role: measures the servers alone, on random prompts (`bench=true bench_role=inference`).
 
-    keep as many requests in flight as the run would have, until max_steps × batch_size are answered
-    every batch_size answers: tokens per second, share of the peak, seconds to the first token, memory → a record of source `inference`
+    for step in range(max_steps):
+        send a batch of requests, as many in flight as a run begins with, and wait for all answers
+        tokens per second, share of the peak, seconds to the first token, memory → a record of source `inference`
+
+A step begins with idle servers, so its rates count only work that it has done itself.
 
 Prompts and answers have the lengths of the trainer's benchmark: groups with a common prompt, `sampling.max_tokens` new tokens or up to
 that. Requests go through the run's own sampler; no environment plays, and the servers keep version 0. Beside the load, requests for one
@@ -104,6 +107,7 @@ class LoadGenerator:
         self.metrics = MetricsWriter(paths.metrics, "inference")
         self.step = self.answered = 0
         self.devices: list[Device] = []
+        self.seen: list[dict[str, float]] = []  # the servers' latest state
         self.tally = Tally()
 
     @property
@@ -114,28 +118,24 @@ class LoadGenerator:
     async def run(self) -> None:
         """Send all requests. Raises the first error of any part."""
         self.devices = await self.fleet.devices()
-        self.tally = Tally()
         await first_failure(self._load(), forever=[self._beat(), self._look(), self._probe()])
 
     async def _load(self) -> None:
-        requests = self._requests()
-
-        async def lane() -> None:
-            for number, group, sample in requests:
-                prompt = sample.token_ids[~sample.loss_mask]
-                seconds = await self._ask(f"load-{number}", prompt.tolist(), int(sample.loss_mask.sum()), seed=number, affinity=group)
-                self.tally.took(len(prompt), int(sample.loss_mask.sum()), seconds)
-                self.answered += 1
-                if self.answered % self.batch == 0:
-                    self._end_step()
-
-        await all_of(lane() for _ in range(self.config.load))
-
-    def _requests(self) -> Iterator[tuple[int, int, TrainingSample]]:
-        """All requests in their order: number, number of the group, and a sample with the tokens and lengths."""
         for step in range(self.config.max_steps):
-            for place, sample in enumerate(chain.from_iterable(self.source.receive(step).mini_batches)):
-                yield step * self.batch + place, step * self.source.groups + sample.group, sample
+            self.step, self.tally = step, Tally()
+            samples = enumerate(chain.from_iterable(self.source.receive(step).mini_batches))
+            self.tally.began = time.perf_counter()
+            await all_of(self._lane(samples) for _ in range(self.config.load))
+            self._end_step()
+
+    async def _lane(self, samples: Iterator[tuple[int, TrainingSample]]) -> None:
+        """Ask for one answer after the other, until nothing is left of the step's samples, which other lanes take as well."""
+        for place, sample in samples:
+            number, group = self.step * self.batch + place, self.step * self.source.groups + sample.group
+            prompt, tokens = sample.token_ids[~sample.loss_mask], int(sample.loss_mask.sum())
+            seconds = await self._ask(f"load-{number}", prompt.tolist(), tokens, seed=number, affinity=group)
+            self.tally.took(len(prompt), tokens, seconds)
+            self.answered += 1
 
     async def _ask(self, request_id: str, prompt: list[int], tokens: int, *, seed: int, affinity: int) -> float:
         """Sample exactly `tokens` tokens. Returns the seconds."""
@@ -148,17 +148,18 @@ class LoadGenerator:
         return time.perf_counter() - began
 
     def _end_step(self) -> None:
-        """Write the record of the step that has ended, and begin the next one."""
-        done, self.tally = self.tally, Tally()
-        values = done.metrics(self.tally.began) | memory_of(self.devices) | {"perf/in_flight": self.config.load}
+        """Write the record of the step that has ended."""
+        done = self.tally
+        done.states = done.states or self.seen  # a step may be shorter than the time between two looks
+        values = done.metrics(time.perf_counter()) | memory_of(self.devices) | {"perf/in_flight": self.config.load}
         self.metrics.write(self.step, values | compute_of(self.flops, done.lengths, values["time/step"], self.devices))
         log.info("step %d: %.0f tokens/s sampled", self.step, values["perf/inference_tokens_per_second"])
-        self.step += 1
 
     async def _look(self) -> None:
         """Note what the servers say of themselves."""
         while True:
-            self.tally.states.append(await self.fleet.stats())
+            self.seen = [await self.fleet.stats()]
+            self.tally.states += self.seen
             self.devices = await self.fleet.devices()
             await asyncio.sleep(LOOK)
 

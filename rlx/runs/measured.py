@@ -28,7 +28,7 @@ PARTS: dict[str, dict[str, str]] = {  # what a step of each source consists of: 
         "time/wait_rollouts": "wait for rollouts",
         "time/wait_weights": "wait for weights",
         "time/teacher": "wait for the teacher",
-        "time/update_weights": "update servers",
+        "time/update_weights": "update servers, beside it",
     },
 }
 SPEEDS: dict[str, dict[str, dict[str, str]]] = {  # of a benchmark and a source: metric -> name in `bench.json`
