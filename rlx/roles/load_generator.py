@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from rlx.train.flops import Flops
 
 log = logging.getLogger("rlx.load_generator")
-LOOK = 0.5  # seconds between two looks at the servers' state
+LOOK = 0.1  # seconds between two looks at the servers' state
 PROBES = 0.05  # share of the time in which a request for a first token is in flight
 
 
@@ -117,7 +117,6 @@ class LoadGenerator:
 
     async def run(self) -> None:
         """Send all requests. Raises the first error of any part."""
-        self.devices = await self.fleet.devices()
         await first_failure(self._load(), forever=[self._beat(), self._look(), self._probe()])
 
     async def _load(self) -> None:
@@ -126,7 +125,9 @@ class LoadGenerator:
             samples = enumerate(chain.from_iterable(self.source.receive(step).mini_batches))
             self.tally.began = time.perf_counter()
             await all_of(self._lane(samples) for _ in range(self.config.load))
-            self._end_step()
+            ended = time.perf_counter()
+            self.devices = await self.fleet.devices()
+            self._end_step(ended)
 
     async def _lane(self, samples: Iterator[tuple[int, TrainingSample]]) -> None:
         """Ask for one answer after the other, until nothing is left of the step's samples, which other lanes take as well."""
@@ -147,11 +148,11 @@ class LoadGenerator:
         assert len(turn.completion_ids) == tokens, f"{request_id} has {len(turn.completion_ids)} new tokens instead of {tokens}"
         return time.perf_counter() - began
 
-    def _end_step(self) -> None:
-        """Write the record of the step that has ended."""
+    def _end_step(self, ended: float) -> None:
+        """Write the record of the step that ended at `ended`."""
         done = self.tally
         done.states = done.states or self.seen  # a step may be shorter than the time between two looks
-        values = done.metrics(time.perf_counter()) | memory_of(self.devices) | {"perf/in_flight": self.config.load}
+        values = done.metrics(ended) | memory_of(self.devices) | {"perf/in_flight": self.config.load}
         self.metrics.write(self.step, values | compute_of(self.flops, done.lengths, values["time/step"], self.devices))
         log.info("step %d: %.0f tokens/s sampled", self.step, values["perf/inference_tokens_per_second"])
 
@@ -160,7 +161,6 @@ class LoadGenerator:
         while True:
             self.seen = [await self.fleet.stats()]
             self.tally.states += self.seen
-            self.devices = await self.fleet.devices()
             await asyncio.sleep(LOOK)
 
     async def _probe(self) -> None:

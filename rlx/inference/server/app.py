@@ -111,7 +111,7 @@ class PolicyApp:
         await _reply(send, 200, msgspec.json.encode(self.engine.state()), JSON)
 
     async def _devices(self, receive: Receive, send: Send) -> None:
-        found = await self.engine.core.collective_rpc_async("describe_device", None, ())
+        found: list[tuple[str, float, float]] = await self.engine.core.collective_rpc_async("describe_device", None, ())
         await _reply(send, 200, msgspec.json.encode([Device(*each) for each in found]), JSON)
 
     async def _update_weights(self, receive: Receive, send: Send) -> None:
