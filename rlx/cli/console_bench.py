@@ -92,7 +92,7 @@ def _steps(found: Mapping[str, Any]) -> list[list[str]]:
 
 def _memory(found: Mapping[str, Any], device: str) -> list[list[str]]:
     """The peak of each role beside the estimate."""
-    rows = []
+    rows: list[list[str]] = []
     for role, memory in found["memory"].items():
         on_host = device == "cpu" or role not in ("trainer", "inference")
         whose = {"trainer": "the trainer's", "inference": "a server's", "orchestrator": "the orchestrator's"}.get(role, f"an {role}'s")
