@@ -50,8 +50,10 @@ METRICS: dict[str, str] = {
     "time/teacher": "seconds for which the complete batch waited for the teacher, which scores groups as they finish",
     "time/update_weights": "seconds until all servers had the new weights",
     "time/step": "seconds of the step in this source",
+    "time/first_token": "seconds until the first token of a new prompt beside the load, mean; only with bench_role=inference",
     "perf/rollouts_per_second": "finished rollouts per second",
     "perf/inference_tokens_per_second": "sampled tokens per second",
+    "perf/prompt_tokens_per_second": "prompt tokens of answered requests per second, cached ones included; only with bench_role=inference",
     "perf/in_flight": "rollouts in flight when the step's batch was complete",
     "perf/max_concurrent": "most rollouts in flight: `orchestrator.max_concurrent`, or what the engines can use at that moment",
     "perf/env_worker_memory_gb": "resident memory of the largest environment worker and of the processes that it has started, GiB",
@@ -100,12 +102,12 @@ METRICS: dict[str, str] = {
     "perf/compute_frac": "share of the trainer's step in forward, backward and optimizer; the rest is waiting and writing",
     "perf/runs": "runs of a shared trainer whose batches were trained in the same step; their times and speeds are those of that step",
     "perf/tflops": "10¹² floating-point operations of the model per second and rank, by the count of `perf/mfu`; a row without backward "
-    "counts its forward alone",
+    "counts its forward alone. With bench_role=inference: of the servers' forward, per device",
     "perf/mfu": "share of the device's dense 16-bit peak; attention counted as if not causal, as most published numbers are. Only on GPUs "
     "whose peak is known",
     "perf/mfu_causal": "the same with the causal half of attention alone",
     "perf/peak_memory_gb": "peak memory of a trainer rank's device, GiB, of the rank that has the highest; on CPU the largest resident "
-    "memory of its process so far",
+    "memory of its process so far. With bench=true also of the servers' devices (`inference`) and of the orchestrator's process",
     "perf/peak_memory_rank": "that rank",
     "perf/imbalance": "work of the costliest of the rows that the ranks compute at a time, over their mean; 1: no rank waits for another. "
     "Work is the count of `perf/mfu_causal`: matrices for each token, and attention, which grows with Σ n². Rows are balanced by it",
@@ -119,10 +121,12 @@ METRICS: dict[str, str] = {
     "data/<set>/rows": "rows of the step from one of several data sets",
     # inference
     "perf/servers": "servers that answered when the step's batch was complete",
-    "perf/kv_cache_usage": "share of the key-value cache in use at that moment, mean of the servers",
+    "perf/kv_cache_usage": "share of the key-value cache in use at that moment, mean of the servers (with bench_role=inference, this and "
+    "the next two: mean over the step)",
     "perf/running": "requests being decoded at that moment",
     "perf/waiting": "requests queued at that moment",
     "perf/preemptions": "requests preempted for lack of cache since the server started, sum of the servers",
+    "perf/device_memory_gb": "memory of a server's GPU, GiB; only with bench=true",
     # eval: one record an evaluation; its step is the policy version
     "eval/<env>/avg@<n>": "mean reward of an evaluation: n rollouts of each example. A failed rollout scores 0",
     "eval/<env>/pass@<k>": "probability that at least one of k rollouts of an example passes (`eval.pass_threshold`), by the unbiased "

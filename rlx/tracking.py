@@ -138,6 +138,8 @@ def open_tracker(config: TrainingRoot, paths: RunPaths) -> Tracker | None:
 def tracks(config: TrainingRoot, role: str) -> bool:
     """Whether `role` is the one that forwards the metrics of all roles: the last of the run to end that writes metrics."""
     plays = isinstance(config, EvaluatedRun) and config.plays
+    if config.measured == "inference":
+        return role == "load_generator"
     return role == ("orchestrator" if config.has_orchestrator else "evaluator" if plays else "trainer")
 
 

@@ -1,35 +1,35 @@
-"""Displays a benchmark of the trainer (`bench=true`): a table, and the same numbers in `bench.json`.
-
-Each number is the median over the steps, without the first ones, which allocate and compile.
-"""
+"""Displays a benchmark (`bench=true`): a table at its end, and the same numbers in `bench.json` (`rlx.runs.measured`)."""
 
 from __future__ import annotations
 
 import json
-import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rlx.cli.console import Console
 from rlx.cli.display import count
-from rlx.config.memory import size, trainer_memory
+from rlx.config.memory import size
 from rlx.paths import write_text
 from rlx.plan.explain import table
-
-WARMUP = 3  # steps that are not counted, if there are more
-PARTS = {
-    "time/wait_batch": "wait for batch",
-    "time/forward_backward": "forward and backward",
-    "time/optimizer": "optimizer",
-    "time/broadcast": "gather weights",
-}
+from rlx.runs.measured import measured
 
 
 class BenchConsole(Console):
     """Displays a benchmark."""
 
+    def __init__(self, run_dir: Path | str, cfg: Any, argv: Sequence[str] = ()) -> None:
+        super().__init__(run_dir, cfg, argv)
+        self.history.counted = cfg.counted
+
     def _numbers(self, markup: bool = False) -> str:
-        trained = self.history.speed("perf/tokens_per_second", over=5)
-        return f"{count(trained)} tok/s" if trained is not None else ""
+        if self.cfg.measured == "rl":
+            return super()._numbers(markup)
+        if self.cfg.measured == "inference":
+            speed = self.history.last("perf/inference_tokens_per_second", "inference", over=5)
+        else:
+            speed = self.history.speed("perf/tokens_per_second", over=5)
+        return f"{count(speed)} tok/s" if speed is not None else ""
 
     def summary(self, exit_code: int) -> str:
         """The closing text of a benchmark that ended with `exit_code`."""
@@ -37,48 +37,67 @@ class BenchConsole(Console):
         head = ["", f"{self.paths.root.name}: {state} after {self.history.steps} of {self.cfg.max_steps} steps"]
         if exit_code != 0 or not self.history.steps:
             return "\n".join([*head, *self._unfinished("train")])
-        found = self.measured()
+        found = measured(self.cfg, self.history.records)
         write_text(self.paths.root / "bench.json", json.dumps(found, indent=1) + "\n")
-        step = found["seconds"]["step"]
-        rows = [["tokens/s", f"{count(found['tokens_per_second'])}, {found['tokens']:,.0f} tokens a step"]]
-        if "mfu" in found:
-            rows.append(["MFU", f"{found['mfu']:.1%}; {found['mfu_causal']:.1%} with causal attention"])
-        rows.append(["TFLOP/s", f"{found['tflops']:.4g} each rank, of {found['ranks']}"])
-        rows.append(["step", f"{step:.4g} s, the median of {found['steps']} steps after {found['warmup']}"])
-        rows += [[f"  {name}", f"{value:.4g} s  {value / step:.0%}"] for name, value in found["seconds"].items() if name != "step"]
-        of_rank = f" of rank {found['peak_memory_rank']}" if found["ranks"] > 1 else ""
-        where = ("the trainer's process" if self.cfg.hardware.device == "cpu" else "the device") + of_rank
-        estimate = size(found["estimated_memory_gb"] * 2**30)
-        rows.append(["memory", f"{size(found['peak_memory_gb'] * 2**30)} at the peak, {where}; the plan estimates {estimate}"])
-        lines = [f"  {line}" for line in table(["measured", "value"], rows)[1:]]
+        lines = [f"  {line}" for line in table(["measured", "value"], rows_of(found, self.cfg.hardware.device))[1:]]
         return "\n".join([*head, *lines, *self._kernels(), f"  run       {self.paths.root} (bench.json)"])
 
-    def measured(self) -> dict[str, Any]:
-        """The numbers of `bench.json`."""
-        records = [record for _, record in sorted(self.history.records["trainer"].items())]
-        warmup = WARMUP if len(records) > WARMUP else 0
-        counted = records[warmup:]
-        highest = max(records, key=lambda record: record["perf/peak_memory_gb"])
 
-        def median(name: str) -> float:
-            return statistics.median(record[name] for record in counted)
+def rows_of(found: Mapping[str, Any], device: str) -> list[list[str]]:
+    """The rows of the table of a `bench.json`. `device`: `hardware.device`."""
+    rows = [*_speeds(found)]
+    if "mfu" in found:
+        rows.append(["MFU", f"{found['mfu']:.1%}; {found['mfu_causal']:.1%} with causal attention{_when(found)}"])
+    if "mfu_of_step" in found:
+        rows.append(["  of the step", f"{found['mfu_of_step']:.1%}; {found['mfu_causal_of_step']:.1%}, waiting included"])
+    if "tflops" in found:
+        each = f"rank, of {found['ranks']}" if "ranks" in found else "device"
+        rows.append(["TFLOP/s", f"{found['tflops']:.4g} each {each}"])
+    rows += _steps(found)
+    return rows + _memory(found, device)
 
-        seconds = {"step": median("time/step")} | {label: median(name) for name, label in PARTS.items()}
-        found: dict[str, Any] = {
-            "tokens_per_second": median("perf/tokens_per_second"),
-            "tokens": statistics.median(
-                record["perf/tokens_per_second"] * (record["time/forward_backward"] + record["time/optimizer"]) for record in counted
-            ),
-            "tflops": median("perf/tflops"),
-            "seconds": seconds,
-            "peak_memory_gb": highest["perf/peak_memory_gb"],
-            "peak_memory_rank": int(highest["perf/peak_memory_rank"]),
-            "estimated_memory_gb": trainer_memory(self.cfg).device / 2**30,
-            "steps": len(counted),
-            "warmup": warmup,
-            "ranks": self.cfg.trainer_ranks,
-            "row_tokens": self.cfg.micro_batch_tokens,
-            "seq_len": self.cfg.seq_len,
-            "model": self.cfg.model.name,
-        }
-        return found | {name: median(f"perf/{name}") for name in ("mfu", "mfu_causal") if f"perf/{name}" in counted[-1]}
+
+def _speeds(found: Mapping[str, Any]) -> list[list[str]]:
+    if found["role"] == "trainer":
+        return [["tokens/s", f"{count(found['tokens_per_second'])}, {found['tokens']:,.0f} tokens a step"]]
+    sampled = f"{count(found['sampled_tokens_per_second'])} tokens/s, {found['rollouts_per_second']:.4g} "
+    of_cache = []
+    if "kv_cache_usage" in found:
+        cache = f"{found['kv_cache_usage']:.0%} in use, {found['running']:.4g} decoded, {found['waiting']:.4g} queued"
+        of_cache = [["cache", f"{cache}, {found['preemptions']:.0f} preempted in the run"]]
+    if found["role"] == "rl":
+        trained = f"{count(found['trained_tokens_per_second'])} tokens/s while it computes, {found['tokens']:,.0f} tokens a step"
+        rows = [["trained", trained], ["sampled", f"{sampled}rollouts/s of {found['tokens_per_rollout']:,.0f} tokens"]]
+        return [*rows, ["lag", f"{found['lag']:.3g} versions"], *of_cache]
+    prompts = f"{count(found['prompt_tokens_per_second'])} tokens/s, cached ones included"
+    rows = [["sampled", f"{sampled}requests/s, {found['in_flight']:.0f} in flight"], ["prompts", prompts]]
+    rows += [["first token", f"{found['first_token_seconds']:.4g} s beside the load"]] if "first_token_seconds" in found else []
+    return [*rows, ["request", f"{found['request_seconds']:.4g} s"], *of_cache]
+
+
+def _when(found: Mapping[str, Any]) -> str:
+    return ", while the trainer computes" if found["role"] == "rl" else ""
+
+
+def _steps(found: Mapping[str, Any]) -> list[list[str]]:
+    """Where the time of a step goes, of each role that has one."""
+    rows = []
+    for source, seconds in found["seconds"].items():
+        step = seconds["step"]
+        whose = f"{source}'s step" if found["role"] == "rl" else "step"
+        rows.append([whose, f"{step:.4g} s, the median of {found['steps']} steps after {found['warmup']}"])
+        rows += [[f"  {name}", f"{value:.4g} s  {value / step:.0%}"] for name, value in seconds.items() if name != "step"]
+    return rows
+
+
+def _memory(found: Mapping[str, Any], device: str) -> list[list[str]]:
+    """The peak of each role beside the estimate."""
+    rows: list[list[str]] = []
+    for role, memory in found["memory"].items():
+        on_host = device == "cpu" or role not in ("trainer", "inference")
+        whose = {"trainer": "the trainer's", "inference": "a server's", "orchestrator": "the orchestrator's"}.get(role, f"an {role}'s")
+        of_rank = f" of rank {memory['rank']}" if role == "trainer" and found["ranks"] > 1 else ""
+        where = f"{whose} {'process' if on_host else 'device'}{of_rank}"
+        estimate = f"; the plan estimates {size(memory['estimated_gb'] * 2**30)}" if "estimated_gb" in memory else ""
+        rows.append(["memory" if not rows else "", f"{size(memory['peak_gb'] * 2**30)} at the peak, {where}{estimate}"])
+    return rows

@@ -29,6 +29,7 @@ usage: rlx train [GROUP=OPTION …] [key=value …]        same as: python train
                                                         show what would run where and what it needs; start nothing
   rlx train bench=true model=qwen3_0_6b bench_length=variable
                                                         the trainer's speed, MFU and memory on random tokens
+  rlx train bench=true bench_role=rl                    the same of the whole run; bench_role=inference: of the servers alone
   rlx train -m loss=grpo,gspo seed=1,2,3                six runs, one after the other; with launcher=slurm one job array
   rlx train -m sweeps=losses                            the sweep of the file sweeps/losses.yaml
   rlx train launcher=slurm slurm=my_cluster hardware=node8

@@ -48,12 +48,13 @@ from rlx.config.schema_rollout import (
 )
 from rlx.config.schema_sft import DataConfig, DataSetConfig, LossMaskConfig, ValConfig
 from rlx.config.schema_teacher import TeacherConfig
-from rlx.config.schema_trainer import AcConfig, TrainerConfig
+from rlx.config.schema_trainer import AcConfig, CkptConfig, OptimTerms, RefConfig, SchedulerConfig, TrainerConfig
 
 __all__ = [
     "MISSING",
     "AcConfig",
     "BufferConfig",
+    "CkptConfig",
     "CommandConfig",
     "DataConfig",
     "DataSetConfig",
@@ -71,12 +72,15 @@ __all__ = [
     "LoraConfig",
     "LossMaskConfig",
     "ModelConfig",
+    "OptimTerms",
     "OrchestratorConfig",
     "PlayConfig",
     "PlayRoot",
+    "RefConfig",
     "RewardConfig",
     "RunConfig",
     "SamplingConfig",
+    "SchedulerConfig",
     "ScoredEnvConfig",
     "SlurmConfig",
     "TeacherConfig",
@@ -89,27 +93,6 @@ __all__ = [
     "WarmStartConfig",
     "WeightBroadcastConfig",
 ]
-
-
-@dataclass
-class SchedulerConfig:
-    type: str = key("constant", "learning-rate schedule: `constant`, `linear` or `cosine`", choices=("constant", "linear", "cosine"))
-    warmup_steps: int = key(0, "optimizer steps of linear warm-up", low=0)
-    decay_steps: int | None = key(None, "optimizer steps of decay at the end; null: all steps after warm-up", low=1)
-    min_lr: float = key(0.0, "learning rate at the end of the decay", low=0)
-
-
-@dataclass
-class CkptConfig:
-    interval: int | None = key(50, "steps between checkpoints; one more is written at the end; null: only on preemption", low=1)
-    save_async: bool = key(
-        False, "write in the background: the trainer only waits for a copy of its state, which takes the same memory again"
-    )
-    keep_last: int | None = key(2, "how many of the newest checkpoints to keep; null: all", low=1)
-    keep_interval: int | None = key(None, "also keep, for ever, checkpoints whose step is a multiple of this", low=1)
-    keep_best: str | None = key(
-        None, "also keep the checkpoint that is best by this metric of an evaluation, such as `eval/math/avg@1`; higher is better"
-    )
 
 
 @dataclass
@@ -156,22 +139,6 @@ class LossTerms:
 
 
 @dataclass
-class RefConfig:
-    """The reference model. The trainer loads it when `loss.kl.beta` is above 0 or `ref.name` is set."""
-
-    name: str | None = key(None, "Hugging Face name or folder of a teacher with the policy's vocabulary; null: the initial policy")
-    sync_interval: int | None = key(None, "steps between updates of the reference from the policy; null: never", low=1)
-    alpha: float = key(0.6, "weight of the policy in such an update: ref ← alpha·policy + (1 - alpha)·ref", above=0, high=1)
-
-
-@dataclass
-class OptimTerms:
-    """Keys that every optimizer shares, in addition to the optimizer's own under `optim`."""
-
-    max_norm: float | None = key(1.0, "largest global norm of the gradient, by clipping; null is off", above=0)
-
-
-@dataclass
 class TrainingRoot(CommandConfig):
     """The keys of every command that trains. The trainer role takes one; what differs between them are the properties."""
 
@@ -188,9 +155,14 @@ class TrainingRoot(CommandConfig):
     logger: LoggerConfig = section(LoggerConfig)
     bench: bool = key(
         False,
-        "measure the trainer on random tokens: speed, share of the hardware's peak (MFU), parts of a step, memory. No servers, no "
-        "checkpoints, no weights are written; `rlx sft` needs data=fake with it",
+        "measure speed, share of the hardware's peak (MFU), parts of a step and memory: of the trainer alone, on random tokens, or of what "
+        "`bench_role` names. No checkpoints, no evaluations; `rlx sft` needs data=fake with it",
     )
+
+    @property
+    def measured(self) -> str | None:
+        """What a benchmark measures: `trainer`, `rl` or `inference`; None: this is no benchmark."""
+        return "trainer" if self.bench else None
 
     @property
     def total_steps(self) -> int:
@@ -228,7 +200,7 @@ class TrainingRoot(CommandConfig):
 
     def publishes(self, version: int) -> bool:
         """Whether a version is written to `weights/`, besides those of checkpoints."""
-        return version == self.max_steps and not self.bench
+        return version == self.max_steps and self.measured != "trainer"
 
     def validates(self, version: int) -> bool:
         """Whether a version's loss is measured on validation rows."""
@@ -301,8 +273,17 @@ class Config(EvaluatedRun):
     """The keys of `rlx train`."""
 
     max_async_level: int = key(1, "how many policy versions old a token may be when it is trained on; 0 is on-policy", low=0)
+    bench_role: str = key(
+        "trainer",
+        "bench=true: what is measured. `trainer`: the trainer alone, on random tokens; `rl`: the whole run, with its servers, environments "
+        "and new weights; `inference`: the servers alone, on random prompts, `batch_size` a step, as many in flight as the run has",
+        choices=("trainer", "rl", "inference"),
+    )
     bench_length: str = key(
-        "fixed", "bench=true: every rollout has `seq_len` tokens (`fixed`), or up to that (`variable`)", choices=("fixed", "variable")
+        "fixed",
+        "bench=true: every rollout has `seq_len` tokens (`fixed`), or up to that (`variable`). With bench_role=rl: every answer has its "
+        "`max_tokens` (`fixed`), or ends where the policy ends it (`variable`)",
+        choices=("fixed", "variable"),
     )
     replay: str | None = key(None, "train on the recorded batches of another run, given by its directory; no inference, no environments")
     envs: dict[str, TrainedEnvConfig] = key({}, "the environments of the mix, by name")  # type: ignore[assignment]
@@ -313,8 +294,30 @@ class Config(EvaluatedRun):
     weight_broadcast: WeightBroadcastConfig = section(WeightBroadcastConfig)
 
     @property
+    def measured(self) -> str | None:
+        return self.bench_role if self.bench else None
+
+    @property
+    def fixed_answers(self) -> bool:
+        """Whether every answer of the policy has as many tokens as it may have, because a benchmark says so."""
+        return self.measured == "rl" and self.bench_length == "fixed"
+
+    @property
+    def load(self) -> int:
+        """Requests in flight while servers alone are measured."""
+        return min(self.concurrency, self.num_groups * self.orchestrator.rollouts_per_example)
+
+    @property
+    def counted(self) -> str:
+        return "inference" if self.measured == "inference" else super().counted
+
+    @property
+    def trainer_gpus(self) -> int:
+        return 0 if self.measured == "inference" else super().trainer_gpus
+
+    @property
     def plays(self) -> bool:
-        return self.replay is None and not self.bench and not self.hosts
+        return self.replay is None and self.measured in (None, "rl") and not self.hosts
 
     @property
     def has_checkpoints(self) -> bool:

@@ -1,4 +1,7 @@
-"""The configuration keys of the trainer's processes: rows, precision, memory, and how ranks divide the work. `schema.py` has the others."""
+"""The configuration keys of the trainer's processes: rows, precision, memory, how ranks divide the work, checkpoints, reference, optimizer.
+
+`schema.py` has the others.
+"""
 
 # ruff: noqa: RUF009  (key and section return dataclass fields)
 from __future__ import annotations
@@ -85,3 +88,40 @@ class TrainerConfig:
     def ranks_of_a_row(self) -> int:
         """Trainer processes that compute each packed row together."""
         return self.cp * self.tp
+
+
+@dataclass
+class SchedulerConfig:
+    type: str = key("constant", "learning-rate schedule: `constant`, `linear` or `cosine`", choices=("constant", "linear", "cosine"))
+    warmup_steps: int = key(0, "optimizer steps of linear warm-up", low=0)
+    decay_steps: int | None = key(None, "optimizer steps of decay at the end; null: all steps after warm-up", low=1)
+    min_lr: float = key(0.0, "learning rate at the end of the decay", low=0)
+
+
+@dataclass
+class CkptConfig:
+    interval: int | None = key(50, "steps between checkpoints; one more is written at the end; null: only on preemption", low=1)
+    save_async: bool = key(
+        False, "write in the background: the trainer only waits for a copy of its state, which takes the same memory again"
+    )
+    keep_last: int | None = key(2, "how many of the newest checkpoints to keep; null: all", low=1)
+    keep_interval: int | None = key(None, "also keep, for ever, checkpoints whose step is a multiple of this", low=1)
+    keep_best: str | None = key(
+        None, "also keep the checkpoint that is best by this metric of an evaluation, such as `eval/math/avg@1`; higher is better"
+    )
+
+
+@dataclass
+class RefConfig:
+    """The reference model. The trainer loads it when `loss.kl.beta` is above 0 or `ref.name` is set."""
+
+    name: str | None = key(None, "Hugging Face name or folder of a teacher with the policy's vocabulary; null: the initial policy")
+    sync_interval: int | None = key(None, "steps between updates of the reference from the policy; null: never", low=1)
+    alpha: float = key(0.6, "weight of the policy in such an update: ref ← alpha·policy + (1 - alpha)·ref", above=0, high=1)
+
+
+@dataclass
+class OptimTerms:
+    """Keys that every optimizer shares, in addition to the optimizer's own under `optim`."""
+
+    max_norm: float | None = key(1.0, "largest global norm of the gradient, by clipping; null is off", above=0)

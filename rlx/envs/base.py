@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, Protocol
 
-from rlx.config.schema import EnvConfig, PlayRoot
+from rlx.config.schema import Config, EnvConfig, PlayRoot
 from rlx.policy.base import Episode, Policy
 from rlx.types import Rollout, Status, Task
 
@@ -80,4 +80,7 @@ def with_raised_reward(rollout: Rollout, error: str, rule: str) -> Rollout:
 def sampling_of(config: PlayRoot, env: EnvConfig) -> dict[str, Any]:
     """The sampling parameters of one environment, by vLLM's names. The environment's own values override those of the run."""
     own = {field.name: getattr(env.sampling, field.name) for field in fields(env.sampling)}
-    return {name: getattr(config.sampling, name) if value is None else value for name, value in own.items()}
+    chosen = {name: getattr(config.sampling, name) if value is None else value for name, value in own.items()}
+    if isinstance(config, Config) and config.fixed_answers and getattr(env, "played_by", "policy") == "policy":
+        chosen["min_tokens"] = chosen["max_tokens"]
+    return chosen

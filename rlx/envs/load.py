@@ -154,11 +154,9 @@ def check_chat(envs: Mapping[str, Environment], config: PlayRoot, chat: Chat) ->
         raise ValueError(text)
 
 
-def load_tokenizer(config: PlayRoot, paths: RunPaths, beat: Callable[[str], None]) -> Chat:
-    """The chat format of the initial model. Waits until that model exists."""
+def wait_for_model(config: PlayRoot, paths: RunPaths, beat: Callable[[str], None]) -> str:
+    """Folder or hub name of the initial model. Waits until that model exists."""
     from rlx.heartbeat import WAITING_FOR_MODEL, AtWork
-    from rlx.policy.chat import load_chat
-    from rlx.policy.templates import ends_of, tokenizer_of
     from rlx.waiting import wait_for
 
     name = wait_for(
@@ -168,7 +166,15 @@ def load_tokenizer(config: PlayRoot, paths: RunPaths, beat: Callable[[str], None
         tick=lambda: beat(WAITING_FOR_MODEL),
         excused=AtWork(paths, "prepare"),
     )
-    source = name.decode().strip()
+    return name.decode().strip()
+
+
+def load_tokenizer(config: PlayRoot, paths: RunPaths, beat: Callable[[str], None]) -> Chat:
+    """The chat format of the initial model. Waits until that model exists."""
+    from rlx.policy.chat import load_chat
+    from rlx.policy.templates import ends_of, tokenizer_of
+
+    source = wait_for_model(config, paths, beat)
     keeps_tokens = config.orchestrator.trajectory_strategy == "interleaved"
     # An environment in this process, or the code that came with a tokenizer, may use torch through transformers.
     others = config.model.trust_remote_code or not all(workers_of(config, env) for env in played(config).values())

@@ -27,6 +27,7 @@ from rlx.inference.protocol import (
     PAUSE,
     RESTART,
     Claim,
+    Device,
     InferenceError,
     PolicyState,
     ServerUnreachable,
@@ -171,6 +172,11 @@ class Fleet:
             if isinstance(answer, BaseException) and (not states or not isinstance(answer, InferenceError)):
                 raise answer
         return replica.totals(states)
+
+    async def devices(self) -> list[Device]:
+        """What the workers of the servers that serve compute on."""
+        serving = [server for server in self._servers if server.serves]
+        return replica.devices_of(await all_of(self._ask(server, "GET", "/devices") for server in serving))
 
     async def states(self) -> list[PolicyState]:
         """The state of each server, in the order of the endpoints."""

@@ -93,6 +93,14 @@ class PolicyState(msgspec.Struct, frozen=True):
     identity: str = ""  # of version 0's weights (`weights.files.identity`), the same wherever they lie; "": the server does not say
 
 
+class Device(msgspec.Struct, frozen=True):
+    """What one worker of a server computes on; `GET /devices` answers with a list of them."""
+
+    name: str  # of the GPU; "": the worker computes on a CPU
+    peak_memory_gb: float  # the most that it has taken, GiB: of the GPU, by torch; on a CPU the resident memory of its process
+    memory_gb: float = 0.0  # of the whole GPU, GiB
+
+
 class Claim(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Body of `POST /claim`, which answers with the state, or 409 while the server is another run's; and of `POST /reload_weights`."""
 

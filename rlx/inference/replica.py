@@ -6,9 +6,12 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from rlx.inference.endpoints import Endpoint
-from rlx.inference.protocol import PolicyState
+import msgspec
 
+from rlx.inference.endpoints import Endpoint
+from rlx.inference.protocol import Device, PolicyState
+
+_devices = msgspec.json.Decoder(list[Device])
 ASKING = 10.0  # seconds for which a server's word that it waits for the trainer holds
 GONE = 2.0  # seconds without an answer after which an update goes on without a server, if others have the version
 
@@ -22,6 +25,20 @@ def totals(states: Sequence[PolicyState]) -> dict[str, float]:
         "perf/waiting": sum(state.waiting for state in states),
         "perf/preemptions": sum(state.preemptions for state in states),
     }
+
+
+def devices_of(answers: Sequence[tuple[int, bytes]]) -> list[Device]:
+    """The devices of all servers, of their answers to `GET /devices`; those of servers that do not know the route are not there."""
+    return [device for status, body in answers if status == 200 for device in _devices.decode(body)]
+
+
+def memory_of(devices: Sequence[Device]) -> dict[str, float]:
+    """Metrics of servers' memory by name; empty without devices."""
+    if not devices:
+        return {}
+    highest = max(devices, key=lambda device: device.peak_memory_gb)
+    card = {"perf/device_memory_gb": highest.memory_gb} if highest.memory_gb else {}
+    return {"perf/peak_memory_gb": highest.peak_memory_gb} | card
 
 
 class Replica:

@@ -17,6 +17,7 @@ from rlx.config.rows import why
 from rlx.config.schema import CommandConfig, Config, EvaluatedRun, PlayRoot, SftRoot, TrainingRoot
 from rlx.config.schema_eval import EvalRoot
 from rlx.config.schema_synthesize import SynthesizeRoot
+from rlx.plan.benchmark import benchmark
 from rlx.plan.forecast import time_on_cpu
 from rlx.rollout.filters import rules_of
 from rlx.types import ProcessSpec
@@ -76,6 +77,8 @@ def _command(cfg: CommandConfig, spec: ProcessSpec) -> str:
         return f"FSDP2 over {over}" if cfg.trainer_ranks > 1 else "one process"
     if not isinstance(cfg, PlayRoot):
         return " ".join(spec.argv)
+    if spec.role == "load_generator" and isinstance(cfg, Config):
+        return f"random prompts; {cfg.load:,} requests in flight"
     if spec.role in ("inference", "headless"):
         hardware = cfg.hardware
         parallel = f", tensor parallel {hardware.tensor_parallel}" if hardware.tensor_parallel > 1 else ""
@@ -339,9 +342,13 @@ def _runs(cfg: TrainingRoot) -> list[str]:
 def _of_training(cfg: Config | SftRoot, plan: Sequence[ProcessSpec]) -> Sections:
     if cfg.hosts:
         return [("the runs it trains", _runs(cfg)), ("memory (estimates)", _memory(cfg))]
+    measures = [("the benchmark", table(["quantity", "value"], rows)[1:])] if (rows := benchmark(cfg)) else []
+    if cfg.measured == "inference":
+        time_of = [("time on CPU", [time_on_cpu(cfg)])] if isinstance(cfg, Config) and cfg.hardware.device == "cpu" else []
+        return [*measures, *time_of, ("memory (estimates)", of_servers(cfg, plan))]
     servers = of_servers(cfg, plan, 0.0 if cfg.trained_elsewhere else trainer_memory(cfg).device) if cfg.plays else []
     batch = _batch_of_rows(cfg) if isinstance(cfg, SftRoot) else _batch(cfg)
-    return [("one step", batch), ("memory (estimates)", [*_memory(cfg), *servers])]
+    return [*measures, ("one step", batch), ("memory (estimates)", [*_memory(cfg), *servers])]
 
 
 def _of_eval(cfg: EvalRoot, plan: Sequence[ProcessSpec]) -> Sections:

@@ -37,11 +37,13 @@ def _seconds(cfg: Config) -> dict[str, float]:
     before = (cfg.num_updates > 1 and recomputes) + cfg.uses_reference  # forwards before the first optimizer step
     operations = before * forward + cfg.trainer.num_iterations * (forward + backward)
     found = {}
-    if not cfg.trained_elsewhere:
+    alone = cfg.measured == "inference"  # the servers
+    if not (cfg.trained_elsewhere or alone):
         found["train"] = operations * rollouts * cfg.seq_len / (TRAINING * cfg.trainer_ranks * threads)
     own = [env for env in cfg.envs.values() if env.played_by != "teacher"]
-    if cfg.plays and own:  # otherwise our servers sample nothing
-        sampled = rollouts * max(env.sampling.max_tokens or cfg.sampling.max_tokens for env in own)
+    if alone or (cfg.plays and own):  # otherwise our servers sample nothing
+        bounds = [] if alone else [env.sampling.max_tokens or cfg.sampling.max_tokens for env in own]
+        sampled = rollouts * max(bounds, default=cfg.sampling.max_tokens)
         found["sample"] = 2 * weights * sampled / (SAMPLING * threads * cfg.hardware.inference_replicas)
     return found
 

@@ -1,6 +1,7 @@
 """Turns a configuration into the list of a run's processes, each with role, replica, host, GPUs, ports, environment and command.
 
     rlx train, rlx sft       prepare (a model that rlx makes) · inference × replicas · orchestrator · trainer × ranks
+    rlx train, with bench_role=inference   prepare · inference × replicas · load generator
     rlx eval, synthesize     prepare · inference × replicas (unless servers or an endpoint already run) · the command's own role
 
 Pure: the same configuration gives the same plan on any machine.
@@ -41,10 +42,10 @@ def _processes(cfg: CommandConfig, specs: Specs) -> Iterator[ProcessSpec]:
     raise TypeError(f"{type(cfg).__name__} has no plan")
 
 
-def _playing(cfg: PlayWithModel, specs: Specs, role: str) -> Iterator[ProcessSpec]:
+def _playing(cfg: PlayRoot, specs: Specs, role: str) -> Iterator[ProcessSpec]:
     """The processes that play with a model. `role`: the one that plays; it runs on the first host."""
     places = place_servers(cfg)
-    if cfg.model.prepared and cfg.weights_dir is None:
+    if cfg.model.prepared and (not isinstance(cfg, PlayWithModel) or cfg.weights_dir is None):
         yield specs.one("prepare", *((places[0][0], places[0][1][:1]) if places else (0, ())))
     yield from specs.servers(cfg, places)
     yield specs.one(role)
@@ -55,6 +56,9 @@ def _training(cfg: TrainingRoot, specs: Specs) -> Iterator[ProcessSpec]:
     if isinstance(cfg, Config) and cfg.trainer.shared is not None:  # the shared trainer makes the initial model and trains
         yield from specs.servers(cfg, place_servers(cfg))
         yield specs.one("orchestrator")
+        return
+    if isinstance(cfg, Config) and cfg.measured == "inference":
+        yield from _playing(cfg, specs, "load_generator")
         return
     inference, trainers = place(cfg)
     replays = isinstance(cfg, Config) and cfg.replay is not None

@@ -27,7 +27,7 @@ FAKE_PROMPT = 0.5  # share of a fake sample's tokens that are context
 def source_of(cfg: TrainingRoot, paths: RunPaths, mesh: Mesh, model: str, streams: Collection[str] = ()) -> Source:
     """The source of the run's batches. `model`: folder or hub name of the initial model. `streams`: what the objectives read."""
     if isinstance(cfg, Config):
-        if cfg.bench:
+        if cfg.measured == "trainer":
             return fake_rollouts(cfg, streams)
         if cfg.replay is not None:
             return RecordedSource(RunPaths(Path(cfg.replay)), mesh, cfg.trainer.num_minibatches)

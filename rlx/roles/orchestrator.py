@@ -28,11 +28,13 @@ from rlx.envs.pools import worker_metrics
 from rlx.heartbeat import INTERVAL, Heartbeat
 from rlx.inference.fleet import Fleet
 from rlx.inference.protocol import InferenceError
+from rlx.inference.replica import memory_of
 from rlx.inference.sampler import Sampler
 from rlx.inference.telling import Manner
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths, listed
 from rlx.policy.chat import Chat
+from rlx.process import peak_memory
 from rlx.rollout import concurrency
 from rlx.rollout.batch import RewardErrors, advantages_of, make_batch, make_groups, max_tokens_of, scores_of, step_metrics
 from rlx.rollout.clock import StepClock
@@ -150,7 +152,7 @@ class Orchestrator:
         self.evaluations.begin(self.updates.version)
         await self.updates.reach(self.first_step)  # the servers need the checkpoint's policy before the first token
         parts = [self._train(), self.updates.follow()]
-        if self.config.ckpt.interval is not None and self.first_step < self.config.max_steps:
+        if self.config.ckpt.interval is not None and not self.config.bench and self.first_step < self.config.max_steps:
             parts.append(self.snapshots.answered_for(self.config.max_steps))  # the trainer begins this checkpoint after its last version
         if self.member is not None:
             parts.append(self.member.ended())  # nobody else of this run would notice that its last checkpoint failed
@@ -170,6 +172,7 @@ class Orchestrator:
             batch, taught = await self.teaching.score(batch, rollouts)
             values = step_metrics(groups, batch, self.collector.tally, filtered, self.rules, taught) | self.collector.tasks.pool_sizes()
             values |= worker_metrics(self.envs) | {"time/update_weights": self.updates.seconds}
+            values |= {"perf/peak_memory_gb": peak_memory() / 2**30} if self.config.bench else {}
             state = await self._inference_state()
             # Write the metrics of step n before the trainer can begin batch n, so that their order is fixed at max_async_level 0.
             self.metrics.write(step, values | clock.step())
@@ -200,7 +203,7 @@ class Orchestrator:
     async def _inference_state(self) -> dict[str, float]:
         """The servers' metrics. `perf/servers` is 0 if none answers; the sampler's requests deal with that."""
         try:
-            return await self.fleet.stats()
+            return await self.fleet.stats() | (memory_of(await self.fleet.devices()) if self.config.bench else {})
         except InferenceError as error:
             log.warning("no server metrics at step %d: %s", self.step, error)
             return {"perf/servers": 0.0}  # a record all the same: a resumed run has the records of an undisturbed one

@@ -151,12 +151,14 @@ async def connect_servers(
     config: PlayRoot,
     paths: RunPaths,
     envs: Mapping[str, Local],
-    chat: Chat,
+    chat: Chat | None,
     beat: Callable[[str], None],
     manner: Manner = AT_ONCE,
     adopt: bool = False,
 ) -> AsyncIterator[tuple[Fleet, Sampler]]:
-    """Wait for the servers and let the environments play on them. `manner`: see `Fleet`; `adopt`: see `Fleet.wait_ready`.
+    """Wait for the servers and let the environments play on them. `chat`: None if there are no environments.
+
+    `manner`: see `Fleet`; `adopt`: see `Fleet.wait_ready`.
 
     Raises InferenceError if servers of others have another model. Adapters, which a server adds to its own model, would fit that as well.
     """
@@ -173,7 +175,8 @@ async def connect_servers(
     ):
         fleet.on_change = sampler.use
         fleet.look_up = Subscriber(paths).at
-        give_policy(envs, config, chat, sampler)
+        if chat is not None:
+            give_policy(envs, config, chat, sampler)
         await fleet.wait_ready(config.inference.startup_timeout, tick=tick, adopt=adopt)
         if config.inference.base_url:
             weights_dir = config.weights_dir if isinstance(config, PlayWithModel) else None

@@ -24,6 +24,7 @@ class History:
 
     def __init__(self, paths: RunPaths) -> None:
         self.paths = paths
+        self.counted = "trainer"  # the source whose records are the finished steps
         self._forget()
 
     def _forget(self) -> None:
@@ -50,13 +51,13 @@ class History:
 
     @property
     def steps(self) -> int:
-        """Steps the trainer has finished, in all attempts."""
-        return max(self.records["trainer"], default=-1) + 1
+        """Finished steps, in all attempts: the trainer's."""
+        return max(self.records[self.counted], default=-1) + 1
 
     @property
     def begun(self) -> bool:
         """Whether this attempt has written a record. Until then, the newest values are those of an earlier attempt."""
-        return any(step >= self.first for source in ("trainer", "orchestrator") for step in self.records[source])
+        return any(step >= self.first for source in (self.counted, "orchestrator") for step in self.records[source])
 
     def series(self, name: str, source: str, first: int = 0) -> list[float]:
         """All values of one metric from step `first` on, ordered by step."""
@@ -85,8 +86,8 @@ class History:
         return sum(rate * each for rate, each in known) / seconds if seconds else None
 
     def steps_per_second(self, over: int = 10) -> float | None:
-        """The trainer's speed over the last `over` steps of this attempt; `None` if it cannot be computed yet."""
-        times = self.series("time", "trainer", self.first)[-over - 1 :]
+        """Finished steps per second over the last `over` of this attempt; `None` if it cannot be computed yet."""
+        times = self.series("time", self.counted, self.first)[-over - 1 :]
         return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 and times[-1] > times[0] else None
 
     def scores(self, first: int = 0) -> dict[str, dict[int, float]]:

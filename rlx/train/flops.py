@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlx.models.compiled import num_graphs
 from rlx.models.policy import PolicyModel
@@ -90,6 +91,13 @@ class Flops:
             for window, layers in Counter(self.windows).items()
         )
         return self.attention * float(pairs) * (0.5 if causal else 1.0)
+
+
+def flops_of(source: str, *, trust_remote_code: bool = False) -> Flops:
+    """Of the model in a folder or on the hub, of which only the configuration is read."""
+    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        return Flops.of(AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code))
 
 
 def _of_backward(parameter: torch.Tensor) -> float:

@@ -1,12 +1,12 @@
 """The rules between configuration keys, one function per rule. `tree.py` checks types and single values.
 
-`data.py`: environments, batches, lengths; `chat.py`: chat formats; `evaluation.py`: evaluations; `idle.py`: keys that do not apply in a
-kind of run; `lora.py`: adapters; `objective.py`: loss, advantage, optimizer, reference; `parallel.py`: how the trainer's ranks divide the
-work; `teacher.py`: teachers; `run.py`: model, servers, machines, directories; `cluster.py`: SLURM jobs and their containers;
-`kubernetes.py`: pods; `playing.py`: endpoints and weights of commands that only play; `sft.py`: supervised data; `shared.py`: shared
-trainers and their runs; `workers.py`: environments' processes. A rule reads the configuration and at most some files and the driver, and
-yields its problems. `@rule(keys…)` names the keys that it reads. A rule is skipped when one of these keys already has a problem, or when
-the command's root lacks one.
+`bench.py`: benchmarks; `data.py`: environments, batches, lengths; `chat.py`: chat formats; `evaluation.py`: evaluations; `idle.py`: keys
+that do not apply in a kind of run; `lora.py`: adapters; `objective.py`: loss, advantage, optimizer, reference; `parallel.py`: how the
+trainer's ranks divide the work; `teacher.py`: teachers; `run.py`: model, servers, machines, directories; `cluster.py`: SLURM jobs and
+their containers; `kubernetes.py`: pods; `playing.py`: endpoints and weights of commands that only play; `sft.py`: supervised data;
+`shared.py`: shared trainers and their runs; `workers.py`: environments' processes. A rule reads the configuration and at most some files
+and the driver, and yields its problems. `@rule(keys…)` names the keys that it reads. A rule is skipped when one of these keys already has
+a problem, or when the command's root lacks one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import fields
 from typing import Any
 
 from rlx.config.checks import (  # noqa: F401  (importing them registers their rules)
+    bench,
     chat,
     cluster,
     data,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlx.config.rules import Show, declared, rule, target_name
-from rlx.config.schema import Config, EvaluatedRun, SftRoot
+from rlx.config.schema import SftRoot
 
 FILES = (".jsonl", ".ndjson", ".parquet")
 
@@ -70,15 +70,3 @@ def bench_on_random_tokens(cfg: SftRoot, of: Show) -> Iterator[str]:
         yield f"a benchmark trains on random tokens: {of('bench')} with {of('data.type')}. Use data=fake, and data.length for the lengths."
     if cfg.bench and cfg.val.name is not None:
         yield f"a benchmark measures the trainer alone: {of('bench')} with {of('val.name')}. Remove one of the two."
-
-
-@rule("bench", "eval.interval")
-def bench_evaluates_nothing(cfg: EvaluatedRun, of: Show) -> Iterator[str]:
-    if cfg.bench and cfg.eval.interval is not None:
-        yield f"a benchmark measures the trainer alone: {of('bench')} with {of('eval.interval')}. Remove one of the two."
-
-
-@rule("replay", "bench")
-def bench_or_replay(cfg: Config, of: Show) -> Iterator[str]:
-    if cfg.bench and cfg.replay is not None:
-        yield f"a benchmark trains on random tokens, a replay on recorded ones: {of('bench')} with {of('replay')}. Remove one of the two."

@@ -1,7 +1,8 @@
 """The server's HTTP application (ASGI): our own routes, which are cheap, and vLLM's `/v1/…`.
 
-`/generate` (a WebSocket), `/update_weights`, `/reload_weights`, `/claim`, `/policy` and `/health` are answered here, without a framework.
-Every other path goes to vLLM's own application. That one is built on its first request, because it takes seconds and a run never needs it.
+`/generate` (a WebSocket), `/update_weights`, `/reload_weights`, `/claim`, `/policy`, `/devices` and `/health` are answered here, without
+a framework. Every other path goes to vLLM's own application. That one is built on its first request, because it takes seconds and a run
+never needs it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import msgspec
 import uvicorn
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from rlx.inference.protocol import Answer, Asked, Claim, Failure, GenerateRequest, UpdateRequest
+from rlx.inference.protocol import Answer, Asked, Claim, Device, Failure, GenerateRequest, UpdateRequest
 from rlx.inference.server.engine import BadRequest, BadWeights, Broken, InFlight, PolicyEngine, RequestFailed
 from rlx.inference.server.holder import Holder
 from rlx.paths import COMPLETE
@@ -64,6 +65,7 @@ class PolicyApp:
         self._routes = {
             ("GET", "/health"): self._health,
             ("GET", "/policy"): self._policy,
+            ("GET", "/devices"): self._devices,
             ("POST", "/update_weights"): self._update_weights,
             ("POST", "/reload_weights"): self._reload_weights,
             ("POST", "/claim"): self._claim,
@@ -107,6 +109,10 @@ class PolicyApp:
 
     async def _policy(self, receive: Receive, send: Send) -> None:
         await _reply(send, 200, msgspec.json.encode(self.engine.state()), JSON)
+
+    async def _devices(self, receive: Receive, send: Send) -> None:
+        found: list[tuple[str, float, float]] = await self.engine.core.collective_rpc_async("describe_device", None, ())
+        await _reply(send, 200, msgspec.json.encode([Device(*each) for each in found]), JSON)
 
     async def _update_weights(self, receive: Receive, send: Send) -> None:
         try:

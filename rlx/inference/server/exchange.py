@@ -28,8 +28,8 @@ def exchange_on_cpu() -> None:
         assert dim == 0, dim
         return add_up(input_, sizes, self.rank_in_group, self.world_size, self.device_group)
 
-    CpuCommunicator.all_gatherv = all_gatherv  # type: ignore[method-assign]
-    CpuCommunicator.reduce_scatterv = reduce_scatterv  # type: ignore[method-assign]
+    CpuCommunicator.all_gatherv = all_gatherv
+    CpuCommunicator.reduce_scatterv = reduce_scatterv
 
 
 def gather(mine: Tensor, sizes: Sequence[int] | None, ranks: int, group: Any) -> Tensor:

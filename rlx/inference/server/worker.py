@@ -21,6 +21,7 @@ from rlx.inference.server.reading import Reading, State
 from rlx.inference.server.served import Compared, Place, Split, compare, faithful, places, storage
 from rlx.inference.server.transfer import GlooEngine, forget_reload, pack, unpack
 from rlx.paths import COMPLETE
+from rlx.process import peak_memory
 from rlx.weights.hub import fetch
 
 
@@ -38,6 +39,13 @@ class PolicyWorker:
     places: Mapping[str, Place] = MappingProxyType({})  # of tensors that can be written while the engine generates
     trained: dict[str, dict[str, Any]]  # what the manifest says of the tensors that are being read
     reading: Reading
+
+    def describe_device(self) -> tuple[str, float, float]:
+        """The fields of `protocol.Device`."""
+        if self.vllm_config.device_config.device_type == "cpu":
+            return "", peak_memory() / 2**30, 0.0
+        memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        return torch.cuda.get_device_name(), torch.cuda.max_memory_reserved() / 2**30, memory / 2**30
 
     def begin_reading(self, folder: str) -> None:
         """Start to read a Hugging Face folder, while the engine goes on with its steps (`reading.py`)."""
