@@ -135,7 +135,8 @@ class Watched:
         self._cfg, self._keys, self._prefix = cfg, keys, prefix
 
     def __getattr__(self, name: str) -> Any:
-        if not self._prefix and name in ("plays", "hosts", "trained_elsewhere"):  # what kind of run it is; a rule need not name the keys
+        kind = ("plays", "hosts", "trained_elsewhere", "measured")  # what kind of run it is; a rule need not name the keys
+        if not self._prefix and name in kind:
             return getattr(self._cfg, name)
         if not self._prefix and isinstance(derived := getattr(type(self._cfg), name, None), property):
             return derived.fget(self)

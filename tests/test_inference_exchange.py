@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from rlx.inference.server.exchange import add_up, gather
+
+pytestmark = pytest.mark.slow
 
 SIZES = ([3, 1], [0, 2], [2, 2], None)  # rows of each rank; None: all alike
 

@@ -27,6 +27,8 @@ from rlx.train.muon import Muon, groups_of
 from rlx.train.offload import CPUOffloadOptimizer, _copied
 from rlx.train.step import PolicyTrainer
 
+pytestmark = pytest.mark.slow
+
 SMALL = 4096  # bytes of parameters in a bucket: the model has several times as many
 MAKERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "fused": (torch.optim.AdamW, {"fused": True, "weight_decay": 0.1}),

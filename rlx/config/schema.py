@@ -238,7 +238,7 @@ class TrainingRoot(CommandConfig):
 
     @property
     def trainer_gpus(self) -> int:
-        return 0 if self.trained_elsewhere else self.trainer_ranks
+        return 0 if self.trained_elsewhere or self.measured == "inference" else self.trainer_ranks
 
     @property
     def trainer_ranks(self) -> int:
@@ -310,10 +310,6 @@ class Config(EvaluatedRun):
     @property
     def counted(self) -> str:
         return "inference" if self.measured == "inference" else super().counted
-
-    @property
-    def trainer_gpus(self) -> int:
-        return 0 if self.measured == "inference" else super().trainer_gpus
 
     @property
     def plays(self) -> bool:
