@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from rlx.inference.server.parts import ADDRESS, Head, Meeting, Part, own_address
+from rlx.inference.server.parts import ADDRESS, PORT, Head, Meeting, Part, own_address, own_port
 from rlx.waiting import WaitTimeout
 
 JOIN = """
@@ -112,6 +112,13 @@ def test_an_address_that_other_hosts_cannot_reach_is_refused_with_the_variable_t
         own_address(True, {ADDRESS: "localhost"})
     with pytest.raises(OSError, match=rf"no\.such\.host\.invalid, .* has no address: .*; set {ADDRESS}"):
         own_address(True, {ADDRESS: "no.such.host.invalid"})
+
+
+def test_a_port_that_is_none_is_refused_with_its_variable() -> None:
+    assert (own_port({}), own_port({PORT: ""}), own_port({PORT: "13345"})) == (0, 0, 13345)
+    for text in ("x", "-1", "65536"):
+        with pytest.raises(OSError, match=rf"{PORT}={text} is no port"):
+            own_port({PORT: text})
 
 
 def test_the_head_takes_the_port_it_is_told(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from rlx.config.schema import PlayRoot
 from rlx.heartbeat import SERVING, WAITING_FOR_MODEL, AtWork, Heartbeat
 from rlx.inference.endpoints import bind, endpoint_file, publish_endpoint
 from rlx.inference.server.arguments import engine_arguments, environment, runs_in_process
-from rlx.inference.server.parts import PORT, Head, meeting_file, own_address
+from rlx.inference.server.parts import Head, meeting_file, own_address, own_port
 from rlx.parallel.rendezvous import TOKEN
 from rlx.paths import RunPaths, arrived
 from rlx.process import die_with_parent, end_at_once, importing
@@ -119,7 +119,7 @@ def lead(config: PlayRoot, replica: int, paths: RunPaths) -> Head | None:
     hardware = config.hardware
     if hardware.parts_of_server == 1:
         return None
-    address, port = own_address(hardware.nodes > 1, os.environ), int(os.environ.get(PORT, 0))
+    address, port = own_address(hardware.nodes > 1, os.environ), own_port(os.environ)
     try:
         return Head(meeting_file(paths, replica), address, hardware.parts_of_server - 1, os.environ.get(TOKEN, ""), port)
     except OSError as error:

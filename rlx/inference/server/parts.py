@@ -63,6 +63,14 @@ def own_address(several_hosts: bool, environ: Mapping[str, str]) -> str:
     return found
 
 
+def own_port(environ: Mapping[str, str]) -> int:
+    """The port at which engines ask the head for their place; 0: any free one. Raises OSError, with a message for the user."""
+    text = environ.get(PORT) or "0"
+    if not (text.isdecimal() and int(text) < 2**16):
+        raise OSError(f"{PORT}={text} is no port: set it to a number below 65536, or leave it out for a free one")
+    return int(text)
+
+
 def end(why: str) -> None:
     """End this process at once."""
     print(why, file=sys.stderr, flush=True)
