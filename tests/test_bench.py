@@ -24,7 +24,7 @@ from rlx.metrics import METRICS, read_metrics
 from rlx.paths import RunPaths
 from rlx.plan.explain import explain
 from rlx.plan.make import make_plan
-from rlx.runs.measured import PARTS, SPEEDS, measured
+from rlx.runs.measured import SPEEDS, STAGES, measured
 
 RL, INFERENCE = ({"bench": True, "bench_role": role} for role in ("rl", "inference"))
 
@@ -138,7 +138,7 @@ def test_a_run_without_a_complete_step_has_no_numbers() -> None:
 
 def test_every_metric_that_is_read_exists() -> None:
     read = {name for sources in SPEEDS.values() for names in sources.values() for name in names}
-    assert read | {name for parts in PARTS.values() for name in parts} <= set(METRICS)
+    assert read | {name for parts in STAGES.values() for name in parts} <= set(METRICS)
 
 
 def test_operations_of_a_forward_are_those_counted_by_hand() -> None:

@@ -13,22 +13,10 @@ from rlx.checkpoints.folders import steps as checkpoints
 from rlx.cli.display import LINE_INTERVAL, OF_ONE_RUN, Display, clock, count, short_name, sparkline, started_as, tell
 from rlx.config.schema import EvaluatedRun
 from rlx.rollout.failures import in_words
+from rlx.runs.measured import STAGES
 
 STOPPED = ("interrupted", "preempted")  # states of a run that was stopped from outside
 WAITS = 0.15  # share of its time above which one side is said to wait for the other
-STAGES = {  # source -> metric -> displayed name
-    "trainer": {
-        "time/wait_batch": "wait for batch",
-        "time/forward_backward": "forward and backward",
-        "time/optimizer": "optimizer",
-        "time/broadcast": "gather weights",
-    },
-    "orchestrator": {
-        "time/wait_rollouts": "wait for rollouts",
-        "time/wait_weights": "wait for weights",
-        "time/update_weights": "update servers",
-    },
-}
 
 
 class Console(Display):

@@ -8,11 +8,12 @@ import sys
 import time
 from pathlib import Path
 
-from rlx.cli.console import STAGES, Console
+from rlx.cli.console import Console
 from rlx.cli.display import OF_ONE_RUN, clock, count, sparkline, started_as
 from rlx.config.schema import SftRoot
 from rlx.config.shipped import shipped_groups
 from rlx.rollout.synthesized import METADATA
+from rlx.runs.measured import STAGES
 
 LOSS, VAL = "loss/nll", "val/loss"
 LEFT_OUT = {
