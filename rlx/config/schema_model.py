@@ -256,8 +256,10 @@ class HardwareConfig:
         """Engines of a server that are in one process, and so on one host."""
         if self.data_parallel_local is not None:
             return self.data_parallel_local
-        most = self.gpus_per_node // self.tensor_parallel if self.device == "cuda" else self.data_parallel
-        return max(size for size in range(1, self.data_parallel + 1) if self.data_parallel % size == 0 and size <= max(most, 1))
+        if self.device != "cuda":
+            return self.data_parallel
+        most = min(self.gpus_per_node // self.tensor_parallel, self.data_parallel)
+        return next((size for size in range(most, 1, -1) if self.data_parallel % size == 0), 1)
 
     @property
     def parts_of_server(self) -> int:

@@ -261,7 +261,7 @@ def parallel_heads(cfg: Config, of: Show) -> Iterator[str]:
 
 
 def _divisors(number: int, key: str = "hardware.tensor_parallel") -> str:
-    return f"{key}=" + ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+    return f"{key}=" + ", ".join(str(n) for n in range(1, min(number, 4096) + 1) if number % n == 0)
 
 
 @rule("hardware", "model.num_experts", "inference.vllm", "inference.base_url")
