@@ -14,7 +14,7 @@ from trainer_examples import make_model
 from rlx.models.load import load_policy
 from rlx.models.tiny import VOCABULARY, build_tokenizer
 
-SERVED = ("llama", "qwen2", "phi3", "qwen3_moe")
+SERVED = ("llama", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("qwen2", "phi3")), "qwen3_moe")
 SIZES = {
     "vocab_size": len(VOCABULARY), "hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "max_position_embeddings": CONTEXT,
     "eos_token_id": EOS, "bos_token_id": None, "initializer_range": 0.1,

@@ -61,6 +61,7 @@ def test_a_killed_launcher_leaves_nothing_behind(start):
     assert job.status()["state"] == "failed"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
 def test_an_interrupted_run_ends_cleanly(start, number):
     job = start("run", *LONG)

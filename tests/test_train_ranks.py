@@ -210,7 +210,7 @@ def test_gradients_metrics_and_weights_of_several_processes_equal_those_of_one(c
 
 
 @pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.nightly
 def test_compiled_layers_recomputed_in_part_and_sharded_give_the_gradients_of_eager_ones(tmp_path):
     load = FLOAT32 | {"compile": True}
     hf = make_model(LlamaConfig, tie_word_embeddings=False, num_hidden_layers=1)
