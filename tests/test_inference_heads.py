@@ -30,8 +30,8 @@ ALONE = one_process(torch.device("cpu"))
 SEPARATE = "from rlx.roles import inference\ninference.runs_in_process = lambda config: False\ninference.end_at_once(inference.main)\n"
 
 PLAIN_RELOAD = f"""
-from rlx.inference.server import engine
-engine.keep_weights = lambda: None
+from rlx.inference.server import start
+start.keep_weights = lambda: None
 {START}
 """
 
