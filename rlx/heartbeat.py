@@ -13,12 +13,13 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlx.paths import RunPaths, listed, write_text
+from rlx.paths import RunPaths, arrived, listed, write_text
+from rlx.waiting import wait_for
 
 INTERVAL = 0.5  # seconds between two writes of an unchanged phase
 ABSENT = 10.0  # seconds without a look after which the looker was stopped itself, and perhaps the others with it
@@ -149,3 +150,13 @@ def read_heartbeats(paths: RunPaths) -> dict[str, dict]:
         except (OSError, ValueError):
             continue
     return found
+
+
+def wait_for_model(paths: RunPaths, timeout: float, tick: Callable[[], None]) -> str:
+    """Folder or hub name of the initial model. Waits until it exists, for at most `timeout` seconds in which `prepare` is not at work.
+
+    `tick` is called at every poll. Raises WaitTimeout.
+    """
+    what = f"the initial model ({paths.initial_model})"
+    name = wait_for(lambda: arrived(paths.initial_model), what, timeout, tick=tick, excused=AtWork(paths, "prepare"))
+    return name.decode().strip()

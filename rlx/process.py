@@ -11,6 +11,7 @@ import errno
 import gc
 import logging
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -72,11 +73,15 @@ def _lives(pid: int) -> bool:
 
 
 def peak_memory() -> int:
-    """Bytes of the largest resident memory of this process so far, with pages that it shares with others."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return 1024 * int(line.split()[1])
-    raise RuntimeError("/proc/self/status has no VmHWM")
+    """Bytes of the largest resident memory of this process so far, with pages that it shares with others.
+
+    Linux's own number for `resource.getrusage` may be that of the process which started this one.
+    """
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except FileNotFoundError:  # macOS, which counts in bytes
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
 
 def set_cpu_threads(threads: int) -> None:

@@ -80,7 +80,7 @@ def test_a_server_on_a_gpu_ends_at_its_start_where_triton_cannot_compile(
     monkeypatch.setattr(inference, "os", SimpleNamespace(register_at_fork=lambda **_: None, environ={}))
     monkeypatch.setattr(inference, "load_play", lambda _: config(layout))
     monkeypatch.setattr(inference, "listen", lambda *_: None)
-    monkeypatch.setattr(inference, "wait_for", wait)
+    monkeypatch.setattr(inference, "wait_for_model", wait)
     monkeypatch.setattr(inference, "CHECK", (sys.executable, "-c", "raise SystemExit('Triton cannot compile')"))
     monkeypatch.setitem(sys.modules, "rlx.inference.server.app", SimpleNamespace())
     monkeypatch.setattr(sys, "argv", ["inference", "--run-dir", str(tmp_path)])

@@ -17,7 +17,6 @@ from rlx.config.evaluated import played
 from rlx.config.schema import Config, EnvConfig, PlayRoot
 from rlx.envs.base import Environment, Local, sampling_of
 from rlx.envs.wire import Settings
-from rlx.paths import arrived
 from rlx.process import hidden, importing
 
 if TYPE_CHECKING:
@@ -154,27 +153,13 @@ def check_chat(envs: Mapping[str, Environment], config: PlayRoot, chat: Chat) ->
         raise ValueError(text)
 
 
-def wait_for_model(config: PlayRoot, paths: RunPaths, beat: Callable[[str], None]) -> str:
-    """Folder or hub name of the initial model. Waits until that model exists."""
-    from rlx.heartbeat import WAITING_FOR_MODEL, AtWork
-    from rlx.waiting import wait_for
-
-    name = wait_for(
-        lambda: arrived(paths.initial_model),
-        f"the initial model ({paths.initial_model})",
-        config.inference.startup_timeout,
-        tick=lambda: beat(WAITING_FOR_MODEL),
-        excused=AtWork(paths, "prepare"),
-    )
-    return name.decode().strip()
-
-
 def load_tokenizer(config: PlayRoot, paths: RunPaths, beat: Callable[[str], None]) -> Chat:
     """The chat format of the initial model. Waits until that model exists."""
+    from rlx.heartbeat import WAITING_FOR_MODEL, wait_for_model
     from rlx.policy.chat import load_chat
     from rlx.policy.templates import ends_of, tokenizer_of
 
-    source = wait_for_model(config, paths, beat)
+    source = wait_for_model(paths, config.inference.startup_timeout, lambda: beat(WAITING_FOR_MODEL))
     keeps_tokens = config.orchestrator.trajectory_strategy == "interleaved"
     # An environment in this process, or the code that came with a tokenizer, may use torch through transformers.
     others = config.model.trust_remote_code or not all(workers_of(config, env) for env in played(config).values())

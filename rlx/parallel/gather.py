@@ -1,8 +1,8 @@
 """A sharded tensor made whole on one rank.
 
 A tensor that is divided by rows among the ranks of one group is sent to the rank that wants it: the others receive nothing and allocate
-nothing, and calls for different ranks overlap on CUDA. Any other division (rows that are divided twice, over `tensor` or `expert`) is
-gathered by every rank: torch knows how these lie, and such groups are within a host.
+nothing. Any other division (rows that are divided twice, over `tensor` or `expert`) is gathered by every rank, because torch knows how it
+lies.
 """
 
 from __future__ import annotations

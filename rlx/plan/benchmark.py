@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rlx.config.schema import Config, SftRoot
 
+WARMUP = 3  # steps that are not counted, if there are more: they allocate and compile
 TRAINED = "random tokens, {}; no servers, environments, weights or checkpoints"
 
 
@@ -12,7 +13,7 @@ def benchmark(cfg: Config | SftRoot) -> list[tuple[str, str]]:
     if cfg.measured is None:
         return []
     variable = (cfg.data.length if isinstance(cfg, SftRoot) else cfg.bench_length) == "variable"
-    steps = f"{cfg.max_steps:,}; medians over those after the first three"
+    steps = f"{cfg.max_steps:,}; medians over those after the first {WARMUP}, if there are more"
     if cfg.measured == "trainer":
         samples = f"samples of {'1 to ' if variable else ''}{cfg.seq_len:,} tokens"
         return [("measures", "the trainer alone"), ("input", TRAINED.format(samples)), ("steps", steps)]

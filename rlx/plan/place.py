@@ -28,7 +28,7 @@ def place_servers(cfg: PlayRoot) -> list[Place]:
         raise ConfigError(
             f"hardware={hardware.name}: {_servers(cfg)} do not fit on "
             f"{hardware.nodes} × {hardware.gpus_per_node} GPUs (hardware.nodes × hardware.gpus_per_node), {_together(cfg)}.\n"
-            f"  fix: lower {_keys(cfg)}, or choose another hardware="
+            f"  fix: lower one of {_keys(cfg)}, or choose another hardware="
         )
     return [(part // by_host, tuple(range(part % by_host * size, (part % by_host + 1) * size))) for part in range(parts)]
 
@@ -47,12 +47,9 @@ def _together(cfg: PlayRoot | TrainingRoot) -> str:
 
 
 def _keys(cfg: PlayRoot | TrainingRoot) -> str:
-    several = "hardware.data_parallel, " if cfg.hardware.data_parallel > 1 else ""
-    return (
-        f"hardware.inference_replicas, {several}hardware.tensor_parallel"
-        if several
-        else "hardware.inference_replicas or hardware.tensor_parallel"
-    )
+    """The keys that make the servers' size."""
+    several = ["hardware.data_parallel"] if cfg.hardware.data_parallel > 1 else []
+    return ", ".join(["hardware.inference_replicas", *several, "hardware.tensor_parallel"])
 
 
 def place(cfg: TrainingRoot) -> tuple[list[Place], list[Place]]:
@@ -84,7 +81,7 @@ def place(cfg: TrainingRoot) -> tuple[list[Place], list[Place]]:
             f"hardware={hardware.name}: {_servers(cfg)} and "
             f"trainer_processes={cfg.trainer_ranks} do not fit on {hardware.nodes} × {hardware.gpus_per_node} GPUs "
             f"(hardware.nodes × hardware.gpus_per_node), {_together(cfg)}, and the trainer on one host or on whole ones.\n"
-            "  fix: lower hardware.inference_replicas, hardware.tensor_parallel or hardware.trainer_processes, or choose another hardware="
+            f"  fix: lower one of {_keys(cfg)}, hardware.trainer_processes, or choose another hardware="
         )
     return inference, trainers
 

@@ -7,6 +7,7 @@ cross-entropy may train on them: `rlx.config.checks.teacher` refuses everything 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,8 +45,8 @@ class TaughtPolicy:
     def episode(self, task: Task, member: int, attempt: int) -> TaughtEpisode:
         first = crc32(f"{task.env} {task.index}".encode()) + attempt  # indices alone have a pattern: the environments of a mix take turns
         places = [(first + more) % len(self.endpoints) for more in range(len(self.endpoints))]
-        rested = time.monotonic() - REST
-        place = next((each for each in places if self._failed.get(each, rested) <= rested), places[0])
+        now = time.monotonic()
+        place = next((each for each in places if now - self._failed.get(each, -math.inf) >= REST), places[0])
         return TaughtEpisode(self, self.endpoints[place].episode(task, member, attempt), place)
 
     async def ask(self, place: int, request: Callable[[], Awaitable[Reply]]) -> Reply:

@@ -17,14 +17,14 @@ from pathlib import Path
 
 from rlx.config.load import load_play
 from rlx.config.schema import PlayRoot
-from rlx.heartbeat import SERVING, WAITING_FOR_MODEL, AtWork, Heartbeat
+from rlx.heartbeat import SERVING, WAITING_FOR_MODEL, Heartbeat, wait_for_model
 from rlx.inference.server.arguments import engine_arguments, environment
 from rlx.inference.server.parts import Part, meeting_file
 from rlx.parallel.rendezvous import TOKEN
-from rlx.paths import RunPaths, arrived
+from rlx.paths import RunPaths
 from rlx.process import die_with_parent, end_at_once, host_name, importing
 from rlx.stacks import answer
-from rlx.waiting import WaitTimeout, wait_for
+from rlx.waiting import WaitTimeout
 from rlx.weights.hub import fetch
 
 log = logging.getLogger("rlx.headless")
@@ -64,14 +64,8 @@ def main() -> int:
     except WaitTimeout as error:
         print(error, file=sys.stderr)
         return 1
-    found = wait_for(
-        lambda: arrived(paths.initial_model),
-        f"the initial model ({paths.initial_model})",
-        patience,
-        tick=lambda: heartbeat.beat(WAITING_FOR_MODEL),
-        excused=AtWork(paths, "prepare"),
-    )
-    return keep(config, replica, part, fetch(found.decode().strip(), heartbeat), head, heartbeat)
+    model = wait_for_model(paths, patience, lambda: heartbeat.beat(WAITING_FOR_MODEL))
+    return keep(config, replica, part, fetch(model, heartbeat), head, heartbeat)
 
 
 def keep(config: PlayRoot, replica: int, part: int, model: Path, head: Part, heartbeat: Heartbeat) -> int:

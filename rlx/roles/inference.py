@@ -25,15 +25,15 @@ from typing import TYPE_CHECKING, Any
 from rlx.config.chat_format import template_path
 from rlx.config.load import load_play
 from rlx.config.schema import PlayRoot
-from rlx.heartbeat import SERVING, WAITING_FOR_MODEL, AtWork, Heartbeat
+from rlx.heartbeat import SERVING, WAITING_FOR_MODEL, Heartbeat, wait_for_model
 from rlx.inference.endpoints import bind, endpoint_file, publish_endpoint
 from rlx.inference.server.arguments import engine_arguments, environment, runs_in_process
 from rlx.inference.server.parts import Head, meeting_file, own_address, own_port
 from rlx.parallel.rendezvous import TOKEN
-from rlx.paths import RunPaths, arrived
+from rlx.paths import RunPaths
 from rlx.process import die_with_parent, end_at_once, importing
 from rlx.stacks import answer
-from rlx.waiting import UNFIT, wait_for
+from rlx.waiting import UNFIT
 from rlx.weights.hub import fetch
 
 if TYPE_CHECKING:
@@ -80,14 +80,8 @@ def main() -> int:
     if checking is not None and not compiled(checking, config.inference.startup_timeout, heartbeat):
         return 1  # it has said why
     heartbeat.beat(WAITING_FOR_MODEL)
-    name = wait_for(
-        lambda: arrived(paths.initial_model),
-        f"the initial model ({paths.initial_model})",
-        config.inference.startup_timeout,
-        tick=lambda: heartbeat.beat(WAITING_FOR_MODEL),
-        excused=AtWork(paths, "prepare"),
-    )
-    model = fetch(name.decode().strip(), heartbeat)
+    name = wait_for_model(paths, config.inference.startup_timeout, lambda: heartbeat.beat(WAITING_FOR_MODEL))
+    model = fetch(name, heartbeat)
     return uvloop.run(serve(config, replica, model, sock, paths, heartbeat, head))
 
 

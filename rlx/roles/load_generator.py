@@ -25,8 +25,7 @@ import numpy as np
 
 from rlx.config.load import load_run
 from rlx.config.schema import Config
-from rlx.envs.load import wait_for_model
-from rlx.heartbeat import INTERVAL, Heartbeat
+from rlx.heartbeat import INTERVAL, WAITING_FOR_MODEL, Heartbeat, wait_for_model
 from rlx.inference.fleet import Fleet
 from rlx.inference.protocol import Device
 from rlx.inference.replica import memory_of
@@ -121,9 +120,8 @@ class LoadGenerator:
 
     async def _load(self) -> None:
         for step in range(self.config.max_steps):
-            self.step, self.tally = step, Tally()
             samples = enumerate(chain.from_iterable(self.source.receive(step).mini_batches))
-            self.tally.began = time.perf_counter()
+            self.step, self.tally = step, Tally()
             await all_of(self._lane(samples) for _ in range(self.config.load))
             ended = time.perf_counter()
             self.devices = await self.fleet.devices()
@@ -194,7 +192,7 @@ async def generate_load(config: Config, paths: RunPaths, flops: Flops, heartbeat
 def main() -> int:
     """The role as a process. Returns its exit code."""
     config, paths, heartbeat = begin("load_generator", __doc__, load_run)
-    source = wait_for_model(config, paths, heartbeat.beat)
+    source = wait_for_model(paths, config.inference.startup_timeout, lambda: heartbeat.beat(WAITING_FOR_MODEL))
     heartbeat.beat("importing torch")
     from rlx.train.flops import flops_of
 

@@ -51,7 +51,7 @@ class History:
 
     @property
     def steps(self) -> int:
-        """Finished steps, in all attempts: the trainer's."""
+        """Finished steps, in all attempts."""
         return max(self.records[self.counted], default=-1) + 1
 
     @property

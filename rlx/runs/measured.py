@@ -12,8 +12,8 @@ from typing import Any
 from rlx.config.kv_cache import kv_cache_bytes
 from rlx.config.memory import engine_memory, trainer_memory
 from rlx.config.schema import PlayRoot, TrainingRoot
+from rlx.plan.benchmark import WARMUP
 
-WARMUP = 3  # steps that are not counted, if there are more
 Record = Mapping[str, Any]
 Records = Mapping[str, Mapping[int, Record]]  # by source and step
 

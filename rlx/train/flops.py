@@ -17,7 +17,6 @@ as in other frameworks' numbers, although this trainer computes it only for trai
 from __future__ import annotations
 
 import re
-import resource
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlx.models.compiled import num_graphs
 from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import Mesh
+from rlx.process import peak_memory
 from rlx.types import StepBatch
 
 OTHER_SLOT = re.compile(r"\.slots\.[1-9]")  # names of the parameters of all adapters but one (`rlx.models.slots`)
@@ -165,4 +165,4 @@ class Meter:
         """Of this rank, GiB."""
         if self.mesh.device.type == "cuda":
             return self.mesh.peak_memory()
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        return peak_memory() / 2**30

@@ -6,9 +6,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlx.heartbeat import FETCHING, AtWork, Heartbeat
-from rlx.paths import RunPaths, arrived
-from rlx.waiting import wait_for
+from rlx.heartbeat import FETCHING, WAITING_FOR_MODEL, Heartbeat, wait_for_model
+from rlx.paths import RunPaths
 
 if TYPE_CHECKING:
     from rlx.config.schema import TrainingRoot
@@ -54,15 +53,9 @@ def initial_model(cfg: TrainingRoot, paths: RunPaths, mesh: Mesh, watch: Watch) 
 
     Raises Preempted if there is only one trainer process; several ranks leave later, together.
     """
-    path = paths.initial_model
-    watch.beat("waiting for the initial model")
+    watch.beat(WAITING_FOR_MODEL)
     tick = watch.tick if mesh.world_size == 1 else watch.beat_on  # several ranks leave together, with a checkpoint
-
-    def read() -> bytes:
-        what = f"the initial model ({path})"
-        return wait_for(lambda: arrived(path), what, TIMEOUT, poll=0.05, tick=tick, excused=AtWork(paths, "prepare"))
-
-    name = mesh.read(read).decode().strip()
+    name = mesh.read(lambda: wait_for_model(paths, TIMEOUT, tick).encode()).decode()
     for wanted in filter(None, (name, cfg.ref.name)):
         fetch(wanted, watch.heartbeat)  # on every rank, before collectives: a download may exceed their timeout
     return name

@@ -105,8 +105,8 @@ def offload_from_a_gpu(cfg: TrainingRoot, of: Show) -> Iterator[str]:
         yield f"on a CPU everything lies in host memory already: {of(name)} with {of('hardware.device')}.\nSet {name}=false."
     if all(on.values()):
         yield (
-            f"what one keeps in host memory includes what the other does: {of('trainer.fsdp_cpu_offload')} with "
-            f"{of('trainer.optim_cpu_offload')}.\nSet one of them to false; with trainer.optim_cpu_offload the GPU makes the updates."
+            f"{of('trainer.fsdp_cpu_offload')} keeps the optimizer's state in host memory, too, so {of('trainer.optim_cpu_offload')} adds "
+            "nothing.\nSet one of them to false. With trainer.optim_cpu_offload alone the GPU makes the updates."
         )
 
 

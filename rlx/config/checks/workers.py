@@ -33,9 +33,10 @@ def another_python(cfg: Config, of: Show) -> Iterator[str]:
 
 def _where_python_is_set(cfg: Config, name: str) -> str:
     """The section that says which Python an environment has: an evaluation takes that of the mix unless it has its own."""
-    own = section_of(name)
-    entry = cfg.eval.envs.get(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else None
-    return own.removeprefix("eval.") if name.startswith(PREFIX) and (entry is None or entry.python is None) else own
+    own, entry = section_of(name), cfg.eval.envs.get(name.removeprefix(PREFIX))
+    if not name.startswith(PREFIX) or (entry is not None and entry.python is not None):
+        return own
+    return own.removeprefix("eval.")
 
 
 @rule("envs", "model.warm_start")
