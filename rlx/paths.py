@@ -122,6 +122,12 @@ class RunPaths:
         """The state of trainer and orchestrator after `step` training steps; complete when it contains `COMPLETE`."""
         return self.checkpoints / f"step_{step}"
 
+    def make_folders(self) -> None:
+        """Create the folders in which a host looks for what others write, before any looks: a network file system may tell a host for a
+        minute that a folder does not exist which it has asked for too early."""
+        for folder in (self.weights, self.batches, self.checkpoints, self.endpoints, self.heartbeats, self.stalls):
+            folder.mkdir(parents=True, exist_ok=True)
+
     def ask_to_give_way(self) -> None:
         """Create the file `preempt`. An existing file keeps its time, that of the first notice."""
         with contextlib.suppress(FileExistsError):
@@ -129,7 +135,10 @@ class RunPaths:
 
 
 def listed(path: Path) -> bool:
-    """Whether a path exists, by listing its folder: a network file system may cache for a minute that a name does not exist."""
+    """Whether a path exists, by listing its folder: a network file system may cache for a minute that a name does not exist.
+
+    The same holds for the folder's name. Where it may appear later, ask for the folder first: `listed(folder) and listed(folder / name)`.
+    """
     try:
         return path.name in os.listdir(path.parent)
     except FileNotFoundError:

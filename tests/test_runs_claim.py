@@ -40,7 +40,6 @@ def finished(root: Path) -> RunPaths:
     """A run that has ended."""
     paths, lock = make(settled(root))
     Status(state="completed").write(paths)
-    (root / "weights").mkdir()
     lock.close()
     return paths
 
@@ -58,6 +57,8 @@ def test_a_run_directory_holds_everything_that_is_needed_to_do_it_again(tmp_path
     if provenance["source"]["diff"]:
         assert (paths.root / provenance["source"]["diff"]).read_text().startswith("diff --git")
     assert paths.initial_model.read_text() == "Qwen/Qwen3-8B\n"
+    looked_into = {"weights", "batches", "checkpoints", "endpoints", "heartbeats", "stalls"}
+    assert looked_into <= {path.name for path in paths.root.iterdir()}, "another host must not look for a folder before it is there"
 
 
 def test_a_secret_is_in_one_file_of_the_run_and_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,9 +167,9 @@ def test_an_existing_run_is_refused_and_clean_replaces_it(tmp_path: Path) -> Non
     finished(tmp_path / "run")
     with pytest.raises(ConfigError, match="clean=true"):
         make(settled(tmp_path / "run"))
-    assert (tmp_path / "run" / "weights").exists()
+    (tmp_path / "run" / "weights" / "step_1").mkdir()
     make(settled(tmp_path / "run", clean=True))
-    assert not (tmp_path / "run" / "weights").exists()
+    assert not (tmp_path / "run" / "weights" / "step_1").exists()
     assert not (tmp_path / "run" / "status.json").exists()
     assert load_run(tmp_path / "run").clean is False  # otherwise reproducing the run would delete files
 

@@ -31,7 +31,8 @@ SEES = """
 import os, sys
 from pathlib import Path
 from rlx.launch.local import RunLock
-from rlx.paths import arrived, listed
+from rlx.paths import RunPaths, arrived, listed
+from rlx.weights.subscribe import Subscriber
 here, elsewhere = map(Path, sys.argv[1:])
 for name in ("endpoint.json", "status.json"):
     assert not listed(here / name) and not (here / name).exists()
@@ -41,6 +42,13 @@ assert listed(here / "endpoint.json"), "a listing of the folder is never from th
 assert arrived(here / "endpoint.json") is None, "listed, but not to be opened yet"
 (elsewhere / "model.txt").write_text("name")
 assert arrived(here / "model.txt") == b"name"
+RunPaths(elsewhere / "run").make_folders()
+found = Subscriber(RunPaths(here / "run"))
+assert found.latest() is found.at(1) is None and not found.on_disk(1)
+folder = RunPaths(elsewhere / "run").weights_of(1)
+folder.mkdir()
+(folder / "COMPLETE").write_text("{}")
+assert found.on_disk(1) and found.latest() == found.at(1), "versions are asked for before they are there"
 lock, other = RunLock(here / "run.lock"), RunLock(here / "run.lock")
 assert lock.exclusive() and not other.exclusive(), "processes of one host keep apart"
 """

@@ -89,7 +89,7 @@ class Checkpoints:
         folder = folders.writing(self.paths, step)
         self._or_fail(step, self._finish_pruning)  # the new checkpoint may need the freed space
         if self.first:
-            self._or_fail(step, lambda: folders.begin(self.paths, step))
+            self._or_fail(step, lambda: self._begin(step))
         self.mesh.barrier()
         progress = Progress(step, self.trainer.updates)
         saver = self._the_saver()
@@ -126,6 +126,11 @@ class Checkpoints:
     def writing(self) -> bool:
         """Whether a checkpoint is not complete yet."""
         return self._pending is not None
+
+    def _begin(self, step: int) -> None:
+        folder = folders.begin(self.paths, step)
+        if self.with_orchestrator:
+            (folder / folders.ORCHESTRATOR).mkdir()  # this host looks into it before the orchestrator's host writes there
 
     def _answered(self, step: int) -> bool:
         """Whether the orchestrator's part of a checkpoint is there; only rank 0 waits for it."""

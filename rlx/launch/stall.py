@@ -23,7 +23,7 @@ from typing import Any
 
 from rlx.descendants import start_time
 from rlx.heartbeat import FETCHING, SILENT, in_phase
-from rlx.paths import RunPaths, write_text
+from rlx.paths import RunPaths, listed, write_text
 from rlx.stacks import boot
 
 ANSWER = 8.0  # seconds that the processes have to answer
@@ -261,7 +261,7 @@ def answers(paths: RunPaths, name: str) -> bool | None:
 
 def _read(file: Path) -> dict[str, Any] | None:
     try:
-        return dict(json.loads(file.read_text()))
+        return dict(json.loads(file.read_text())) if listed(file) else None
     except (OSError, ValueError):
         return None
 

@@ -359,6 +359,7 @@ def _refuse_taken(paths: RunPaths, *, clean: bool) -> None:
 def _fill(paths: RunPaths, cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> None:
     write_provenance(paths, cfg)
     _keep_secrets(paths, cfg)
+    paths.make_folders()
     if isinstance(cfg, PlayWithModel) and (started_from := initial_model(cfg)) is not None:
         write_text(paths.initial_model, f"{started_from}\n")
     elif not cfg.model.prepared and not paths.initial_model.exists() and not _is_member(cfg):

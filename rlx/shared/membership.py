@@ -64,7 +64,7 @@ class Presence:
 def is_present(paths: RunPaths) -> bool:
     """Whether the process that holds the presence in this directory is alive."""
     path = _present(paths)
-    if not listed(path):
+    if not (listed(path.parent) and listed(path)):
         return False
     try:
         fd = os.open(path, os.O_RDWR)
@@ -130,7 +130,7 @@ class Member:
 
     def check(self) -> bool:
         """Whether the run is being trained, or is done. Raises PutOut if the trainer put it out, or is gone."""
-        found = answered(self.paths) if listed(_answer(self.paths)) else None
+        found = answered(self.paths)
         if found is not None and found.token == self.token:
             if found.state == "out":
                 raise PutOut(f"the shared trainer in {self.host.root} does not train this run: {found.why}")
@@ -168,8 +168,8 @@ def _answer(paths: RunPaths) -> Path:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """A file that appears whole; None without one."""
-    if not listed(path):
+    """A file of the membership, which appears whole; None without one."""
+    if not (listed(path.parent) and listed(path)):
         return None
     try:
         return json.loads(path.read_text())

@@ -38,8 +38,7 @@ class Subscriber:
         offer = read_offer(self.paths)
         if offer is not None and offer.version == version:
             return offer
-        folder = self.paths.weights_of(version)
-        return files.version_at(folder, version) if listed(folder) and listed(folder / COMPLETE) else None
+        return files.version_at(self.paths.weights_of(version), version) if self.on_disk(version) else None
 
     def check_offered(self, version: int) -> None:
         """Raise FileNotFoundError for a version that `at` does not find, unless the trainer offers versions from memory: over files no
@@ -52,7 +51,8 @@ class Subscriber:
 
     def on_disk(self, version: int) -> bool:
         """Whether the version has files. Version 0 has none: it is the initial model."""
-        return listed(self.paths.weights_of(version) / COMPLETE)
+        folder = self.paths.weights_of(version)
+        return listed(folder) and listed(folder / COMPLETE)
 
     def prune(self, keep_last: int, protect: Collection[int]) -> None:
         """Delete the files of all versions except the newest `keep_last` and those in `protect`."""
