@@ -1,6 +1,6 @@
 # make train [ARGS="loss=gspo seed=1"]   install, then run the main job
 # make install EXTRA=cpu                 install the CPU packages even if there is a GPU; EXTRA=gpu: the GPU packages even if there is none
-# make test-fast                         install, then run the quick tests, of which none starts vLLM or SLURM (3 to 4 minutes on two cores)
+# make test-fast                         install, then run the quick tests, of which none starts vLLM or SLURM (under 2 minutes on two cores)
 # make test                              these, then one of each kind on real vLLM, real processes and, as root on Debian, on a real SLURM
 #                                        that the tests install, start and stop
 # make test-long                         what make test leaves out: every role killed, every kind of requeue, the comparison with TRL

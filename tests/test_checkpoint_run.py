@@ -40,6 +40,8 @@ from rlx.runs.rewind import rewind
 from rlx.waiting import Preempted, first_failure
 from rlx.weights.files import verify
 
+pytestmark = pytest.mark.slow
+
 # the orchestrator's part
 
 

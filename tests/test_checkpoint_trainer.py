@@ -149,7 +149,7 @@ def test_adapters_of_another_model_are_refused(model: str, tmp_path: Path) -> No
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("rank", [0, 4], ids=["all", "adapters"])
+@pytest.mark.parametrize("rank", [0, pytest.param(4, marks=pytest.mark.nightly)], ids=["all", "adapters"])
 def test_ranks_may_change_from_two_to_one_and_from_one_to_two(model: str, tmp_path: Path, rank: int) -> None:
     def job(name: str, first: int, last: int, **keys: Any) -> Job:
         return Job(**{"model": model, "out": str(tmp_path / name), "first": first, "last": last, "rank": rank} | keys)

@@ -13,6 +13,8 @@ from rlx.config.errors import ConfigError
 from rlx.config.load import compose, load_run
 from rlx.config.roots import TRAIN
 
+pytestmark = pytest.mark.slow
+
 MINE = """\
 defaults:
   - train

@@ -19,6 +19,8 @@ from rlx.config.targets import must_be_built
 from rlx.plan.make import make_plan
 from rlx.train.nodes import check_built
 
+pytestmark = pytest.mark.slow
+
 GROUPS = (
     "model",
     "env",

@@ -20,6 +20,8 @@ from rlx.config.schema import Config
 from rlx.config.signatures import read_signature, signature_of
 from rlx.config.tree import leaves
 
+pytestmark = pytest.mark.slow
+
 MODULE = """
 import functools
 

@@ -15,6 +15,8 @@ from rlx.data.conversations import Conversation, RowError
 from rlx.data.masks import Marked, mark
 from rlx.policy.chat import Chat
 
+pytestmark = pytest.mark.slow
+
 Parts = list[tuple[str, str | None]]
 """A conversation as pieces of text, each with the role that said it; None: the template's own."""
 

@@ -21,6 +21,8 @@ from rlx.data.masks import Marked, as_turn, mark
 from rlx.policy.chat import Chat, continued, load_chat
 from rlx.rollout.samples import merge
 
+pytestmark = pytest.mark.slow
+
 Says = Callable[[dict[str, Any]], str]
 
 

@@ -25,6 +25,8 @@ from rlx.preflight.doctor import Examined, Finding
 from rlx.preflight.doctor_node import _wait, job_options
 from rlx.preflight.doctor_services import CHECKS, gpus_of, judge_gpus, minutes
 
+pytestmark = pytest.mark.slow
+
 
 def config(*overrides: str) -> Config:
     return compose([*overrides, "dry_run=true"], environ={}).cfg
@@ -339,7 +341,6 @@ def test_a_job_that_ends_without_findings_shows_its_output(tmp_path, monkeypatch
     assert _wait("7", tmp_path / "findings_7.json", tmp_path / "out")["host"] == "node1"
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_ranks_reduce_and_a_failure_of_one_is_the_answer():
     from rlx.parallel.probe import reduce_over
@@ -360,7 +361,6 @@ echo "Submitted batch job 7"
 COMMANDS = {"sbatch": SBATCH, "srun": "#!/bin/sh\n", "scontrol": "#!/bin/sh\necho node9\n", "squeue": "#!/bin/sh\necho '7|RUNNING'\n"}
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_node_is_examined_by_a_job(tmp_path, monkeypatch, capsys):
     """submitit and the job's script are real, sbatch is a stand-in that runs the script here."""

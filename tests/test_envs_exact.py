@@ -23,6 +23,8 @@ from rlx.types import Group, Rollout
 sys.path.insert(0, OUTSIDE)
 from rlx_test_envs import words
 
+pytestmark = pytest.mark.slow
+
 
 def play(env: Any, generator: Any, **keys: Any) -> Rollout:
     env.policy = policy_of(generator, **keys)

@@ -12,6 +12,8 @@ import pytest
 import rlx_math
 from policy_stand_in import load, play_texts
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def checker() -> rlx_math.Checker:
@@ -80,7 +82,6 @@ def test_what_is_no_plain_number_is_refused_at_once(text: str) -> None:
     assert rlx_math.to_number(text) is None
 
 
-@pytest.mark.slow
 def test_math_verify_decides_where_numbers_do_not(checker: rlx_math.Checker) -> None:
     right = [("x(x+1)", "x^2 + x"), ("\\sqrt{12}", "2\\sqrt{3}"), ("(1, 2)", "(1,2)"), ("x = 4", "4"), ("-9-8i", "-9.0 - 8.0i")]
     wrong = [("x(x+2)", "x^2 + x"), ("(2, 1)", "(1,2)"), ("", "4"), ("}{", "4"), ("1" * 500, "4"), ("0.33", "\\frac{1}{3}")]
@@ -104,7 +105,6 @@ def test_a_comparison_that_would_take_for_ever_ends_and_delays_no_other(checker:
     assert ended["y + 2"] < min(ended["9^{9^9}"], ended["9^{9^{9^9}}"])
 
 
-@pytest.mark.slow
 def test_a_math_process_that_dies_is_replaced(checker: rlx_math.Checker) -> None:
     equal(checker, ("1 + x", "x + 1"))
     assert checker._process is not None

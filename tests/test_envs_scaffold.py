@@ -17,6 +17,8 @@ from rlx.envs import about, catalog
 from rlx.envs.kinds import kind_of
 from rlx.envs.scaffold import FLAVOURS
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 ARGUMENTS = {"single-turn": [], "multi-turn": ["--kind", "multi-turn"], "tools": ["--kind", "tools"], "v1": ["--v1"]}
 
@@ -32,7 +34,6 @@ def test_every_flavour_can_be_written() -> None:
     assert set(ARGUMENTS) == set(FLAVOURS)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_a_new_package_is_clean_passes_its_own_test_and_trains_by_the_printed_command(
     flavour: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

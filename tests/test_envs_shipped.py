@@ -29,6 +29,8 @@ from rlx.envs.base import sampling_of
 from rlx.models.tiny import build_tokenizer
 from rlx.policy.chat import load_chat
 
+pytestmark = pytest.mark.slow
+
 ENVIRONMENTS = Path(__file__).parent.parent / "environments"
 
 

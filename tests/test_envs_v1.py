@@ -17,6 +17,8 @@ from policy_stand_in import OUTSIDE, SAMPLING, StandIn, policy_of, task_of, tiny
 from rlx.config.schema import EnvConfig
 from rlx.types import Rollout, Turn
 
+pytestmark = pytest.mark.slow
+
 sys.path.insert(0, OUTSIDE) if OUTSIDE not in sys.path else None
 
 
@@ -283,7 +285,6 @@ def test_all_agents_of_an_environment_whose_episode_is_one_run_are_refused():
     assert loaded(EnvConfig(id="rlx_test_v1", args={"id": "single-agent"}, num_tasks=1)).agents == ("agent",)
 
 
-@pytest.mark.slow
 def test_a_worker_gives_the_runs_of_a_whole_episode_as_this_process_does(monkeypatch):
     from rlx.envs.pool import WorkerPool
     from rlx.envs.wire import Settings
@@ -324,7 +325,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("part", ["import", "setup", "none"])
 def test_a_tool_server_that_ends_before_it_answers_says_its_last_line(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -35,6 +35,8 @@ from rlx.rollout.scored import PLAYED
 from rlx.rollout.scoring import rows_of
 from rlx.runs.weights import initial_model, resolve
 
+pytestmark = pytest.mark.slow
+
 
 @functools.cache
 def config_of(*overrides: str) -> EvalRoot:
@@ -211,7 +213,6 @@ KEYS = ["env=reverse_text", "launcher.check_envs=false", "num_examples=12", "rol
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_an_endpoint_that_is_full_or_fails_is_asked_again_and_one_that_is_slow_shows_progress(api, tmp_path: Path) -> None:
     flaky = Command(tmp_path / "flaky", *KEYS, *api("flaky"))
     assert flaky.process.wait(600) == 0, flaky.text
@@ -228,7 +229,6 @@ def test_an_endpoint_that_is_full_or_fails_is_asked_again_and_one_that_is_slow_s
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_an_endpoint_that_returns_tokens_has_them_counted_and_one_that_does_not_is_refused_before_it_plays(api, tmp_path: Path) -> None:
     counted = Command(tmp_path / "counted", *KEYS, *api("tokens"), "client.tokens=true")
     assert counted.process.wait(600) == 0, counted.text
@@ -240,7 +240,6 @@ def test_an_endpoint_that_returns_tokens_has_them_counted_and_one_that_does_not_
     assert not list((tmp_path / "refused").glob(f"eval/*/*/{PLAYED}"))
 
 
-@pytest.mark.slow
 def test_a_wrong_key_stops_at_once_and_an_endpoint_that_breaks_down_can_be_continued(api, tmp_path: Path) -> None:
     wrong = Command(tmp_path / "wrong", *KEYS, *api("slow"), key="not-the-key")
     assert wrong.process.wait(600) == 1
@@ -253,7 +252,6 @@ def test_a_wrong_key_stops_at_once_and_an_endpoint_that_breaks_down_can_be_conti
     assert "resume=latest" in down.text
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_all_weights_of_a_run_on_one_server_give_the_scores_of_its_own_evaluations_also_after_a_kill(start, tmp_path: Path) -> None:
     training = start(

@@ -22,6 +22,8 @@ from rlx.paths import COMPLETE, RunPaths
 from rlx.runs.weights import resolve
 from rlx.weights.files import ADAPTER_CONFIG
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "examples").glob("*/README.md"))
 
@@ -133,8 +135,7 @@ def test_an_example_has_the_settings_of_its_preset(name: str, there: Path) -> No
             assert getattr(example, field.name) == getattr(preset, field.name), field.name
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(3000)
 def test_reverse_text_runs_as_its_page_says(there: Path) -> None:
     run_page("reverse_text")
@@ -151,7 +152,6 @@ def test_reverse_text_runs_as_its_page_says(there: Path) -> None:
     shutil.rmtree(there / "outputs")
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_a_pretrained_model_learns_as_its_page_says(there: Path) -> None:

@@ -15,6 +15,8 @@ from rlx.kernels.liger import why_not
 from rlx.kernels.logprob import choose_backend, logprob
 from rlx.kernels.reference import logprob_reference
 
+pytestmark = pytest.mark.slow
+
 HEADS: dict[str, dict[str, Any]] = {
     "plain": {},
     "softcap": {"softcap": 2.0},
@@ -280,7 +282,6 @@ print(run(int(sys.argv[1]), 151_936))
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_extra_memory_does_not_grow_with_the_number_of_tokens():
     """Peak resident memory above the inputs, without the gradient of hidden and the two outputs. Each measurement has its own process.
 

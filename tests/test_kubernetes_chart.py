@@ -17,6 +17,8 @@ from rlx.config.errors import ConfigError
 from rlx.config.load import compose
 from rlx.launch.manifests import manifests, object_name, values_of
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 ON = ("launcher=kubernetes", "kubernetes.image=registry/rlx:1", "run.name=mine")
 LARGE = (

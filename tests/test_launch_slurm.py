@@ -25,6 +25,8 @@ from rlx.runs.jobs import is_alive, job_of, note_job, queue, restarts_of
 from rlx.runs.provenance import code_change
 from rlx.runs.status import Cause, Status, read_status
 
+pytestmark = pytest.mark.slow
+
 RUNS = [Path(f"/shared/outputs/losses/seed={seed}") for seed in range(12)]
 GOLDEN = Path(__file__).parent / "golden" / "sbatch.sh"
 ROOT = Path(__file__).resolve().parent.parent

@@ -22,6 +22,8 @@ from rlx.train.reference import Reference
 from rlx.train.step import PolicyTrainer
 from rlx.types import MicroBatch, TrainingSample
 
+pytestmark = pytest.mark.slow
+
 OPD_ALONE = replace(OPD, terms=terms())  # without the KL term, so without a reference model
 ALL = pytest.mark.parametrize("name", MIXES)
 

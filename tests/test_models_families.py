@@ -36,6 +36,8 @@ from rlx.train.step import PolicyTrainer
 from rlx.types import TrainingSample
 from rlx.weights.publish import Publisher
 
+pytestmark = pytest.mark.slow
+
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 WINDOWS = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 FIRST: dict[str, tuple[type, dict[str, Any]]] = {

@@ -29,6 +29,8 @@ from rlx.rollout.record import read_rollouts
 from rlx.types import StepBatch, TrainingSample, Turn, WeightVersion
 from rlx.waiting import first_failure
 
+pytestmark = pytest.mark.slow
+
 assert OUTSIDE
 
 

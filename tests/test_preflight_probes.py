@@ -217,6 +217,7 @@ def test_a_fork_that_lives_on_does_not_hold_up_the_check(package, cache):
     assert next(iter(found.values())).examples == 1
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_sweep_names_every_environment_that_cannot_be_used_before_it_starts(package, cache, tmp_path):
     """One real process for each ending: a missing dependency, a failing `load_environment`, no data, a refused first example, an exit."""

@@ -50,6 +50,7 @@ def printed(done: subprocess.CompletedProcess, start: str) -> list[str]:
     return next(line.split()[2:] for line in done.stdout.splitlines() if line.strip().startswith(start))
 
 
+@pytest.mark.long
 def test_a_check_says_what_the_model_does_and_whether_to_train(rlx: Rlx) -> None:
     done = rlx("env", "check", "reverse_text", "num_examples=8", "--json")
     answer = json.loads(done.stdout)
@@ -62,13 +63,9 @@ def test_a_check_says_what_the_model_does_and_whether_to_train(rlx: Rlx) -> None
     assert len(Path(answer["results"]).read_text().splitlines()) == 64
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    "flavour",
-    [
-        pytest.param([], marks=pytest.mark.long),
-        *(pytest.param(words, marks=pytest.mark.nightly) for words in (["--kind", "multi-turn"], ["--kind", "tools"], ["--v1"])),
-    ],
-    ids=lambda words: "-".join(words) or "plain",
+    "flavour", [[], ["--kind", "multi-turn"], ["--kind", "tools"], ["--v1"]], ids=lambda words: "-".join(words) or "plain"
 )
 def test_a_new_environment_is_written_installed_checked_and_trained_on(rlx: Rlx, flavour: list[str], tmp_path: Path) -> None:
     """One of each kind of package is trained on; of the other two the printed command is accepted."""

@@ -16,7 +16,8 @@ pytestmark = [pytest.mark.slow]
 LONG = ("orchestrator.batch_size=64", "max_steps=100000", "inference.max_restarts=0")
 
 
-@pytest.mark.parametrize("role", ["trainer", *(pytest.param(role, marks=pytest.mark.long) for role in ("inference", "orchestrator"))])
+@pytest.mark.long
+@pytest.mark.parametrize("role", ["trainer", "inference", "orchestrator"])
 def test_a_role_killed_in_mid_run_stops_the_run_and_is_named(start, role):
     job = start("run", *LONG)
     job.until_step(2)

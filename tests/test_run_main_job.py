@@ -82,7 +82,7 @@ def test_the_script_of_a_run_with_replaced_groups_several_passes_and_a_reference
         assert record["ref/kl"] > 0
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_two_runs_side_by_side_do_not_meet_and_two_trainer_processes_train_like_one(start):
     one, other = jobs = [start(name, "max_async_level=0", *SHORT, f"seed={seed}") for seed, name in enumerate(("one", "other"))]
     codes = [job.wait() for job in jobs]
@@ -98,7 +98,7 @@ def test_two_runs_side_by_side_do_not_meet_and_two_trainer_processes_train_like_
     assert two.metrics("trainer")[0]["optim/grad_norm"] == pytest.approx(one.metrics("trainer")[0]["optim/grad_norm"], rel=1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_environments_of_others_train_together_by_their_ids(start, tmp_path):
     site = tmp_path / "site"  # a separate folder, so the test does not change this environment
     package = tmp_path / "package"

@@ -30,6 +30,8 @@ from rlx.roles.prepare import make
 from rlx.runs.claim import RunLock
 from rlx.train.warm_start import recipe
 
+pytestmark = pytest.mark.slow
+
 SHORT = ("seq_len=96", "data.batch_size=8", "scheduler.warmup_steps=2", "model=tiny_trained", "trainer.micro_batch_tokens=256")
 
 
@@ -70,7 +72,6 @@ def scalars(run: Path, name: str) -> list[Any]:
     return events.Scalars(name)
 
 
-@pytest.mark.slow
 def test_a_killed_run_resumes_bit_for_bit_and_two_ranks_train_as_one(data: Path) -> None:
     steps = ("max_steps=8", "ckpt.interval=4")
     whole = sft(data, "whole", *steps, "logger=tensorboard")
@@ -115,7 +116,6 @@ def test_a_killed_run_resumes_bit_for_bit_and_two_ranks_train_as_one(data: Path)
     assert load_run(data / "both", SFT).data.name == f"{data}/train.jsonl"
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_versions_are_evaluated_beside_training_and_a_lost_evaluation_is_made_again(data: Path) -> None:
     keys = ("max_steps=6", "ckpt.interval=3", "val.name=null", "env=reverse_text", "eval.interval=3", "eval.num_examples=8")
@@ -136,7 +136,6 @@ def test_versions_are_evaluated_beside_training_and_a_lost_evaluation_is_made_ag
     assert [line for line in records(run) if line["source"] == "eval"] == evaluated
 
 
-@pytest.mark.slow
 def test_a_benchmark_measures_the_trainer_and_writes_no_weights(data: Path) -> None:
     keys = ("data=fake", "data.name=null", "val.name=null", "data.length=variable", "max_steps=5", "bench=true", "logger=tensorboard")
     done = sft(data, "bench", *keys)
@@ -208,7 +207,6 @@ def test_a_cluster_trains_on_all_its_gpus(data: Path, capsys: pytest.CaptureFixt
     assert "#SBATCH --nodes=2" in said
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_sweep_trains_adapters_of_several_ranks(data: Path) -> None:
     done = sft(data, "sweep", "-m", "lora.rank=2,4", "max_steps=3", "val.name=null", "ckpt.interval=null")
@@ -219,7 +217,6 @@ def test_a_sweep_trains_adapters_of_several_ranks(data: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_the_warm_start_of_a_run_is_what_rlx_sft_makes_of_its_demonstrations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = [f"model.warm_start.{key}" for key in ("steps=6", "num_examples=200", "hidden_size=32", "intermediate_size=48", "head_dim=8")]
     cfg, prepared = compose(["env=reverse_text", *model]).cfg, tmp_path / "prepared"

@@ -22,7 +22,7 @@ from rlx.runs.status import read_status
 from rlx.train.nodes import check_built
 from rlx.types import ProcessSpec
 
-pytestmark = pytest.mark.usefixtures("known_environments")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("known_environments")]
 SHIPPED = sorted(path.stem for path in shipped_groups()["sweeps"].glob("*.yaml"))
 TOY = """
     import json, os, sys, time
@@ -170,7 +170,6 @@ def toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-@pytest.mark.slow
 def test_a_local_sweep_ends_with_a_table_and_goes_on_where_it_was(toys: Path, capsys: pytest.CaptureFixture[str]):
     argv = ["train", "-m", "seed=1,2,3", "max_steps=3", f"run.dir={toys}", "launcher.array_parallelism=2"]
     assert main(argv) == 1
@@ -203,7 +202,6 @@ def test_a_local_sweep_ends_with_a_table_and_goes_on_where_it_was(toys: Path, ca
     assert [line.split()[:3] for line in text.splitlines()[-3:]] == [[f"seed={seed}", "completed", "4/4"] for seed in (1, 2, 3)]
 
 
-@pytest.mark.slow
 def test_an_interrupted_sweep_stops_its_runs(toys: Path):
     code = f"""
 import sys
@@ -246,7 +244,6 @@ def test_runs_with_gpus_get_different_ones(toys: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_a_sweeper_of_hydra_proposes_runs_and_gets_their_rewards(toys: Path, capsys: pytest.CaptureFixture[str]):
     from hydra_plugins.rlx_launcher import RlxLauncher
     from rlx.cli import sweeper
@@ -274,7 +271,6 @@ def test_a_sweeper_that_is_not_installed_is_a_problem_of_the_command_line(toys: 
     assert "hydra/sweeper=nowhere" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_a_sweep_whose_launcher_died_before_it_started_anything_is_started_again(toys: Path):
     from rlx.launch import sweep as launch_sweep
 

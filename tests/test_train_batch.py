@@ -25,6 +25,8 @@ from rlx.models.policy import PolicyModel
 from rlx.train.reference import Reference, check_tokenizers
 from rlx.types import RankBatch
 
+pytestmark = pytest.mark.slow
+
 
 def make_batch(mini_batches: int = 2, tokens: int = 200, step: int = 2) -> RankBatch:
     samples = make_samples()

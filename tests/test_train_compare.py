@@ -38,6 +38,8 @@ from rlx.train.checkpoint import Progress, Saver
 from rlx.train.compare import Begin, Measured, compare, cosine, in_one_process
 from rlx.types import TrainingSample
 
+pytestmark = pytest.mark.slow
+
 EPS = 0.2
 
 

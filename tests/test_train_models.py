@@ -33,6 +33,8 @@ from rlx.models.policy import PolicyModel
 from rlx.parallel.row import Axis, Row
 from rlx.types import MicroBatch, TrainingSample
 
+pytestmark = pytest.mark.slow
+
 GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 128}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 ARCHITECTURES = {

@@ -50,7 +50,7 @@ def add_the_orchestrators_part(paths: RunPaths) -> None:
                 temporary.write_bytes(b"the state")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_a_step_that_takes_longer_than_the_grace_is_given_up_and_trained_after_the_resume(tmp_path, ranks):
     whole = make(tmp_path / "whole", ranks)
     finish(start(whole, ranks))

@@ -29,6 +29,8 @@ from rlx.parallel.mesh import join, one_process
 from rlx.paths import RunPaths
 from rlx.weights.files import ADAPTER, verify
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 FLOAT32 = {"dtype": "float32"}
 REFUSED = "wrongly_divided"
@@ -141,12 +143,25 @@ def start(ranks: int, folders: Iterable[Path]) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
+# One of each way to divide a model or its work. `make test` does it over two processes, `make test-long` over four: times FSDP.
+KINDS = {"tied", "copies", "pieces_of_rows", "divided", "experts", "adapters_of_two_runs", "bfloat16", REFUSED}
+PRODUCTS = {
+    "divided_into_pieces",
+    "divided_copies",
+    "experts_of_little_work_and_copies",
+    "experts_of_pieces_and_parts",
+    "pieces_with_fewer_key_heads_than_ranks_and_copies",
+    "optimizer_in_host_memory",
+}
+
+
 def over_ranks(*cases: str) -> pytest.MarkDecorator:
-    """Each case over two, three and four processes. What four processes do to a case that only shards, two do as well."""
+    """Each case over two, three and four processes."""
 
     def marks(case: str, ranks: int) -> list[pytest.MarkDecorator]:
-        only_sharded = not CASES[case][1].keys() & {"divided", "together"} and case != "tied"
-        return [] if ranks == 2 else [pytest.mark.nightly if ranks == 3 or only_sharded else pytest.mark.long]
+        if ranks == 2:
+            return [] if case in KINDS else [pytest.mark.long]
+        return [pytest.mark.long if ranks == 4 and case in KINDS | PRODUCTS else pytest.mark.nightly]
 
     runs = [pytest.param(case, ranks, marks=marks(case, ranks)) for ranks in (2, 3, 4) for case in cases]
     return pytest.mark.parametrize(("case", "ranks"), runs, indirect=["ranks"])
@@ -186,7 +201,6 @@ def same(ours: dict, theirs: dict, tolerance: float, updated: float | None = Non
                 assert a[name] == pytest.approx(value, rel=near, abs=near), (number, name)
 
 
-@pytest.mark.slow
 @over_ranks(*(case for case in CASES if "bfloat16" not in case and case != REFUSED))
 def test_gradients_metrics_and_weights_of_several_processes_equal_those_of_one(case, ranks, results):
     folder = results[case]
@@ -209,7 +223,6 @@ def test_gradients_metrics_and_weights_of_several_processes_equal_those_of_one(c
             torch.testing.assert_close(trained[1][key], tensor, rtol=1e-3, atol=2e-4, msg=key)
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_compiled_layers_recomputed_in_part_and_sharded_give_the_gradients_of_eager_ones(tmp_path):
     load = FLOAT32 | {"compile": True}
@@ -222,7 +235,6 @@ def test_compiled_layers_recomputed_in_part_and_sharded_give_the_gradients_of_ea
     same(compiled, eager, 1e-5)
 
 
-@pytest.mark.slow
 @over_ranks(*(case for case in CASES if "bfloat16" in case))
 def test_bfloat16_with_float32_parameters_stays_near_float32(case, ranks, results):
     exact, found = (outcome(results[case], n)["gradients"] for n in (1, ranks))
@@ -231,7 +243,6 @@ def test_bfloat16_with_float32_parameters_stays_near_float32(case, ranks, result
     assert 1e-5 < float((flat[0] - flat[1]).norm() / flat[1].norm()) < 0.1
 
 
-@pytest.mark.slow
 @over_ranks(REFUSED)
 def test_blocks_that_reduce_over_divided_units_are_refused(case, ranks, results):
     errors = [file.read_text() for file in (results[case] / f"out_{ranks}").glob(f"{ERROR}_*")]

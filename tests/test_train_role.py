@@ -158,7 +158,9 @@ def test_several_passes_with_recomputed_ratios_and_a_reference_that_follows(tmp_
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("key", ["trainer.dp_replicate", "trainer.tp", "trainer.cp"])
+@pytest.mark.parametrize(
+    "key", ["trainer.tp", *(pytest.param(key, marks=pytest.mark.nightly) for key in ("trainer.dp_replicate", "trainer.cp"))]
+)
 def test_two_ranks_train_like_one_however_they_divide_the_work(tmp_path, key):
     keys: dict = {"loss": "grpo", "loss.kl.beta": 0.05, "trainer.num_iterations": 2, "loss.proximal": "recompute"}
     one, two = make_run(tmp_path / "one", **keys), make_run(tmp_path / "two", ranks=2, **keys, **{key: 2})

@@ -34,6 +34,8 @@ from rlx.train.optim import NotFiniteError, clip_gradients, learning_rate
 from rlx.train.step import merge_metrics
 from rlx.types import RankBatch
 
+pytestmark = pytest.mark.slow
+
 # name: (objective with bounds that some tokens of the examples cross, aggregate)
 LOSSES = {
     "reinforce": (reinforce, "token_mean"),

@@ -25,6 +25,8 @@ from rlx.roles import prepare
 from rlx.train import warm_start
 from rlx.waiting import wait_for
 
+pytestmark = pytest.mark.slow
+
 STEPS = "6"
 SMALL = {"steps": STEPS, "num_examples": "64", "hidden_size": "32", "intermediate_size": "64", "num_hidden_layers": "1"}
 
@@ -50,7 +52,7 @@ def model_of(paths: RunPaths) -> Path:
     return Path(paths.initial_model.read_text().strip())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_runs_at_once_make_one_model_and_a_third_finds_it_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config = config_of()
     runs = [run_directory(tmp_path / name, config) for name in ("a", "b")]
@@ -157,7 +159,6 @@ def test_a_change_of_code_that_computes_is_another_recipe_and_one_of_what_carrie
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_a_terminated_run_says_so_and_leaves_nothing_but_its_lock(tmp_path: Path):
     paths, cache = run_directory(tmp_path / "run", config_of(steps="100000")), tmp_path / "cache"
     process = start(paths, cache)

@@ -31,6 +31,8 @@ from rlx.weights.memory import Offers
 from rlx.weights.offer import new_secret, read_secret, write_offer
 from rlx.weights.subscribe import Subscriber
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT = 20.0
 GROUPS: dict[str, Group | None] = {}  # of the servers, which keep them between two versions
 
@@ -289,7 +291,7 @@ def rank(number: int, folder: str) -> None:
     mesh.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_that_shard_the_model_send_it_whole_also_after_a_server_died(tmp_path: Path) -> None:
     make_model().save_pretrained(tmp_path / "model")
     (tmp_path / "endpoints").mkdir()
