@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import resource
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -377,6 +378,26 @@ def test_a_node_is_examined_by_a_job(tmp_path, monkeypatch, capsys):
     assert [name for name, _ in CHECKS if f" {name} " not in shown] == []
     assert code == (1 if "FAILED" in shown else 0)
     assert "run is elsewhere" not in shown, "on the node, memory and processors count"
+
+
+def test_a_terminated_check_of_a_node_cancels_its_job(tmp_path):
+    waiting = {
+        **COMMANDS,
+        "sbatch": "#!/bin/sh\necho 'Submitted batch job 7'\n",
+        "scancel": f'#!/bin/sh\necho "$@" >{tmp_path}/cancelled\n',
+    }
+    for name, script in {**waiting, "sinfo": SINFO}.items():
+        (tmp_path / name).write_text(script)
+        (tmp_path / name).chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+    command = [sys.executable, "-m", "rlx.cli", "doctor", "--node", "hardware=cpu"]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as check:
+        assert check.stderr is not None
+        assert check.stderr.readline() == "job 7: waiting for a node\n"
+        check.terminate()
+        assert check.wait(60) == 130
+        assert "Traceback" not in check.stderr.read()
+    assert (tmp_path / "cancelled").read_text() == "7\n"
 
 
 @pytest.mark.parametrize(

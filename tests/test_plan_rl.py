@@ -274,10 +274,11 @@ def test_memory_of_the_engine() -> None:
     assert engine.kv_token == 2 * 36 * 8 * 128 * 2
 
 
-def test_offloaded_states_do_not_count_on_the_gpu_and_sgd_keeps_one() -> None:
+def test_offloaded_states_do_not_count_on_the_gpu_and_sgd_keeps_one_for_its_momentum() -> None:
     resident, offloaded = trainer_memory(config("node8")), trainer_memory(config("node8", trainer={"fsdp_cpu_offload": True}))
     assert offloaded.states == pytest.approx(resident.states - resident.parameters - resident.gradients - resident.optimizer)
-    assert trainer_memory(config("node8", optim={"_target_": "torch.optim.SGD"})).optimizer == resident.optimizer / 2
+    assert trainer_memory(config("node8", optim={"_target_": "torch.optim.SGD", "momentum": 0.9})).optimizer == resident.optimizer / 2
+    assert trainer_memory(config("node8", optim={"_target_": "torch.optim.SGD"})).optimizer == 0.0
 
 
 def test_only_a_bucket_of_an_offloaded_optimizers_state_counts_on_the_gpu() -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from written_rows import read_rows
 
 from rlx.policy.transcript import Transcript
 from rlx.rollout.selection import Candidate
-from rlx.rollout.synthesized import COLUMNS, read_rows, rows_of, write_rows
+from rlx.rollout.synthesized import COLUMNS, rows_of, write_rows
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "é", "parameters": {"type": "object", "properties": {"x": {}}}}}
 CALLED = [

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from main_job import ROOT, MainJob
 from test_run_resume import kill_everything
-
-from rlx.rollout.synthesized import read_rows
+from written_rows import read_rows
 
 pytestmark = [pytest.mark.slow]
 MIX = (

@@ -125,7 +125,7 @@ def trainer_memory(cfg: TrainingRoot) -> TrainerMemory:
     ranks = cfg.trainer_ranks / cfg.trainer.dp_replicate  # that share one copy of the model
     master, compute, reduced = BYTES[cfg.trainer.optimization_dtype], BYTES[model.dtype], BYTES[cfg.trainer.reduce_dtype]
     optimizer = str(cfg.optim.get("_target_", "")).rpartition(".")[2].lower()
-    states = STATES.get(optimizer, 2)
+    states = 0 if optimizer == "sgd" and not cfg.optim.get("momentum") else STATES.get(optimizer, 2)
     trained = trained_parameters(cfg)
     frozen = model.num_parameters / ranks if cfg.lora.on else 0.0
     shard = trained / ranks

@@ -161,10 +161,6 @@ class FailureLog:
         for kind in self._counts:
             self._say(kind)
 
-    def most_frequent(self, number: int = 3) -> list[tuple[str, int, str]]:
-        """`(environment, count, text of the first one)` of the most frequent failures."""
-        return [(kind[0], count, self._texts[kind]) for kind, count in self._counts.most_common(number)]
-
     def _say(self, kind: tuple[str, str]) -> None:
         more = self._counts[kind] - self._said[kind]
         if more:

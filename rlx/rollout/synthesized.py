@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from rlx.paths import atomic
-from rlx.policy.base import Message
 from rlx.rollout.selection import Candidate
 
 METADATA = "metadata.json"
@@ -94,20 +93,6 @@ def write_metadata(path: Path, metadata: Mapping[str, Any]) -> None:
         temporary.write_text(json.dumps(metadata, indent=1, ensure_ascii=False, default=repr) + "\n", encoding="utf-8")
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file as they were written."""
-    if path.suffix == ".jsonl":
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
-    import pyarrow.parquet as pq
-
-    rows = pq.read_table(path).to_pylist()
-    for row in rows:
-        for column in ("prompt", "completion"):
-            if not isinstance(row[column], str):
-                row[column] = [_given(message) for message in row[column]]
-    return rows
-
-
 def to_json(value: Any) -> str:
     """One line of JSON. Values that JSON cannot hold (an environment's own objects) are written as their `repr`."""
     text = json.dumps(value, ensure_ascii=False, default=repr)
@@ -120,8 +105,3 @@ def _message_type(pa: Any) -> Any:
     call = pa.struct([("type", pa.string()), ("id", pa.string()), ("function", function)])
     texts = ("role", "content", "reasoning_content", "tool_call_id", "name")
     return pa.struct([*((name, pa.string()) for name in texts), ("tool_calls", pa.list_(call))])
-
-
-def _given(message: Mapping[str, Any]) -> Message:
-    """A message without the keys that it lacks."""
-    return {name: value for name, value in message.items() if value is not None}
