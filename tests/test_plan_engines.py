@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from launch_configs import config
 from test_plan_rl import layout
 
+from rlx.config.errors import ConfigError
 from rlx.plan.explain import explain
 from rlx.plan.make import make_plan
 
@@ -43,3 +45,13 @@ def test_on_cpu_hosts_the_keys_say_how_many_engines_each_has() -> None:
         "orchestrator @2 gpus= ports={}",
         "trainer @2 gpus= ports={}",
     ]
+
+
+def test_parts_of_a_server_are_on_different_hosts_or_refused() -> None:
+    hardware = {"data_parallel": 3, "data_parallel_local": 1}
+    with pytest.raises(
+        ConfigError, match=r"puts a server on 3 hosts, but of hardware\.nodes=3 inference has 2\.\n  fix: hardware\.nodes=4,"
+    ):
+        layout("cpu_3nodes", hardware=hardware, model={"num_experts": 4})
+    placed = layout("cpu_3nodes", hardware={**hardware, "nodes": 4}, model={"num_experts": 4})
+    assert [line.split(" gpus")[0] for line in placed][:3] == ["inference_0 @0", "headless_0 @1", "headless_1 @2"]

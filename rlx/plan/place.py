@@ -22,6 +22,7 @@ def place_servers(cfg: PlayRoot) -> list[Place]:
     hardware = cfg.hardware
     parts, size = cfg.num_servers * hardware.parts_of_server, hardware.gpus_of_part
     if hardware.device == "cpu":
+        _check_apart(cfg, hardware.nodes)
         return [(part % hardware.nodes, ()) for part in range(parts)]
     by_host = hardware.gpus_per_node // size
     if parts > by_host * hardware.nodes:
@@ -91,6 +92,7 @@ def _place_on_cpu(cfg: TrainingRoot, parts: int) -> tuple[list[Place], list[Plac
     if hardware.nodes == 1:
         return [(0, ())] * parts, [(0, ())]
     first = min(parts, hardware.nodes - 1)  # hosts of inference
+    _check_apart(cfg, first)
     hosts = hardware.nodes - first
     if cfg.trainer_ranks % hosts:
         raise ConfigError(
@@ -99,6 +101,19 @@ def _place_on_cpu(cfg: TrainingRoot, parts: int) -> tuple[list[Place], list[Plac
             f"  fix: hardware.trainer_processes={hosts}, or a multiple of it"
         )
     return [(part % first, ()) for part in range(parts)], [(first + i, ()) for i in range(hosts)]
+
+
+def _check_apart(cfg: PlayRoot | TrainingRoot, hosts: int) -> None:
+    """Raise ConfigError if a server's parts, which should be on different hosts, are more than the CPU hosts of inference."""
+    hardware = cfg.hardware
+    if hardware.nodes > 1 and hardware.parts_of_server > hosts:
+        more = hardware.parts_of_server - hosts
+        raise ConfigError(
+            f"hardware={hardware.name}: hardware.data_parallel={hardware.data_parallel} with hardware.data_parallel_local="
+            f"{hardware.engines_on_host} puts a server on {hardware.parts_of_server} hosts, but of hardware.nodes={hardware.nodes} "
+            f"inference has {hosts}.\n"
+            f"  fix: hardware.nodes={hardware.nodes + more}, or hardware.data_parallel_local={hardware.data_parallel} on one host"
+        )
 
 
 def require_one_host(plan: Sequence[ProcessSpec]) -> None:
