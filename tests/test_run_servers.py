@@ -21,7 +21,7 @@ import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
-from inference_server import START
+from inference_server import START, make_model
 from main_job import MainJob
 
 from rlx.inference.endpoints import Endpoint, endpoint_file, read_endpoint
@@ -76,6 +76,22 @@ def test_the_only_server_hangs_and_is_killed_and_serves_again_with_the_runs_vers
     assert "sent no heartbeat" in restart["reason"]
     assert "(inference.hung_timeout=20)" in restart["reason"]
     assert "  restarted inference_0 1 ×; the last: sent no heartbeat" in job.text()
+    job.wait_until_nothing_is_left()
+
+
+@pytest.mark.nightly
+def test_a_server_of_two_engines_plays_for_a_trainer_and_serves_again_after_one_of_its_processes_was_killed(
+    start: Callable[..., MainJob], tmp_path: Path
+) -> None:
+    make_model(tmp_path / "experts", tied=True, seed=0, experts=4)
+    model = ("model=tiny_trained", f"model.name={tmp_path / 'experts'}", "model.num_experts=4")
+    job = start("run", *ON_POLICY, *model, "hardware.data_parallel=2", "hardware.data_parallel_local=1", "max_steps=6")
+    job.until_step(2)
+    os.kill(job.pids()["headless"], signal.SIGKILL)
+    assert job.wait() == 0, job.text()
+    check(job, 6)
+    assert {restart["name"] for restart in job.status()["restarts"]} == {"inference_0", "headless_0"}
+    assert "a part of this server is gone, headless_0 on " in (job.run_dir / "logs/attempt_0/inference_0.log").read_text()
     job.wait_until_nothing_is_left()
 
 
