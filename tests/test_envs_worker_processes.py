@@ -8,7 +8,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from rlx.config.schema import EnvConfig
 from rlx.envs.load import load_environments, wait_loaded
 from rlx.envs.pool import WorkerPool
 from rlx.envs.wire import Settings
+from rlx.policy.openai import OpenAIPolicy
 from rlx.rollout.record import read_rollouts
 from rlx.types import Rollout
 
@@ -82,6 +84,21 @@ def test_a_worker_plays_groups_of_every_kind_of_environment_as_this_process_does
         there, here = play(envs, 6, members=range(4))
     assert [facts(rollout) for rollout in there] == [facts(rollout) for rollout in here]
     assert {rollout.status for rollout in there} == {"ok"}
+
+
+@pytest.mark.parametrize("where", [pool_of, load])
+def test_a_rollout_whose_endpoint_never_answers_names_it(where: Callable[..., Any]) -> None:
+    async def main() -> Rollout:
+        async with await asyncio.start_server(lambda *_: asyncio.sleep(60), "127.0.0.1", 0) as silent:
+            url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}/v1"
+            env.policy = OpenAIPolicy(url, "none", "m")
+            (rollout,) = await env.play(task_of(env, 0), [0], 0)
+            await asyncio.gather(env.close(), env.policy.close())
+            return replace(rollout, error=str(rollout.error).replace(url, "URL"))
+
+    env = where("rlx_test_multi", timeout=1.0)
+    bad = asyncio.run(main())
+    assert (bad.status, bad.error) == ("timeout", "no result after 1 s (rollout_timeout); URL has not answered")
 
 
 @pytest.mark.long

@@ -79,6 +79,9 @@ def _rollout(playing: Playing, result: Result) -> Rollout:
         turns: Any = ()
     else:
         turns = episode.turns if result.kept is None else episode.keep(result.kept)
+    error = result.error
+    if error is not None and episode is not None and result.status == "timeout":
+        error += episode.waits_for
     return Rollout(
         task=playing.task,
         member=result.member,
@@ -90,7 +93,7 @@ def _rollout(playing: Playing, result: Result) -> Rollout:
         metrics=result.metrics,
         status=result.status,  # type: ignore[arg-type]
         stop=result.stop,
-        error=result.error,
+        error=error,
         is_truncated=result.is_truncated,
         timing=result.timing,
         agent=result.agent,

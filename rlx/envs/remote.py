@@ -69,6 +69,7 @@ class RemoteEpisode:
     """See `rlx.policy.base.Episode`. Its turns stay in the orchestrator, so `turns` and `keep` return none."""
 
     __slots__ = ("kept", "member", "play", "policy", "replies", "turns")
+    waits_for = ""  # the orchestrator knows it (`rlx.envs.playing`)
 
     def __init__(self, policy: RemotePolicy, play: int, member: int) -> None:
         self.policy, self.play, self.member = policy, play, member

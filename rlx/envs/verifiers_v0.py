@@ -125,7 +125,7 @@ class VerifiersEnvironment:
             return failed(task, member, episode, status, stop, error, timing), None
 
         if not playing.done():
-            where = waits_at(playing, self.sources)
+            where = waits_at(playing, self.sources) + episode.waits_for
             await abandon(playing)
             return fail("timeout", "timeout", f"no result after {self.timeout:g} s (rollout_timeout){where}")
         if (raised := playing.exception()) is not None:

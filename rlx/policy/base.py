@@ -90,6 +90,11 @@ class Episode(Protocol):
         """The answers so far, in the order in which they arrived."""
         ...
 
+    @property
+    def waits_for(self) -> str:
+        """`; URL has not answered`, of an endpoint that is not the run's own; empty if no request to one is in flight."""
+        ...
+
     async def respond(
         self,
         messages: Sequence[Message],
@@ -124,6 +129,7 @@ class KnownTurns:
     """The part of an `Episode` that keeps its answers and their turns."""
 
     __slots__ = ("_turns", "replies")
+    waits_for = ""
 
     def __init__(self) -> None:
         self.replies: list[Message] = []

@@ -119,6 +119,11 @@ class OpenAIEpisode(KnownTurns):
         self.policy = policy
         self.task, self.member, self.attempt = task, member, attempt
         self._num_requests = 0
+        self._in_flight = 0  # requests
+
+    @property
+    def waits_for(self) -> str:  # type: ignore[override]
+        return f"; {self.policy.base_url} has not answered" if self._in_flight else ""
 
     async def respond(
         self,
@@ -129,8 +134,23 @@ class OpenAIEpisode(KnownTurns):
         trained: bool = True,
     ) -> Reply:
         """One request. Raises PromptTooLong if the endpoint reports that, PolicyError for every other failure."""
-        policy, number = self.policy, self._num_requests
+        number = self._num_requests
         self._num_requests += 1
+        self._in_flight += 1
+        try:
+            return await self._respond(number, messages, tools, sampling, trained)
+        finally:
+            self._in_flight -= 1
+
+    async def _respond(
+        self,
+        number: int,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        sampling: Mapping[str, Any] | None,
+        trained: bool,
+    ) -> Reply:
+        policy = self.policy
         asked = {**policy.sampling, **{name: value for name, value in (sampling or {}).items() if value is not None}}
         asked["seed"] = request_seed(policy.seed, self.task, self.member, self.attempt, number) % SEEDS
         parameters = renamed(parameters_of(asked), policy.names)

@@ -78,6 +78,10 @@ class TaughtEpisode(KnownTurns):
         self.place = place  # of its endpoint among the policy's
         self._said: list[Said] = []
 
+    @property
+    def waits_for(self) -> str:  # type: ignore[override]
+        return self.inner.waits_for
+
     async def respond(
         self,
         messages: Sequence[Message],

@@ -90,6 +90,10 @@ class TranscribedEpisode:
     def replies(self) -> Sequence[Message]:
         return self.episode.replies
 
+    @property
+    def waits_for(self) -> str:
+        return self.episode.waits_for
+
     def keep(self, request_ids: Sequence[str]) -> tuple[Turn, ...]:
         self._trajectory = set(request_ids)
         return self.episode.keep(request_ids)
