@@ -102,3 +102,14 @@ def test_the_engines_log_probabilities_equal_a_hugging_face_forward_of_the_same_
                 assert np.abs(own - sample.inference_logprobs[1:])[made].max() < EXACT
     assert seen >= {0, 1}
     assert mixed > 0, "no answer was continued under newer weights"
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_an_on_policy_run_of_the_real_model_repeats_bit_for_bit(start: Callable[..., MainJob]) -> None:
+    keys = ("experiment=sums_smollm2", f"model.gguf={gguf_file()}", "max_steps=3", "orchestrator.batch_size=32", "max_async_level=0")
+    first, second = (start(name, *keys) for name in ("first", "second"))
+    assert (first.wait(1500), second.wait(1500)) == (0, 0), first.text() + second.text()
+    assert first.reproducible_lines() == second.reproducible_lines()
+    assert len(first.metrics("trainer")) == 3
+    assert first.metrics("trainer")[-1]["optim/grad_norm"] > 0

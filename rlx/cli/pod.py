@@ -243,8 +243,9 @@ def arguments(given: Namespace, overrides: list[str], root: Root) -> list[str]:
 
 
 def _read(file: Path) -> str | None:
+    from rlx.paths import arrived
+
     try:
-        os.listdir(file.parent)  # a network file system may cache that the file does not exist
-        return file.read_text().strip() or None
+        return (arrived(file) or b"").decode().strip() or None
     except OSError:
         return None
