@@ -171,7 +171,7 @@ def load_environment():
     ("name", "says"),
     [
         ("tool_test", "tool_call_reward_func raised TypeError: 'NoneType' object is not iterable"),
-        ("reasoning_gym_env", "all rewards are 0: too hard for this model as it is asked"),
+        pytest.param("reasoning_gym_env", "all rewards are 0: too hard for this model as it is asked", marks=pytest.mark.nightly),
         ("gsm8k", "Couldn't reach 'openai/gsm8k'"),
     ],
 )

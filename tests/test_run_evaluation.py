@@ -19,7 +19,7 @@ def results(job: MainJob, version: int, name: str = "reverse_text") -> list[dict
     return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_run_with_slack_evaluates_every_due_version_and_keeps_the_best_checkpoint(start):
     keys = ("max_steps=12", "eval.interval=5", "eval.num_examples=64", "eval.rollouts_per_example=4", "eval.sampling.temperature=0.5")
     greedy = [f"eval.envs.greedy.{key}" for key in ("id=rlx-reverse-text", "sampling.temperature=0", "rollouts_per_example=2")]

@@ -102,7 +102,7 @@ def test_a_killed_synthesis_writes_the_same_data_and_plays_nothing_twice(synthes
     supervised_training_takes_the_file_as_it_is(chosen)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_an_interrupted_synthesis_says_how_to_go_on(synthesize: Callable[..., Synthesis]):
     run = synthesize("run", "env=reverse_text", "num_examples=2000", "orchestrator.max_concurrent=2")  # its model is made already
     run.until(lambda: run.finished, "a finished rollout")
