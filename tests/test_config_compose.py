@@ -270,6 +270,7 @@ def test_a_composition_changes_nothing_that_a_later_one_reads():
     assert compose([], {}).yaml == before
 
 
+@pytest.mark.long
 def test_compositions_that_share_files_are_what_each_is_alone(tmp_path: Path):
     """Values, choices, origins and problems: whatever the runs of a sweep have in common, and whatever tells them apart."""
     (tmp_path / "slurm").mkdir()

@@ -240,6 +240,7 @@ def test_an_endpoint_that_returns_tokens_has_them_counted_and_one_that_does_not_
     assert not list((tmp_path / "refused").glob(f"eval/*/*/{PLAYED}"))
 
 
+@pytest.mark.long
 def test_a_wrong_key_stops_at_once_and_an_endpoint_that_breaks_down_can_be_continued(api, tmp_path: Path) -> None:
     wrong = Command(tmp_path / "wrong", *KEYS, *api("slow"), key="not-the-key")
     assert wrong.process.wait(600) == 1

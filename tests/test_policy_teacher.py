@@ -386,6 +386,7 @@ def test_a_server_of_the_run_that_restarted_is_not_asked_before_it_has_the_runs_
 # a real server
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_vllm_scores_as_hugging_face_does_and_its_tokenizer_is_the_policys(tmp_path: Path):
     run = Run(tmp_path, tied=True)

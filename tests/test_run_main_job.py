@@ -138,6 +138,7 @@ def test_a_mix_of_sums_and_reversing_improves(start):
         assert mean(rewards[-10:]) > mean(rewards[:10]) + 0.03, name
 
 
+@pytest.mark.long
 def test_an_installed_package_finds_its_configuration(tmp_path):
     """A wheel in its own environment runs `rlx train dry_run=true` from an empty directory."""
     uv = Path(sys.executable).parent / "uv"

@@ -72,6 +72,7 @@ def scalars(run: Path, name: str) -> list[Any]:
     return events.Scalars(name)
 
 
+@pytest.mark.long
 def test_a_killed_run_resumes_bit_for_bit_and_two_ranks_train_as_one(data: Path) -> None:
     steps = ("max_steps=8", "ckpt.interval=4")
     whole = sft(data, "whole", *steps, "logger=tensorboard")

@@ -80,8 +80,8 @@ def on_a_node(cfg: CommandConfig, argv: Sequence[str]) -> tuple[str, list[Findin
         text = getattr(error, "stderr", None) or str(error)
         reason = text.decode(errors="replace") if isinstance(text, bytes) else text
         raise ConfigError(f"SLURM rejected the job: {reason.strip()}.\n  fix: correct the cluster's YAML (slurm=NAME)") from error
-    print(f"job {job.job_id}: waiting for a node", file=sys.stderr, flush=True)
     try:
+        print(f"job {job.job_id}: waiting for a node", file=sys.stderr, flush=True)
         report = _wait(job.job_id, _report(folder, job.job_id), Path(job.paths.stdout))
     except BaseException:
         ask("scancel", job.job_id)
