@@ -137,12 +137,17 @@ class RunPaths:
 def listed(path: Path) -> bool:
     """Whether a path exists, by listing its folder: a network file system may cache for a minute that a name does not exist.
 
-    The same holds for the folder's name. Where it may appear later, ask for the folder first: `listed(folder) and listed(folder / name)`.
+    The same holds for the folder's own name: where the folder may appear later, use `listed_with_folder`.
     """
     try:
         return path.name in os.listdir(path.parent)
     except FileNotFoundError:
         return False
+
+
+def listed_with_folder(path: Path) -> bool:
+    """As `listed`, of a file whose folder may appear later, too. The folder above that one must be there."""
+    return listed(path.parent) and listed(path)
 
 
 def arrived(path: Path) -> bytes | None:

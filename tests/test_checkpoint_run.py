@@ -224,6 +224,15 @@ def test_the_orchestrator_does_not_bring_a_checkpoint_back_that_was_finished_or_
     assert not gone.exists()
 
 
+def test_the_folder_of_the_orchestrators_part_is_there_before_the_trainer_looks_into_it(tmp_path: Path, trainer: Any) -> None:
+    paths = RunPaths(tmp_path / "run")
+    checkpoints = Checkpoints(paths, CkptConfig(interval=2, save_async=True), trainer, last=7, facts={})
+    checkpoints.save(2)
+    assert (folders.writing(paths, 2) / folders.ORCHESTRATOR).is_dir()
+    with orchestrator_of(paths, 7):
+        checkpoints.close()
+
+
 @pytest.mark.parametrize("save_async", [False, True])
 def test_checkpoints_of_both_roles_are_complete_and_old_ones_go(tmp_path: Path, trainer: Any, save_async: bool) -> None:
     paths = RunPaths(tmp_path / "run")

@@ -83,7 +83,7 @@ def test_ranks_meet_at_the_address_of_this_attempt(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("RLX_RUN_TOKEN", "now")
     monkeypatch.setenv(HOST, "localhost")
     paths = RunPaths(tmp_path)
-    paths.endpoints.mkdir(exist_ok=True)
+    paths.endpoints.mkdir()
     (paths.endpoints / "trainer.json").write_text('{"host": "localhost", "port": 1, "token": "an earlier attempt"}')
     said: list[bytes] = []
     other = threading.Thread(target=lambda: said.append(meet(paths, 1, 2, timeout=120).get("word")))

@@ -46,7 +46,7 @@ class Servers:
 @pytest.fixture
 def paths(tmp_path: Path) -> RunPaths:
     paths = RunPaths(tmp_path)
-    paths.endpoints.mkdir(exist_ok=True)
+    paths.endpoints.mkdir()
     return paths
 
 

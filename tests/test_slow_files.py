@@ -30,8 +30,10 @@ exit $code
 SEES = """
 import os, sys
 from pathlib import Path
+from rlx.cli.pod import _read
 from rlx.launch.local import RunLock
 from rlx.paths import RunPaths, arrived, listed
+from rlx.shared.membership import Answer, answer, answered
 from rlx.weights.subscribe import Subscriber
 here, elsewhere = map(Path, sys.argv[1:])
 for name in ("endpoint.json", "status.json"):
@@ -49,6 +51,13 @@ folder = RunPaths(elsewhere / "run").weights_of(1)
 folder.mkdir()
 (folder / "COMPLETE").write_text("{}")
 assert found.on_disk(1) and found.latest() == found.at(1), "versions are asked for before they are there"
+assert _read(here / "end") is None
+(elsewhere / "end").write_text("75")
+assert _read(here / "end") == "75", "the end of a pod's run"
+assert answered(RunPaths(here / "run")) is None
+RunPaths(elsewhere / "run").membership.mkdir()
+answer(RunPaths(elsewhere / "run"), "token", "in")
+assert answered(RunPaths(here / "run")) == Answer("token", "in"), "a shared trainer's answer"
 lock, other = RunLock(here / "run.lock"), RunLock(here / "run.lock")
 assert lock.exclusive() and not other.exclusive(), "processes of one host keep apart"
 """

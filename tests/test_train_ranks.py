@@ -143,7 +143,7 @@ def start(ranks: int, folders: Iterable[Path]) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-# One of each way to divide a model or its work. `make test` does it over two processes, `make test-long` over four: times FSDP.
+# One of each way to divide a model or its work: in `make test` over two processes, in `make test-long` over four, together with FSDP.
 KINDS = {"tied", "copies", "pieces_of_rows", "divided", "experts", "adapters_of_two_runs", "bfloat16", REFUSED}
 PRODUCTS = {
     "divided_into_pieces",

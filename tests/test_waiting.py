@@ -120,7 +120,7 @@ def test_a_warm_start_whose_trainer_says_nothing_is_as_silent_as_its_trainer(
 def test_a_sign_of_life_that_is_not_there_yet_is_never_looked_up_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A network file system that was asked for an absent name may go on answering for a minute that the name does not exist."""
     paths, looked_up, open_file, open_fd = RunPaths(tmp_path), [], io.open, os.open
-    paths.heartbeats.mkdir(exist_ok=True)
+    paths.heartbeats.mkdir()
     paths.membership.mkdir()
     monkeypatch.setattr(io, "open", lambda path, *arguments, **keys: looked_up.append(path) or open_file(path, *arguments, **keys))
     monkeypatch.setattr(os, "open", lambda path, *arguments, **keys: looked_up.append(path) or open_fd(path, *arguments, **keys))
@@ -183,8 +183,8 @@ def test_a_trainer_that_waits_asks_the_file_system_a_few_times_a_second(tmp_path
     No absent name is looked up, neither to open it nor otherwise.
     """
     paths = RunPaths(tmp_path)
-    paths.batches.mkdir(exist_ok=True)
-    paths.heartbeats.mkdir(exist_ok=True)
+    paths.batches.mkdir()
+    paths.heartbeats.mkdir()
     watch = Watch(paths, None, first=True, grace=1.0)
     clock = Clock(monkeypatch)
     asked: list[tuple[float, str]] = []

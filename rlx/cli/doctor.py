@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import sys
 from collections.abc import Iterable
@@ -54,6 +55,7 @@ def run(argv: list[str]) -> int:
     if "--node" in flags:
         from rlx.preflight.doctor_node import on_a_node
 
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # exit code 130, and the job is cancelled, as after Ctrl-C
         host, found = on_a_node(cfg, composed)
     else:
         from rlx.preflight.doctor_services import CHECKS

@@ -12,7 +12,7 @@ from rlx.config.kv_cache import kv_token_bytes
 from rlx.config.rows import BYTES, activation_bytes
 from rlx.config.schema import PlayRoot, TrainingRoot
 
-STATES = {"sgd": 1, "muon": 1}  # optimizer states per parameter, by class name; two for all others (Adam and its variants)
+STATES = {"sgd": 1, "muon": 1}  # optimizer states per parameter, by class name (SGD's is its momentum); two for all others (Adam)
 TILE = {"cpu": (1024, 1024), "cuda": (8192, 4096)}  # tokens × vocabulary of one tile of the head op (rlx/kernels/tiles.py)
 TILES = 3  # float32 tiles alive at once: the logits, and the results of the row functions
 BUCKET = 2**28  # bytes of parameters that `trainer.optim_cpu_offload` updates at a time (rlx/train/offload.py)

@@ -23,7 +23,7 @@ from typing import Any
 
 from rlx.descendants import start_time
 from rlx.heartbeat import FETCHING, SILENT, in_phase
-from rlx.paths import RunPaths, listed, write_text
+from rlx.paths import RunPaths, write_text
 from rlx.stacks import boot
 
 ANSWER = 8.0  # seconds that the processes have to answer
@@ -191,7 +191,9 @@ def examine(
     stopped: set[str] = set()
     while time.monotonic() < deadline:
         stopped = {name for name, pid in here.items() if _state(pid) == "T"}
-        found |= {name: said for name in names if name not in found and (said := _read(folder / f"{question}_{name}.json"))}
+        there = os.listdir(folder) if folder.is_dir() else []  # no answer is looked up before it is there (`rlx.paths.listed`)
+        answers_of = {name: folder / f"{question}_{name}.json" for name in names if name not in found}
+        found |= {name: said for name, file in answers_of.items() if file.name in there and (said := _read(file))}
         if all(name in found or name in stopped for name in names):
             break
         time.sleep(0.1)
@@ -261,7 +263,7 @@ def answers(paths: RunPaths, name: str) -> bool | None:
 
 def _read(file: Path) -> dict[str, Any] | None:
     try:
-        return dict(json.loads(file.read_text())) if listed(file) else None
+        return dict(json.loads(file.read_text()))
     except (OSError, ValueError):
         return None
 

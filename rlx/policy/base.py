@@ -129,11 +129,14 @@ class KnownTurns:
     """The part of an `Episode` that keeps its answers and their turns."""
 
     __slots__ = ("_turns", "replies")
-    waits_for = ""
 
     def __init__(self) -> None:
         self.replies: list[Message] = []
         self._turns: dict[int, tuple[str, Turn]] = {}  # request id and turn of each trained request with known tokens, by its number
+
+    @property
+    def waits_for(self) -> str:
+        return ""  # the run's own servers
 
     @property
     def turns(self) -> tuple[Turn, ...]:

@@ -122,7 +122,7 @@ class OpenAIEpisode(KnownTurns):
         self._in_flight = 0  # requests
 
     @property
-    def waits_for(self) -> str:  # type: ignore[override]
+    def waits_for(self) -> str:
         return f"; {self.policy.base_url} has not answered" if self._in_flight else ""
 
     async def respond(

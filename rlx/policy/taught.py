@@ -79,7 +79,7 @@ class TaughtEpisode(KnownTurns):
         self._said: list[Said] = []
 
     @property
-    def waits_for(self) -> str:  # type: ignore[override]
+    def waits_for(self) -> str:
         return self.inner.waits_for
 
     async def respond(

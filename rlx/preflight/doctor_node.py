@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -65,10 +64,9 @@ def job_options(cfg: CommandConfig, base: Path) -> dict[str, Any]:
 def on_a_node(cfg: CommandConfig, argv: Sequence[str]) -> tuple[str, list[Finding]]:
     """Submit the job, wait for it, and return the node's name and its findings.
 
-    Raises ConfigError if SLURM rejects the job, or if it ends without findings, with the end of its output. SIGTERM interrupts it like
-    Ctrl-C, which cancels the job.
+    Raises ConfigError if SLURM rejects the job, or if it ends without findings, with the end of its output. Any exception that interrupts
+    the wait cancels the job.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     folder = existing(Path(cfg.run.dir or "outputs")) / ".rlx-doctor"
     options = job_options(cfg, folder)
     executor = SlurmExecutor(folder, python=python_of(cfg))

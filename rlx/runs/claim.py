@@ -135,6 +135,7 @@ def _go_on(paths: RunPaths, cfg: CommandConfig, overrides: Sequence[str], plan: 
     lock = _alone(paths, found)
     try:
         _rewind_for(paths, cfg, overrides, plan, found)
+        paths.make_folders()  # one may have been deleted since
     except BaseException:
         lock.close()
         raise

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlx.lock import try_lock
-from rlx.paths import MEMBER, RunPaths, listed, write_text
+from rlx.paths import MEMBER, RunPaths, listed, listed_with_folder, write_text
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Presence:
 def is_present(paths: RunPaths) -> bool:
     """Whether the process that holds the presence in this directory is alive."""
     path = _present(paths)
-    if not (listed(path.parent) and listed(path)):
+    if not listed_with_folder(path):
         return False
     try:
         fd = os.open(path, os.O_RDWR)
@@ -169,7 +169,7 @@ def _answer(paths: RunPaths) -> Path:
 
 def _read(path: Path) -> dict[str, Any] | None:
     """A file of the membership, which appears whole; None without one."""
-    if not (listed(path.parent) and listed(path)):
+    if not listed_with_folder(path):
         return None
     try:
         return json.loads(path.read_text())

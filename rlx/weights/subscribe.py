@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from rlx.paths import COMPLETE, RunPaths, listed
+from rlx.paths import COMPLETE, RunPaths, listed_with_folder
 from rlx.types import WeightVersion
 from rlx.weights import files
 from rlx.weights.offer import read_offer
@@ -51,8 +51,7 @@ class Subscriber:
 
     def on_disk(self, version: int) -> bool:
         """Whether the version has files. Version 0 has none: it is the initial model."""
-        folder = self.paths.weights_of(version)
-        return listed(folder) and listed(folder / COMPLETE)
+        return listed_with_folder(self.paths.weights_of(version) / COMPLETE)
 
     def prune(self, keep_last: int, protect: Collection[int]) -> None:
         """Delete the files of all versions except the newest `keep_last` and those in `protect`."""
