@@ -191,7 +191,9 @@ def examine(
     stopped: set[str] = set()
     while time.monotonic() < deadline:
         stopped = {name for name, pid in here.items() if _state(pid) == "T"}
-        there = os.listdir(folder) if folder.is_dir() else []  # no answer is looked up before it is there (`rlx.paths.listed`)
+        there: list[str] = []
+        with contextlib.suppress(OSError):
+            there = os.listdir(folder)  # no answer is looked up before it is there (`rlx.paths.listed`)
         answers_of = {name: folder / f"{question}_{name}.json" for name in names if name not in found}
         found |= {name: said for name, file in answers_of.items() if file.name in there and (said := _read(file))}
         if all(name in found or name in stopped for name in names):
