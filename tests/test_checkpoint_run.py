@@ -233,6 +233,26 @@ def test_the_folder_of_the_orchestrators_part_is_there_before_the_trainer_looks_
         checkpoints.close()
 
 
+def test_an_orchestrator_that_answers_at_once_does_not_disturb_the_trainer(
+    tmp_path: Path, trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = RunPaths(tmp_path / "run")
+    snapshots = Snapshots(paths, keep=2)
+    snapshots.take(2, Number(number=2))
+    begin = folders.begin
+
+    def begin_and_answer(paths: RunPaths, step: int) -> Path:
+        folder = begin(paths, step)
+        assert snapshots.answer() == [step]
+        return folder
+
+    monkeypatch.setattr(folders, "begin", begin_and_answer)
+    checkpoints = Checkpoints(paths, CkptConfig(interval=2, save_async=False), trainer, last=7, facts={})
+    checkpoints.save(2)
+    checkpoints.close()
+    assert folders.steps(paths) == [2]
+
+
 @pytest.mark.parametrize("save_async", [False, True])
 def test_checkpoints_of_both_roles_are_complete_and_old_ones_go(tmp_path: Path, trainer: Any, save_async: bool) -> None:
     paths = RunPaths(tmp_path / "run")

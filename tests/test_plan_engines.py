@@ -9,6 +9,8 @@ from launch_configs import config
 from test_plan_rl import layout
 
 from rlx.config.errors import ConfigError
+from rlx.config.load import compose
+from rlx.config.roots import EVAL, SFT
 from rlx.plan.explain import explain
 from rlx.plan.make import make_plan
 
@@ -55,3 +57,11 @@ def test_parts_of_a_server_are_on_different_hosts_or_refused() -> None:
         layout("cpu_3nodes", hardware=hardware, model={"num_experts": 4})
     placed = layout("cpu_3nodes", hardware={**hardware, "nodes": 4}, model={"num_experts": 4})
     assert [line.split(" gpus")[0] for line in placed][:3] == ["inference_0 @0", "headless_0 @1", "headless_1 @2"]
+
+
+def test_hosts_without_servers_are_all_the_trainers_or_free() -> None:
+    cfg = compose(["data=fake", "hardware=cpu_3nodes", "hardware.trainer_processes=3", "dry_run=true"], {}, SFT).cfg
+    assert [spec.node for spec in make_plan(cfg, Path("/run")) if spec.role == "trainer"] == [0, 1, 2]
+    asks = ["env=reverse_text", "client.base_url=http://other/v1", "model.name=other"]
+    cfg = compose([*asks, "hardware=cpu_3nodes", "dry_run=true"], {}, EVAL).cfg
+    assert [(spec.role, spec.node) for spec in make_plan(cfg, Path("/run"))] == [("evaluator", 0)]

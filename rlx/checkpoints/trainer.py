@@ -130,7 +130,8 @@ class Checkpoints:
     def _begin(self, step: int) -> None:
         folder = folders.begin(self.paths, step)
         if self.with_orchestrator:
-            (folder / folders.ORCHESTRATOR).mkdir()  # this host looks into it before the orchestrator's host writes there
+            # This host looks into it before the orchestrator's host writes there, unless that one has already seen the new folder.
+            (folder / folders.ORCHESTRATOR).mkdir(exist_ok=True)
 
     def _answered(self, step: int) -> bool:
         """Whether the orchestrator's part of a checkpoint is there; only rank 0 waits for it."""

@@ -106,7 +106,7 @@ def _place_on_cpu(cfg: TrainingRoot, parts: int) -> tuple[list[Place], list[Plac
 def _check_apart(cfg: PlayRoot | TrainingRoot, hosts: int) -> None:
     """Raise ConfigError if a server's parts, which should be on different hosts, are more than the CPU hosts of inference."""
     hardware = cfg.hardware
-    if hardware.nodes > 1 and hardware.parts_of_server > hosts:
+    if cfg.num_servers and hardware.nodes > 1 and hardware.parts_of_server > hosts:
         more = hardware.parts_of_server - hosts
         raise ConfigError(
             f"hardware={hardware.name}: hardware.data_parallel={hardware.data_parallel} with hardware.data_parallel_local="
