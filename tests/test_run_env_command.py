@@ -118,20 +118,15 @@ def test_an_environment_that_needs_other_versions_is_refused_here_and_trains_in_
         importlib.metadata.version("other-one")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("source", "code", "says"),
     [
         ("import nothing_like_this\ndef load_environment(): ...\n", 1, "nothing_like_this"),
-        pytest.param(
-            "import verifiers as vf\ndef load_environment():\n    raise OSError('no such disk')\n",
-            1,
-            "OSError: no such disk",
-            marks=pytest.mark.nightly,
-        ),
-        pytest.param("EMPTY", 1, "no examples", marks=pytest.mark.nightly),
-        pytest.param("RAISES", 1, "reward_raised: score raised ZeroDivisionError: division by zero", marks=pytest.mark.nightly),
-        pytest.param("SETUP", 1, "in a row failed", marks=pytest.mark.nightly),
+        ("import verifiers as vf\ndef load_environment():\n    raise OSError('no such disk')\n", 1, "OSError: no such disk"),
+        ("EMPTY", 1, "no examples"),
+        ("RAISES", 1, "reward_raised: score raised ZeroDivisionError: division by zero"),
+        ("SETUP", 1, "in a row failed"),
     ],
     ids=["import", "load", "empty", "reward", "setup"],
 )

@@ -87,7 +87,7 @@ def test_a_run_that_was_preempted_killed_and_damaged_writes_what_an_uninterrupte
     assert reproducible_lines(done.run_dir) == whole.reproducible_lines()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_run_with_slack_is_trained_again_from_its_record_with_equal_metrics(start):
     run = start("run", "max_async_level=2", "orchestrator.batch_size=32", f"max_steps={STEPS}")
     assert run.wait() == 0, run.text()

@@ -239,7 +239,7 @@ def test_a_server_that_is_added_has_the_runs_version_before_it_serves_and_leaves
     assert "no inference server takes requests" not in log
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_server_that_answers_500_for_ten_seconds_costs_the_run_nothing_but_time(start: Callable[..., MainJob], tmp_path: Path) -> None:
     proxy = Proxy()
     job = start("run", *ON_POLICY, f"inference.base_url=[http://127.0.0.1:{proxy.port}]", "inference.api_key=key", "max_steps=8")

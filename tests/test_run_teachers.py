@@ -187,6 +187,7 @@ def test_cross_entropy_learns_exactly_what_tools_answer_beside_grpo(start: Calla
         assert after < 0.75 * before, (step, before, after)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_self_distillation_reads_the_demonstration_and_agents_are_compared_with_themselves(
     start: Callable[..., MainJob], model: Path

@@ -34,6 +34,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], d
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("case", [*CASES, *MIXES, "the reference"])  # the last compares its parameters after it followed the policy
 def test_two_processes_give_the_gradients_and_metrics_of_one(case, results):
     (gradients, metrics), (others, other_metrics) = (result[case] for result in results)

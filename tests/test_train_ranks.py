@@ -143,7 +143,7 @@ def start(ranks: int, folders: Iterable[Path]) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-# One of each way to divide a model or its work: in `make test` over two processes, in `make test-long` over four, together with FSDP.
+# One of each way to divide a model or its work: in `make test` over two processes.
 KINDS = {"tied", "copies", "pieces_of_rows", "divided", "experts", "adapters_of_two_runs", "bfloat16", REFUSED}
 PRODUCTS = {
     "divided_into_pieces",
@@ -153,6 +153,7 @@ PRODUCTS = {
     "pieces_with_fewer_key_heads_than_ranks_and_copies",
     "optimizer_in_host_memory",
 }
+"""Two ways at once, or one beside FSDP: in `make test-long` over four processes."""
 
 
 def over_ranks(*cases: str) -> pytest.MarkDecorator:
@@ -161,7 +162,7 @@ def over_ranks(*cases: str) -> pytest.MarkDecorator:
     def marks(case: str, ranks: int) -> list[pytest.MarkDecorator]:
         if ranks == 2:
             return [] if case in KINDS else [pytest.mark.long]
-        return [pytest.mark.long if ranks == 4 and case in KINDS | PRODUCTS else pytest.mark.nightly]
+        return [pytest.mark.long if ranks == 4 and case in PRODUCTS else pytest.mark.nightly]
 
     runs = [pytest.param(case, ranks, marks=marks(case, ranks)) for ranks in (2, 3, 4) for case in cases]
     return pytest.mark.parametrize(("case", "ranks"), runs, indirect=["ranks"])
