@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rlx.config.kv_cache import kv_token_bytes
 from rlx.config.rows import BYTES, activation_bytes
-from rlx.config.schema import PlayRoot, TrainingRoot
+from rlx.config.schema import CommandConfig, PlayRoot, TrainingRoot
 
 STATES = {"sgd": 1, "muon": 1}  # optimizer states per parameter, by class name (SGD's is its momentum); two for all others (Adam)
 TILE = {"cpu": (1024, 1024), "cuda": (8192, 4096)}  # tokens × vocabulary of one tile of the head op (rlx/kernels/tiles.py)
@@ -85,7 +85,7 @@ class TrainerMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
-    """Bytes on each GPU of one inference replica (in host memory on CPU)."""
+    """Bytes on each GPU of one inference replica (on CPU in host memory, of each of its engines)."""
 
     weights: float
     kv_token: float  # keys and values of one token
@@ -102,15 +102,26 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes / 2**10:,.1f} KiB"
 
 
+def attention_widths(cfg: CommandConfig) -> tuple[int, int]:
+    """Widths of a layer's queries, and of its keys, over all heads."""
+    model = cfg.model
+    head = model.head_dim or model.hidden_size // model.num_attention_heads
+    return model.num_attention_heads * head, model.num_key_value_heads * head
+
+
+def attention_parameters(cfg: CommandConfig) -> int:
+    """Parameters of a layer's projections of queries, keys, values and outputs."""
+    return 2 * cfg.model.hidden_size * sum(attention_widths(cfg))
+
+
 def adapter_parameters(cfg: TrainingRoot) -> float:
     """Parameters of one adapter beside all linear layers of a dense model, an upper bound; 0 without `lora.rank`."""
     model = cfg.model
     if not cfg.lora.rank:
         return 0.0
-    width, head = model.hidden_size, model.head_dim or model.hidden_size // model.num_attention_heads
-    queries, keys = model.num_attention_heads * head, model.num_key_value_heads * head
+    width, (queries, keys) = model.hidden_size, attention_widths(cfg)
     layer = (model.num_parameters - model.vocab_size * width) / model.num_layers
-    inner = max(0.0, layer - 2 * width * (queries + keys)) / (3 * width)  # of a gated feed-forward layer
+    inner = max(0.0, layer - attention_parameters(cfg)) / (3 * width)  # of a gated feed-forward layer
     sides = 2 * (width + queries) + 2 * (width + keys) + 3 * (width + inner)
     return cfg.lora.rank * sides * model.num_layers
 
@@ -167,10 +178,16 @@ def trainer_memory(cfg: TrainingRoot) -> TrainerMemory:
 
 
 def engine_memory(cfg: PlayRoot) -> EngineMemory:
-    model, kv_token = cfg.model, kv_token_bytes(cfg)
+    model, hardware, kv_token = cfg.model, cfg.hardware, kv_token_bytes(cfg)
+    # Every engine has the attention layers and both tables. The engines divide the rest of a mixture of experts.
+    experts = 0.0
+    if model.num_experts is not None:
+        dense = 2.0 * model.vocab_size * model.hidden_size + model.num_layers * attention_parameters(cfg)
+        experts = max(0.0, model.num_parameters - dense)
+    parameters = model.num_parameters - experts + experts / hardware.data_parallel
     together = min(cfg.inference.max_num_seqs, cfg.concurrency)
     return EngineMemory(
-        weights=model.num_parameters * BYTES[model.dtype] / cfg.hardware.tensor_parallel,
+        weights=parameters * BYTES[model.dtype] / hardware.tensor_parallel,
         kv_token=kv_token,
         kv_longest=kv_token * cfg.max_model_len,
         kv_wanted=kv_token * cfg.seq_len * together,

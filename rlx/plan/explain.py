@@ -294,9 +294,8 @@ def of_servers(cfg: PlayRoot, plan: Sequence[ProcessSpec], beside: float = 0.0) 
     cpu = cfg.hardware.device == "cpu"
     if not any(spec.role == "inference" for spec in plan):
         return [f"inference: elsewhere ({', '.join(cfg.inference.base_url)})"]
-    lines = [
-        f"inference, each {'server' if cpu else 'GPU'}: weights {size(engine.weights)}, keys and values {size(engine.kv_token)} per token"
-    ]
+    each = "GPU" if not cpu else "server" if cfg.hardware.data_parallel == 1 else "engine"
+    lines = [f"inference, each {each}: weights {size(engine.weights)}, keys and values {size(engine.kv_token)} per token"]
     if cpu:
         budget = kv_cache_bytes(cfg)
         tokens, sequences = budget / engine.kv_token, budget / (engine.kv_token * cfg.seq_len)

@@ -232,7 +232,7 @@ def needed_memory(cfg: CommandConfig) -> float:
     need = 2.0 * PROCESS  # orchestrator and supervisor
     if isinstance(cfg, PlayRoot):
         engine = PROCESS + (0.0 if cuda else engine_memory(cfg).weights + kv_cache_bytes(cfg))
-        need += engine * cfg.num_servers / hosts
+        need += engine * cfg.num_servers * cfg.hardware.data_parallel / hosts
     if isinstance(cfg, Config):
         trainer = trainer_memory(cfg)
         need += (PROCESS + trainer.host) * cfg.trainer_ranks / hosts + trainer.published
