@@ -98,6 +98,7 @@ def _memory(found: Mapping[str, Any], device: str) -> list[list[str]]:
         whose = {"trainer": "the trainer's", "inference": "a server's", "orchestrator": "the orchestrator's"}.get(role, f"an {role}'s")
         of_rank = f" of rank {memory['rank']}" if role == "trainer" and found["ranks"] > 1 else ""
         where = f"{whose} {'process' if on_host else 'device'}{of_rank}"
-        estimate = f"; the plan estimates {size(memory['estimated_gb'] * 2**30)}" if "estimated_gb" in memory else ""
+        aside = " without Python and its libraries" if on_host else ""
+        estimate = f"; the plan estimates {size(memory['estimated_gb'] * 2**30)}{aside}" if "estimated_gb" in memory else ""
         rows.append(["memory" if not rows else "", f"{size(memory['peak_gb'] * 2**30)} at the peak, {where}{estimate}"])
     return rows
