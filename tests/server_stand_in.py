@@ -29,7 +29,7 @@ class Stand:
         self.gone = 0  # this many of the next updates: the trainer does not have the version
         self.updates: list[dict[str, Any]] = []  # the bodies of all
         self.fails = 0  # this many of the next requests and updates get a status of 500
-        self.hangs = False  # `/policy` is not answered
+        self.hangs = False  # `/policy` and `/devices` are not answered
         self.identity = "a"  # of version 0
         self.asking = False  # it waits for the trainer
         self.now = 0.0  # seconds, for the holder
@@ -44,6 +44,7 @@ class Stand:
         application.router.add_post("/update_weights", self.update)
         application.router.add_post("/reload_weights", self.reload)
         application.router.add_get("/policy", self.policy)
+        application.router.add_get("/devices", self.devices)
         application.router.add_post("/claim", self.claim)
         self.runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=0)
         await self.runner.setup()
@@ -146,6 +147,11 @@ class Stand:
         if why := self.holder.claim(asked.get("run", ""), keep=asked.get("keep", True)):
             return web.json_response({"error": why}, status=409)
         return await self.policy(request)
+
+    async def devices(self, request: web.Request) -> web.Response:
+        if self.hangs:
+            await asyncio.sleep(3600)
+        return web.Response(status=404)  # as a server of an older rlx
 
     async def policy(self, request: web.Request) -> web.Response:
         if self.hangs:

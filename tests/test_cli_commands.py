@@ -237,6 +237,10 @@ def test_runs_lists_what_has_become_of_runs(tmp_path: Path, capsys: pytest.Captu
         (["inference", "--replica", "7"], ("no inference server 7: hardware.inference_replicas=1, counted from 0",)),
         (["orchestrator", "replay=outputs/other"], ("no orchestrator: replay=outputs/other trains on recorded batches", "are trainer;")),
         (["inference", "replay=outputs/other"], ("no inference server 0: replay=outputs/other",)),
+        (
+            ["inference", "bench=true"],
+            ("no inference: a benchmark (bench=true bench_role=trainer) measures one role alone", "rlx train starts"),
+        ),
         (["prepare", "replay=outputs/other"], ("the run has no prepare: replay=outputs/other",)),
     ],
 )

@@ -50,12 +50,10 @@ def join(head: Head, part: int = 1, token: str = "token", timeout: float = 20.0)
     return Part.join(head._file, part, f"headless_{part - 1} on there", token, timeout, lambda: None, said.append), said
 
 
-def test_parts_get_the_address_and_a_free_port_and_learn_when_the_server_serves(head: Head) -> None:
+def test_parts_get_the_address_and_the_port_and_learn_when_the_server_serves(head: Head) -> None:
     (first, _), _ = join(head), head.serving()
     second, _ = join(head, 2)
     assert first.meeting == second.meeting == head.meeting
-    with closing(socket.create_server((head.meeting.address, head.meeting.rpc_port))):
-        pass  # nobody has it yet
     deadline = time.monotonic() + 20
     while not (first.serving and second.serving):
         assert time.monotonic() < deadline
@@ -129,4 +127,8 @@ def test_the_head_takes_the_port_it_is_told(tmp_path: Path) -> None:
         port = free.getsockname()[1]
     made = Head(tmp_path / "two.json", "127.0.0.1", 1, "", port)
     assert made.meeting.rpc_port == port
+    with pytest.raises(OSError, match="Address already in use"):
+        socket.create_server(("127.0.0.1", port))
+    made.let_port_go()  # while vLLM is imported and a model is made, it is kept
+    socket.create_server(("127.0.0.1", port)).close()
     made.close("")

@@ -225,6 +225,8 @@ def test_metrics_of_the_servers_do_not_wait_for_one_that_hangs() -> None:
     async def scene(client: Servers, first: Stand, second: Stand) -> None:
         first.hangs = True
         assert (await asyncio.wait_for(client.fleet.stats(), 60))["perf/servers"] == 1
+        with pytest.raises(ServerUnreachable, match="did not report its devices in 1 s"):
+            await asyncio.wait_for(client.fleet.devices(), 60)
 
     play(scene, Stand(), Stand(), look=60, hung=1.0)
 

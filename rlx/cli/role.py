@@ -108,6 +108,9 @@ def _absent(role: str, replica: int, cfg: Config, plan: Sequence[ProcessSpec]) -
     names = ", ".join(spec.name for spec in plan)
     if cfg.replay is not None:
         why = f"replay={cfg.replay} trains on recorded batches"
+    elif cfg.measured in ("trainer", "inference"):
+        why = f"a benchmark (bench=true bench_role={cfg.bench_role}) measures one role alone"
+        return f"the run has no {role}: {why}.\n  fix: its processes are {names}; rlx train starts all of them, with these keys"
     elif role == "headless":
         why = f"every server has its engines in one process: hardware.data_parallel={cfg.hardware.data_parallel}, " + (
             f"hardware.data_parallel_local={cfg.hardware.engines_on_host}, and the number of servers is {cfg.num_servers}"

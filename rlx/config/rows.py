@@ -41,7 +41,7 @@ def tokens_of_an_update(cfg: TrainingRoot) -> int:
 
 def budget(cfg: TrainingRoot) -> int:
     """Bytes for the activations of a row."""
-    return BUDGET[cfg.hardware.device] // (SHARED if cfg.hardware.shared else 1)
+    return BUDGET[cfg.hardware.device] // (SHARED if cfg.hardware.shared and cfg.servers_placed else 1)
 
 
 def tokens_in_budget(cfg: TrainingRoot) -> int:

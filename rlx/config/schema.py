@@ -237,7 +237,7 @@ class TrainingRoot(CommandConfig):
         return self.trainer.shared is not None
 
     @property
-    def trainer_gpus(self) -> int:
+    def own_ranks(self) -> int:
         return 0 if self.trained_elsewhere or self.measured == "inference" else self.trainer_ranks
 
     @property
@@ -252,7 +252,7 @@ class TrainingRoot(CommandConfig):
             cuda=hardware.device == "cuda",
             nodes=hardware.nodes,
             gpus_per_node=hardware.gpus_per_node,
-            parts=self.num_servers * hardware.parts_of_server,
+            parts=self.servers_placed * hardware.parts_of_server,
             gpus_of_part=hardware.gpus_of_part,
             shared=hardware.shared,
         )
@@ -321,7 +321,15 @@ class Config(EvaluatedRun):
 
     @property
     def num_servers(self) -> int:
-        return 0 if self.hosts or self.inference.base_url else self.hardware.inference_replicas
+        return self.servers_of_layout if self.plays or self.measured == "inference" else 0
+
+    @property
+    def servers_placed(self) -> int:
+        """Also those that a benchmark of the trainer, or a replay, does not start, unless `hardware.trainer_processes` is set: its trainer
+        is that of the run.
+        """
+        like_the_run = self.hardware.trainer_processes is None and not self.hosts
+        return self.servers_of_layout if like_the_run else self.num_servers
 
     @property
     def records_scores(self) -> bool:
@@ -358,8 +366,9 @@ class Config(EvaluatedRun):
         return max(1, round(self.orchestrator.batch_size / self.mean_group_size))
 
     def group_size(self, env: str) -> int:
-        """Rollouts per prompt of an environment."""
-        return self.envs[env].rollouts_per_example or self.orchestrator.rollouts_per_example
+        """Rollouts per prompt of an environment. A benchmark on random tokens has no environments, and one size."""
+        own = self.envs[env].rollouts_per_example if self.measured in (None, "rl") else None
+        return own or self.orchestrator.rollouts_per_example
 
     @property
     def mean_group_size(self) -> float:
@@ -388,7 +397,7 @@ class SftRoot(EvaluatedRun):
     @property
     def num_servers(self) -> int:
         """Only evaluations need servers."""
-        return self.hardware.inference_replicas if self.plays and not self.inference.base_url else 0
+        return self.servers_of_layout if self.plays else 0
 
     @property
     def samples_per_update(self) -> int:

@@ -58,14 +58,19 @@ class CommandConfig:
         return 0
 
     @property
-    def trainer_gpus(self) -> int:
-        """GPUs of the trainer processes that the command starts itself."""
+    def own_ranks(self) -> int:
+        """Trainer processes that the command starts itself. On CUDA each has a GPU."""
         return self.trainer_ranks
 
     @property
     def num_servers(self) -> int:
         """Inference servers that the command starts itself."""
         return 0
+
+    @property
+    def servers_placed(self) -> int:
+        """Inference servers that have places in the layout: those that the command starts."""
+        return self.num_servers
 
     @property
     def transfer(self) -> str | None:
@@ -87,8 +92,8 @@ class CommandConfig:
         """GPUs that the layout needs, over all hosts; 0 on CPU."""
         if self.hardware.device == "cpu":
             return 0
-        inference = self.num_servers * self.hardware.data_parallel * self.hardware.tensor_parallel
-        return max(inference, self.trainer_gpus) if self.hardware.shared else inference + self.trainer_gpus
+        inference = self.servers_placed * self.hardware.data_parallel * self.hardware.tensor_parallel
+        return max(inference, self.own_ranks) if self.hardware.shared else inference + self.own_ranks
 
 
 @dataclass
@@ -114,6 +119,11 @@ class PlayRoot(CommandConfig):
     @property
     def num_servers(self) -> int:
         """Inference servers that the command starts itself; 0 if it uses servers that already run."""
+        return self.servers_of_layout
+
+    @property
+    def servers_of_layout(self) -> int:
+        """Inference servers that a run which plays would start."""
         return 0 if self.inference.base_url else self.hardware.inference_replicas
 
     @property

@@ -174,9 +174,16 @@ class Fleet:
         return replica.totals(states)
 
     async def devices(self) -> list[Device]:
-        """What the workers of the servers that serve compute on."""
-        serving = [server for server in self._servers if server.serves]
-        return replica.devices_of(await all_of(self._ask(server, "GET", "/devices") for server in serving))
+        """What the workers of the servers that serve compute on. Raises ServerUnreachable if one does not say so in `hung` seconds."""
+
+        async def ask(server: Replica) -> tuple[int, bytes]:
+            try:
+                async with asyncio.timeout(self._hung):
+                    return await self._ask(server, "GET", "/devices")
+            except TimeoutError:
+                raise ServerUnreachable(f"{server.endpoint.name} did not report its devices in {self._hung:g} s") from None
+
+        return replica.devices_of(await all_of(ask(server) for server in self._servers if server.serves))
 
     async def states(self) -> list[PolicyState]:
         """The state of each server, in the order of the endpoints."""

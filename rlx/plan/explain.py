@@ -16,11 +16,14 @@ from rlx.config.objectives import losses_of
 from rlx.config.rows import why
 from rlx.config.schema import CommandConfig, Config, EvaluatedRun, PlayRoot, SftRoot, TrainingRoot
 from rlx.config.schema_eval import EvalRoot
+from rlx.config.schema_model import InferenceConfig
 from rlx.config.schema_synthesize import SynthesizeRoot
 from rlx.plan.benchmark import benchmark
 from rlx.plan.forecast import time_on_cpu
 from rlx.rollout.filters import rules_of
 from rlx.types import ProcessSpec
+
+ALONE = InferenceConfig().gpu_memory_utilization  # of an engine that shares its card with nobody
 
 
 def explain(
@@ -308,6 +311,8 @@ def of_servers(cfg: PlayRoot, plan: Sequence[ProcessSpec], beside: float = 0.0) 
         lines.append(
             f"  it takes {share:.0%} of the card (inference.gpu_memory_utilization); the weights and one sequence must fit into that"
         )
+        if cfg.hardware.shared and not cfg.own_ranks and share < ALONE:
+            lines.append(f"  no trainer shares the card here: inference.gpu_memory_utilization={ALONE} lets the engine use it")
         if cfg.hardware.shared and beside:
             least = max(least, beside / (1 - share)) if share < 1 else math.inf
             lines.append("  the trainer has the rest of the same card")

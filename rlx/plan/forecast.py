@@ -41,10 +41,10 @@ def _seconds(cfg: Config) -> dict[str, float]:
     if not (cfg.trained_elsewhere or alone):
         found["train"] = operations * rollouts * cfg.seq_len / (TRAINING * cfg.trainer_ranks * threads)
     own = [env for env in cfg.envs.values() if env.played_by != "teacher"]
-    if alone or (cfg.plays and own):  # otherwise our servers sample nothing
+    if cfg.num_servers and (alone or own):  # otherwise our servers sample nothing
         bounds = [] if alone else [env.sampling.max_tokens or cfg.sampling.max_tokens for env in own]
         sampled = rollouts * max(bounds, default=cfg.sampling.max_tokens)
-        found["sample"] = 2 * weights * sampled / (SAMPLING * threads * cfg.hardware.inference_replicas)
+        found["sample"] = 2 * weights * sampled / (SAMPLING * threads * cfg.num_servers * cfg.hardware.data_parallel)
     return found
 
 

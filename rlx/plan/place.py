@@ -38,7 +38,7 @@ def _servers(cfg: PlayRoot | TrainingRoot) -> str:
     """The numbers that make the servers' size."""
     hardware = cfg.hardware
     engines = f" × data_parallel={hardware.data_parallel}" if hardware.data_parallel > 1 else ""
-    return f"{cfg.num_servers} inference replicas{engines} × tensor_parallel={hardware.tensor_parallel}"
+    return f"{cfg.servers_placed} inference replicas{engines} × tensor_parallel={hardware.tensor_parallel}"
 
 
 def _together(cfg: PlayRoot | TrainingRoot) -> str:
@@ -59,7 +59,7 @@ def place(cfg: TrainingRoot) -> tuple[list[Place], list[Place]]:
     On CPU with several hosts, the trainer gets the hosts that inference leaves. Raises ConfigError if the layout does not fit.
     """
     hardware = cfg.hardware
-    parts, size = cfg.num_servers * hardware.parts_of_server, hardware.gpus_of_part
+    parts, size = cfg.servers_placed * hardware.parts_of_server, hardware.gpus_of_part
     if hardware.device == "cpu":
         return _place_on_cpu(cfg, parts)
     node, free = 0, 0  # the next free GPU
@@ -77,7 +77,8 @@ def place(cfg: TrainingRoot) -> tuple[list[Place], list[Place]]:
     share = cfg.trainer_ranks // hosts
     trainers = [(node + i, tuple(range(free, free + share))) for i in range(hosts)]
     needs = max([gpus[-1] + 1 for _, gpus in inference if gpus] + [share])
-    if trainers[-1][0] >= hardware.nodes or needs > hardware.gpus_per_node or left:
+    last = max(host for host, _ in (*inference, *trainers))
+    if last >= hardware.nodes or needs > hardware.gpus_per_node or left:
         raise ConfigError(
             f"hardware={hardware.name}: {_servers(cfg)} and "
             f"trainer_processes={cfg.trainer_ranks} do not fit on {hardware.nodes} × {hardware.gpus_per_node} GPUs "

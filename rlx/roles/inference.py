@@ -128,6 +128,8 @@ async def serve(
     from rlx.inference.server.engine import PolicyEngine
 
     arguments = engine_arguments(config, str(model), replica, None if head is None else head.meeting)
+    if head is not None:
+        head.let_port_go()
     # May take longer than launcher.heartbeat_timeout. A server that restarts beside others has no other bound than this one.
     with heartbeat.during(f"loading {model}", limit=config.inference.startup_timeout):
         engine = await PolicyEngine.start(arguments, cpu=config.hardware.device == "cpu", in_process=runs_in_process(config))

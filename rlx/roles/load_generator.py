@@ -18,6 +18,7 @@ import logging
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from rlx.config.load import load_run
 from rlx.config.schema import Config
 from rlx.heartbeat import INTERVAL, WAITING_FOR_MODEL, Heartbeat, wait_for_model
 from rlx.inference.fleet import Fleet
-from rlx.inference.protocol import Device
+from rlx.inference.protocol import Device, InferenceError
 from rlx.inference.replica import memory_of
 from rlx.inference.sampler import Sampler
 from rlx.metrics import MetricsWriter
@@ -124,7 +125,8 @@ class LoadGenerator:
             self.step, self.tally = step, Tally()
             await all_of(self._lane(samples) for _ in range(self.config.load))
             ended = time.perf_counter()
-            self.devices = await self.fleet.devices()
+            with suppress(InferenceError):  # the record then has the latest that is known
+                self.devices = await self.fleet.devices()
             self._end_step(ended)
 
     async def _lane(self, samples: Iterator[tuple[int, TrainingSample]]) -> None:
@@ -157,8 +159,9 @@ class LoadGenerator:
     async def _look(self) -> None:
         """Note what the servers say of themselves."""
         while True:
-            self.seen = [await self.fleet.stats()]
-            self.tally.states += self.seen
+            with suppress(InferenceError):  # of a server that starts again; requests wait for it
+                self.seen = [await self.fleet.stats()]
+                self.tally.states += self.seen
             await asyncio.sleep(LOOK)
 
     async def _probe(self) -> None:

@@ -141,7 +141,7 @@ def rewind(
 def _forget_processes(paths: RunPaths) -> None:
     """Remove what the processes of the last attempt left for each other."""
     for file in (*paths.batches.glob("*"), *paths.endpoints.glob("*.json"), *paths.heartbeats.glob("*.json")):
-        file.unlink()
+        file.unlink(missing_ok=True)  # another host may have deleted it, and this one still lists it
     for file in (paths.preempt, paths.preempted):
         file.unlink(missing_ok=True)
 

@@ -19,7 +19,7 @@ from rlx.waiting import wait_for
 from rlx.weights import files
 from rlx.weights.files import ModelFiles, Written
 
-FOLDER_TIMEOUT = 60.0  # seconds until another host must see the folder that rank 0 has made
+FOLDER_TIMEOUT = 180.0  # seconds until another host must see the folder that rank 0 has made; NFS may take 60 by default
 
 
 class WriterFailed(RuntimeError):

@@ -15,6 +15,8 @@ def _divisors(*numbers: int) -> str:
 @rule("trainer", "hardware", "inference.base_url")
 def copies_of_equal_size(cfg: TrainingRoot, of: Show) -> Iterator[str]:
     ranks, copies = cfg.trainer_ranks, cfg.trainer.dp_replicate
+    if cfg.measured == "inference":  # nothing is trained
+        return
     if ranks % copies:
         yield (
             f"{ranks} trainer processes cannot hold {of('trainer.dp_replicate')} copies of equal size. "
@@ -36,6 +38,8 @@ def ranks_of_a_row(cfg: TrainingRoot, of: Show) -> Iterator[str]:
     cp, tp, together = cfg.trainer.cp, cfg.trainer.tp, cfg.trainer.ranks_of_a_row
     axes = [name for name, size in (("cp", cp), ("tp", tp)) if size > 1]
     shown = " × ".join(of(f"trainer.{name}") for name in axes)
+    if cfg.measured == "inference":
+        return
     fix = f"Set {'trainer.cp · trainer.tp' if len(axes) > 1 else f'trainer.{axes[0]}'} to one of" if axes else ""
     if ranks % together:
         yield (
@@ -66,7 +70,7 @@ def heads_that_can_be_divided(cfg: TrainingRoot, of: Show) -> Iterator[str]:
 @rule("trainer", "hardware", "inference.base_url", "model.num_experts")
 def ranks_of_experts(cfg: TrainingRoot, of: Show) -> Iterator[str]:
     ranks, experts, ep = cfg.trainer_ranks, cfg.model.num_experts, cfg.trainer.ep
-    if ep == 1:
+    if ep == 1 or cfg.measured == "inference":
         return
     if experts is None:
         yield (

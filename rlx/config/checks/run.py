@@ -208,10 +208,10 @@ def keys_and_values_outside_the_engine(cfg: Config, of: Show) -> Iterator[str]:
             )
 
 
-@rule("weight_broadcast.type", "weight_broadcast.in_turn", "hardware", "lora", "inference.base_url")
+@rule("weight_broadcast.type", "weight_broadcast.in_turn", "hardware", "lora", "inference.base_url", "replay", "bench")
 def weights_without_files(cfg: Config, of: Show) -> Iterator[str]:
     kind, hardware = cfg.weight_broadcast.type, cfg.hardware
-    if kind == "filesystem":
+    if kind == "filesystem" or cfg.replay is not None or cfg.measured in ("trainer", "inference"):  # there no version reaches a server
         return
     if cfg.lora.on:
         yield (
@@ -245,9 +245,11 @@ def weights_without_files(cfg: Config, of: Show) -> Iterator[str]:
 # hardware
 
 
-@rule("hardware.tensor_parallel", "model.num_attention_heads", "model.num_key_value_heads")
+@rule("hardware", "inference.base_url", "model.num_attention_heads", "model.num_key_value_heads")
 def parallel_heads(cfg: Config, of: Show) -> Iterator[str]:
     size, heads, kv = cfg.hardware.tensor_parallel, cfg.model.num_attention_heads, cfg.model.num_key_value_heads
+    if not cfg.num_servers:
+        return
     if heads % size:
         yield (
             f"tensor parallelism must divide the query heads: {of('model.num_attention_heads')} is not a multiple of "
@@ -267,6 +269,8 @@ def _divisors(number: int, key: str = "hardware.tensor_parallel") -> str:
 @rule("hardware", "model.num_experts", "inference.vllm", "inference.base_url")
 def data_parallel_engines(cfg: Config, of: Show) -> Iterator[str]:
     h, local = cfg.hardware, cfg.hardware.data_parallel_local
+    if not cfg.num_servers:
+        return
     if local is not None and h.data_parallel % local:
         yield (
             f"every process of a server has the same number of engines: {of('hardware.data_parallel')} is not a multiple of "
@@ -289,14 +293,15 @@ def gpus_of_layout(cfg: Config, of: Show) -> Iterator[str]:
     h = cfg.hardware
     if h.device != "cuda":
         return
-    if h.tensor_parallel > h.gpus_per_node:
+    servers = cfg.servers_placed > 0
+    if servers and h.tensor_parallel > h.gpus_per_node:
         yield f"a server must fit on one host: {of('hardware.tensor_parallel')} > {of('hardware.gpus_per_node')}. Lower the first."
-    elif h.gpus_per_node % h.tensor_parallel:
+    elif servers and h.gpus_per_node % h.tensor_parallel:
         yield (
             f"tensor parallelism must divide the GPUs of a host: {of('hardware.gpus_per_node')} is not a multiple of "
             f"{of('hardware.tensor_parallel')}.\nUse {_divisors(h.gpus_per_node)}."
         )
-    elif h.gpus_of_part > h.gpus_per_node:
+    elif servers and h.gpus_of_part > h.gpus_per_node:
         yield (
             f"{of('hardware.data_parallel_local')} engines with {of('hardware.tensor_parallel')} do not fit on a host: "
             f"{of('hardware.gpus_per_node')}. Lower the first, or leave it out."
@@ -314,7 +319,8 @@ def gpus_of_layout(cfg: Config, of: Show) -> Iterator[str]:
 
 @rule("hardware", "inference.gpu_memory_utilization", "inference.base_url")
 def shared_memory(cfg: Config, of: Show) -> Iterator[str]:
-    if cfg.hardware.device == "cuda" and cfg.hardware.shared and not cfg.inference.base_url and cfg.inference.gpu_memory_utilization > 0.7:
+    both = cfg.num_servers and cfg.own_ranks  # start
+    if both and cfg.hardware.device == "cuda" and cfg.hardware.shared and cfg.inference.gpu_memory_utilization > 0.7:
         yield (
             f"the engine leaves too little memory for the trainer on their shared GPU: {of('inference.gpu_memory_utilization')} with "
             f"{of('hardware.shared')}.\nUse inference.gpu_memory_utilization=0.4 or so, at most 0.7."

@@ -332,7 +332,8 @@ class PolicyEngine:
     async def _drain(self, tokens: int) -> None:
         """If all requests in flight are running and each has at most `tokens` tokens left, admit no more and wait for them."""
         sinks = list(self.core.sinks.values())
-        fit = len(sinks) <= self.llm.vllm_config.scheduler_config.max_num_seqs
+        config = self.llm.vllm_config  # each engine of the server has a scheduler of its own
+        fit = len(sinks) <= config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size
         running = fit and not self._partly  # after a transfer that broke, the engine is paused
         if sinks and running and all(sink.max_tokens - len(sink.token_ids) <= tokens for sink in sinks):
             self._open.clear()

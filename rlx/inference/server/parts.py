@@ -110,11 +110,10 @@ class Head:
 
     def __init__(self, file: Path, address: str, parts: int, token: str, rpc_port: int = 0) -> None:
         """Listen, and publish the meeting. `parts`: how many there are, without the head. Raises OSError if a port is taken."""
-        with contextlib.closing(bind(address, rpc_port)) as free:  # vLLM binds it soon
-            self._server = bind(address, 0)
-            rpc_port = free.getsockname()[1]
+        self._kept = bind(address, rpc_port)
+        self._server = bind(address, 0)
         self._server.setblocking(True)
-        self.meeting = Meeting(address, rpc_port, self._server.getsockname()[1], token_urlsafe(24), token)
+        self.meeting = Meeting(address, self._kept.getsockname()[1], self._server.getsockname()[1], token_urlsafe(24), token)
         self.lost: Callable[[str], None] = end
         self._parts, self._lines, self._serving = parts, dict[int, Line](), False
         self._lock = threading.Lock()
@@ -122,6 +121,10 @@ class Head:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, json.dumps(asdict(self.meeting)), 0o600)
         threading.Thread(target=self._accept, name="parts", daemon=True).start()
+
+    def let_port_go(self) -> None:
+        """Free the port at which engines ask for their place, for vLLM, which is about to bind it. Until then nobody else can take it."""
+        self._kept.close()
 
     def serving(self) -> None:
         """Tell the parts that the server serves."""
@@ -139,6 +142,7 @@ class Head:
                 line.say(why=why)
                 line.close()
         self._server.close()
+        self._kept.close()
 
     def _accept(self) -> None:
         while True:
