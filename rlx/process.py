@@ -77,11 +77,13 @@ def peak_memory() -> int:
 
     Linux's own number for `resource.getrusage` may be that of the process which started this one.
     """
+    other = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except FileNotFoundError:  # macOS, which counts in bytes
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+        return other
+    # A sandbox with a /proc of its own may leave the line out.
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), 1024 * other)
 
 
 def set_cpu_threads(threads: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ MAKERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
     "sgd_without_state": (torch.optim.SGD, {}),
     "factored": (torch.optim.Adafactor, {}),
+    "made_at_once": (torch.optim.Adagrad, {}),
     "muon": (Muon, {"fused": True}),
 }
 
@@ -171,3 +173,13 @@ def test_the_key_reaches_the_optimizer_also_of_a_run_in_a_shared_trainer(model: 
         shared = policy_of(host, model, mesh, lambda _: nullcontext())
         member = Member(host, paths, "token", 0, shared, mesh, lambda: None)
         assert isinstance(member.trainer.optimizer, CPUOffloadOptimizer) == offload
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_state_goes_to_host_memory_whenever_the_optimizer_makes_it(kind: Any) -> None:
+    """Adagrad makes its state when it is built. `meta` stands for a GPU: nothing can be copied from it, which shows the attempt."""
+    parameter = torch.nn.Parameter(torch.empty(4, device="meta"))
+    parameter.grad = torch.empty(4, device="meta")
+    optimizer = CPUOffloadOptimizer(kind([parameter]), replace(one_process("cpu"), device=torch.device("meta")))
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+        optimizer.step()

@@ -82,15 +82,15 @@ class Checkpoints:
         return self.config.interval is not None and (step % self.config.interval == 0 or step == self.last)
 
     def save(self, step: int) -> None:
-        """Write the state after `step` steps. With `ckpt.save_async`, `finish` completes it later. Raises CheckpointFailed."""
-        self.finish()
+        """Write the state after `step` steps. With `ckpt.save_async`, `finish` completes it later.
+
+        Raises CheckpointFailed, or RankLost if rank 0 could not do its part.
+        """
+        self.mesh.agreed(self.finish)
         if self.saved == step:
             return
         folder = folders.writing(self.paths, step)
-        self._or_fail(step, self._finish_pruning)  # the new checkpoint may need the freed space
-        if self.first:
-            self._or_fail(step, lambda: self._begin(step))
-        self.mesh.barrier()
+        self.mesh.agreed(lambda: self._or_fail(step, lambda: self._begin(step)))
         progress = Progress(step, self.trainer.updates)
         saver = self._the_saver()
         saving = self._or_fail(step, lambda: saver.save(folder / folders.TRAINER, progress))
@@ -128,6 +128,9 @@ class Checkpoints:
         return self._pending is not None
 
     def _begin(self, step: int) -> None:
+        self._finish_pruning()  # the new checkpoint may need the freed space
+        if not self.first:
+            return
         folder = folders.begin(self.paths, step)
         if self.with_orchestrator:
             # This host looks into it before the orchestrator's host writes there, unless that one has already seen the new folder.

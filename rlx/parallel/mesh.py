@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -43,13 +43,14 @@ from rlx.waiting import Preempted
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+T = TypeVar("T")
 PIECE = 1 << 30  # bytes per broadcast
 MARGIN = 600.0  # seconds by which collectives outlast rank 0's waits, so that rank 0's own wait times out first
 PATIENCE = 5.0  # seconds before a rank reports that it lost another, so that the supervisor sees and blames the failed rank first
 
 
 class RankLost(RuntimeError):
-    """Another rank left during a collective; its own log says why."""
+    """Another rank left during a collective, or failed in what it does alone; its own log says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +103,20 @@ class Mesh:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         return bool(flags)
 
+    def agreed(self, action: Callable[[], T]) -> T:
+        """The result of `action`, which has no collectives. Returns when every rank has called this.
+
+        If it raises on some rank, every rank raises: that one its own error, the others RankLost. So all of them make the same next call.
+        """
+        result, error = None, None
+        try:
+            result = action()
+        except Exception as raised:
+            error = raised
+        if self.any(error is not None):
+            raise error or _failed_elsewhere()
+        return cast("T", result)
+
     def where(self, flag: bool) -> list[int]:
         """The ranks on which the flag is set. Returns when every rank has called this."""
         return [rank for rank, flag in enumerate(self.each(float(flag))) if flag]
@@ -139,17 +154,18 @@ class Mesh:
     def read(self, read: Callable[[], bytes | bytearray]) -> bytes | bytearray:
         """The result of rank 0's `read`, on every rank: only rank 0 waits for a file and reads it. The result must not be empty.
 
-        If `read` raises Preempted, every rank raises it. Any other error ends rank 0, and the other ranks raise RankLost.
+        If `read` raises Preempted, every rank raises it. With any other error the other ranks raise RankLost.
         """
         if not self.first:
             content = self.broadcast_bytes()
             if not content:
-                raise Preempted
+                raise Preempted() if self.any(False) else _failed_elsewhere()
             return content
         try:
             content = read()
-        except Preempted:
+        except Exception as error:
             self.broadcast_bytes(b"")
+            self.any(isinstance(error, Preempted))
             raise
         assert content, "nothing was read"
         return self.broadcast_bytes(content)
@@ -332,3 +348,8 @@ def divide(mesh: Mesh, *, timeout: float, copies: int = 1, context: int = 1, ten
 
 def _axis(mesh: DeviceMesh, name: str) -> Axis:
     return Axis(mesh.get_group(name), mesh.get_local_rank(name), mesh[name].size())
+
+
+def _failed_elsewhere() -> RankLost:
+    time.sleep(PATIENCE)
+    return RankLost("another rank failed; its log says why")

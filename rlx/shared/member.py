@@ -80,20 +80,24 @@ class Member:
         self.meter = Meter(model, mesh)
         self.metrics = MetricsWriter(paths.metrics, "trainer") if mesh.first else None
         self.summary = Summary(paths, mesh, self.trainer)
-        source, static = model.base["name"], ModelFiles({})
-        if mesh.first:
+        source = model.base["name"]
+
+        def begin() -> ModelFiles:
+            if not mesh.first:
+                return ModelFiles({})
             for version in versions(paths.weights):  # an earlier attempt wrote it after the run was rewound
                 if version > self.step:
                     shutil.rmtree(paths.weights_of(version))
-            static = ModelFiles.of_adapters(peft_config(model.hf, cfg.lora, source), fetch(source, None))
+            write_text(paths.initial_model, f"{source}\n")
+            return ModelFiles.of_adapters(peft_config(model.hf, cfg.lora, source), fetch(source, None))
+
+        static = mesh.agreed(begin)
         self.publisher = Publisher(view, mesh, paths, static, DTYPES[cfg.model.dtype])
         self.checkpoints = Checkpoints.of(cfg, paths, self.trainer, self.still_there)
         self.hurried = False  # True: an orchestrator that may hang must not hold up the other runs while this one leaves
         self.checkpoints.patient = False  # an orchestrator that is slow to add its part must not hold up the other runs
         if self.step:
             self.publisher.ensure(self.step)
-        if mesh.first:
-            write_text(paths.initial_model, f"{source}\n")
 
     def still_there(self) -> None:
         """Called while rank 0 waits for the orchestrator's part of a checkpoint. Raises PutOut if it is gone, or must not be waited for."""
@@ -174,25 +178,29 @@ class Member:
         """Publish the version that a step made, write the step's metrics, and save a checkpoint if one is due.
 
         `values`: the step's metrics. `runs` were trained together. `started`: `time.perf_counter()` when the common step began. In the
-        order of `rlx.roles.trainer`: the version appears after its metrics. Raises PublishFailed, CheckpointFailed. Raises PutOut if the
-        orchestrator is gone: the run's next attempt makes this step again, and may have begun.
+        order of `rlx.roles.trainer`: the version appears after its metrics. Raises PublishFailed, CheckpointFailed, or RankLost if rank 0
+        has failed. Raises PutOut if the orchestrator is gone: the run's next attempt makes this step again, and may have begun.
         """
         gone = self.gone() if self.mesh.first else None
         if self.mesh.any(gone is not None):
             raise PutOut(gone or "its orchestrator is gone")
         step, version = self.step, self.step + 1
-        self.publisher.check()
         self.summary.after_step(step)
         seconds = values["time/forward_backward"] + values["time/optimizer"]
         values |= self.meter.measure(batch, seconds, self.cfg.trainer.num_iterations, self.trainer.forward_only)
         began = time.perf_counter()
+        self.mesh.agreed(self.publisher.wait)
         self.publisher.gather(version)
         ended = time.perf_counter()
-        if self.metrics is not None:
-            times = {"time/wait_batch": started - self.since, "time/broadcast": ended - began, "time/step": ended - self.since}
-            times |= {"time/write_weights": self.publisher.seconds, "time/send_weights": 0.0, "perf/runs": float(runs)}
-            self.metrics.write(step, values | times | {"perf/compute_frac": seconds / (ended - self.since)})
-            self.publisher.announce(version, keep_last=self.cfg.versions_kept, protect=self.checkpoints.protected())
+
+        def tell() -> None:
+            if self.metrics is not None:
+                times = {"time/wait_batch": started - self.since, "time/broadcast": ended - began, "time/step": ended - self.since}
+                times |= {"time/write_weights": self.publisher.seconds, "time/send_weights": 0.0, "perf/runs": float(runs)}
+                self.metrics.write(step, values | times | {"perf/compute_frac": seconds / (ended - self.since)})
+                self.publisher.announce(version, keep_last=self.cfg.versions_kept, protect=self.checkpoints.protected())
+
+        self.mesh.agreed(tell)
         log.info("%s: step %d: loss %.4f, gradient norm %.3f", self.name, step, values["loss/total"], values["optim/grad_norm"])
         self.step, self.since = version, time.perf_counter()
         self._expecting_since = self.since
@@ -203,7 +211,7 @@ class Member:
 
     def save(self) -> None:
         """Write a checkpoint, after its version is completely on the disk."""
-        self.publisher.wait()
+        self.mesh.agreed(self.publisher.wait)
         self.checkpoints.save(self.step)
 
     def close(self) -> None:

@@ -75,9 +75,12 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             yield bucket
 
     def _to_device(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Copy a parameter's state to the device. Returns the tensors in host memory, by name; none before its first update."""
+        """Copy a parameter's state to the device. Returns the tensors in host memory, by name; none before its first update.
+
+        What an optimizer makes on the device before that, as Adagrad does, is there already.
+        """
         state = self.state.get(parameter, {})
-        hosts = {name: value for name, value in state.items() if _moves(value)}
+        hosts = {name: value for name, value in state.items() if _moves(value) and _local(value).device.type == "cpu"}
         for name, host in hosts.items():
             state[name] = _copied(host, torch.empty_like(_local(host), device=self._mesh.device))
         return hosts

@@ -137,8 +137,7 @@ class Publisher:
         if self.mesh.any(self.mesh.first and version not in files.versions(self.paths.weights)):
             self.gather(version)
             self.announce(version)
-            self.wait()
-        self.mesh.barrier()
+        self.mesh.agreed(self.wait)
 
     def close(self) -> None:
         """Wait for the version being written. Raises PublishFailed."""
