@@ -17,7 +17,7 @@ from trainer_examples import make_samples, step_batch
 from rlx.codec import CodecError
 from rlx.data.source import FakeSource, OrchestratorSource, RecordedSource, send, split
 from rlx.heartbeat import EVALUATING, Heartbeat
-from rlx.parallel.mesh import Mesh, one_process
+from rlx.parallel.mesh import Mesh, RankLost, one_process
 from rlx.paths import RunPaths
 from rlx.rollout.record import record_batch
 from rlx.types import StepBatch
@@ -129,6 +129,12 @@ class Rank:
         assert content is None
         return bytearray(self.line.get(timeout=120))
 
+    def any(self, flag: bool) -> bool:
+        if self.first:
+            self.line.put(b"yes" if flag else b"no")
+            return flag
+        return flag or self.line.get(timeout=120) == b"yes"
+
     read = Mesh.read  # type: ignore[assignment]
 
 
@@ -169,6 +175,14 @@ def test_a_run_that_gives_way_while_rank_0_waits_gives_way_on_every_rank(tmp_pat
         return OrchestratorSource(RunPaths(tmp_path), rank, timeout=60).receive(0, leave if rank.first else pytest.fail)
 
     assert [type(one) for one in on_two_ranks(receive)] == [Preempted, Preempted]
+
+
+def test_a_batch_that_rank_0_cannot_read_is_an_error_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlx.parallel.mesh.PATIENCE", 0.0)
+    paths = RunPaths(tmp_path)
+    paths.batch_of(0).mkdir(parents=True)
+    found = on_two_ranks(lambda rank: OrchestratorSource(paths, rank, timeout=60).receive(0, lambda: None))
+    assert [type(one) for one in found] == [IsADirectoryError, RankLost]
 
 
 # without files

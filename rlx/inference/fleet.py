@@ -175,15 +175,8 @@ class Fleet:
 
     async def devices(self) -> list[Device]:
         """What the workers of the servers that serve compute on. Raises ServerUnreachable if one does not say so in `hung` seconds."""
-
-        async def ask(server: Replica) -> tuple[int, bytes]:
-            try:
-                async with asyncio.timeout(self._hung):
-                    return await self._ask(server, "GET", "/devices")
-            except TimeoutError:
-                raise ServerUnreachable(f"{server.endpoint.name} did not report its devices in {self._hung:g} s") from None
-
-        return replica.devices_of(await all_of(ask(server) for server in self._servers if server.serves))
+        asked = (one.in_time(self._ask(one, "GET", "/devices"), self._hung, "devices") for one in self._servers if one.serves)
+        return replica.devices_of(await all_of(asked))
 
     async def states(self) -> list[PolicyState]:
         """The state of each server, in the order of the endpoints."""
@@ -192,9 +185,9 @@ class Fleet:
     async def wait_ready(self, timeout: float, tick: Callable[[], None] | None = None, adopt: bool = False) -> None:
         """Return when every server answers and has version 0. A server that still has a version of an earlier run is reset to 0.
 
-        `tick` is called several times a second meanwhile. `adopt`: the servers keep the version that they have, which is then the fleet's.
-        Raises ServerUnreachable, which names the server, RequestRefused for a wrong key, TakenServer if another run has a server for longer
-        than a killed one would, or InferenceError if versions to adopt differ.
+        `tick`: called several times a second meanwhile. `adopt`: the servers keep their version, which is then the fleet's. Raises
+        ServerUnreachable, which names the server, RequestRefused for a wrong key, TakenServer if another run has a server for longer than a
+        killed one would, or InferenceError if versions to adopt differ.
         """
         self._adopted = adopt
         began = time.monotonic()
@@ -385,12 +378,7 @@ class Fleet:
         return server.told(_state.decode(answer))
 
     async def _state_soon(self, server: Replica) -> PolicyState:
-        """`_state`, without waiting for a server that hangs. Raises ServerUnreachable after `hung` seconds."""
-        try:
-            async with asyncio.timeout(self._hung):
-                return await self._state(server)
-        except TimeoutError:
-            raise ServerUnreachable(f"{server.endpoint.name} did not report its state in {self._hung:g} s") from None
+        return await server.in_time(self._state(server), self._hung, "state")
 
     # -- asking
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from rlx.inference.endpoints import Endpoint
-from rlx.inference.protocol import Device, PolicyState
+from rlx.inference.protocol import Device, PolicyState, ServerUnreachable
 
+T = TypeVar("T")
 _devices = msgspec.json.Decoder(list[Device])
 ASKING = 10.0  # seconds for which a server's word that it waits for the trainer holds
 GONE = 2.0  # seconds without an answer after which an update goes on without a server, if others have the version
@@ -54,6 +56,14 @@ class Replica:
         self.said = ""  # the latest warning about it
         self._asked: float | None = None  # monotonic time of its latest word that it waits for the trainer, unless it said otherwise since
         self.updating = asyncio.Lock()
+
+    async def in_time(self, answer: Awaitable[T], seconds: float, what: str) -> T:
+        """The server's answer about `what`. Raises ServerUnreachable if it does not come in time: the server may hang."""
+        try:
+            async with asyncio.timeout(seconds):
+                return await answer
+        except TimeoutError:
+            raise ServerUnreachable(f"{self.endpoint.name} did not report its {what} in {seconds:g} s") from None
 
     @property
     def gone(self) -> bool:
