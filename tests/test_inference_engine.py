@@ -32,9 +32,10 @@ def engine_with(add_request: Any) -> Any:
             self.aborted += request_ids
 
     config = SimpleNamespace(max_model_len=64, hf_config=SimpleNamespace(tie_word_embeddings=False))
-    scheduler = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8), lora_config=None)
+    one = SimpleNamespace(data_parallel_size=1)
+    whole = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8), parallel_config=one, lora_config=None)
     inputs = SimpleNamespace(process_inputs=lambda *_: SimpleNamespace())
-    llm: Any = SimpleNamespace(engine_core=Core(), model_config=config, input_processor=inputs, vllm_config=scheduler)
+    llm: Any = SimpleNamespace(engine_core=Core(), model_config=config, input_processor=inputs, vllm_config=whole)
     return PolicyEngine(llm, Path("nowhere"), {})
 
 
