@@ -199,8 +199,8 @@ def test_the_load_keeps_its_number_of_requests_in_flight_and_records_every_step(
 
 
 @pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize("role", ["rl", pytest.param("inference", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("role", ["rl", "inference"])
 def test_a_real_benchmark_writes_its_numbers_and_no_checkpoint(tmp_path: Path, role: str) -> None:
     keys = ("bench=true", f"bench_role={role}", "max_steps=4", "orchestrator.batch_size=32", "model.warm_start.steps=1")
     done = subprocess.run(

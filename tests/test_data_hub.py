@@ -48,6 +48,7 @@ def python(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_subsets_and_splits_are_read_and_found_again_without_the_hub(tmp_path: Path) -> None:
     chats(tmp_path / "hub" / "datasets" / "team" / "chats")
     wanted = [["team/chats", "easy", "train"], ["team/chats", "easy", "test[1:]"], ["team/chats", "hard", "train[50%:]"]]

@@ -59,12 +59,13 @@ def graphs_and_gradients(freq: int, *, compiled: bool, adapters: bool = False) -
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("freq", "adapters"),
     [
-        pytest.param(0, False, marks=pytest.mark.nightly),
-        pytest.param(1, False, marks=pytest.mark.long),
-        pytest.param(1, True, marks=pytest.mark.nightly),
+        (0, False),
+        (1, False),
+        (1, True),
     ],
 )
 def test_compiled_layers_are_traced_with_and_without_recomputed_activations(freq: int, adapters: bool):

@@ -76,7 +76,7 @@ def test_a_gguf_file_becomes_a_plain_folder_with_its_weights_tokenizer_and_templ
     assert tokenizer.decode(tokenizer(text).input_ids) == text
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_the_engines_log_probabilities_equal_a_hugging_face_forward_of_the_same_version(start: Callable[..., MainJob]) -> None:
     # One answer after the other takes longer than a step trains, so an update finds one in flight; it must not wait for its end.

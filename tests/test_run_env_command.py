@@ -50,7 +50,7 @@ def printed(done: subprocess.CompletedProcess, start: str) -> list[str]:
     return next(line.split()[2:] for line in done.stdout.splitlines() if line.strip().startswith(start))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_check_says_what_the_model_does_and_whether_to_train(rlx: Rlx) -> None:
     done = rlx("env", "check", "reverse_text", "num_examples=8", "--json")
     answer = json.loads(done.stdout)

@@ -46,7 +46,7 @@ def test_a_run_with_slack_evaluates_every_due_version_and_keeps_the_best_checkpo
     assert f"checkpoints/step_{best}" in run.text()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_on_policy_training_is_the_same_with_and_without_evaluations_also_after_a_kill_in_one(start):
     without = start("without", *SHORT)
     assert without.wait() == 0, without.text()

@@ -137,6 +137,7 @@ def test_versions_are_evaluated_beside_training_and_a_lost_evaluation_is_made_ag
     assert [line for line in records(run) if line["source"] == "eval"] == evaluated
 
 
+@pytest.mark.long
 def test_a_benchmark_measures_the_trainer_and_writes_no_weights(data: Path) -> None:
     keys = ("data=fake", "data.name=null", "val.name=null", "data.length=variable", "max_steps=5", "bench=true", "logger=tensorboard")
     done = sft(data, "bench", *keys)

@@ -156,12 +156,31 @@ PRODUCTS = {
 """Two ways at once, or one beside FSDP: in `make test-long` over four processes."""
 
 
+SIBLINGS = {
+    "tied_small_rows",
+    "untied_by_its_files_alone",
+    "one_group_so_little_work",
+    "copies_untied_kept_gathered",
+    "recomputed_in_part",
+    "optimizer_of_adapters_in_host_memory",
+    "pieces_of_adapters",
+    "divided_with_biases_recomputed",
+    "divided_adapters",
+    "experts_beside_adapters",
+    "adapters",
+    "adapters_recomputed",
+    "adapters_of_two_runs_recomputed",
+    "divided_bfloat16",
+}
+"""Cases that differ from another by one more thing: in `make test-nightly`."""
+
+
 def over_ranks(*cases: str) -> pytest.MarkDecorator:
     """Each case over two, three and four processes."""
 
     def marks(case: str, ranks: int) -> list[pytest.MarkDecorator]:
         if ranks == 2:
-            return [] if case in KINDS else [pytest.mark.long]
+            return [] if case in KINDS else [pytest.mark.nightly if case in SIBLINGS else pytest.mark.long]
         return [pytest.mark.long if ranks == 4 and case in PRODUCTS else pytest.mark.nightly]
 
     runs = [pytest.param(case, ranks, marks=marks(case, ranks)) for ranks in (2, 3, 4) for case in cases]

@@ -33,7 +33,7 @@ def weights(paths: RunPaths) -> dict:
     return verify(paths.weights_of(STEPS))["tensors"]
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.long)])
 def test_a_preempted_trainer_leaves_a_checkpoint_and_the_next_goes_on_bit_for_bit(tmp_path: Path, ranks: int) -> None:
     whole, cut = (make_run(tmp_path / name, ranks, **{"ckpt.interval": "null"}) for name in ("whole", "cut"))
     run_to_the_end(whole, ranks)
