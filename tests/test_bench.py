@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.load import compose
 from rlx.config.memory import trainer_memory
 from rlx.envs.base import sampling_of
-from rlx.inference.protocol import Device
+from rlx.inference.protocol import Device, InferenceError, ServerUnreachable, TakenServer
 from rlx.inference.replica import memory_of
 from rlx.metrics import METRICS, read_metrics
 from rlx.paths import RunPaths
@@ -196,6 +197,33 @@ def test_the_load_keeps_its_number_of_requests_in_flight_and_records_every_step(
     assert found[0]["time/first_token"] > 0
     names = {name for record in found for name in record} - {"step", "source", "time"}
     assert names <= set(METRICS)
+
+
+@pytest.mark.parametrize("error", [ServerUnreachable("it starts again"), TakenServer("another run has it")])
+def test_a_server_that_starts_again_does_not_end_the_load_but_one_of_another_run_does(tmp_path: Path, error: InferenceError) -> None:
+    from rlx.roles.load_generator import LoadGenerator
+    from rlx.train.flops import Flops
+
+    class Servers:
+        async def stats(self) -> dict[str, float]:
+            raise error
+
+        async def devices(self) -> list[Device]:
+            raise error
+
+        async def generate(self, prompt: list[int], sampling: dict[str, Any], request_id: str, affinity: int) -> Any:
+            await asyncio.sleep(0.001)
+            return SimpleNamespace(completion_ids=[0] * sampling["max_tokens"])
+
+    cfg = config(
+        "cpu", **INFERENCE, max_steps=2, seq_len=24, sampling={"max_tokens": 8}, orchestrator={"batch_size": 8, "rollouts_per_example": 4}
+    )
+    servers: Any = Servers()
+    paths, beat = RunPaths(tmp_path), SimpleNamespace(progress=0, beat=lambda phase, step: None)
+    load = LoadGenerator(cfg, paths, servers, servers, Flops(6.0, 4.0, 0.0, (None,)), beat)  # type: ignore[arg-type]
+    with nullcontext() if isinstance(error, ServerUnreachable) else pytest.raises(TakenServer):
+        asyncio.run(load.run())
+    assert len(list(read_metrics(paths.metrics))) == (2 if isinstance(error, ServerUnreachable) else 0)
 
 
 @pytest.mark.slow

@@ -32,8 +32,8 @@ def engine_with(add_request: Any) -> Any:
             self.aborted += request_ids
 
     config = SimpleNamespace(max_model_len=64, hf_config=SimpleNamespace(tie_word_embeddings=False))
-    one = SimpleNamespace(data_parallel_size=1)
-    whole = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8), parallel_config=one, lora_config=None)
+    engines = SimpleNamespace(data_parallel_size=2)
+    whole = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=1), parallel_config=engines, lora_config=None)
     inputs = SimpleNamespace(process_inputs=lambda *_: SimpleNamespace())
     llm: Any = SimpleNamespace(engine_core=Core(), model_config=config, input_processor=inputs, vllm_config=whole)
     return PolicyEngine(llm, Path("nowhere"), {})
@@ -58,6 +58,27 @@ def test_a_request_given_up_while_it_is_handed_over_does_not_hold_up_the_update_
         await asyncio.wait_for(draining, 60)
         assert engine.core.sinks == {}
         assert engine.core.aborted == ["r#0"]
+
+    asyncio.run(main())
+
+
+def test_as_many_requests_are_drained_as_all_engines_run_together() -> None:
+    async def main() -> None:
+        async def never(core: Any, request: Any) -> None:
+            await asyncio.Event().wait()
+
+        engine = engine_with(never)  # two engines of one sequence each
+        requests = [asyncio.create_task(engine.generate(asked())) for _ in range(3)]
+        await asyncio.sleep(0)
+        await asyncio.wait_for(engine._drain(16), 60)  # one of three is not running, so it does not wait
+        requests.pop().cancel()
+        await asyncio.sleep(0)
+        draining = asyncio.create_task(engine._drain(16))
+        await asyncio.sleep(0)
+        assert not draining.done()
+        for request in requests:
+            request.cancel()
+        await asyncio.wait_for(draining, 60)
 
     asyncio.run(main())
 

@@ -99,7 +99,7 @@ def models(folder: Path) -> list[Path]:
     return [path for path in (folder / "models").iterdir() if not path.name.startswith(".")]
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 def test_prepare_killed_in_its_warm_start_stops_the_run_and_leaves_no_model(in_warm_start, tmp_path):
     os.kill(in_warm_start.pids()["prepare"], signal.SIGKILL)
     assert in_warm_start.wait() == 1

@@ -28,7 +28,7 @@ from rlx.config.load import load_run
 from rlx.config.schema import Config
 from rlx.heartbeat import INTERVAL, WAITING_FOR_MODEL, Heartbeat, wait_for_model
 from rlx.inference.fleet import Fleet
-from rlx.inference.protocol import Device, InferenceError
+from rlx.inference.protocol import Device, ServerUnreachable
 from rlx.inference.replica import memory_of
 from rlx.inference.sampler import Sampler
 from rlx.metrics import MetricsWriter
@@ -125,7 +125,7 @@ class LoadGenerator:
             self.step, self.tally = step, Tally()
             await all_of(self._lane(samples) for _ in range(self.config.load))
             ended = time.perf_counter()
-            with suppress(InferenceError):  # the record then has the latest that is known
+            with suppress(ServerUnreachable):  # the record then has the latest that is known
                 self.devices = await self.fleet.devices()
             self._end_step(ended)
 
@@ -159,7 +159,7 @@ class LoadGenerator:
     async def _look(self) -> None:
         """Note what the servers say of themselves."""
         while True:
-            with suppress(InferenceError):  # of a server that starts again; requests wait for it
+            with suppress(ServerUnreachable):  # it may start again, and requests wait for it; other errors end the benchmark
                 self.seen = [await self.fleet.stats()]
                 self.tally.states += self.seen
             await asyncio.sleep(LOOK)

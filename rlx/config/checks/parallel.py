@@ -14,9 +14,9 @@ def _divisors(*numbers: int) -> str:
 
 @rule("trainer", "hardware", "inference.base_url")
 def copies_of_equal_size(cfg: TrainingRoot, of: Show) -> Iterator[str]:
-    ranks, copies = cfg.trainer_ranks, cfg.trainer.dp_replicate
     if cfg.measured == "inference":  # nothing is trained
         return
+    ranks, copies = cfg.trainer_ranks, cfg.trainer.dp_replicate
     if ranks % copies:
         yield (
             f"{ranks} trainer processes cannot hold {of('trainer.dp_replicate')} copies of equal size. "
@@ -34,12 +34,12 @@ def copies_of_equal_size(cfg: TrainingRoot, of: Show) -> Iterator[str]:
 
 @rule("trainer", "hardware", "inference.base_url", "model.num_attention_heads", "model.num_key_value_heads")
 def ranks_of_a_row(cfg: TrainingRoot, of: Show) -> Iterator[str]:
+    if cfg.measured == "inference":
+        return
     ranks, heads, keys = cfg.trainer_ranks, cfg.model.num_attention_heads, cfg.model.num_key_value_heads
     cp, tp, together = cfg.trainer.cp, cfg.trainer.tp, cfg.trainer.ranks_of_a_row
     axes = [name for name, size in (("cp", cp), ("tp", tp)) if size > 1]
     shown = " × ".join(of(f"trainer.{name}") for name in axes)
-    if cfg.measured == "inference":
-        return
     fix = f"Set {'trainer.cp · trainer.tp' if len(axes) > 1 else f'trainer.{axes[0]}'} to one of" if axes else ""
     if ranks % together:
         yield (

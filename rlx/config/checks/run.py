@@ -208,10 +208,10 @@ def keys_and_values_outside_the_engine(cfg: Config, of: Show) -> Iterator[str]:
             )
 
 
-@rule("weight_broadcast.type", "weight_broadcast.in_turn", "hardware", "lora", "inference.base_url", "replay", "bench")
+@rule("weight_broadcast.type", "weight_broadcast.in_turn", "hardware", "lora", "inference.base_url")
 def weights_without_files(cfg: Config, of: Show) -> Iterator[str]:
     kind, hardware = cfg.weight_broadcast.type, cfg.hardware
-    if kind == "filesystem" or cfg.replay is not None or cfg.measured in ("trainer", "inference"):  # there no version reaches a server
+    if kind == "filesystem" or not cfg.plays:  # then no version reaches a server
         return
     if cfg.lora.on:
         yield (
