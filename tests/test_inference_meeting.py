@@ -72,6 +72,24 @@ def test_the_last_words_of_a_part_reach_the_head_and_those_of_the_head_its_parts
     assert other.meeting.port
 
 
+def test_a_part_has_joined_when_the_head_has_let_it_in(head: Head) -> None:
+    with head._lock, pytest.raises(WaitTimeout):  # the head is busy
+        join(head, timeout=0.3)
+    other, _ = join(head, 2)
+    assert head._lines[2] and other.meeting == head.meeting
+    assert eventually(head.said).endswith("headless_0 on there: it waited too long for the head's answer")  # type: ignore[attr-defined]
+
+
+def test_a_part_that_comes_while_the_head_ends_hears_why(head: Head) -> None:
+    with head._lock:
+        sock = socket.create_connection((head.meeting.address, head.meeting.port))
+        sock.sendall(json.dumps({"key": head.meeting.key, "part": 1, "name": "x"}).encode() + b"\n")
+        head._closed = "it was told to stop"
+    with closing(sock), sock.makefile("rb") as said:
+        assert json.loads(said.readline()) == {"why": "it was told to stop"}
+        assert said.readline() == b""
+
+
 def test_a_killed_part_is_noticed_at_once(head: Head) -> None:
     with subprocess.Popen([sys.executable, "-c", JOIN, str(head._file)], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

@@ -115,7 +115,7 @@ class Head:
         self._server.setblocking(True)
         self.meeting = Meeting(address, self._kept.getsockname()[1], self._server.getsockname()[1], token_urlsafe(24), token)
         self.lost: Callable[[str], None] = end
-        self._parts, self._lines, self._serving = parts, dict[int, Line](), False
+        self._parts, self._lines, self._serving, self._closed = parts, dict[int, Line](), False, ""
         self._lock = threading.Lock()
         self._file = file
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -138,6 +138,7 @@ class Head:
         self.lost = lambda _: None
         self._file.unlink(missing_ok=True)
         with self._lock:
+            self._closed = why or "it ended"  # a part that is being let in just now hears it too
             for line in self._lines.values():
                 line.say(why=why)
                 line.close()
@@ -159,8 +160,8 @@ class Head:
             return
         part, name = hello["part"], hello["name"]
         with self._lock:
-            if part in self._lines:
-                line.say(why=f"part {part} of this server is there already")
+            if self._closed or part in self._lines:
+                line.say(why=self._closed or f"part {part} of this server is there already")
                 line.close()
                 return
             self._lines[part] = line
@@ -177,6 +178,7 @@ class Part:
     def __init__(self, line: Line, meeting: Meeting, lost: Callable[[str], None] = end) -> None:
         self.meeting, self.lost = meeting, lost
         self.serving = False  # whether the server serves
+        self._joined, self._over = False, False  # whether the head has answered; whether it is gone
         self._line = line
         threading.Thread(target=self._listen, name="head", daemon=True).start()
 
@@ -184,26 +186,41 @@ class Part:
     def join(
         cls, file: Path, part: int, name: str, token: str, timeout: float, tick: Callable[[], None], lost: Callable[[str], None] = end
     ) -> Part:
-        """Connect with the head that wrote `file`; wait for it at most `timeout` seconds. Raises WaitTimeout.
+        """Connect with the head that wrote `file`, and hear its answer; wait at most `timeout` seconds. Raises WaitTimeout.
 
         `part`: this part's number, from 1. `tick` is called while waiting. A file of an earlier attempt, or of a head that is gone, is
         ignored until a new one comes.
         """
 
-        def reach() -> Part | None:
-            try:
-                meeting = Meeting(**json.loads(file.read_text())) if listed(file) else None
-                if meeting is None or meeting.token != token:
-                    return None
-                sock = socket.create_connection((meeting.address, meeting.port), CONNECT)
-            except (OSError, ValueError, TypeError):
-                return None
-            sock.settimeout(None)
-            line = Line(sock)
-            line.say(key=meeting.key, part=part, name=name)
-            return cls(line, meeting, lost)
+        asked: Part | None = None
 
-        return wait_for(reach, f"the head of this server ({file})", timeout, poll=0.1, tick=tick)
+        def reach() -> Part | None:
+            nonlocal asked
+            if asked is None or asked._over:
+                asked = cls._ask(file, part, name, token, lost)
+            return asked if asked is not None and asked._joined else None
+
+        try:
+            return wait_for(reach, f"the head of this server ({file})", timeout, poll=0.1, tick=tick)
+        except BaseException:
+            if asked is not None:
+                asked.leave("it waited too long for the head's answer")
+            raise
+
+    @classmethod
+    def _ask(cls, file: Path, part: int, name: str, token: str, lost: Callable[[str], None]) -> Part | None:
+        """Connect with the head that wrote `file` and tell it this part's name; None if there is no such head yet."""
+        try:
+            meeting = Meeting(**json.loads(file.read_text())) if listed(file) else None
+            if meeting is None or meeting.token != token:
+                return None
+            sock = socket.create_connection((meeting.address, meeting.port), CONNECT)
+        except (OSError, ValueError, TypeError):
+            return None
+        sock.settimeout(None)
+        line = Line(sock)
+        line.say(key=meeting.key, part=part, name=name)
+        return cls(line, meeting, lost)
 
     def leave(self, why: str) -> None:
         """Tell the head why this part ends."""
@@ -214,6 +231,9 @@ class Part:
     def _listen(self) -> None:
         why = "its connection closed: the process was killed, or its host is gone"
         while (message := self._line.hear()) is not None:
+            self._joined = True
             self.serving |= message.get("state") == SERVING
             why = message.get("why", why)
-        self.lost(f"the head of this server is gone: {why}")
+        self._over = True
+        if self._joined:
+            self.lost(f"the head of this server is gone: {why}")
