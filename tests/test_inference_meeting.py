@@ -76,7 +76,8 @@ def test_a_part_has_joined_when_the_head_has_let_it_in(head: Head) -> None:
     with head._lock, pytest.raises(WaitTimeout):  # the head is busy
         join(head, timeout=0.3)
     other, _ = join(head, 2)
-    assert head._lines[2] and other.meeting == head.meeting
+    assert head._lines[2]
+    assert other.meeting == head.meeting
     assert eventually(head.said).endswith("headless_0 on there: it waited too long for the head's answer")  # type: ignore[attr-defined]
 
 
