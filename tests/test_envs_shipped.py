@@ -125,6 +125,18 @@ def test_sums_are_evaluated_on_problems_that_no_seed_trains_on_or_shows(level: i
         assert len(trained) + len(asked) == 55, "every pair of digits is on one of the two sides"
 
 
+def test_the_teacher_of_sums_in_words_calculates_step_by_step_and_errs_in_the_last_result() -> None:
+    env = rlx_sums.load_environment(level=3, words=True, num_examples=64)
+    for row in env.get_dataset():
+        (right,), (wrong,) = (env.demonstration(row, errs, random.Random(0)) for errs in (False, True))
+        assert rlx_sums.correct(env.parser, reply(right["content"]), row["answer"]) == 1.0
+        assert rlx_sums.correct(env.parser, reply(wrong["content"]), row["answer"]) == 0.0
+        assert right["role"] == wrong["role"] == "assistant"
+        assert right["content"].count("=") == len(row["question"].split("?")[0].split()) // 2 - 1
+        assert right["content"].rpartition("=")[0] == wrong["content"].rpartition("=")[0]
+    assert not hasattr(rlx_sums.load_environment(level=3), "demonstration"), "a bare expression has a bare answer"
+
+
 def test_solved_sums_are_shown_step_by_step_in_words_and_bare_otherwise() -> None:
     assert rlx_sums.steps("23 + 45 - 90") == "23 + 45 = 68. 68 - 90 = -22."
     for words, parser in ((True, rlx_sums.LastNumberParser()), (False, rlx_sums.AnswerParser())):

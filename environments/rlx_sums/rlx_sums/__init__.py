@@ -140,6 +140,18 @@ def is_number(parser: vf.Parser, completion: vf.Messages) -> float:
     return float(re.fullmatch(r"-?\d+", parser.parse_answer(completion) or "") is not None)
 
 
+class SumsInWords(vf.SingleTurnEnv):
+    """The environment with `words`. Its teacher calculates step by step, which small models need for more than one operation."""
+
+    def demonstration(self, row: dict[str, Any], errs: bool, random: random.Random) -> list[dict[str, Any]]:
+        """Every step, as in the solved problems of `shots`. A teacher that errs is off by one or by ten in the last result."""
+        (said,) = solved(row, words=True)[1:]
+        if errs:
+            calculated, _, result = said["content"].removesuffix(".").rpartition(" ")
+            said["content"] = f"{calculated} {int(result) + random.choice((-10, -1, 1, 10))}."
+        return [said]
+
+
 def load_environment(
     level: int = 1, num_examples: int = 4096, num_eval_examples: int = 256, seed: int = 0, words: bool = False, shots: int = 0
 ) -> vf.SingleTurnEnv:
@@ -161,7 +173,7 @@ def load_environment(
     parser = LastNumberParser() if words else AnswerParser()
     rubric = vf.Rubric(funcs=[correct, is_number], weights=[1.0, 0.0], parser=parser)
     shown = [message for row in build_rows(level, shots, seed + SHOTS_SEED, words) for message in solved(row, words)]
-    return vf.SingleTurnEnv(
+    return (SumsInWords if words else vf.SingleTurnEnv)(
         dataset=Dataset.from_list(build_rows(level, num_examples, seed, words)),
         eval_dataset=lambda: Dataset.from_list(build_eval_rows(level, num_eval_examples, seed + EVAL_SEED, words)),
         few_shot=shown or None,
