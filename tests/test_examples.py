@@ -162,7 +162,7 @@ def test_a_pretrained_model_learns_as_its_page_says(there: Path) -> None:
     before, after = (evaluations(there / f"outputs/smollm2-{run}", "sums") for run in ("sft", "rl"))
     assert (sorted(before), sorted(after)) == ([0, 4, 8], [0, 4, 8, 12, 16])
     # 32 problems tell little, so two evaluations of what both runs learned are compared with the start.
-    assert (after[12] + after[16]) / 2 > before[0] + 0.05
+    assert min(before[8], (after[12] + after[16]) / 2) > before[0] + 0.2
     losses = [
         record["loss/nll"] for record, _ in read_metrics(there / "outputs/smollm2-sft/metrics.jsonl") if record["source"] == "trainer"
     ]

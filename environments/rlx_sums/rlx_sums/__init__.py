@@ -145,7 +145,7 @@ class SumsInWords(vf.SingleTurnEnv):
 
     def demonstration(self, row: dict[str, Any], errs: bool, random: random.Random) -> list[dict[str, Any]]:
         """Every step, as in the solved problems of `shots`. A teacher that errs is off by one or by ten in the last result."""
-        (said,) = solved(row, words=True)[1:]
+        said = solved(row, words=True)[-1]
         if errs:
             calculated, _, result = said["content"].removesuffix(".").rpartition(" ")
             said["content"] = f"{calculated} {int(result) + random.choice((-10, -1, 1, 10))}."

@@ -115,7 +115,8 @@ class Head:
         self._server.setblocking(True)
         self.meeting = Meeting(address, self._kept.getsockname()[1], self._server.getsockname()[1], token_urlsafe(24), token)
         self.lost: Callable[[str], None] = end
-        self._parts, self._lines, self._serving, self._closed = parts, dict[int, Line](), False, ""
+        self._parts, self._lines, self._serving = parts, dict[int, Line](), False
+        self._closed: str | None = None  # why the server ends
         self._lock = threading.Lock()
         self._file = file
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -138,7 +139,7 @@ class Head:
         self.lost = lambda _: None
         self._file.unlink(missing_ok=True)
         with self._lock:
-            self._closed = why or "it ended"  # a part that is being let in just now hears it too
+            self._closed = why  # a part that is being let in just now hears it, too
             for line in self._lines.values():
                 line.say(why=why)
                 line.close()
@@ -160,8 +161,8 @@ class Head:
             return
         part, name = hello["part"], hello["name"]
         with self._lock:
-            if self._closed or part in self._lines:
-                line.say(why=self._closed or f"part {part} of this server is there already")
+            if self._closed is not None or part in self._lines:
+                line.say(why=f"part {part} of this server is there already" if self._closed is None else self._closed)
                 line.close()
                 return
             self._lines[part] = line
@@ -204,7 +205,7 @@ class Part:
             return wait_for(reach, f"the head of this server ({file})", timeout, poll=0.1, tick=tick)
         except BaseException:
             if asked is not None:
-                asked.leave("it waited too long for the head's answer")
+                asked.leave("it no longer waits for the head's answer")
             raise
 
     @classmethod
