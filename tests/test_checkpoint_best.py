@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import pytest
 from test_checkpoint_folders import write
 
 from rlx.checkpoints import folders
 from rlx.checkpoints.best import best_of, kept, not_evaluated
 from rlx.config.load import compose
 from rlx.config.roots import SFT
-from rlx.metrics import MetricsWriter
+from rlx.metrics import MetricsWriter, read_metrics
 from rlx.paths import RunPaths
 from rlx.runs.rewind import trim_metrics
 
@@ -40,6 +43,21 @@ def test_the_best_checkpoint_stays_and_one_whose_evaluation_is_not_there_yet(tmp
     assert kept(paths, METRIC, every_10) == {40}, "the later one of equals"
     folders.prune(paths, 1, None, kept(paths, METRIC, every_10))
     assert folders.steps(paths) == [40, 45]
+
+
+def test_an_evaluation_that_ends_while_checkpoints_are_pruned_deletes_no_best_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = RunPaths(tmp_path)
+    writer = MetricsWriter(paths.metrics, "eval")
+    for step in (10, 20):
+        write(paths, step)
+
+    def read_and_then(*arguments: Any) -> Iterator[Any]:
+        yield from list(read_metrics(*arguments))
+        writer.write(10, {METRIC: 0.9})
+
+    monkeypatch.setattr("rlx.checkpoints.best.read_metrics", read_and_then)
+    assert 10 in kept(paths, METRIC, every_10), "it waits when the file is read, and is the best afterwards"
+    assert 10 in kept(paths, METRIC, every_10)
 
 
 def test_a_rewind_forgets_what_was_best_later(tmp_path: Path) -> None:

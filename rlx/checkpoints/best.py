@@ -5,7 +5,8 @@ A rewind removes the records of later steps. So a resumed run knows as the best 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 from rlx.checkpoints import folders
 from rlx.config.evaluated import is_due
@@ -16,8 +17,7 @@ from rlx.paths import RunPaths
 
 def best_of(paths: RunPaths, metric: str) -> tuple[float, int] | None:
     """The highest value of the metric over all evaluations whose step has a checkpoint, and that step; the later one of equals."""
-    there = set(folders.steps(paths))
-    return max(((value, step) for step, value in _values(paths, metric).items() if step in there), default=None)
+    return _best(_evaluations(paths), folders.steps(paths), metric)
 
 
 def kept(paths: RunPaths, metric: str, due: Callable[[int], bool]) -> set[int]:
@@ -25,9 +25,11 @@ def kept(paths: RunPaths, metric: str, due: Callable[[int], bool]) -> set[int]:
 
     `due`: whether the version of a step is evaluated.
     """
-    records = (record["step"] for record, _ in read_metrics(paths.metrics) if record["source"] == "eval")
-    best, done = best_of(paths, metric), max(records, default=-1)
-    waiting = {step for step in folders.steps(paths) if step > done and due(step)}
+    # Read once: a record that another process writes meanwhile would end a step's wait without making it the best.
+    records, steps = _evaluations(paths), folders.steps(paths)
+    done = max((record["step"] for record in records), default=-1)
+    waiting = {step for step in steps if step > done and due(step)}
+    best = _best(records, steps, metric)
     return waiting if best is None else {*waiting, best[1]}
 
 
@@ -35,10 +37,14 @@ def not_evaluated(cfg: TrainingRoot, paths: RunPaths, newest: int) -> set[int]:
     """The versions up to `newest` whose evaluation is due and has no record. Evaluations of `rlx sft` may be any number of steps behind."""
     if not isinstance(cfg, SftRoot) or not cfg.plays:
         return set()  # an orchestrator holds back the trainer, so `versions_kept` is enough
-    done = {record["step"] for record, _ in read_metrics(paths.metrics) if record["source"] == "eval"}
+    done = {record["step"] for record in _evaluations(paths)}
     return {version for version in range(1, newest + 1) if is_due(cfg, version)} - done
 
 
-def _values(paths: RunPaths, metric: str) -> dict[int, float]:
-    """The metric by step."""
-    return {record["step"]: record[metric] for record, _ in read_metrics(paths.metrics) if record["source"] == "eval" and metric in record}
+def _evaluations(paths: RunPaths) -> list[dict[str, Any]]:
+    return [record for record, _ in read_metrics(paths.metrics) if record["source"] == "eval"]
+
+
+def _best(records: Iterable[dict[str, Any]], steps: Collection[int], metric: str) -> tuple[float, int] | None:
+    last = {record["step"]: record[metric] for record in records if metric in record}  # the last record of a step counts
+    return max(((value, step) for step, value in last.items() if step in steps), default=None)
