@@ -29,6 +29,9 @@ class Stand:
         self.gone = 0  # this many of the next updates: the trainer does not have the version
         self.updates: list[dict[str, Any]] = []  # the bodies of all
         self.fails = 0  # this many of the next requests and updates get a status of 500
+        self.key = "key"
+        self.refused = 0  # requests with another key
+        self.waiting = 0  # requests in its queue
         self.hangs = False  # `/policy` and `/devices` are not answered
         self.identity = "a"  # of version 0
         self.asking = False  # it waits for the trainer
@@ -39,7 +42,7 @@ class Stand:
         self.port = 0
 
     async def __aenter__(self) -> Stand:
-        application = web.Application()
+        application = web.Application(middlewares=[self.authorized])
         application.router.add_get("/generate", self.connection)
         application.router.add_post("/update_weights", self.update)
         application.router.add_post("/reload_weights", self.reload)
@@ -64,9 +67,14 @@ class Stand:
     def endpoint(self) -> Endpoint:
         return Endpoint(f"http://127.0.0.1:{self.port}", "key")
 
+    @web.middleware
+    async def authorized(self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+        if request.headers["Authorization"] == f"Bearer {self.key}":
+            return await handler(request)
+        self.refused += 1
+        return web.json_response({"error": "wrong key"}, status=403 if request.path == "/generate" else 401)
+
     async def connection(self, request: web.Request) -> web.StreamResponse:
-        if request.headers["Authorization"] != "Bearer key":
-            return web.Response(status=403)
         socket = web.WebSocketResponse(max_msg_size=0)
         await socket.prepare(request)
         assert request.transport is not None
@@ -161,7 +169,7 @@ class Stand:
             "model",
             64,
             running=self.in_flight,
-            waiting=2,
+            waiting=self.waiting,
             kv_cache_usage=0.25,
             preemptions=3,
             asking=self.asking,

@@ -171,6 +171,7 @@ def test_two_runs_are_equal():
         ("RAISE", "error", "reward_raised", "TaskError: task GameTask scoring: KeyError: 'no digits'; at "),
         ("NAN", "error", "reward_not_finite", "the reward is nan"),
         ("SLEEP", "timeout", "timeout", "no result after 0.5 s (rollout_timeout)"),
+        ("CANCEL", "error", "environment_error", "RuntimeError: the environment cancelled the rollout's own task"),
         ("STOP", "ok", "said_stop", None),
         ("BLOCK", "ok", "user_closed", None),
     ],

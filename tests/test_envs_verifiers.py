@@ -253,15 +253,19 @@ def test_a_member_that_fails_leaves_its_group_without_rewards() -> None:
     assert (played[2].status, played[2].stop) == ("error", "model_error")
 
 
-def test_a_group_whose_scoring_raises_fails_as_a_whole() -> None:
+@pytest.mark.parametrize(("error", "said"), [
+    (ValueError("cannot compare"), "ValueError: cannot compare"),
+    (asyncio.CancelledError(), "RuntimeError: the environment cancelled the rollout's own task"),
+])  # fmt: skip
+def test_a_group_whose_scoring_raises_fails_as_a_whole(error: BaseException, said: str) -> None:
     env = load("rlx_test_group")
 
     async def broken(states: Any) -> None:
-        raise ValueError("cannot compare")
+        raise error
 
     env.env.rubric.score_group = broken
     played = play_whole(env, ByMember("aaa", "a", "aa", "b"))
-    assert [(rollout.status, rollout.error.partition("; at ")[0]) for rollout in played] == [("error", "ValueError: cannot compare")] * 4
+    assert [(rollout.status, rollout.error.partition("; at ")[0]) for rollout in played] == [("error", said)] * 4
 
 
 @pytest.mark.parametrize(("rule", "status", "stop"), [("fail", "error", "reward_raised"), ("zero", "ok", "max_turns_reached")])
@@ -292,6 +296,7 @@ def test_a_reward_that_raised_leaves_the_group_that_rewards_compare_without_rewa
     [
         ("vf_error", "error", "sandbox_error"),
         ("error", "error", "environment_error"),
+        ("cancelled", "error", "environment_error"),
         ("not_a_number", "error", "reward_not_finite"),
         ("slow", "timeout", "timeout"),
         ("sleepy", "timeout", "timeout"),

@@ -54,6 +54,8 @@ def test_requests_go_to_the_least_loaded_server_and_equal_affinity_to_one():
 
 def test_an_update_reaches_all_servers_at_once_and_statistics_are_of_all():
     async def scene(client: Servers, *stands: Stand) -> None:
+        for stand in stands:
+            stand.waiting = 2
         updating = asyncio.ensure_future(client.update(Path("weights"), 3))
         await until(lambda: all(stand.updating for stand in stands))
         await updating
@@ -124,6 +126,30 @@ def test_a_server_that_starts_again_elsewhere_is_found_by_its_file(tmp_path: Pat
         await first.__aenter__()
 
     play(scene, Stand(), Stand())
+
+
+def test_a_server_that_starts_again_at_the_same_address_with_another_key_is_asked_with_that_key(tmp_path: Path):
+    """It accepts connections before its file has the new key."""
+
+    async def whole() -> None:
+        file = tmp_path / "inference_0.json"
+        async with Stand() as stand:
+            record = {"url": stand.endpoint.url, "api_key": "key"}
+            file.write_text(json.dumps(record))
+            async with Servers([Endpoint(stand.endpoint.url, "key", file)], request_timeout=60) as client:
+                await client.update(Path("weights"), 2)
+                await client.generate([1], SAMPLING, "a")
+                await stand.__aexit__()
+                file.unlink()
+                stand.version, stand.key = 0, "another"
+                await stand.__aenter__()
+                waiting = asyncio.create_task(client.generate([1, 2], SAMPLING, "b"))
+                await until(lambda: stand.refused > 4)
+                file.write_text(json.dumps(record | {"api_key": "another"}))
+                await waiting
+                assert stand.served == [2, 2]
+
+    asyncio.run(whole())
 
 
 def test_requests_move_away_from_a_server_that_does_not_answer():

@@ -111,6 +111,42 @@ def test_an_error_of_the_engine_is_no_answer_of_the_model() -> None:
     asyncio.run(main())
 
 
+def test_a_request_that_fails_in_a_way_that_nobody_foresaw_is_answered_with_the_cause(caplog: pytest.LogCaptureFixture) -> None:
+    import msgspec
+
+    from rlx.inference.protocol import Answer, Asked
+    from rlx.inference.server.app import Session
+
+    class Engine:
+        version = 0
+
+        async def generate(self, _: Any) -> None:
+            raise KeyError("a word that the tokenizer lost")
+
+    async def main() -> list[Answer]:
+        sent: asyncio.Queue[bytes] = asyncio.Queue()
+        messages = [msgspec.msgpack.encode(Asked([(7, asked())], []))]
+
+        async def receive() -> Any:
+            while not messages:
+                await asyncio.sleep(3600)
+            return {"type": "websocket.receive", "bytes": messages.pop()}
+
+        async def send(message: Any) -> None:
+            sent.put_nowait(message["bytes"])
+
+        running = asyncio.create_task(Session(Engine(), send).run(receive))  # type: ignore[arg-type]
+        async with asyncio.timeout(60):
+            answers = msgspec.msgpack.decode(await sent.get(), type=list[Answer])
+        running.cancel()
+        return answers
+
+    (answer,) = asyncio.run(main())
+    assert (answer.number, answer.status) == (7, 500)
+    assert answer.error == "KeyError: 'a word that the tokenizer lost'"
+    assert "Traceback" in caplog.text
+
+
 def test_routes_of_vllm_that_could_not_be_built_are_built_for_the_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
     from rlx.inference.server.app import PolicyApp
 

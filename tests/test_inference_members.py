@@ -66,6 +66,28 @@ def test_a_server_whose_file_appears_is_given_the_version_then_serves_and_leaves
     asyncio.run(whole())
 
 
+def test_a_server_that_was_taken_away_and_is_back_first_ends_what_it_had_begun(tmp_path: Path) -> None:
+    """It goes back to the initial weights when it joins. What still runs there would get tokens of version 0."""
+
+    async def whole() -> None:
+        paths = RunPaths(tmp_path)
+        async with Stand(0.02) as first, Stand(0.02) as second:
+            found = [Endpoint(each.endpoint.url, "key", publish(paths, name, each)) for name, each in (("0", first), ("1", second))]
+            async with Servers(found, 60, look=0.05, find=lambda: present_servers(config_with(), paths), run="a run") as client:
+                await client.update(Path("weights"), 3)
+                second.delay = 0.5
+                staying = [asyncio.ensure_future(client.generate([1], SAMPLING, "a", affinity)) for affinity in range(8)]
+                await until(lambda: second.in_flight == 4)
+                Path(found[1].key).unlink()
+                await until(lambda: client.fleet.size == 1)
+                publish(paths, "1", second)
+                await asyncio.gather(*staying)
+                assert versions(second) == {3}
+                await until(lambda: client.fleet.size == 2)
+
+    asyncio.run(whole())
+
+
 def test_a_server_with_another_model_does_not_join_at_version_0_and_is_refused_at_the_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -49,6 +49,11 @@ async def run_for(seconds: float, work: Coroutine[Any, Any, T], name: str | None
     return playing
 
 
+def raised_by(task: asyncio.Task) -> BaseException | None:
+    """What an episode, or its scoring, ended with. One that cancelled its own task (as cancel scopes of libraries can) has failed, too."""
+    return RuntimeError("the environment cancelled the rollout's own task") if task.cancelled() else task.exception()
+
+
 async def abandon(task: asyncio.Task) -> None:
     """Cancel a task and let it clean up for at most CLEANUP_GRACE seconds."""
     task.cancel()

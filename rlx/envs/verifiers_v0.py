@@ -24,7 +24,7 @@ from rlx.envs.base import REWARD_ERROR, failed, with_raised_reward
 from rlx.envs.errors import FailureLog, failure_of, snake, sources_of
 from rlx.envs.messages import recorded
 from rlx.envs.stacks import waits_at
-from rlx.envs.together import CLEANUP_GRACE, abandon, run_for, together
+from rlx.envs.together import CLEANUP_GRACE, abandon, raised_by, run_for, together
 from rlx.envs.verifiers_client import EpisodeClient, offered_tools
 from rlx.envs.verifiers_group import Player, leaves, players_of, routed
 from rlx.envs.verifiers_hooks import REWARD_ERRORS
@@ -128,7 +128,7 @@ class VerifiersEnvironment:
             where = waits_at(playing, self.sources) + episode.waits_for
             await abandon(playing)
             return fail("timeout", "timeout", f"no result after {self.timeout:g} s (rollout_timeout){where}")
-        if (raised := playing.exception()) is not None:
+        if (raised := raised_by(playing)) is not None:
             return fail("error", "environment_error", self._noted(f"example {task.example_id}", raised))
         state = playing.result()
         if (error := state.get("error")) is not None:
@@ -167,7 +167,7 @@ class VerifiersEnvironment:
         if not scoring.done():
             await abandon(scoring)
             return [replace(r, status="timeout", stop="scoring_timeout", error=f"no rewards after {self.timeout:g} s") for r in rollouts]
-        if (raised := scoring.exception()) is not None:
+        if (raised := raised_by(scoring)) is not None:
             text = self._noted(f"scoring example {rollouts[0].task.example_id}", raised)
             return [replace(r, status="error", stop="environment_error", error=text) for r in rollouts]
         each = (time.monotonic() - began) / len(rollouts)

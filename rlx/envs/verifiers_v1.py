@@ -41,7 +41,7 @@ from rlx.envs.errors import Failure, FailureLog, failure_of, in_one_line, snake,
 from rlx.envs.kinds import module_of
 from rlx.envs.messages import recorded
 from rlx.envs.stacks import waits_at
-from rlx.envs.together import CLEANUP_GRACE, abandon, run_for, together
+from rlx.envs.together import CLEANUP_GRACE, abandon, raised_by, run_for, together
 from rlx.envs.verifiers_v1_client import PolicyClient, PolicyEndpoint, give_clients, loops, offered_tools
 from rlx.envs.verifiers_v1_needs import Needs, adapt_processes
 from rlx.plain import utf8
@@ -193,7 +193,7 @@ class V1Environment:
             where = waits_at(playing, self.sources) + episode.waits_for
             await abandon(playing)
             return fail("timeout", "timeout", f"no result after {self.timeout:g} s (rollout_timeout){where}")
-        if (raised := playing.exception()) is not None:
+        if (raised := raised_by(playing)) is not None:
             return fail("error", "environment_error", self._note(task, failure_of(raised, self.sources)))
         return self._played(task, member, episode, client, playing.result(), timing, fail)
 

@@ -66,6 +66,11 @@ class Endpoint:
         except (OSError, ValueError, KeyError, TypeError):
             return self
 
+    @property
+    def superseded(self) -> bool:
+        """Whether a new server is starting or has started, perhaps at the same address with a key of its own."""
+        return self.file is not None and (self.refreshed() != self or not self.file.exists())
+
 
 def endpoint_file(paths: RunPaths, replica: int) -> Path:
     return paths.endpoints / f"inference_{replica}.json"

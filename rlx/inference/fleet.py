@@ -282,6 +282,8 @@ class Fleet:
             async with asyncio.timeout(self._restart_timeout):
                 strange = state.version > self.version or (self._run and state.version and not server.claimed)
                 if strange and not server.serves:
+                    if state.running or state.waiting:  # they may be this run's own: the server was taken away and is back
+                        raise StaleServer(f"{server.endpoint.name} still answers earlier requests; it joins when they have ended")
                     await self._reset(server)
                     state = await self._state(server)
                 server.claimed = True
@@ -404,7 +406,7 @@ class Fleet:
         try:
             async with self._session.request(method, endpoint.url + path, data=body, headers=endpoint.headers) as answer:
                 content = await answer.read()
-                if answer.status != 503:
+                if answer.status != 503 and not (answer.status == 401 and endpoint.superseded):
                     server.silent_since = None
                     return answer.status, content
                 cause = str(error_of(endpoint.name, answer.status, content))

@@ -236,7 +236,7 @@ class Sampler:
                 return answer
             cause = f"{endpoint.name}: {answer.error}"
         except aiohttp.WSServerHandshakeError as error:
-            if 400 <= error.status < 500:
+            if 400 <= error.status < 500 and not endpoint.superseded:
                 raise RequestRefused(f"{endpoint.name} ({error.status}): it refused the connection; check the API key") from None
             cause = f"{endpoint.name} ({error.status}): {error.message}"
         except (aiohttp.ClientError, OSError) as error:

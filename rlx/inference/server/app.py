@@ -254,6 +254,9 @@ class Session:
             answer = Answer(number, 500, error=str(error))
         except EngineDeadError:
             answer = Answer(number, 503, error="the engine died while it served this request")
+        except Exception as error:  # without an answer the client would wait until its time is over, and not know why
+            log.exception("request %s failed", request.request_id)
+            answer = Answer(number, 500, error=f"{type(error).__name__}: {error}")
         self._open.pop(number, None)
         self._answers.append(answer)
         self._ready.set()

@@ -9,7 +9,7 @@ from rlx_test_envs import words
 class Stumble(vf.SingleTurnEnv):
     """The set-up of every `every`-th example fails."""
 
-    def __init__(self, every: int, error: type[Exception], **kwargs) -> None:
+    def __init__(self, every: int, error: type[BaseException], **kwargs) -> None:
         super().__init__(**kwargs)
         self.every = every
         self.stumble = error
@@ -69,7 +69,7 @@ async def slow(completion: vf.Messages) -> float:
 def load_environment(
     kind: str = "raising", num_examples: int = 64, every: int = 1, seconds: float = 3600.0, deaf: bool = False
 ) -> vf.Environment:
-    """kind: raising, sometimes_raising, not_a_number, slow (reward functions), vf_error, error (set-up), sleepy."""
+    """kind: raising, sometimes_raising, not_a_number, slow (reward functions), vf_error, error, cancelled (set-up), sleepy."""
     rewards = {f.__name__: f for f in (raising, sometimes_raising, not_a_number, slow)}
     data = words(num_examples)
     if kind in rewards:
@@ -77,4 +77,4 @@ def load_environment(
     rubric = vf.Rubric(funcs=[backwards])
     if kind == "sleepy":
         return Sleepy(every, seconds, deaf, dataset=data, rubric=rubric)
-    return Stumble(every, {"vf_error": vf.SandboxError, "error": KeyError}[kind], dataset=data, rubric=rubric)
+    return Stumble(every, {"vf_error": vf.SandboxError, "error": KeyError, "cancelled": asyncio.CancelledError}[kind], dataset=data, rubric=rubric)
