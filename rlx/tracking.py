@@ -11,6 +11,7 @@ import contextlib
 import html
 import importlib
 import json
+import logging
 import secrets
 import threading
 import time
@@ -25,6 +26,8 @@ from rlx.config.schema import CommandConfig, EvaluatedRun, TensorboardConfig, Tr
 from rlx.config.secret import hidden
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths, write_text
+
+log = logging.getLogger(__name__)
 
 COLUMNS = ("step", "env", "example_id", "group", "member", "prompt", "completion", "answer", "reward", "advantage", "stop", "num_tokens")
 DISTRIBUTIONS = {  # field of a rollout record -> histogram over all rollouts that the step trained on
@@ -157,8 +160,12 @@ def tracked(config: CommandConfig, paths: RunPaths, role: str) -> Iterator[None]
 
     def forward_on() -> None:
         while not ended.wait(INTERVAL):
-            with contextlib.suppress(OSError):  # writers of important files report a full disk; the next round forwards the same records
+            try:
                 tracker.forward()
+            except OSError:  # writers of important files report a full disk; the next round forwards the same records
+                pass
+            except Exception:
+                log.warning("metrics could not be forwarded; the next try is in %g s", INTERVAL, exc_info=True)
 
     thread = threading.Thread(target=forward_on, name="tracker", daemon=True)
     thread.start()

@@ -54,6 +54,8 @@ def newest(paths: RunPaths, warn: Callable[[str], None]) -> Start | None:
         try:
             return check(path)
         except WeightsError as error:
+            if not listed(path):  # its run is alive and has pruned it, so there is a newer one
+                return newest(paths, warn)
             warn(f"skipping checkpoint {path.name}: {error}")
     return None
 

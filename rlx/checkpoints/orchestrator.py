@@ -68,6 +68,8 @@ class Snapshots:
             if file.exists() or (last is not None and step > last):
                 continue
             if (state := self._states.get(step)) is None:
+                if not listed(folder):  # the trainer has completed or abandoned it since the folders were listed
+                    continue
                 raise RuntimeError(f"the trainer asks for the state after step {step}, but only those of {sorted(self._states)} are kept")
             self._sync_records(step)
             try:

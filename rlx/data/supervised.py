@@ -12,8 +12,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NotYet
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
@@ -228,14 +227,12 @@ class Prepared:
             for each in range(step, step + 1 + self.ahead):
                 if each not in self._made:
                     self._made[each] = self._thread.submit(self._make, each)
-            while True:
-                try:
-                    content = self._made[step].result(timeout=TICK)
-                except NotYet:
-                    tick()
-                    continue
-                self._made = {each: made for each, made in self._made.items() if each > step}
-                return content
+            made = self._made[step]
+            while not made.done():  # `result` with a timeout would not tell a TimeoutError of the files from its own
+                wait([made], TICK)
+                tick()
+            self._made = {each: future for each, future in self._made.items() if each > step}
+            return made.result()
 
         return codec.decode(bytearray(self.mesh.read(read)), StepBatch)
 

@@ -94,7 +94,10 @@ class Worker:
             if late and now - mark.since > min(timeout, BLOCKING):
                 return Verdict("timeout", mark, f"no result after {timeout:g} s (rollout_timeout): it blocks its worker")
         elif self.load and now - self.alive > timeout + GRACE:  # perhaps a call in a thread holds the interpreter
-            late_calls = [call for call in self.child.marks.calls() if now - call.since > timeout]
+            calls = self.child.marks.calls()
+            late_calls = [call for call in calls if now - call.since > timeout]
+            if calls and not late_calls:
+                return None  # it began after the worker's last word: soon it is late, and then known as the culprit
             text = f"no result after {timeout:g} s (rollout_timeout): its worker does not answer"
             return Verdict("timeout", late_calls[0] if late_calls else None, text)
         return None

@@ -200,11 +200,12 @@ class Fleet:
                     if time.monotonic() > began + timeout:
                         raise ServerUnreachable(f"{server.endpoint.name} was not ready after {timeout:g} s: {error}") from error
                 except TakenServer as error:
-                    if time.monotonic() > began + (patience := min(timeout, FREED)):
-                        raise
+                    patience = min(timeout, FREED)
                     if not server.said:
                         log.warning("%s. It is asked for %g s, because that run may be gone", error, patience)
                     server.said = str(error)
+                    if time.monotonic() > began + patience:
+                        raise
                 if tick is not None:
                     tick()
                 await asyncio.sleep(PAUSE)

@@ -33,7 +33,7 @@ from rlx.config.warm_start import supervised
 from rlx.heartbeat import AtWork, Heartbeat
 from rlx.lock import try_lock
 from rlx.metrics import read_metrics
-from rlx.paths import COMPLETE, RunPaths, write_text
+from rlx.paths import COMPLETE, RunPaths, listed_with_folder, write_text
 from rlx.process import die_with_parent, say_full_disk
 from rlx.stacks import answer
 from rlx.train.warm_start import envs_of, model_folder, recipe
@@ -74,9 +74,9 @@ def find_or_make(config: CommandConfig, heartbeat: Heartbeat) -> Path:
     """The folder of the initial model. If several runs want the same model at once, one makes it and the others wait."""
     what = recipe(config)
     folder = model_folder(config.model.name, what)
-    if not (folder / COMPLETE).exists():
+    if not listed_with_folder(folder / COMPLETE):
         with locked(folder, heartbeat):
-            if not (folder / COMPLETE).exists():
+            if not listed_with_folder(folder / COMPLETE):
                 make(config, what, folder, heartbeat)
                 return folder
     log.info("the model is cached: %s", folder)
@@ -95,9 +95,15 @@ def locked(folder: Path, heartbeat: Heartbeat) -> Iterator[None]:
 
 
 def make(config: CommandConfig, what: dict[str, Any], folder: Path, heartbeat: Heartbeat) -> None:
-    """Make the model and move its complete folder into the cache. The caller holds the lock."""
-    for left_behind in [*folder.parent.glob(f".{folder.name}.tmp-*"), folder]:  # of a process that was killed
-        shutil.rmtree(left_behind, ignore_errors=True)
+    """Make the model and move its complete folder into the cache.
+
+    The caller holds the lock. On a file system without locks another host may make the same model meanwhile; the first one stays.
+    """
+    for left_behind in folder.parent.glob(f".{folder.name}.tmp-*"):  # of a process that was killed
+        if time.time() - left_behind.stat().st_mtime > LOCK_TIMEOUT:
+            shutil.rmtree(left_behind, ignore_errors=True)
+    if not listed_with_folder(folder / COMPLETE):
+        shutil.rmtree(folder, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.tmp-") as name:
         unfinished = Path(name) / "model"
         if config.model.gguf is not None:
@@ -108,7 +114,11 @@ def make(config: CommandConfig, what: dict[str, Any], folder: Path, heartbeat: H
         else:
             train(config, unfinished, heartbeat)
         write_text(unfinished / COMPLETE, json.dumps(what, indent=1))
-        os.replace(unfinished, folder)
+        try:
+            os.replace(unfinished, folder)
+        except OSError:
+            if not listed_with_folder(folder / COMPLETE):
+                raise
     log.info("the model is made: %s", folder)
 
 

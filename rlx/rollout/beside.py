@@ -65,7 +65,9 @@ class Beside:
         while self.updates.version < self.config.max_steps:
             await self.updates.reach(self.evaluations.next_stop(self.updates.version, self.config.max_steps))
             await self.evaluations.leave(delays=False)
-        await asyncio.to_thread(self.updates.published.prune, self.config.versions_kept, folders.steps(self.paths))  # as the trainer does
+        protect = [step for step, _ in folders.being_written(self.paths)]  # before the others: one may be completed meanwhile
+        protect += folders.steps(self.paths)
+        await asyncio.to_thread(self.updates.published.prune, self.config.versions_kept, protect)  # as the trainer does
 
     async def _beat(self) -> None:
         """Report the phase; leave when the run is preempted."""

@@ -68,7 +68,8 @@ class WeightUpdates:
             stop = self.stops.next_stop(self.version, newest.version)
             target = self.published.at(stop)
             if target is None:  # not written yet, or the trainer has just offered another
-                self.published.check_offered(stop)
+                if stop < newest.version:  # the newest one may have gone from memory to files since it was seen
+                    self.published.check_offered(stop)
                 await asyncio.sleep(pause.seconds())
                 continue
             began = time.monotonic()

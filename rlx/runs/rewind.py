@@ -76,7 +76,7 @@ def find_start(paths: RunPaths, wanted: str = LATEST, warn: Callable[[str], None
         start = folders.newest(paths, warn) if wanted == LATEST else folders.at(paths, int(wanted))
     except NoCheckpoint as error:
         raise ConfigError(f"resume={wanted}: {error}.\n  fix: name one of those, or resume=latest") from error
-    if start is None and (damaged := sorted(path.name for path in paths.checkpoints.glob("step_*"))):
+    if start is None and (damaged := sorted(path.name for path in paths.checkpoints.glob("*step_*") if path.name[0] != ".")):
         anew = f"start anew, with another run.name=, or with clean=true instead of resume={wanted}, which deletes this run"
         if (paths.root.parent / SWEEP).is_file():  # clean=true would delete all its runs
             anew = f"move or delete the folder {paths.root}, and the sweep starts this run anew"
@@ -109,7 +109,9 @@ def rewind(
     if not load_command(paths.root, secrets=False).has_checkpoints:
         _forget_processes(paths)
         return None
-    start = found.start if found is not None else find_start(paths, wanted, warn)
+    newest = max(folders.steps(paths), default=0)
+    same = found is not None and newest == (found.start.step if found.start else 0)  # or the run went on since it was looked at
+    start = found.start if found is not None and same else find_start(paths, wanted, warn)
     check_room(start, max_steps)
     done = start.step if start else 0
     for step in folders.discard_after(paths, done, keep_as_damaged=wanted == LATEST):

@@ -181,7 +181,7 @@ class Member:
         order of `rlx.roles.trainer`: the version appears after its metrics. Raises PublishFailed, CheckpointFailed, or RankLost if rank 0
         has failed. Raises PutOut if the orchestrator is gone: the run's next attempt makes this step again, and may have begun.
         """
-        gone = self.gone() if self.mesh.first else None
+        gone = self.mesh.agreed(lambda: self.gone() if self.mesh.first else None)
         if self.mesh.any(gone is not None):
             raise PutOut(gone or "its orchestrator is gone")
         step, version = self.step, self.step + 1

@@ -25,7 +25,8 @@ class Subscriber:
 
     def latest(self) -> WeightVersion | None:
         """The newest version that appeared; None without one."""
-        version, offer = files.latest_version(self.paths), read_offer(self.paths)
+        offer = read_offer(self.paths)  # before the files: an offer ends when its version has files
+        version = files.latest_version(self.paths)
         if offer is not None and (version is None or offer.version >= version):
             return offer
         return None if version is None else self.at(version)

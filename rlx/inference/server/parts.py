@@ -197,7 +197,7 @@ class Part:
 
         def reach() -> Part | None:
             nonlocal asked
-            if asked is None or asked._over:
+            if asked is None or (asked._over and not asked._joined):
                 asked = cls._ask(file, part, name, token, lost)
             return asked if asked is not None and asked._joined else None
 

@@ -77,4 +77,6 @@ def load_environment(
     rubric = vf.Rubric(funcs=[backwards])
     if kind == "sleepy":
         return Sleepy(every, seconds, deaf, dataset=data, rubric=rubric)
-    return Stumble(every, {"vf_error": vf.SandboxError, "error": KeyError, "cancelled": asyncio.CancelledError}[kind], dataset=data, rubric=rubric)
+    return Stumble(
+        every, {"vf_error": vf.SandboxError, "error": KeyError, "cancelled": asyncio.CancelledError}[kind], dataset=data, rubric=rubric
+    )
