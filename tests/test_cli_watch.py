@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -254,7 +255,10 @@ def test_ctrl_c_ends_the_display_and_not_the_run(tmp_path: Path):
     assert process.stdout is not None
     assert process.stdout.readline().startswith("run ")
     time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=600)
+    for _ in range(20):  # Python loses an interrupt that comes while it collects garbage
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            _, error = process.communicate(timeout=30)
+            break
     assert process.returncode == 0
     assert "the run goes on" in error

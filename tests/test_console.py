@@ -195,6 +195,9 @@ def test_the_live_panel_shows_steps_reward_lag_speed_stages_and_the_time_left(ru
 
 
 def test_without_a_terminal_there_is_a_line_for_every_phase_and_no_more_than_one_a_second_for_steps(run, capsys, monkeypatch):
+    at, since = time.time(), time.monotonic()
+    monkeypatch.setattr(time, "time", lambda: at)
+    monkeypatch.setattr(time, "monotonic", lambda: since)
     console = Console(run, Config(max_steps=30))
     for done in range(3):
         beat(run, "prepare", f"warm {done}/250")

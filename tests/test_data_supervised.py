@@ -174,6 +174,16 @@ def test_a_row_that_cannot_be_used_ends_the_run_of_prepared_batches_too() -> Non
         source.receive(0)
 
 
+def test_a_time_limit_of_the_files_ends_the_run_too() -> None:
+    """It has the type of the error that says that a batch is not ready."""
+
+    def source() -> SupervisedSource:
+        raise TimeoutError("the file system does not answer")
+
+    with pytest.raises(TimeoutError, match="the file system does not answer"):
+        Prepared(source, one_process("cpu")).receive(0)
+
+
 @pytest.mark.parametrize(("strategy", "keeps"), [("interleaved", True), ("branching", False)])
 def test_rows_are_shown_by_the_chat_format_that_rollouts_have(tmp_path: Path, strategy: str, keeps: bool) -> None:
     tiny.save(tiny.build_model(WarmStartConfig(hidden_size=32, num_hidden_layers=1), 64), tiny.build_tokenizer(64), tmp_path)

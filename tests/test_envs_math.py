@@ -43,7 +43,7 @@ def test_requests_that_fill_the_pipe_to_a_busy_process_do_not_block_the_event_lo
 
     answers, blocked = asyncio.run(ask())
     assert answers == [False] * 4
-    assert blocked < 0.3
+    assert blocked < 0.7, "the process reads on after 1 s of CPU"
 
 
 @pytest.mark.parametrize("level", list(rlx_math.LEVELS))

@@ -292,13 +292,13 @@ def test_weights_that_left_the_trainers_memory_are_an_error_of_their_own_and_a_s
 def test_time_in_which_the_servers_wait_for_the_trainers_step_does_not_count():
     async def scene(client: Servers, first: Stand, second: Stand) -> None:
         first.asking = second.asking = True
-        await client.update(Path("weights"), 1, timeout=1.0)
+        await client.update(Path("weights"), 1, timeout=2.0)
         first.asking = False
         await until(lambda: not client.fleet._servers[0].asks)
         with pytest.raises(ServerUnreachable, match=r"weight_broadcast\.timeout"):
-            await client.update(Path("weights"), 2, timeout=1.0)
+            await client.update(Path("weights"), 2, timeout=2.0)
 
-    play(scene, Stand(2.5), Stand(2.5), look=0.05)
+    play(scene, Stand(4.5), Stand(4.5), look=0.05)
 
 
 def test_a_server_that_missed_the_trainer_is_left_out_once_another_has_the_version():

@@ -127,7 +127,8 @@ def test_a_drained_update_lets_what_is_in_flight_end_under_the_old_version(run: 
             await client.fleet.wait_ready(300)  # back to version 0
             long = [asyncio.create_task(sample(client, one, seed, max_tokens=200, min_tokens=190)) for seed, one in enumerate(ids)]
             await running(client, len(ids))
-            await draining.update(folder, 1)
+            async with Servers(run.ready(), request_timeout=120, manner=Manner(drain_tokens=8)) as impatient:
+                await impatient.update(folder, 1)
             return [await asyncio.gather(*flying), late, await asyncio.gather(*long)]
 
     flying, late, long = talk(run, conversation)

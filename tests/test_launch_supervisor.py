@@ -18,6 +18,23 @@ from rlx.types import ProcessSpec
 pytestmark = pytest.mark.slow
 
 # Waits for a file of the run directory.
+DIES = """
+import os, sys, time
+def dies(pid):  # whoever has this id; its parent may not have seen it yet
+    try:
+        with open(f'/proc/{pid}/stat') as file:
+            return file.read().rpartition(')')[2].split()[0] == 'Z'
+    except OSError:
+        return True
+def wait_for(name):
+    while not os.path.exists(name):
+        time.sleep(0.005)
+    return open(name).read()
+def tell(name):
+    with open(name + '.new', 'w') as file:
+        file.write(str(os.getpid()))
+    os.rename(name + '.new', name)
+"""
 AFTER = "import os, sys, time\nwhile not os.path.exists(sys.argv[1] + '/{}'): time.sleep(0.01)\n"
 
 
@@ -74,8 +91,18 @@ def test_a_death_by_signal_is_told_in_words_with_its_usual_cause(start: Callable
 
 def test_a_process_that_fails_because_its_server_is_dying_is_not_the_one_blamed(start: Callable[..., Run]) -> None:
     # As with vLLM's engine: the request in flight fails at once, and the server exits a moment later.
-    dying = "import sys, time; print('engine died', flush=True); open(sys.argv[1] + '/dying', 'w').close(); time.sleep(0.1); sys.exit(1)"
-    user = AFTER.format("dying") + "sys.exit('request failed')"
+    dying = (
+        DIES
+        + """
+print('engine died', flush=True)
+tell(sys.argv[1] + '/dying')
+pid = wait_for(sys.argv[1] + '/user')
+while not dies(pid):
+    time.sleep(0.005)
+os._exit(1)
+"""
+    )
+    user = DIES + "wait_for(sys.argv[1] + '/dying'); tell(sys.argv[1] + '/user'); sys.exit('request failed')"
     run = start([toy("inference", dying, service=True, arguments=(RUN_DIR,)), toy("orchestrator", user, arguments=(RUN_DIR,))])
     cause = run.wait().cause
     assert cause is not None
@@ -83,8 +110,17 @@ def test_a_process_that_fails_because_its_server_is_dying_is_not_the_one_blamed(
 
 
 def test_the_first_of_two_deaths_is_blamed(start: Callable[..., Run]) -> None:
-    first = "import os, sys; open(sys.argv[1] + '/dead', 'w').close(); os._exit(3)"
-    follower = AFTER.format("dead") + "time.sleep(0.6); sys.exit(4)"
+    first = DIES + "tell(sys.argv[1] + '/dead'); os._exit(3)"
+    follower = (
+        DIES
+        + """
+pid = wait_for(sys.argv[1] + '/dead')
+while os.path.exists(f'/proc/{pid}'):  # until the supervisor has seen it
+    time.sleep(0.005)
+time.sleep(0.3)
+sys.exit(4)
+"""
+    )
     run = start([toy("orchestrator", follower, arguments=(RUN_DIR,)), toy("trainer", first, arguments=(RUN_DIR,))])
     cause = run.wait().cause
     assert cause is not None

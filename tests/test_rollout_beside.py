@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from rlx.checkpoints.folders import Start, write_start
+from rlx.checkpoints.folders import Start, begin, write_start
 from rlx.config.schema import SftRoot
 from rlx.heartbeat import Heartbeat
-from rlx.paths import RunPaths
+from rlx.paths import COMPLETE, RunPaths
 from rlx.rollout import beside
 from rlx.rollout.beside import Beside
 
@@ -56,6 +56,18 @@ def test_a_record_is_written_as_soon_as_its_evaluation_has_ended(tmp_path: Path,
     asyncio.run(role._work())
     assert seen == [[0], [0, 1]]
     assert role.evaluations.recorded == [0, 1, 2]  # type: ignore[attr-defined]
+
+
+def test_the_weights_of_a_checkpoint_that_is_still_being_written_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    role = beside_of(tmp_path, monkeypatch)
+    assert role.config.versions_kept == 1
+    role.updates.version = 2  # the last
+    for version in (1, 2):
+        role.paths.weights_of(version).mkdir(parents=True)
+        (role.paths.weights_of(version) / COMPLETE).write_text('{"files": {}}')
+    begin(role.paths, 1)
+    asyncio.run(role._work())
+    assert role.updates.published.on_disk(1)
 
 
 @pytest.mark.parametrize(("resume", "oldest"), [(None, 0), ("latest", 0), ("3", 0), ("/runs/a/checkpoints/step_4", 4)])

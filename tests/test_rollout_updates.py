@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from rlx.inference.protocol import WeightsGone
 from rlx.paths import COMPLETE, RunPaths
 from rlx.rollout.updates import WeightUpdates
 from rlx.types import WeightVersion
+from rlx.weights import files
 from rlx.weights.offer import write_offer
+from rlx.weights.subscribe import Subscriber
 
 
 class Stops:
@@ -94,6 +97,46 @@ def test_over_files_a_version_that_was_deleted_is_named(paths: RunPaths) -> None
     (paths.weights_of(3) / COMPLETE).write_text("{}")
     with pytest.raises(FileNotFoundError, match=r"step_2/COMPLETE is missing: the servers need version 2"):
         asyncio.run(WeightUpdates(paths, Servers(paths), 5.0, 3, lambda version: None, Stops(2)).follow())
+
+
+def ends(paths: RunPaths) -> None:
+    """What the trainer does with its last version."""
+    paths.weights_of(2).mkdir(parents=True)
+    (paths.weights_of(2) / COMPLETE).write_text("{}")
+    paths.offer.unlink()
+
+
+def test_a_last_version_that_goes_from_memory_to_files_during_a_look_is_seen(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths.weights_of(1).mkdir(parents=True)
+    (paths.weights_of(1) / COMPLETE).write_text("{}")
+    write_offer(paths, 2, "host:1")
+    look = files.latest_version
+
+    def look_and_end(paths: RunPaths) -> int | None:
+        found = look(paths)
+        ends(paths)
+        return found
+
+    monkeypatch.setattr(files, "latest_version", look_and_end)
+    newest = Subscriber(paths).latest()
+    assert newest is not None
+    assert newest.version == 2
+
+
+def test_a_version_in_memory_that_is_gone_when_the_trainer_ends_is_skipped(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_offer(paths, 1, "host:1")
+    look, looks = Subscriber.latest, itertools.count(1)
+
+    def look_and_end(published: Subscriber) -> WeightVersion | None:
+        found = look(published)
+        if next(looks) == 2:  # the last look before the servers are told
+            ends(paths)
+        return found
+
+    monkeypatch.setattr(Subscriber, "latest", look_and_end)
+    servers = Servers(paths)
+    asyncio.run(WeightUpdates(paths, servers, 5.0, 2, lambda version: None, Stops()).follow())
+    assert servers.told == [(2, "files")]
 
 
 def test_updates_that_miss_the_trainer_go_on_as_long_as_it_gets_on(paths: RunPaths) -> None:

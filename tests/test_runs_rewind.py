@@ -13,7 +13,7 @@ import pytest
 from launch_configs import config
 from test_checkpoint_folders import write
 
-from rlx.checkpoints.folders import read_start, steps
+from rlx.checkpoints.folders import at, read_start, steps
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose, load_run
 from rlx.config.schema import Config, OrchestratorConfig, RunConfig
@@ -22,7 +22,7 @@ from rlx.metrics import MetricsWriter, read_metrics
 from rlx.paths import COMPLETE, RunPaths
 from rlx.plan.make import make_plan
 from rlx.runs.claim import RunLock, create
-from rlx.runs.rewind import rewind, trim_metrics
+from rlx.runs.rewind import Found, rewind, trim_metrics
 from rlx.runs.status import Status
 
 
@@ -107,6 +107,23 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_damaged_weights_are_remove
     assert (paths.checkpoints / "damaged_step_6").is_dir()
     assert numbers(paths.weights) == [1, 2], "the trainer exports version 3 again"
     assert rewind(paths, warn=pytest.fail) == start, "a second rewind gives the same and warns of nothing"
+
+
+@pytest.mark.parametrize("seen", [3, None])
+def test_a_run_that_went_on_since_it_was_looked_at_loses_nothing(tmp_path: Path, seen: int | None) -> None:
+    """A sweep looks at all its runs first, which can take long. Meanwhile someone resumes one of them by hand."""
+    paths = ended(tmp_path / "run")
+    start = rewind(paths, found=Found(None if seen is None else at(paths, seen)))
+    assert start is not None
+    assert (start.step, steps(paths)) == (6, [3, 6])
+
+
+def test_a_run_whose_checkpoints_were_all_set_aside_is_not_started_anew_unasked(tmp_path: Path) -> None:
+    paths = ended(tmp_path / "run")
+    for step in (3, 6):
+        paths.checkpoint_of(step).rename(paths.checkpoints / f"damaged_step_{step}")
+    with pytest.raises(ConfigError, match=r"every checkpoint of .* is damaged: damaged_step_3, damaged_step_6\."):
+        rewind(paths)
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_anew_unasked(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -176,8 +177,10 @@ def test_a_terminated_run_says_so_and_leaves_nothing_but_its_lock(tmp_path: Path
 def test_what_a_killed_run_left_behind_is_cleared(tmp_path: Path):
     folder = tmp_path / "models" / "tiny-0123"
     left_behind = folder.with_name(".tiny-0123.tmp-x")
-    for half in (folder, left_behind):
+    made_elsewhere = folder.with_name(".tiny-0123.tmp-y")  # at this moment, if the file system has no locks
+    for half in (folder, left_behind, made_elsewhere):
         write_text(half / "model.safetensors", "half")
+    os.utime(left_behind, (time.time() - 86400,) * 2)
     heartbeat = Heartbeat(RunPaths(tmp_path), "prepare")
     settings = [f"model.warm_start.{name}={value}" for name, value in SMALL.items()]
     config = compose(["hardware=cpu", "data=fake", *settings], {}, SFT).cfg  # which begins with random weights
@@ -185,6 +188,7 @@ def test_what_a_killed_run_left_behind_is_cleared(tmp_path: Path):
         prepare.make(config, {}, folder, heartbeat)
     assert (folder / COMPLETE).exists()
     assert not left_behind.exists()
+    assert made_elsewhere.exists()
     AutoModelForCausalLM.from_pretrained(folder)
 
 

@@ -13,6 +13,7 @@ from trainer_examples import make_model
 from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import Mesh
 from rlx.parallel.transfer import LOOPBACK, serve_store
+from rlx.waiting import wait_for
 from rlx.weights.mailbox import Caller, Client, Mailbox
 from rlx.weights.memory import Source
 
@@ -71,6 +72,6 @@ def test_a_transfer_that_takes_no_tensor_for_too_long_ends_the_trainer_and_a_slo
             taken += 1
     assert not ends
     with watched(lambda: taken, 0.2, ends.append):
-        time.sleep(0.6)
+        wait_for(lambda: ends, "the end", 60)
     assert len(ends) == 1
     assert "taken no tensor for 0.2 s (weight_broadcast.timeout" in ends[0]
