@@ -164,8 +164,8 @@ def _sections(prefix: str, cls: Any) -> Iterator[Table]:
     for f in fields(cls):
         kind, _ = split_optional(types_of(cls)[f.name])
         name = f"{prefix}{f.name}"
-        if f.name == "envs":
-            name, kind = f"{name}.<name>", typing.get_args(kind)[1]
+        if (named := typing.get_args(kind)[1:]) and is_dataclass(named[0]):  # dict[str, Section]
+            name, kind = f"{name}.<name>", named[0]
         if is_dataclass(kind):
             yield f"`{name}`", _rows(typing.cast(type, kind), f"{name}.")
             yield from _sections(f"{name}.", kind)
@@ -193,14 +193,15 @@ def _shown(title: str, rows: list[str]) -> list[str]:
 def _type_name(kind: Any, optional: bool) -> str:
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         return " or ".join(_type_name(each, False) for each in typing.get_args(kind)) + (" or null" if optional else "")
-    name = {"list": "list of strings", "dict": "keys"}.get(getattr(typing.get_origin(kind), "__name__", ""), "")
+    item = {str: "strings", int: "integers"}.get(next(iter(typing.get_args(kind)), str), "mappings")
+    name = {"list": f"list of {item}", "dict": "keys"}.get(getattr(typing.get_origin(kind), "__name__", ""), "")
     name = name or {int: "integer", float: "number", bool: "true or false", str: "string"}[kind]
     return f"{name} or null" if optional else name
 
 
 def _default(f: Field) -> str:
     value = f.default_factory() if f.default_factory is not NO_DEFAULT else f.default
-    return "`???`" if value == MISSING and isinstance(value, str) else f"`{show(value)}`"
+    return "`???`" if value == MISSING and isinstance(value, str) else f"`{show(value)}`".replace("\n", "\\n")
 
 
 if __name__ == "__main__":

@@ -199,7 +199,9 @@ class WeightBroadcastConfig(UpdateConfig):
         "between GPUs, `ipc` on one shared GPU (docs/weights.md)",
         choices=("filesystem", "gloo", "nccl", "ipc"),
     )
-    keep_last: int = key(2, "versions of the weights kept on disk, besides the final one", low=1)
+    keep_last: int = key(
+        2, "how many of the newest versions of the weights stay on disk, besides those of checkpoints; at least max_async_level + 2", low=1
+    )
     drain_tokens: int = key(
         16,
         "an update waits for the requests in flight if each has at most this many tokens left; otherwise, and with 0, "
@@ -226,7 +228,7 @@ class WeightBroadcastConfig(UpdateConfig):
 class HardwareConfig:
     name: str = key(MISSING, "name of the layout; `auto` records its choice here")
     device: str = key(MISSING, "`cpu` or `cuda`", choices=("cpu", "cuda"))
-    nodes: int = key(1, "number of hosts; more than one needs launcher=slurm, or `rlx pod` on each (Kubernetes)", low=1)
+    nodes: int = key(1, "number of hosts; more than one needs launcher=slurm, launcher=kubernetes, or `rlx pod` on each by hand", low=1)
     gpus_per_node: int = key(0, "GPUs per host", low=0)
     inference_replicas: int = key(1, "number of independent vLLM servers", low=1)
     tensor_parallel: int = key(1, "GPUs per engine of a vLLM server", low=1)

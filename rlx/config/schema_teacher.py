@@ -27,7 +27,9 @@ class TeacherConfig:
         "addresses of servers with the teacher (`http://host:port`), which return prompt log-probabilities: vLLM's own, or rlx's; "
         "empty: no such teacher",
     )
-    model: str | None = key(None, "its name there; null: the only model that the servers have")
+    model: str | None = key(
+        None, "its name there; null: the only model that the servers have (refused where the teacher plays, `envs.<name>.played_by`)"
+    )
     api_key: str | None = key(None, "key that these servers want; null: none. Secret, like `inference.api_key`", secret=True)
     batch_size: int = key(16, "samples in one request", low=1)
     max_concurrent: int = key(4, "requests in flight at each server", low=1)

@@ -31,7 +31,7 @@ def resolve(cfg: EvalRoot) -> EvalRoot:
         has = ", ".join(map(str, there)) or "none"
         raise ConfigError(
             f"{folder} has no complete step_{missing[0]} (steps={cfg.steps}); it has {has}.\n"
-            "  fix: name some of these; a training keeps weight_broadcast.keep_last versions"
+            "  fix: name some of these; a training keeps its newest versions (weight_broadcast.keep_last) and those of checkpoints"
         )
     cfg = replace(cfg, weights_dir=str(folder), steps=there if cfg.steps is None else sorted(set(cfg.steps)))
     if not cfg.versions:
@@ -61,7 +61,7 @@ def resolve_step(cfg: SynthesizeRoot) -> SynthesizeRoot:
         has = ", ".join(map(str, there)) or "none"
         raise ConfigError(
             f"{folder} has no complete step_{cfg.step}; it has {has}.\n"
-            "  fix: name one of these; a training keeps weight_broadcast.keep_last versions"
+            "  fix: name one of these; a training keeps its newest versions (weight_broadcast.keep_last) and those of checkpoints"
         )
     if cfg.step == 0 and (run is None or not _is_there(RunPaths(run).initial_model)):
         raise ConfigError(f"the initial model of {run or folder} is gone, so step=0 cannot be played.\n  fix: name a step of its weights")
