@@ -11,30 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from toy_run import FOREVER, RUN_DIR, Run, starting, toy
+from toy_run import DIES, FOREVER, RUN_DIR, Run, starting, toy
 
 from rlx.types import ProcessSpec
 
 pytestmark = pytest.mark.slow
 
 # Waits for a file of the run directory.
-DIES = """
-import os, sys, time
-def dies(pid):  # whoever has this id; its parent may not have seen it yet
-    try:
-        with open(f'/proc/{pid}/stat') as file:
-            return file.read().rpartition(')')[2].split()[0] == 'Z'
-    except OSError:
-        return True
-def wait_for(name):
-    while not os.path.exists(name):
-        time.sleep(0.005)
-    return open(name).read()
-def tell(name):
-    with open(name + '.new', 'w') as file:
-        file.write(str(os.getpid()))
-    os.rename(name + '.new', name)
-"""
 AFTER = "import os, sys, time\nwhile not os.path.exists(sys.argv[1] + '/{}'): time.sleep(0.01)\n"
 
 

@@ -243,6 +243,31 @@ def test_runs_with_gpus_get_different_ones(toys: Path, monkeypatch: pytest.Monke
         launch_sweep.check_local(elements, ["4", "5", "6", "7"], 3)
 
 
+def test_runs_of_several_sizes_share_no_gpus(toys: Path, monkeypatch: pytest.MonkeyPatch):
+    from rlx.launch import sweep as launch_sweep
+
+    runs: list[tuple[list[str], list[bool]]] = []  # by run, its GPUs and whether it has ended
+
+    class Child:
+        def __init__(self, *_: object, env: dict[str, str], **__: object) -> None:
+            mine, over = env["CUDA_VISIBLE_DEVICES"].split(","), [False]
+            assert not {gpu for gpus, ended in runs if not ended[0] for gpu in gpus} & set(mine)
+            self.looks, self.over = 0, over
+            runs.append((mine, over))
+
+        def poll(self) -> int | None:
+            self.looks += 1
+            self.over[0] = self.looks > 2
+            return 0 if self.over[0] else None
+
+    monkeypatch.setattr(launch_sweep.subprocess, "Popen", Child)
+    monkeypatch.setattr(launch_sweep, "ending_of", lambda _: "completed")
+    monkeypatch.setattr(launch_sweep, "POLL", 0.0)
+    elements = sweep.checked(expand(["-m", "seed=1,2", "hardware=gpu4,gpu2", "dry_run=true"], {}).elements, toys, train.command())
+    launch_sweep.run_pool(elements, 2, [str(gpu) for gpu in range(8)], lambda _: None)
+    assert sorted(len(gpus) for gpus, _ in runs) == [2, 2, 4, 4]
+
+
 @pytest.mark.long
 def test_a_sweeper_of_hydra_proposes_runs_and_gets_their_rewards(toys: Path, capsys: pytest.CaptureFixture[str]):
     from hydra_plugins.rlx_launcher import RlxLauncher

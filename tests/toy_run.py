@@ -45,6 +45,25 @@ sys.exit(launch(paths, limits, lock))
 FOREVER = "import time\nprint('working', flush=True)\nwhile True: time.sleep(0.05)"
 
 
+# For toys that wait for each other's end.
+DIES = """
+import os, sys, time
+def dies(pid):  # whoever has this id; its parent may not have seen it yet
+    try:
+        with open(f'/proc/{pid}/stat') as file:
+            return file.read().rpartition(')')[2].split()[0] == 'Z'
+    except OSError:
+        return True
+def wait_for(name):
+    while not os.path.exists(name):
+        time.sleep(0.005)
+    return open(name).read()
+def tell(name):
+    with open(name + '.new', 'w') as file:
+        file.write(str(os.getpid()))
+    os.rename(name + '.new', name)
+"""
+
 RUN_DIR = "@run_dir@"  # stands for the run directory in a toy's arguments
 
 

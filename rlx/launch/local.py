@@ -17,6 +17,7 @@ from submitit import LocalExecutor, LocalJob
 from rlx.launch.processes import kill_all, start_time
 from rlx.launch.supervisor import Limits, Supervisor
 from rlx.paths import RunPaths
+from rlx.plan.environment import DEVICES
 from rlx.process import disk_is_full, full_disk
 from rlx.runs.claim import new_attempt
 from rlx.runs.lock import RunLock
@@ -55,6 +56,7 @@ def launch(paths: RunPaths, limits: Limits, lock: RunLock, observer: Observer | 
 
 
 def _launch(paths: RunPaths, limits: Limits, lock: RunLock, observer: Observer | None) -> int:
+    paths.job.unlink(missing_ok=True)  # of an earlier attempt on a cluster
     status = Status(attempt=new_attempt(paths), max_steps=limits.max_steps, launcher={"host": socket.gethostname(), "pid": os.getpid()})
     status.write(paths)
     token = secrets.token_hex(16)
@@ -67,7 +69,8 @@ def _launch(paths: RunPaths, limits: Limits, lock: RunLock, observer: Observer |
     # So the children inherit that these signals are ignored, and only the launcher acts on them.
     before = {signum: signal.signal(signum, signal.SIG_IGN) for signum in STOP_SIGNALS}
     try:
-        job = cast("LocalJob[int]", executor.submit(_supervise, str(paths.root), limits, token, status.attempt, launcher))
+        visible = os.environ.get(DEVICES)
+        job = cast("LocalJob[int]", executor.submit(_supervise, str(paths.root), limits, token, status.attempt, launcher, visible))
         for signum in STOP_SIGNALS:
             if signum != signal.SIGHUP or before[signum] is not signal.SIG_IGN:  # nohup asks to survive the terminal
                 signal.signal(signum, lambda number, frame: requests.append(number))
@@ -90,8 +93,11 @@ def _launch(paths: RunPaths, limits: Limits, lock: RunLock, observer: Observer |
     return status.exit_code
 
 
-def _supervise(run_dir: str, limits: Limits, token: str, attempt: int, launcher: tuple[int, int | None]) -> int:
-    """The function that the submitit job runs."""
+def _supervise(run_dir: str, limits: Limits, token: str, attempt: int, launcher: tuple[int, int | None], visible: str | None) -> int:
+    """The function that the submitit job runs. `visible`: the launcher's CUDA_VISIBLE_DEVICES, which submitit replaces by an empty one."""
+    os.environ.pop(DEVICES, None)
+    if visible is not None:
+        os.environ[DEVICES] = visible
     paths = RunPaths(Path(run_dir))
     lock = RunLock(paths)
     lock.share()

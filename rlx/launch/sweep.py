@@ -245,12 +245,13 @@ def run_pool(elements: Sequence[Element], parallel: int, visible: Sequence[str],
     waiting = list(elements)
     running: dict[subprocess.Popen[bytes], tuple[Element, int]] = {}
     slots = list(range(parallel))
+    width = max((element.cfg.num_gpus for element in elements), default=0)  # GPUs of a slot, whichever run has it
     try:
         while waiting or running:
             while waiting and slots:
                 element, slot = waiting.pop(0), slots.pop(0)
                 gpus = element.cfg.num_gpus
-                mine = {DEVICES: ",".join(visible[slot * gpus : (slot + 1) * gpus])} if gpus else {}
+                mine = {DEVICES: ",".join(visible[slot * width : slot * width + gpus])} if gpus else {}
                 command = [sys.executable, "-m", "rlx.launch.element", str(element.paths.root)]
                 say(f"{element.name}: starting")
                 # Its own session: Ctrl-C then reaches only the pool, which forwards it once.
