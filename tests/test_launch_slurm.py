@@ -263,9 +263,12 @@ def test_the_gpus_of_the_submitting_host_do_not_bound_a_plan_for_another(
     assert capsys.readouterr().err == ""
 
 
-def test_a_job_does_not_inherit_the_gpus_of_the_host_it_was_submitted_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_job_does_not_inherit_the_gpus_of_the_host_or_the_job_it_was_submitted_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     paths = made(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setenv("SLURM_GPUS_PER_NODE", "1")  # of an interactive job
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm/another.conf")
     seen = {}
 
     class Executor:
@@ -277,8 +280,17 @@ def test_a_job_does_not_inherit_the_gpus_of_the_host_it_was_submitted_from(tmp_p
     monkeypatch.setattr(slurm, "sbatch_script", lambda *_: "")
     with pytest.raises(RuntimeError, match="not now"):
         slurm.submit([(paths, load_run(paths.root))], "mine", tmp_path)
-    assert "CUDA_VISIBLE_DEVICES" not in seen
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
+    assert not {"CUDA_VISIBLE_DEVICES", "SLURM_GPUS_PER_NODE", "SLURM_RESTART_COUNT"} & set(seen)
+    assert seen["SLURM_CONF"] == "/etc/slurm/another.conf"
+    assert (os.environ["CUDA_VISIBLE_DEVICES"], os.environ["SLURM_GPUS_PER_NODE"]) == ("3", "1")
+
+
+def test_a_directory_that_pythonpath_cannot_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    line = ["train", "launcher=slurm", "hardware=cpu", "run.name=10:30", "dry_run=true"]
+    assert main(line) == 2
+    assert "outputs/10:30, where the job's copy of the code would be: it has a :" in capsys.readouterr().err
+    assert main([*line, "launcher.code_changes=warn"]) == 0
 
 
 @pytest.mark.usefixtures("known_environments")

@@ -30,7 +30,7 @@ def test_a_step_runs_on_its_host_with_the_jobs_environment_but_not_its_shape() -
 
 
 def test_a_step_inherits_no_group_of_the_jobs_script_and_has_the_plans_own() -> None:
-    script = {"MASTER_ADDR": "node1", "WORLD_SIZE": "16", "RANK": "0", "TORCHELASTIC_RUN_ID": "x"}
+    script = {"SLURM_GPUS_PER_NODE": "1", "MASTER_ADDR": "node1", "WORLD_SIZE": "16", "RANK": "0", "TORCHELASTIC_RUN_ID": "x"}
     rank = replace(spec(), env={"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"})
     _, env = SrunStarter("7", ["node1", "node2"]).command(rank, script)
     assert env == {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", HOST: "node2"}
@@ -47,6 +47,15 @@ def test_a_step_sees_those_of_the_jobs_gpus_that_the_plan_gives_it(allocated: st
         command, env={"CUDA_VISIBLE_DEVICES": allocated, "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=True
     )
     assert done.stdout == seen
+
+
+def test_a_role_whose_gpu_the_step_does_not_have_gets_none() -> None:
+    """Not the first one, which another role has."""
+    argv, _ = SrunStarter("7", ["node1"], gpus_per_node=8).command(spec((4,), node=0), {})
+    start = next(i for i, part in enumerate(argv) if part in ("sh", "env"))
+    command = [*argv[start:-3], "sh", "-c", "printf %s $CUDA_VISIBLE_DEVICES"]
+    done = subprocess.run(command, env={"CUDA_VISIBLE_DEVICES": "0", "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=True)
+    assert done.stdout == ""
 
 
 def test_a_prefix_stands_before_the_command() -> None:

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from launch_configs import config
 
+from rlx.config.errors import ConfigError
+from rlx.config.schema import RunConfig
 from rlx.paths import RunPaths
+from rlx.plan.make import make_plan
+from rlx.runs import claim
+from rlx.runs.claim import create
 from rlx.runs.lock import RunLock
+from rlx.runs.status import Status
 
 FLOCK = fcntl.flock
 
@@ -47,6 +57,26 @@ def test_without_locks_on_the_file_system_processes_of_one_host_still_keep_apart
     assert two.exclusive()
     for lock in (two, other):
         lock.close()
+
+
+@pytest.mark.parametrize("changes", [{"resume": "latest"}, {"clean": True}], ids=["resume", "clean"])
+def test_without_locks_the_status_of_a_run_on_another_host_keeps_others_out(
+    shared: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    def make(**changes: Any) -> None:
+        cfg = replace(config("cpu"), run=RunConfig(name="run", dir=str(shared / "run")), **changes)
+        create(cfg, [], make_plan(cfg, shared / "run"))[1].close()
+
+    make()
+    paths = RunPaths(shared / "run")
+    status = Status(state="running", supervisor={"host": "elsewhere", "pid": 7})
+    status.write(paths)
+    with pytest.raises(ConfigError, match=r"a run is alive in .*: its status changes"):
+        make(**changes)
+    record = json.loads(paths.status.read_text())
+    paths.status.write_text(json.dumps(record | {"updated": record["updated"] - 3600}))
+    monkeypatch.setattr(claim, "PATIENCE", 0.0)
+    make(**changes)
 
 
 def test_another_error_of_the_file_system_is_not_taken_for_a_missing_lock(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,7 @@ ATTEMPT = """
 import sys
 from rlx.launch import slurm, verdict
 verdict.SIGTERM_SPREADS, slurm.AGAIN = 0.1, 0.1
+slurm.PAUSE = 0.1
 slurm.Attempt(sys.argv[1])()
 """
 
@@ -125,6 +126,33 @@ def test_the_last_of_an_array_requeues_itself_alone(job):
     assert leaves.run(**LAST) == 75
     assert "scontrol requeue 12_1" in leaves.asked()
     assert [line for line in leaves.asked() if "12_1" not in line] == []
+
+
+@pytest.mark.parametrize(("heard", "asks"), [(False, 2), (True, 1)])
+def test_a_controller_that_does_not_answer_is_asked_again_for_a_requeue(job, tmp_path: Path, heard: bool, asks: int):
+    """It may have heard a request that it did not answer."""
+    leaves, file = job(LEAVES), tmp_path / "restarts"
+    leaves.notice()
+    late = f"echo Restarts=1 > {file}; " if heard else f"touch {file}; "
+    says = 'echo "slurm_update error: Socket timed out on send/recv operation" >&2; exit 1'
+    leaves.command(
+        "scontrol",
+        f'case "$*" in *requeue*) if [ ! -e {file} ]; then {late}{says}; fi;; *) [ -s {file} ] && cat {file} || echo Restarts=0;; esac',
+    )
+    assert leaves.run(**LAST) == 75
+    assert leaves.status().state == "preempted"
+    assert len([line for line in leaves.asked() if line.startswith("scontrol requeue")]) == asks
+
+
+def test_a_requeue_that_slurm_refuses_fails_at_once(job):
+    leaves = job(LEAVES)
+    leaves.notice()
+    leaves.command(
+        "scontrol", "case \"$*\" in *requeue*) echo 'Requested operation is presently disabled' >&2; exit 1;; *) echo Restarts=0;; esac"
+    )
+    assert leaves.run(**LAST) == 1
+    assert "SLURM refuses to requeue the job: Requested operation is presently disabled" in leaves.status().cause.reason
+    assert len([line for line in leaves.asked() if line.startswith("scontrol requeue")]) == 1
 
 
 def test_a_job_that_was_cancelled_while_it_left_is_not_brought_back(job):

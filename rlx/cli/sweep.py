@@ -116,7 +116,7 @@ def checked(lines: Sequence[Line], directory: Path, command: Command) -> list[El
     if elements[0].cfg.launcher.name == "slurm":
         from rlx.launch.slurm import check_directory
 
-        check_directory(directory)
+        check_directory(directory, elements[0].cfg)
     configs = [element.cfg for element in elements]
     check_cache(configs)
     found = environments_of(configs)

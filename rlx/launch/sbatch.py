@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.schema import CommandConfig
 from rlx.launch.container import Container, beside, caches_of, home_variables, mounts_of, on_all_hosts
 from rlx.launch.starters import NOT_FOR_STEPS
-from rlx.plan.environment import OF_A_GROUP, hub_variables
+from rlx.plan.environment import DEVICES, OF_A_GROUP, hub_variables
 from rlx.runs.snapshot import environment
 
 BEGINNING = r"""
@@ -77,8 +78,33 @@ class _Executor(SlurmExecutor):
         return 1
 
 
-def check_directory(directory: Path) -> None:
+OF_THE_CLUSTER = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT")
+"""Variables with which people choose a cluster and how to talk to it."""
+OF_THIS_SHELL = ("RLX_RUN_TOKEN", "RLX_HOST", "RLX_SUPERVISOR_PID", DEVICES)
+
+
+@contextlib.contextmanager
+def own_job_forgotten() -> Iterator[None]:
+    """Submit in this block: the new job inherits no GPUs of this host, and nothing of a run or job in which it is submitted.
+
+    `sbatch` passes all variables on, and does not replace those that the new job has no value for. `srun` would take them for its
+    options: with SLURM_GPUS_PER_NODE of an interactive job, each step would see so many GPUs.
+    """
+    names = [name for name in os.environ if name in OF_THIS_SHELL or (name.startswith("SLURM_") and name not in OF_THE_CLUSTER)]
+    taken = {name: os.environ.pop(name) for name in names}
+    try:
+        yield
+    finally:
+        os.environ.update(taken)
+
+
+def check_directory(directory: Path, cfg: CommandConfig) -> None:
     """Raise ConfigError if a run or sweep cannot be submitted from `directory`."""
+    if os.pathsep in str(directory) and cfg.launcher.code_changes == "snapshot":
+        raise ConfigError(
+            f"PYTHONPATH cannot name {directory}, where the job's copy of the code would be: it has a {os.pathsep}\n"
+            "  fix: give another run.name= or run.dir=, or launcher.code_changes=warn"
+        )
     if "%" in str(directory):
         raise ConfigError(f"sbatch reads the % in {directory} as a placeholder.\n  fix: give another run.name= or run.dir=")
 

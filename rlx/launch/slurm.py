@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import secrets
 import signal
 import sys
@@ -24,11 +25,10 @@ from rlx.config.errors import ConfigError
 from rlx.config.load import load_command
 from rlx.config.schema import CommandConfig
 from rlx.launch.container import MOUNTS, Container
-from rlx.launch.sbatch import check_directory, make_executor, sbatch_options, sbatch_script
+from rlx.launch.sbatch import check_directory, make_executor, own_job_forgotten, sbatch_options, sbatch_script
 from rlx.launch.starters import SrunStarter
 from rlx.launch.supervisor import Limits, Supervisor
 from rlx.paths import RunPaths, write_text
-from rlx.plan.environment import DEVICES
 from rlx.process import full_disk
 from rlx.runs import outside
 from rlx.runs.claim import new_attempt
@@ -59,8 +59,10 @@ START = 60.0  # seconds by which an attempt may begin later than its job, whose 
 OLD_ATTEMPT = 60.0  # seconds to wait for the processes of an earlier attempt to exit
 MARGIN = 120.0  # seconds that SLURM may take longer than its `SlurmdTimeout` to requeue a job
 AGAIN = 10.0  # seconds between two looks whether it has
-QUIET = ("RLX_RUN_TOKEN", "RLX_HOST", "RLX_SUPERVISOR_PID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", DEVICES)
-"""Variables that a new job must not inherit: those of a run or job array inside which it is submitted, and this host's GPUs."""
+PAUSE = 3.0  # seconds between two requests for a requeue
+REQUEUE = 60.0  # seconds for which a requeue is asked for while the controller does not answer
+BUSY = re.compile(r"timed out|no answer|unable to contact|connection|zero bytes|try again|transport", re.IGNORECASE)
+"""What SLURM's commands say of a controller that does not answer at the moment."""
 
 
 def submit(runs: Sequence[tuple[RunPaths, CommandConfig]], name: str, folder: Path) -> list[str]:
@@ -77,9 +79,9 @@ def submit(runs: Sequence[tuple[RunPaths, CommandConfig]], name: str, folder: Pa
         paths.job.unlink(missing_ok=True)  # the new job would read an older id here as that of its successor
         write_text(paths.sbatch, script)
     executor = make_executor(runs[0][1], name, folder, roots, code)
-    inherited = {name: os.environ.pop(name) for name in QUIET if name in os.environ}
     try:
-        with contextlib.redirect_stderr(io.StringIO()) as said:  # by submitit: what sbatch said, which an error repeats
+        # redirected: what submitit repeats of sbatch's words, which an error has, too
+        with own_job_forgotten(), contextlib.redirect_stderr(io.StringIO()) as said:
             jobs = executor.submit_array([Attempt(str(paths.root)) for paths, _ in runs])
         print(said.getvalue(), end="", file=sys.stderr)
     except Exception as error:  # submitit reports sbatch's errors through several exception types
@@ -88,8 +90,6 @@ def submit(runs: Sequence[tuple[RunPaths, CommandConfig]], name: str, folder: Pa
         for paths, cfg in runs:
             _fail(paths, Status(max_steps=cfg.total_steps), f"SLURM rejected the job: {reason.strip()}", tell=False)
         raise RuntimeError(f"SLURM rejected the job: {reason.strip()}") from error
-    finally:
-        os.environ.update(inherited)
     for (paths, _), job in zip(runs, jobs, strict=True):
         note_job(paths, job.job_id, job.paths.stdout, name)
     return [job.job_id for job in jobs]
@@ -269,16 +269,30 @@ class Attempt:
             most = f"launcher.max_requeues={cfg.launcher.max_requeues}"
             _fail(paths, status, f"preempted, and {most} requeues without a new {unit_of(cfg)} are used up; continue with resume=latest")
             return 1
+        if (refused := back_to_the_queue(job_id, restarts)) is not None:
+            _fail(paths, status, f"preempted, and SLURM refuses to requeue the job: {refused}; continue with resume=latest")
+            return 1
+        print("back in the queue", flush=True)
+        return status.exit_code or 0
+
+
+def back_to_the_queue(job_id: str, restarts: int) -> str | None:
+    """Requeue a job that has been requeued `restarts` times; returns why SLURM refuses to.
+
+    A controller that does not answer is asked again for REQUEUE seconds: many jobs may have had their notice at the same moment.
+    """
+    deadline = time.monotonic() + REQUEUE
+    while True:
         try:
             done = ask("scontrol", "requeue", job_id)
             refused = done.stderr.strip() if done.returncode != 0 else None
         except RuntimeError as error:
             refused = str(error)
-        if refused is not None:
-            _fail(paths, status, f"preempted, and SLURM refuses to requeue the job: {refused}; continue with resume=latest")
-            return 1
-        print("back in the queue", flush=True)
-        return status.exit_code or 0
+        if refused is None or restarts_of(job_id) > restarts:  # it may have heard the request that it did not answer
+            return None
+        if not BUSY.search(refused) or time.monotonic() > deadline:
+            return refused
+        time.sleep(PAUSE)
 
 
 def _fail(paths: RunPaths, status: Status, reason: str, *, tell: bool = True) -> None:

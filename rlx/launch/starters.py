@@ -27,7 +27,10 @@ from rlx.types import ProcessSpec
 PROBE = 30.0  # seconds that a host has to start a step
 LEAVE = 2.0  # seconds that `srun` has to give such a step up
 TRIAL = "probe"  # the name of these steps
-NOT_FOR_STEPS = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NNODES", "SLURM_DISTRIBUTION")
+NOT_FOR_STEPS = (
+    *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NNODES", "SLURM_DISTRIBUTION"),
+    *("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", "SLURM_GPUS_PER_SOCKET"),
+)
 """Variables of the job that `srun` would read as options of the step."""
 
 
@@ -160,7 +163,8 @@ class SrunStarter:
             return ("env", f"{DEVICES}=")
         all_of_them = ",".join(map(str, range(self.gpus_per_node)))
         fields = ",".join(str(gpu + 1) for gpu in spec.gpus)
-        script = f'{DEVICES}=$(echo "${{{DEVICES}:-{all_of_them}}}" | cut -d, -f{fields}) exec "$@"'
+        whole = "-s " if self.gpus_per_node > 1 else ""  # else `cut` takes the only GPU of a step that sees one for any
+        script = f'{DEVICES}=$(echo "${{{DEVICES}:-{all_of_them}}}" | cut {whole}-d, -f{fields}) exec "$@"'
         return ("sh", "-c", script, spec.name)
 
     def returncode(self, code: int) -> int:

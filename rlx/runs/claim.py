@@ -37,6 +37,8 @@ from rlx.runs.members import check_shared, member_of, members_in, wait_until_let
 from rlx.runs.provenance import write_provenance
 from rlx.runs.replay import check_replay
 from rlx.runs.rewind import LATEST, Found, check_room, find_fork, is_fork, lacks_last_evaluation, rewind, say, source_of
+from rlx.runs.run import PATIENCE, Run
+from rlx.runs.status import FINAL, read_status
 from rlx.runs.weights import initial_model
 from rlx.types import ProcessSpec
 from rlx.waiting import wait_for
@@ -335,6 +337,16 @@ def _alone(paths: RunPaths, found: Found | None) -> RunLock:
         raise ConfigError(f"a run is alive in {paths.root}.\n  fix: stop it, or give another run.name= or run.dir=")
     try:
         _refuse_waiting(paths, found)
+        if (
+            not lock.sees_other_hosts
+            and (status := read_status(paths)) is not None
+            and status.state not in FINAL
+            and Run(paths, PATIENCE).lives(status)
+        ):
+            raise ConfigError(
+                f"a run is alive in {paths.root}: its status changes, and the file system there has no locks.\n"
+                "  fix: stop it, or give another run.name= or run.dir=. If it was killed, try again in a minute"
+            )
     except ConfigError:
         lock.close()
         raise

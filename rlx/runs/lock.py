@@ -23,6 +23,11 @@ class RunLock:
         self.path = paths if isinstance(paths, Path) else paths.lock
         self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
 
+    @property
+    def sees_other_hosts(self) -> bool:
+        """Whether it keeps processes of other hosts apart; False once it was taken on a file system without locks."""
+        return os.path.samestat(os.fstat(self.fd), os.stat(self.path))
+
     def exclusive(self) -> bool:
         """Try to take the lock exclusively. If another process holds it, returns False, and this process holds no lock at all."""
         return try_lock(self.fd, self.path)

@@ -149,6 +149,9 @@ class Run:
         status, job = self.status, self.job
         if status is None:
             return "not started"
+        if job is not None and jobs is not None and job not in jobs and self.paths.status.stat().st_uid != os.geteuid():
+            # Someone else's job: `jobs` has this user's alone.
+            return status.state if status.state in (*FINAL, "starting") or self.lives(status) else "lost"
         if job is not None and jobs is not None and jobs.get(job) in WAITS:
             return f"waiting ({jobs[job].lower()})"
         if status.state == "preempted" and job is not None and jobs is not None and jobs.get(job, GONE) in ("CANCELLED", GONE):
