@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from checkpoint_worker import UPDATES, Job, make_trainer, run
+from checkpoint_worker import UPDATES, Job, full, make_trainer, run
 from torch.distributed.checkpoint import FileSystemReader
-from trainer_examples import make_model
+from trainer_examples import make_model, make_samples, step_batch
 from transformers.models.llama import LlamaConfig
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 
+from rlx.data.packing import pack
 from rlx.parallel.mesh import one_process
 from rlx.train.checkpoint import Progress, Saver, load
 from rlx.train.reference import Reference
@@ -71,6 +72,25 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(model: st
     whole, half, rest = (result(tmp_path / name) for name in ("whole", "half", "rest"))
     assert half["records"] + rest["records"] == whole["records"]
     same_weights(rest["weights"], whole["weights"])
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Adagrad", "Muon"])
+def test_saving_before_the_first_optimizer_step_changes_nothing(model: str, tmp_path: Path, optimizer: str) -> None:
+    """As after a batch without a trainable token."""
+    job = {"model": model, "optimizer": optimizer}
+    run(Job(**job, out=str(tmp_path / "never"), first=0, last=HALF), one_process("cpu"))
+    run(Job(**job, out=str(tmp_path / "none"), first=0, last=0, save=str(tmp_path / "saved")), one_process("cpu"))
+    run(Job(**job, out=str(tmp_path / "resumed"), first=0, last=HALF, load=str(tmp_path / "saved")), one_process("cpu"))
+    never = result(tmp_path / "never")["weights"]
+    same_weights(result(tmp_path / "resumed")["weights"], never)
+    trainer = make_trainer(model, optimizer)
+    saver = Saver(trainer, xxhash.xxh3_64, in_background=False)
+    saver.save(tmp_path / "before", Progress(0, 0)).files()
+    saver.close()
+    for step in range(HALF):
+        batch = pack(step_batch(step, [make_samples(seed=step)]), rank=0, ranks=1, tokens=60)
+        trainer.train_minibatch(batch.mini_batches[0], step=step)
+    same_weights({name: full(tensor) for name, tensor in trainer.model.named_weights()}, never)
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])

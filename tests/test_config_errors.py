@@ -129,6 +129,9 @@ CASES = {
         "env=[sums,reverse_text,math] envs.sums.loss=opd ref.name=big envs.sums.loss_weights.policy=2 envs.math.loss_weights.ref_kl=2 "
         "envs.reverse_text.loss_weights.policy=0 envs.reverse_text.loss_weights.kl=1 envs.math.loss_weights.policy=-1"
     ),
+    "kl_term_divided_by_nothing": Case(
+        "loss=grpo loss.aggregate=group_token_mean loss.kl.beta=0.1 env=[sums,reverse_text] envs.sums.loss_weights.policy=0"
+    ),
     "learning_without_cross_entropy": Case("envs.reverse_text.learn.user=1"),
     "cross_entropy_on_nothing": Case("loss.ce_coef=0.1"),
     "ratio_on_a_teachers_tokens": Case("envs.reverse_text.played_by=teacher teacher.base_url=[http://host:8000] teacher.model=big"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
 from transformers.models.deepseek_v3 import DeepseekV3Config
 
-from rlx.models.load import load_policy
+from rlx.models.load import check_rotary, load_policy
 from rlx.models.read import _keeps_shards
 from rlx.parallel.mesh import join, one_process
 from rlx.train import checkpoint
@@ -61,6 +62,48 @@ def test_all_ranks_read_the_same_also_one_without_rows_or_all_say_which_files_di
         said = "the files of {}/{}_{} differ between hosts: those of rank {} are not those of rank 0 (of 3 ranks). Give every host the same"
         assert revision.startswith(said.format(tmp_path, "revision", rank, 1))
         assert format.startswith(said.format(tmp_path, "format", rank, 2))
+
+
+def test_weights_that_are_not_whole_or_stay_quantized_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of other files than safetensors; transformers would draw what is missing."""
+    make_model().save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(stored, tmp_path / "pytorch_model.bin")
+    load_policy(str(tmp_path), one_process("cpu"), dtype="float32")
+    torch.save({name: tensor for name, tensor in stored.items() if name != "model.norm.weight"}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"lacks 1 weights of Qwen3ForCausalLM: model\.norm\.weight"):
+        load_policy(str(tmp_path), one_process("cpu"), dtype="float32")
+
+    torch.save(stored, tmp_path / "pytorch_model.bin")
+    whole = AutoModelForCausalLM.from_pretrained
+
+    def quantized(*arguments, **keys):  # as compressed-tensors leaves a model that it does not dequantize
+        model, info = whole(*arguments, **keys)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear) and module.weight.shape[0] != model.config.vocab_size:
+                module.weight = torch.nn.Parameter(module.weight.to(torch.float8_e4m3fn), requires_grad=False)
+        return model, info
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", quantized)
+    with pytest.raises(ValueError, match=r"are quantized, and only plain ones can be trained: model\.layers\.0\..*weight is float8_e4m3fn"):
+        load_policy(str(tmp_path), one_process("cpu"), dtype="float32")
+
+
+@pytest.mark.parametrize(("rope", "most"), [
+    ({"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 8}, 8),
+    ({"rope_type": "dynamic", "factor": 2.0}, 64),
+])  # fmt: skip
+def test_frequencies_that_would_depend_on_the_packing_are_refused(rope: dict, most: int):
+    config = SimpleNamespace(rope_parameters={"rope_theta": 1e4, **rope}, max_position_embeddings=64)
+    check_rotary("model", config, most)
+    with pytest.raises(ValueError, match=rf"beyond {most} tokens \({rope['rope_type']}\).*Set seq_len={most} or less, not {most + 1}"):
+        check_rotary("model", config, most + 1)
+    by_layer = SimpleNamespace(rope_parameters={"full_attention": config.rope_parameters, "sliding_attention": {"rope_type": "default"}})
+    by_layer.max_position_embeddings = 64
+    with pytest.raises(ValueError, match=f"not {most + 1}"):
+        check_rotary("model", by_layer, most + 1)
+    check_rotary("model", SimpleNamespace(rope_parameters={"rope_type": "yarn", "factor": 4.0}, max_position_embeddings=8), 1000)
 
 
 @pytest.mark.parametrize("read", [True, False])

@@ -11,8 +11,9 @@ import pytest
 from test_runs_rewind import ended, make, settled
 
 from rlx.config.errors import ConfigError
-from rlx.config.load import compose
+from rlx.config.load import compose, to_yaml
 from rlx.config.schema import Config
+from rlx.policy.source import trains_alike
 from rlx.runs.replay import without_effect
 
 
@@ -36,6 +37,21 @@ RECORDED = ("env=reverse_text", "hardware=cpu", "loss=grpo")
 )
 def test_what_the_trainer_does_may_differ(overrides: list[str]) -> None:
     assert list(without_effect(composed(*RECORDED, *overrides), composed(*RECORDED))) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "alike"),
+    [
+        ([], True),
+        (["hardware.trainer_processes=2", "max_steps=7", "logger=tensorboard"], True),
+        (["loss=rloo"], False),
+        (["optim.lr=1e-5"], False),
+        (["envs.reverse_text.loss=gspo"], False),
+    ],
+)
+def test_a_replay_with_the_runs_own_training_has_its_versions(tmp_path: Path, overrides: list[str], alike: bool) -> None:
+    (tmp_path / "config.yaml").write_text(to_yaml(composed(*RECORDED)))
+    assert trains_alike(replace(composed(*RECORDED, *overrides), replay=str(tmp_path))) is alike
 
 
 @pytest.mark.parametrize(

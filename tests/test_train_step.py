@@ -180,6 +180,33 @@ def test_lag_is_the_age_of_the_trained_tokens():
     assert metrics["off_policy/lag_max"] == 4 - versions.min()
 
 
+def test_lag_also_counts_tokens_of_weight_0():
+    samples = [
+        dataclasses.replace(sample, policy_weights=np.full(len(sample.token_ids), sample.group % 2, dtype=np.float32))
+        for sample in make_samples()
+    ]
+    versions = np.concatenate([s.versions[s.loss_mask] for s in samples])
+    (mini_batch,) = pack(step_batch(0, [samples]), rank=0, ranks=1, tokens=100).mini_batches
+    assert make_trainer(make_model()).train_minibatch(mini_batch, step=4)["off_policy/lag_mean"] == pytest.approx(4 - versions.mean())
+
+
+def test_samples_of_another_trainers_policy_are_not_taken_for_this_ones():
+    """A replay with another objective: its version 2 is not the policy that sampled as version 2."""
+    seen = []
+
+    def spy(tokens):
+        seen.append(tokens.on_policy.tolist())
+        return rloo(tokens)
+
+    trainer, samples = make_trainer(make_model(), spy, "seq_sum"), make_samples()
+    for sample in samples:
+        sample.versions[sample.loss_mask] = 2
+    (mini_batch,) = pack(step_batch(2, [samples]), rank=0, ranks=1, tokens=1000).mini_batches
+    for trainer.own_samples in (True, False):
+        trainer.accumulate_gradients(mini_batch, step=2)
+    assert [any(marks) for marks in seen] == [True, False]
+
+
 def test_training_raises_the_probability_of_what_was_good():
     rng = np.random.default_rng(0)
     good, bad = ([3, 4, 5, 6, *end] for end in ([7, 8, 9], [10, 11, 12]))
@@ -297,8 +324,9 @@ def test_what_the_objective_does_not_consume_is_refused_before_anything_changes(
 
 
 def test_bounds_on_sequences_that_are_tighter_than_the_measured_mismatch_are_told_once():
-    def told(function, versions: int, gap: float, **terms) -> str | None:
+    def told(function, versions: int, gap: float, own: bool = True, **terms) -> str | None:
         trainer = make_trainer(make_model(), function, "seq_mean", **terms)
+        trainer.own_samples = own
         (mini_batch,) = pack(step_batch(2, [make_samples()]), rank=0, ranks=1, tokens=10_000).mini_batches
         (row,) = mini_batch.micro_batches
         logp, _ = trainer.score(row)
@@ -309,6 +337,7 @@ def test_bounds_on_sequences_that_are_tighter_than_the_measured_mismatch_are_tol
         return trainer.warning
 
     text = told(gspo, 2, 0.003)
+    assert told(gspo, 2, 0.003, own=False) is None, "a replay: it sampled with another policy"
     assert text is not None
     assert "differ by 0.003 nats" in text
     assert "allow 0.0003 (loss.eps_low=0.0003, loss.eps_high=0.0004). Set loss.proximal=recompute" in text

@@ -89,6 +89,8 @@ def completed(sums: dict[str, float], maxima: dict[str, float]) -> dict[str, flo
     """Metrics of a whole mini-batch from its reduced stats. Extremes are 0 if there is no trainable token."""
     metrics = {name: value for name, value in sums.items() if name not in ("tokens", "sequences")}
     mean, square = metrics.pop("weight"), metrics.pop("weight_squared")
+    if (lags := metrics.pop("lags", None)) is not None:
+        metrics["off_policy/lag_mean"] /= max(lags, 1)
     metrics["policy/ess"] = mean**2 / square if square > 0 else 0.0
     for name, value in maxima.items():
         metrics[name] = value if value != -float("inf") else 0.0

@@ -55,6 +55,7 @@ def load_policy(
     seed: int = 0,
     trained: bool = True,
     read: bool = True,
+    context: int | None = None,
 ) -> PolicyModel:
     """Load `source`: parameters in `optimization_dtype`, computing in `dtype`, gradients reduced in `reduce_dtype`.
 
@@ -63,8 +64,9 @@ def load_policy(
     A model that is not `trained` (a reference) may have no experts to divide (`trainer.ep`).
     `read=False` may leave the parameters uninitialised, if there are no adapters: a checkpoint of the training follows.
     Shards over the mesh's `fsdp` axis. One process without a process group needs `dtype` equal to `optimization_dtype`.
-    Raises ValueError for an unknown dtype, for a `logprob_backend` or `liger` that cannot be used, for targets of `lora` that the model
-    does not have, or for a model whose packed forward differs from its own.
+    `context`: tokens of the longest sample, if it is known.
+    Raises ValueError for an unknown dtype, for positions that depend on the packing (`check_rotary`), for a `logprob_backend` or `liger`
+    that cannot be used, for targets of `lora` that the model does not have, or for a model whose packed forward differs from its own.
     """
     for key, name in (("model.dtype", dtype), ("trainer.optimization_dtype", optimization_dtype), ("trainer.reduce_dtype", reduce_dtype)):
         if name not in DTYPES:
@@ -76,6 +78,7 @@ def load_policy(
             f"computing in {dtype} with {optimization_dtype} parameters needs a process group; start one, even for a single rank"
         )
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code).get_text_config()
+    check_rotary(source, config, context)
     backend = choose_backend(logprob_backend, device, compute, getattr(config, "vocab_size", None))  # fails before the slow load
     if device.type == "cuda" and (backend == "triton" or may_patch(liger)):
         check_triton()
@@ -161,6 +164,25 @@ def _split(hf: Any, mesh: Mesh, *, dense: bool) -> None:
     if mesh.expert is not None:
         assert mesh.alone is not None
         split_experts(hf, mesh.expert, mesh.alone, dense=dense)
+
+
+def check_rotary(source: str, config: Any, context: int | None) -> None:
+    """Raise ValueError for a model whose rotary frequencies would change with the longest sample of a row, at `context` tokens.
+
+    LongRoPE (2402.13753) and dynamic scaling have other frequencies beyond the length of the first training. transformers chooses them by
+    the longest position of a forward pass, vLLM once for all requests.
+    """
+    found = getattr(config, "rope_parameters", None) or {}
+    for rope in [found] if "rope_type" in found else [each for each in found.values() if isinstance(each, dict)]:
+        kind = rope.get("rope_type")
+        most = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+        most = most or config.max_position_embeddings
+        if kind in ("longrope", "dynamic") and context is not None and context > most:
+            raise ValueError(
+                f"{source} has other rotary frequencies beyond {most} tokens ({kind}), and a row of samples can have only one kind, "
+                "so log-probabilities would depend on the packing and differ from those of the servers. "
+                f"Set seq_len={most} or less, not {context}"
+            )
 
 
 @torch.no_grad()

@@ -255,11 +255,29 @@ def _keeps_shards(converter: WeightConverter, sharded: set[int]) -> bool:
     return all(map(keeps, converter.operations))
 
 
+def _check_whole(source: str, full: Any, hf: Any, lacking: list[str]) -> None:
+    """Raise ValueError unless `full`, read from `source`, has plain values for the whole of `hf`. `lacking`: what it could not read."""
+    if lacking:
+        raise ValueError(f"{source} lacks {len(lacking)} weights of {type(hf).__name__}: {', '.join(lacking[:3])}")
+    names = hf.state_dict().keys()
+    for name, tensor in full.state_dict().items():
+        if name not in names or (tensor.is_floating_point() and tensor.element_size() < 2):
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"the weights of {source} are quantized, and only plain ones can be trained: {name} is {kind}. "
+                "Name a version of the model that is not quantized"
+            )
+
+
 def _read_whole(hf: Any, source: str, mesh: Mesh, device: torch.device, trust_remote_code: bool) -> None:
     """The same by way of rank 0, which reads the whole model into host memory."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict  # takes seconds, so not at the top
 
-    full = AutoModelForCausalLM.from_pretrained(source, dtype=hf.dtype, trust_remote_code=trust_remote_code) if mesh.first else None
+    full = None
+    if mesh.first:  # its error ends the run
+        keys: dict[str, Any] = {"dtype": hf.dtype, "trust_remote_code": trust_remote_code, "output_loading_info": True}
+        full, info = AutoModelForCausalLM.from_pretrained(source, **keys)
+        _check_whole(source, full, hf, sorted(info["missing_keys"]))
     ties = _ties(hf)
     hf.to_empty(device=device)
     if not mesh.any(full is not None and is_untied(full)):

@@ -9,7 +9,9 @@ import json
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from rlx.config.load import load_run
 from rlx.config.schema import Config, SftRoot, TrainingRoot
 from rlx.config.schema_sft import DataSetConfig
 from rlx.data.rows import digest_of, open_rows
@@ -36,6 +38,17 @@ def source_of(cfg: TrainingRoot, paths: RunPaths, mesh: Mesh, model: str, stream
     if cfg.data.type == "fake":
         return fake(cfg)
     return Prepared(partial(supervised, cfg, model, paths), mesh)
+
+
+def trains_alike(cfg: Config) -> bool:
+    """Whether the replay's trainer does what the recorded run's did, so that its policy of each version is the one that sampled."""
+    recorded = load_run(Path(str(cfg.replay)).expanduser(), secrets=False)
+
+    def does(of: Config) -> list[Any]:
+        own = {name: env.loss for name, env in of.envs.items()}
+        return [of.loss, own, of.optim, of.scheduler, of.ref, of.trainer, of.lora, of.model.dtype]
+
+    return does(cfg) == does(recorded)
 
 
 def fake(cfg: SftRoot) -> FakeSource:

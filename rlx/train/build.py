@@ -96,6 +96,7 @@ def _loading(cfg: TrainingRoot) -> dict[str, Any]:
         "reshard_after_forward": cfg.trainer.reshard_after_forward,
         "compile": cfg.trainer.compile,
         "trust_remote_code": cfg.model.trust_remote_code,
+        "context": cfg.seq_len,
     }
 
 

@@ -194,7 +194,11 @@ def load(folder: Path, trainer: PolicyTrainer, *, alone: bool = True) -> Progres
 
 def _state_of(trainer: PolicyTrainer, progress: Progress) -> dict[str, Any]:
     """The tensors themselves, not copies, because loading writes into them. Creates the state of an optimizer that has made no step yet."""
+    fresh = not trainer.optimizer.state
     optimizer = get_optimizer_state_dict(trainer.model, trainer.optimizer)["state"]
+    for state in trainer.optimizer.state.values() if fresh else ():
+        if torch.is_tensor(state.get("step")):
+            state["step"].zero_()  # torch creates the state by a step without gradients, and counts it
     moving = trainer.reference is not None and trainer.reference.sync_interval is not None
     return {
         "model": dict(trainer.model.named_weights()),

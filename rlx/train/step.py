@@ -88,6 +88,7 @@ class PolicyTrainer:
         self.slot = model.number if isinstance(model, Slot) else 0
         self.schedule, self.total_updates, self.max_norm = schedule or SchedulerConfig(), total_updates, max_norm
         self.reference = reference
+        self.own_samples = True  # False: a version that a sample names is another model than this trainer's version of that number
         self.updates = 0  # optimizer steps done
         self.forward_only: list[int] = []  # lengths of the last batch's sequences without a backward, once for each forward
         self.warning: str | None = None  # for the user: the measured mismatch exceeds the objective's bounds
@@ -136,7 +137,7 @@ class PolicyTrainer:
 
     def warn_of(self, metrics: dict[str, float]) -> None:
         """Look for a warning in the metrics of a batch's first optimizer step."""
-        if self.warning is None and metrics.get("off_policy/lag_max") == 0:  # else the mismatch includes updates
+        if self.warning is None and self.own_samples and metrics.get("off_policy/lag_max") == 0:  # else the mismatch includes updates
             self.warning = self.losses.warning(metrics)
 
     def give_up(self) -> None:
@@ -254,11 +255,11 @@ class PolicyTrainer:
         )
         if step is not None:
             newest = tokens.rollout_sum((inputs.versions == step).to(logp.dtype)) == inputs.sampled_lengths
-            tokens = replace(tokens, on_policy=newest & fresh)
+            tokens = replace(tokens, on_policy=newest & (fresh and self.own_samples))
         loss, more = self.losses(tokens, mini_batch.counts)
         if step is not None:
             versions = inputs.versions if inputs.sampled is None else inputs.versions[inputs.sampled]
-            _add_lag(more, step - versions, mini_batch.num_loss_tokens)
+            _add_lag(more, step - versions)
         else:
             own = logp.detach()
             trained = own if inputs.sampled is None or not mini_batch.num_loss_tokens else own[inputs.sampled]
@@ -340,9 +341,9 @@ class PolicyTrainer:
         return completed(totals, dict(zip(stats.maxima, maxima.tolist(), strict=True)))
 
 
-def _add_lag(stats: Stats, lag: Tensor, num_loss_tokens: int) -> None:
-    """Add the age of the trained tokens: lag [N] in policy versions."""
-    stats.sums["off_policy/lag_mean"] = lag.sum().double() / max(num_loss_tokens, 1)
+def _add_lag(stats: Stats, lag: Tensor) -> None:
+    """Add the age of the sampled tokens, also of those that only have a weight of 0: lag [N] in policy versions."""
+    stats.sums |= {"off_policy/lag_mean": lag.sum().double(), "lags": lag.sum().double() * 0 + len(lag)}
     stats.maxima["off_policy/lag_max"] = (
         lag.max().double() if len(lag) else torch.tensor(-torch.inf, dtype=torch.float64, device=lag.device)
     )

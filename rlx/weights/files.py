@@ -255,6 +255,8 @@ class ModelFiles:
                 hf.generation_config.save_pretrained(folder)
             config = copy.deepcopy(hf.config)
             config.dtype, config.architectures = dtype, [type(hf).__name__]
+            if hasattr(config, "quantization_config"):  # the model was read without it: versions hold plain weights
+                del config.quantization_config
             config.save_pretrained(folder)
             return cls({file.name: file.read_bytes() for file in sorted(folder.iterdir())})
 

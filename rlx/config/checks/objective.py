@@ -245,6 +245,11 @@ def weights_in_the_losses(cfg: Config, of: Show) -> Iterator[str]:
         others = (not distils and kl) or (loss.get("ce_coef") and env.learn)
         if env.loss_weights.get(own) == 0 and not others and env.played_by != "teacher":
             yield f"nothing of envs.{name} would be trained: {of(f'{key}.{own}')}, and it has no other loss. Remove it, or envs.{name}."
+        elif env.loss_weights.get(own) == 0 and not distils and kl and loss.get("aggregate") == "group_token_mean":
+            yield (
+                f"the KL term of envs.{name} would not be a mean: {of(f'{place}.aggregate')} divides by the tokens of the policy's loss, "
+                f"and there are none with {of(f'{key}.{own}')}. Use another aggregate, or a small weight above 0."
+            )
 
 
 @rule("envs", OWN_LOSS, "loss")
