@@ -305,7 +305,7 @@ def test_the_steps_of_a_role_with_gpus_in_a_container() -> None:
         words[runtime] = argv[argv.index("--export=ALL") + 1 :]
         assert {"--nodelist=node2", "--overlap"} <= set(argv)
     options, again = ["--writable-tmpfs"], ["env", "PYTHONPATH=/code", "OMP_NUM_THREADS=4", PYTHON, "-m", "x"]
-    chooses = ["sh", "-c", 'CUDA_VISIBLE_DEVICES=$(echo "${CUDA_VISIBLE_DEVICES:-0,1,2,3}" | cut -d, -f3,4) exec "$@"', "trainer_1"]
+    chooses = ["sh", "-c", 'CUDA_VISIBLE_DEVICES=$(echo "${CUDA_VISIBLE_DEVICES:-0,1,2,3}" | cut -s -d, -f3,4) exec "$@"', "trainer_1"]
     flags = ["--container-image=/images/rlx.sif", "--container-mounts=/runs:/runs,/data:/in:ro", "--container-workdir=/work"]
     assert words["pyxis"] == [*flags, "--no-container-mount-home", "--no-container-entrypoint", *options, *chooses, *again]
     binds = ["--bind", "/runs:/runs", "--bind", "/data:/in:ro", "--pwd", "/work"]
