@@ -15,10 +15,13 @@ from transformers.models.qwen2 import Qwen2Config
 from transformers.models.qwen3 import Qwen3Config, modeling_qwen3
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 
+from rlx.config.schema import AcConfig
 from rlx.data.packing import pack
+from rlx.models import liger
 from rlx.models.liger import apply_liger, patch
 from rlx.models.load import check_packed_forward, load_policy
 from rlx.models.policy import PolicyModel
+from rlx.models.shard import checkpoint_activations
 from rlx.parallel.mesh import one_process
 
 pytest.importorskip("liger_kernel")
@@ -64,6 +67,20 @@ def test_kernels_are_put_into_one_model_and_no_other():
     check_packed_forward(PolicyModel(make_model(num_hidden_layers=2)))  # a later model on the CPU, such as the reference
 
 
+@pytest.mark.parametrize(("ac", "compile", "kernels"), [
+    (AcConfig(freq=1, mode="selective"), False, "rms_norm, swiglu of llama"),
+    (None, True, "rms_norm, swiglu of llama"),
+    (AcConfig(freq=1), False, "rope, rms_norm, swiglu of llama"),
+    (AcConfig(freq=0, mode="selective"), False, "rope, rms_norm, swiglu of llama"),
+])  # fmt: skip
+def test_the_rotary_kernel_rotates_in_place_and_is_left_out_where_that_would_count_twice(ac, compile, kernels, tmp_path, monkeypatch):
+    make_model(LlamaConfig).save_pretrained(tmp_path)
+    monkeypatch.setattr(liger, "_why_not", lambda *_: None)  # as on CUDA; the kernels are chosen by each tensor's device
+    monkeypatch.setattr("rlx.models.load.check_packed_forward", lambda *_: None)
+    model = load_policy(str(tmp_path), one_process("cpu"), dtype="float32", ac=ac, compile=compile)
+    assert model.liger.startswith(kernels)
+
+
 @pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config, Gemma2Config, MistralConfig, Qwen3MoeConfig, GraniteConfig])
 def test_families_that_liger_knows_get_norms_and_feed_forward(config_class):
     hf = make_model(config_class)
@@ -77,12 +94,15 @@ def test_families_that_liger_knows_get_norms_and_feed_forward(config_class):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config, Qwen3Config, Gemma2Config, Qwen3MoeConfig])
-def test_kernels_give_the_gradients_of_the_plain_model(config_class):
+@pytest.mark.parametrize("selective", [False, True])
+def test_kernels_give_the_gradients_of_the_plain_model(config_class, selective):
     found = []
     for with_kernels in (False, True):
         trainer = make_trainer(make_model(config_class).to(CUDA), entropy_coef=0.1)
         if with_kernels:
-            patch(trainer.model.hf)
+            patch(trainer.model.hf, rope=not selective)
+        if selective:
+            checkpoint_activations(trainer.model, AcConfig(freq=1, mode="selective"))
         trainer.accumulate_gradients(pack(step_batch(0, [make_samples(longest=20)]), rank=0, ranks=1, tokens=10_000).mini_batches[0])
         found.append({name: p.grad for name, p in trainer.model.named_parameters()})
     for name, gradient in found[0].items():

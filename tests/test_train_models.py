@@ -12,6 +12,7 @@ from trainer_examples import make_model, make_samples, make_trainer, step_batch
 from transformers.models.bloom import BloomConfig
 from transformers.models.cohere import CohereConfig
 from transformers.models.cohere2 import Cohere2Config
+from transformers.models.deepseek_v3 import DeepseekV3Config
 from transformers.models.ernie4_5_moe import Ernie4_5_MoeConfig
 from transformers.models.gemma2 import Gemma2Config
 from transformers.models.gpt2 import GPT2Config
@@ -225,6 +226,20 @@ def test_a_model_whose_packed_forward_is_wrong_is_refused():
 def test_varlen_attention_is_refused_without_cuda():
     with pytest.raises(ValueError, match=r"model\.attention=varlen needs CUDA, but this is cpu"):
         PolicyModel(make_model(), attention="varlen").layout_kind(torch.device("cpu"))
+
+
+def test_heads_that_varlen_attention_cannot_compute_are_left_to_sdpa():
+    def kind(attention: str = "auto", config_class: type = LlamaConfig, **keys) -> str:
+        model = PolicyModel(make_model(config_class, **keys), attention=attention, compute_dtype=torch.bfloat16)
+        return model.layout_kind(torch.device("cuda"))
+
+    assert kind(head_dim=16) == "varlen"
+    assert kind(head_dim=12) == "shared"
+    assert kind(head_dim=264) == "shared"
+    latent = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "kv_lora_rank": 8, "q_lora_rank": 8, "n_routed_experts": 4}
+    assert kind(config_class=DeepseekV3Config, **latent, n_group=1, topk_group=1, num_experts_per_tok=2) == "shared"
+    with pytest.raises(ValueError, match=r"varlen cannot compute heads of 264 and values of 264 \(model\.layers\.0\.self_attn\)"):
+        kind("varlen", head_dim=264)
 
 
 def test_rows_of_a_model_that_mixes_tokens_outside_attention_are_not_cut():

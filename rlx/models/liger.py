@@ -18,16 +18,18 @@ import torch
 LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
 
 
-def apply_liger(hf: Any, wanted: bool | str, device: torch.device) -> str:
+def apply_liger(hf: Any, wanted: bool | str, device: torch.device, *, rope: bool = True) -> str:
     """Patch `hf`, a transformers `…ForCausalLM` that will compute on `device`. Returns a description of the result.
 
+    `rope=False` leaves out the rotary kernel. It rotates queries and keys in place, unseen by autograd: selective checkpointing would keep
+    the rotated ones and rotate them again. It also breaks the graph of a layer that is compiled.
     `wanted` is True, False or `auto` (patch if possible). Raises ValueError with the reason if it is True and patching is impossible.
     """
     if wanted is False:
         return "off: model.liger is false"
     reason = _why_not(hf, device)
     if reason is None:
-        return patch(hf)
+        return patch(hf, rope=rope)
     if wanted is True:
         raise ValueError(f"model.liger is true: {reason}; set model.liger=auto")
     return f"off: {reason}"
@@ -50,7 +52,7 @@ def _why_not(hf: Any, device: torch.device) -> str | None:
     return None
 
 
-def patch(hf: Any) -> str:
+def patch(hf: Any, *, rope: bool = True) -> str:
     """Put Liger's kernels into this model, of a family that Liger supports. Returns their names and the number of patched modules."""
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
@@ -59,11 +61,12 @@ def patch(hf: Any) -> str:
     options = inspect.signature(function).parameters
     module = vars(sys.modules[type(hf).__module__])
     before = dict(module)
-    function(model=hf, **{name: False for name in LOSSES if name in options})
+    left_out = LOSSES if rope else (*LOSSES, "rope")
+    function(model=hf, **{name: False for name in left_out if name in options})
     for name, plain in before.items():
         if module[name] is not plain:
             module[name] = plain if isinstance(plain, type) else _by_device(module[name], plain)
-    kernels = [name for name, option in options.items() if option.default is True and name not in LOSSES]
+    kernels = [name for name, option in options.items() if option.default is True and name not in left_out]
     patched = sum(child._get_name().startswith("Liger") for child in hf.modules())
     return f"{', '.join(kernels)} of {family}; {patched} modules"
 

@@ -99,7 +99,8 @@ def load_policy(
         head = model.head[0]
         has_bias = getattr(head, "bias", None) is not None
         model.logprob_backend = choose_backend(logprob_backend, device, compute, len(head.weight), has_bias=has_bias, softcap=model.softcap)
-        model.liger = apply_liger(hf, liger, device)
+        in_place = not compile and (ac is None or ac.freq == 0 or ac.mode == "full")
+        model.liger = apply_liger(hf, liger, device, rope=in_place)
         _split(hf, mesh, dense=not trained)
         if ac is not None:
             checkpoint_activations(model, ac, offload=ac_offloading, random=lora is not None and (lora.dropout > 0 or slots is not None))

@@ -23,6 +23,17 @@ from rlx.parallel.row import Row
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}  # layer types that can respect segment boundaries
 
 
+def unusual_widths(hf: Any) -> str:
+    """The heads of a model that variable-length attention refuses: wider than 256, no multiple of 8, or with values of another width."""
+    for name, module in hf.named_modules():
+        width = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
+        if isinstance(width, int):
+            values = getattr(module, "v_head_dim", None) or width
+            if width > 256 or width % 8 or values != width:
+                return f"heads of {width} and values of {values} ({name})"
+    return ""
+
+
 class PolicyModel(nn.Module):
     """A causal language model without dropout that runs on packed rows."""
 
@@ -56,6 +67,7 @@ class PolicyModel(nn.Module):
         config = hf.config
         self.logit_scale, self.softcap = logit_scale(config), logit_softcap(config)
         self.row = row
+        self.widths = unusual_widths(hf)
         self.padded = attention == "rows" or not set(getattr(config, "layer_types", None) or ()) <= ATTENTION_LAYERS
         if row is not None and self.padded:
             others = ", ".join(sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS))
@@ -75,7 +87,9 @@ class PolicyModel(nn.Module):
         if self.attention == "sdpa" or device.type != "cuda":
             return "shared"
         config = self.hf.config
-        bounded = getattr(config, "attn_logit_softcapping", None) is not None or config.model_type == "gpt_oss"
+        if self.attention == "varlen" and self.widths:
+            raise ValueError(f"model.attention=varlen cannot compute {self.widths}; set model.attention=auto or sdpa")
+        bounded = getattr(config, "attn_logit_softcapping", None) is not None or config.model_type == "gpt_oss" or self.widths
         sixteen_bit = self.compute_dtype in (torch.bfloat16, torch.float16)
         return "varlen" if self.attention == "varlen" or (sixteen_bit and not bounded) else "shared"
 

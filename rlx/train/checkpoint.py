@@ -107,6 +107,8 @@ class Saver:
         """Write the state into `folder`, which must be empty or absent: in the background if so configured, otherwise before returning."""
         state = _state_of(self.trainer, progress)
         writer = _Writer(folder, self.new_hash, self.mesh)
+        if self._stager is not None:
+            writer.per_thread_copy_ahead = 0  # its loader for devices would wait for the training's work; the stager has copied everything
         if self._stager is None:
             with _plain_errors(self.mesh):
                 dcp.save(state, storage_writer=writer, no_dist=not self.mesh.grouped)

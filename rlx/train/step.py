@@ -206,6 +206,7 @@ class PolicyTrainer:
             self.updates += 1
         self.optimizer.zero_grad(set_to_none=True)
         self.losses.after_update(metrics, changed=mini_batch.trains)
+        self.mesh.synchronize()  # the optimizer's kernels are only launched
         metrics["time/forward_backward"] = computed - started
         metrics["time/optimizer"] = time.perf_counter() - computed
         return metrics
