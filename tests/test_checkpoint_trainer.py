@@ -14,7 +14,7 @@ import pytest
 import torch
 import xxhash
 from checkpoint_worker import UPDATES, Job, full, make_trainer, run
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader, filesystem
 from trainer_examples import make_model, make_samples, step_batch
 from transformers.models.llama import LlamaConfig
 from transformers.models.qwen3_moe import Qwen3MoeConfig
@@ -256,6 +256,23 @@ def test_digests_are_those_of_the_files(model: str, tmp_path: Path, in_backgroun
             content = (folder / file).read_bytes()
             assert record == {"size": len(content), "xxh3": xxhash.xxh3_64(content).hexdigest()}
     saver.close()
+
+
+def test_a_background_checkpoint_does_not_read_from_the_device(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stager has copied everything. torch's loader for devices would wait for what the trainer computes meanwhile."""
+    loaders: list[str] = []
+    for name in ("_OverlappingCpuLoader", "_SerialCpuLoader"):
+        kind = getattr(filesystem, name)
+        monkeypatch.setattr(filesystem, name, lambda *args, kind=kind, **keys: loaders.append(kind.__name__) or kind(*args, **keys))
+    trainer = make_trainer(model)
+    saver = Saver(trainer, xxhash.xxh3_64, in_background=True)
+    saver.warm()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    saving = saver.save(tmp_path / "saved", Progress(0, 0))
+    saving.wait_copied()
+    saving.files()
+    saver.close()
+    assert set(loaders) == {"_SerialCpuLoader"}
 
 
 def test_the_configuration_decides_the_learning_rate_of_what_follows(model: str, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import time
 import weakref
 from functools import partial
 
@@ -219,6 +220,13 @@ def test_training_raises_the_probability_of_what_was_good():
     trainer.train_minibatch(mini_batch)
     after, _ = trainer.score(mini_batch.micro_batches[0])
     assert ((after - before)[:3].sum() > 0) & ((after - before)[3:].sum() < 0)
+
+
+def test_the_optimizers_time_ends_when_the_device_has_done_its_work(monkeypatch: pytest.MonkeyPatch):
+    trainer = make_trainer(make_model())
+    monkeypatch.setattr(type(trainer.mesh), "synchronize", lambda _: time.sleep(0.3))
+    (mini_batch,) = pack(step_batch(0, [make_samples()]), rank=0, ranks=1, tokens=1000).mini_batches
+    assert trainer.train_minibatch(mini_batch)["time/optimizer"] >= 0.3
 
 
 def test_gradients_are_clipped_to_the_norm_and_reported_before():
