@@ -147,6 +147,14 @@ def test_a_request_that_fails_in_a_way_that_nobody_foresaw_is_answered_with_the_
     assert "Traceback" in caplog.text
 
 
+def test_more_biases_than_engines_on_gpus_take_are_refused() -> None:
+    from rlx.inference.server.engine import BadRequest
+
+    request = GenerateRequest("r", np.zeros(3, INT).tobytes(), Sampling(max_tokens=4, logit_bias=dict.fromkeys(range(1025), -1.0)), 0)
+    with pytest.raises(BadRequest, match="logit_bias has 1025 entries; engines on GPUs take 1024 at most"):
+        asyncio.run(engine_with(None).generate(request))
+
+
 def test_routes_of_vllm_that_could_not_be_built_are_built_for_the_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
     from rlx.inference.server.app import PolicyApp
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import resource
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,13 +15,16 @@ import torch.multiprocessing as mp
 import xxhash
 from checkpoint_worker import make_trainer
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 from trainer_examples import make_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
 from transformers.models.deepseek_v3 import DeepseekV3Config
 
 from rlx.models.load import check_rotary, load_policy
-from rlx.models.read import _keeps_shards
+from rlx.models.policy import PolicyModel
+from rlx.models.read import _keeps_shards, read_weights
+from rlx.models.shard import shard
 from rlx.parallel.mesh import join, one_process
 from rlx.train import checkpoint
 from rlx.train.checkpoint import Progress, Saver
@@ -88,6 +92,23 @@ def test_weights_that_are_not_whole_or_stay_quantized_are_refused(tmp_path: Path
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", quantized)
     with pytest.raises(ValueError, match=r"are quantized, and only plain ones can be trained: model\.layers\.0\..*weight is float8_e4m3fn"):
         load_policy(str(tmp_path), one_process("cpu"), dtype="float32")
+
+
+def test_shards_in_host_memory_stay_there_although_their_mesh_is_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`trainer.fsdp_cpu_offload`: FSDP refuses parameters on a GPU."""
+    make_model().save_pretrained(tmp_path)
+    mesh = join(torch.device("cpu"), rank=0, world_size=1, timeout=60)
+    try:
+        with torch.device("meta"):
+            hf = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path), dtype=torch.float32)
+        shard(PolicyModel(hf), mesh, compute_dtype=torch.float32, reduce_dtype=torch.float32, cpu_offload=True)
+        monkeypatch.setattr(DTensor, "from_local", lambda *_, **__: pytest.fail("it moves the shard to the device of the mesh"))
+        read_weights(hf, str(tmp_path), replace(mesh, device=torch.device("cuda")), torch.device("cpu"))
+        stored = load_file(tmp_path / "model.safetensors")
+        for name, tensor in hf.state_dict().items():
+            assert torch.equal(tensor.to_local(), stored[name]), name
+    finally:
+        mesh.close()
 
 
 @pytest.mark.parametrize(("rope", "most"), [

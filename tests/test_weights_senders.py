@@ -60,6 +60,10 @@ def test_ipc_begins_with_what_vllm_takes() -> None:
     assert isinstance(info, IPCTrainerInitInfo)
     assert info.is_sender
     assert asdict(IPCWeightTransferInitInfo(packed=info.packed)) == {"packed": True}
+    assert info.packed_buffer_size_bytes == 2**30
+    large = init_info("ipc", 0, 2, LOOPBACK, largest=151_936 * 4096 * 2)
+    assert isinstance(large, IPCTrainerInitInfo)
+    assert large.packed_buffer_size_bytes == 151_936 * 4096 * 2
 
 
 def test_a_transfer_that_takes_no_tensor_for_too_long_ends_the_trainer_and_a_slow_one_does_not() -> None:

@@ -17,10 +17,13 @@ import math
 import os
 import re
 import resource
+from collections.abc import Iterator
 from io import FileIO
 from typing import Any
 
 import torch
+import transformers.core_model_loading
+import transformers.modeling_utils
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -53,6 +56,29 @@ def read_weights(hf: Any, source: str, mesh: Mesh, device: torch.device, *, trus
 
     Adapters are left uninitialised. Every rank calls this. Raises ValueError if the checkpoint lacks weights of the model.
     """
+    with _kept_where_read(mesh.grouped and device.type != mesh.device.type):
+        _read(hf, source, mesh, device, trust_remote_code)
+
+
+@contextlib.contextmanager
+def _kept_where_read(elsewhere: bool) -> Iterator[None]:
+    """`elsewhere`: shards stay in host memory although their mesh is of GPUs. transformers' own function would move them to the mesh."""
+
+    def wrapped(local: torch.Tensor, like: DTensor) -> DTensor:
+        return DTensor(local.contiguous(), like._spec, requires_grad=local.requires_grad)
+
+    before = transformers.core_model_loading._dtensor_from_local_like
+    users = (transformers.core_model_loading, transformers.modeling_utils) if elsewhere else ()
+    for each in users:
+        each._dtensor_from_local_like = wrapped
+    try:
+        yield
+    finally:
+        for each in users:
+            each._dtensor_from_local_like = before
+
+
+def _read(hf: Any, source: str, mesh: Mesh, device: torch.device, trust_remote_code: bool) -> None:
     mapping: list[Any] = get_model_conversion_mapping(hf)
     with contextlib.ExitStack() as opened:
         stored: dict[str, Stored] = {}

@@ -74,7 +74,8 @@ class Source:
             pass
 
     def begin(self) -> None:
-        """Before a transfer: nothing is gathered yet."""
+        """Before a transfer: nothing is gathered yet. Waits for the optimizer's step, because NCCL's sender reads on streams of its own."""
+        self.mesh.synchronize()
         self._rest = self._gathered()
 
     def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -38,6 +38,7 @@ from rlx.weights.mailbox import Call, Gone, Interrupted
 from rlx.weights.offer import read_secret
 
 log = logging.getLogger(__name__)
+MOST_BIASES = 1024  # in `logit_bias`: more would end vLLM's engine on a GPU (`v1/worker/gpu/sample/logit_bias.py`)
 
 
 class BadRequest(ValueError):
@@ -140,6 +141,8 @@ class PolicyEngine:
         prompt = np.frombuffer(request.prompt_ids, INT).tolist()
         if len(prompt) >= self._context:
             raise BadRequest(f"the prompt has {len(prompt)} tokens, the context {self._context}: no room for a new token", "context")
+        if len(request.sampling.logit_bias or ()) > MOST_BIASES:
+            raise BadRequest(f"logit_bias has {len(request.sampling.logit_bias)} entries; engines on GPUs take {MOST_BIASES} at most")
         try:
             parameters = sampling_params(request.sampling)
             core_request = self.llm.input_processor.process_inputs(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import os
 import socket
 import threading
@@ -51,7 +52,8 @@ class VllmSender:
         self.client = client
         self.source = source
         host = client.mailbox.store.host if source.mesh.first else ""  # others do not send
-        info = init_info(kind, source.mesh.rank, 1 + sum(member.workers for member in client.members), host)
+        largest = max(dtype.itemsize * math.prod(shape) for _, dtype, shape in source.metadata())
+        info = init_info(kind, source.mesh.rank, 1 + sum(member.workers for member in client.members), host, largest)
         with self._watched():
             self._engine = WeightTransferTrainerFactory.trainer_init(info, client=self, source=_Weights(source))
 
@@ -112,10 +114,15 @@ def watched(progress: Callable[[], int], limit: float, end: Callable[[str], None
         thread.join()
 
 
-def init_info(kind: str, rank: int, world_size: int, host: str) -> TrainerInitInfo:
-    """What vLLM's engine of this kind begins with. Rank 0 sends, and listens at a free port of this `host` for NCCL's other members."""
+def init_info(kind: str, rank: int, world_size: int, host: str, largest: int = 0) -> TrainerInitInfo:
+    """What vLLM's engine of this kind begins with. Rank 0 sends, and listens at a free port of this `host` for NCCL's other members.
+
+    `largest`: bytes of the largest tensor. `ipc` refuses one that does not fit into its buffer of 1 GiB, as the embedding of an 8B model.
+    """
     if kind == "ipc":
-        return IPCTrainerInitInfo(rank=rank, packed=True)
+        info = IPCTrainerInitInfo(rank=rank, packed=True)
+        info.packed_buffer_size_bytes = max(info.packed_buffer_size_bytes, largest)
+        return info
     with socket.create_server((host, 0)) as free:
         port = free.getsockname()[1]
     return NCCLTrainerInitInfo(rank=rank, master_address=host, master_port=port, world_size=world_size, packed=True)
