@@ -151,8 +151,12 @@ def test_more_biases_than_engines_on_gpus_take_are_refused() -> None:
     from rlx.inference.server.engine import BadRequest
 
     request = GenerateRequest("r", np.zeros(3, INT).tobytes(), Sampling(max_tokens=4, logit_bias=dict.fromkeys(range(1025), -1.0)), 0)
-    with pytest.raises(BadRequest, match="logit_bias has 1025 entries; engines on GPUs take 1024 at most"):
-        asyncio.run(engine_with(None).generate(request))
+
+    async def main() -> None:
+        with pytest.raises(BadRequest, match="logit_bias has 1025 entries; engines on GPUs take 1024 at most"):
+            await engine_with(None).generate(request)
+
+    asyncio.run(main())
 
 
 def test_routes_of_vllm_that_could_not_be_built_are_built_for_the_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
