@@ -47,6 +47,11 @@ def try_lock(fd: int, path: Path, *, shared: bool = False) -> bool:
     return True
 
 
+def sees_other_hosts(fd: int, path: Path) -> bool:
+    """Whether the lock of `fd` keeps processes of other hosts apart; False once it was taken where the file system has no locks."""
+    return os.path.samestat(os.fstat(fd), os.stat(path))
+
+
 def _insist(fd: int, how: int) -> None:
     """`flock`, again for a few seconds where a lock daemon does not answer. Raises what the file system answers at last."""
     deadline = time.monotonic() + PATIENCE

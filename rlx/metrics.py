@@ -90,7 +90,7 @@ METRICS: dict[str, str] = {
     "teacher/kl": "mean log-probability by the policy − by the teacher on sampled tokens, nats: the reverse KL. Only with a teacher",
     "optim/grad_norm": "global gradient norm before clipping",
     "optim/lr": "learning rate",
-    "off_policy/lag_mean": "mean age of the trained tokens, policy versions",
+    "off_policy/lag_mean": "mean age of the sampled tokens, policy versions",
     "off_policy/lag_max": "largest age of a trained token, policy versions",
     "time/wait_batch": "seconds the trainer waited for the batch",
     "time/forward_backward": "seconds of forward and backward, including scoring by the old policy and the reference",

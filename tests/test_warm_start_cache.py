@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -177,18 +176,19 @@ def test_a_terminated_run_says_so_and_leaves_nothing_but_its_lock(tmp_path: Path
 def test_what_a_killed_run_left_behind_is_cleared(tmp_path: Path):
     folder = tmp_path / "models" / "tiny-0123"
     left_behind = folder.with_name(".tiny-0123.tmp-x")
-    made_elsewhere = folder.with_name(".tiny-0123.tmp-y")  # at this moment, if the file system has no locks
-    for half in (folder, left_behind, made_elsewhere):
+    for half in (folder, left_behind):
         write_text(half / "model.safetensors", "half")
-    os.utime(left_behind, (time.time() - 86400,) * 2)
     heartbeat = Heartbeat(RunPaths(tmp_path), "prepare")
     settings = [f"model.warm_start.{name}={value}" for name, value in SMALL.items()]
     config = compose(["hardware=cpu", "data=fake", *settings], {}, SFT).cfg  # which begins with random weights
-    with prepare.locked(folder, heartbeat):
+    with prepare.locked(folder, heartbeat) as alone:
+        assert alone
+        prepare.make(config, {}, folder, heartbeat, alone=False)
+        assert left_behind.exists(), "without locks another host may be at work in it"
+        made = (folder / COMPLETE).stat().st_ino
         prepare.make(config, {}, folder, heartbeat)
-    assert (folder / COMPLETE).exists()
+    assert (folder / COMPLETE).stat().st_ino == made, "the first one stays"
     assert not left_behind.exists()
-    assert made_elsewhere.exists()
     AutoModelForCausalLM.from_pretrained(folder)
 
 

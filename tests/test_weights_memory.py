@@ -20,14 +20,14 @@ from trainer_examples import make_model
 from rlx.models.load import load_policy
 from rlx.models.policy import PolicyModel
 from rlx.parallel import transfer
-from rlx.parallel.mesh import join, one_process
+from rlx.parallel.mesh import Mesh, join, one_process
 from rlx.parallel.transfer import Announced, Group, parts, reach_store, serve_store
 from rlx.paths import RunPaths
 from rlx.types import WeightVersion
 from rlx.waiting import wait_for
 from rlx.weights.attest import checksum
 from rlx.weights.mailbox import Call, Gone
-from rlx.weights.memory import Offers
+from rlx.weights.memory import Offers, Source
 from rlx.weights.offer import new_secret, read_secret, write_offer
 from rlx.weights.subscribe import Subscriber
 
@@ -297,3 +297,13 @@ def test_ranks_that_shard_the_model_send_it_whole_also_after_a_server_died(tmp_p
     (tmp_path / "endpoints").mkdir()
     mp.spawn(rank, (str(tmp_path),), nprocs=2)
     assert (tmp_path / "sent").exists()
+
+
+def test_a_transfer_begins_when_the_optimizers_step_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sender for GPUs reads the parameters on streams of its own, which do not wait for the trainer's."""
+    waited: list[bool] = []
+    monkeypatch.setattr(Mesh, "synchronize", lambda _: waited.append(True))
+    source = Source(PolicyModel(make_model()), one_process("cpu"), torch.float32)
+    assert not waited
+    source.begin()
+    assert waited

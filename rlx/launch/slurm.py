@@ -80,7 +80,7 @@ def submit(runs: Sequence[tuple[RunPaths, CommandConfig]], name: str, folder: Pa
         write_text(paths.sbatch, script)
     executor = make_executor(runs[0][1], name, folder, roots, code)
     try:
-        # redirected: what submitit repeats of sbatch's words, which an error has, too
+        # submitit prints what sbatch says; an error has it as well
         with own_job_forgotten(), contextlib.redirect_stderr(io.StringIO()) as said:
             jobs = executor.submit_array([Attempt(str(paths.root)) for paths, _ in runs])
         print(said.getvalue(), end="", file=sys.stderr)

@@ -89,9 +89,9 @@ class PolicyModel(nn.Module):
         config = self.hf.config
         if self.attention == "varlen" and self.widths:
             raise ValueError(f"model.attention=varlen cannot compute {self.widths}; set model.attention=auto or sdpa")
-        bounded = getattr(config, "attn_logit_softcapping", None) is not None or config.model_type == "gpt_oss" or self.widths
+        bounded = getattr(config, "attn_logit_softcapping", None) is not None or config.model_type == "gpt_oss"
         sixteen_bit = self.compute_dtype in (torch.bfloat16, torch.float16)
-        return "varlen" if self.attention == "varlen" or (sixteen_bit and not bounded) else "shared"
+        return "varlen" if self.attention == "varlen" or (sixteen_bit and not bounded and not self.widths) else "shared"
 
     def forward(self, layout: Layout, index: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
         """Score the trainable tokens of one micro-batch.

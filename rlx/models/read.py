@@ -20,6 +20,7 @@ import resource
 from collections.abc import Iterator
 from io import FileIO
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers.core_model_loading
@@ -67,15 +68,10 @@ def _kept_where_read(elsewhere: bool) -> Iterator[None]:
     def wrapped(local: torch.Tensor, like: DTensor) -> DTensor:
         return DTensor(local.contiguous(), like._spec, requires_grad=local.requires_grad)
 
-    before = transformers.core_model_loading._dtensor_from_local_like
-    users = (transformers.core_model_loading, transformers.modeling_utils) if elsewhere else ()
-    for each in users:
-        each._dtensor_from_local_like = wrapped
-    try:
+    with contextlib.ExitStack() as patched:
+        for user in (transformers.core_model_loading, transformers.modeling_utils) if elsewhere else ():
+            patched.enter_context(mock.patch.object(user, "_dtensor_from_local_like", wrapped))
         yield
-    finally:
-        for each in users:
-            each._dtensor_from_local_like = before
 
 
 def _read(hf: Any, source: str, mesh: Mesh, device: torch.device, trust_remote_code: bool) -> None:

@@ -31,7 +31,7 @@ from rlx.config.load import load_command, to_yaml
 from rlx.config.schema import CommandConfig, PlayRoot
 from rlx.config.warm_start import supervised
 from rlx.heartbeat import AtWork, Heartbeat
-from rlx.lock import try_lock
+from rlx.lock import sees_other_hosts, try_lock
 from rlx.metrics import read_metrics
 from rlx.paths import COMPLETE, RunPaths, listed_with_folder, write_text
 from rlx.process import die_with_parent, say_full_disk
@@ -75,33 +75,32 @@ def find_or_make(config: CommandConfig, heartbeat: Heartbeat) -> Path:
     what = recipe(config)
     folder = model_folder(config.model.name, what)
     if not listed_with_folder(folder / COMPLETE):
-        with locked(folder, heartbeat):
+        with locked(folder, heartbeat) as alone:
             if not listed_with_folder(folder / COMPLETE):
-                make(config, what, folder, heartbeat)
+                make(config, what, folder, heartbeat, alone=alone)
                 return folder
     log.info("the model is cached: %s", folder)
     return folder
 
 
 @contextmanager
-def locked(folder: Path, heartbeat: Heartbeat) -> Iterator[None]:
-    """Hold the lock of a model folder. The kernel releases it if the holder dies."""
+def locked(folder: Path, heartbeat: Heartbeat) -> Iterator[bool]:
+    """Hold the lock of a model folder. The kernel releases it if the holder dies. Yields whether it also keeps other hosts out."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (path := folder.with_name(f".{folder.name}.lock")).open("w") as file:
         waiting = "waiting for another run that makes the same model"
         take = partial(try_lock, file.fileno(), path)
         wait_for(take, f"another run that makes {folder}", LOCK_TIMEOUT, poll=0.1, tick=lambda: heartbeat.beat(waiting))
-        yield
+        yield sees_other_hosts(file.fileno(), path)
 
 
-def make(config: CommandConfig, what: dict[str, Any], folder: Path, heartbeat: Heartbeat) -> None:
-    """Make the model and move its complete folder into the cache.
+def make(config: CommandConfig, what: dict[str, Any], folder: Path, heartbeat: Heartbeat, *, alone: bool = True) -> None:
+    """Make the model and move its complete folder into the cache. The caller holds the lock.
 
-    The caller holds the lock. On a file system without locks another host may make the same model meanwhile; the first one stays.
+    If it is not `alone`, on a file system without locks, another host may make the same model meanwhile. The first one stays.
     """
-    for left_behind in folder.parent.glob(f".{folder.name}.tmp-*"):  # of a process that was killed
-        if time.time() - left_behind.stat().st_mtime > LOCK_TIMEOUT:
-            shutil.rmtree(left_behind, ignore_errors=True)
+    for left_behind in folder.parent.glob(f".{folder.name}.tmp-*") if alone else ():  # of a process that was killed
+        shutil.rmtree(left_behind, ignore_errors=True)
     if not listed_with_folder(folder / COMPLETE):
         shutil.rmtree(folder, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.tmp-") as name:

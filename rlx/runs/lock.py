@@ -9,7 +9,7 @@ import os
 import time
 from pathlib import Path
 
-from rlx.lock import try_lock
+from rlx.lock import sees_other_hosts, try_lock
 from rlx.paths import RunPaths
 
 SWEEP = ".sweep.lock"  # the lock of a sweep, in its directory, in which each run has a directory of its own
@@ -25,8 +25,7 @@ class RunLock:
 
     @property
     def sees_other_hosts(self) -> bool:
-        """Whether it keeps processes of other hosts apart; False once it was taken on a file system without locks."""
-        return os.path.samestat(os.fstat(self.fd), os.stat(self.path))
+        return sees_other_hosts(self.fd, self.path)
 
     def exclusive(self) -> bool:
         """Try to take the lock exclusively. If another process holds it, returns False, and this process holds no lock at all."""

@@ -344,7 +344,7 @@ class PolicyTrainer:
 
 def _add_lag(stats: Stats, lag: Tensor) -> None:
     """Add the age of the sampled tokens, also of those that only have a weight of 0: lag [N] in policy versions."""
-    stats.sums |= {"off_policy/lag_mean": lag.sum().double(), "lags": lag.sum().double() * 0 + len(lag)}
+    stats.sums |= {"off_policy/lag_mean": lag.sum().double(), "lags": lag.new_full((), len(lag), dtype=torch.float64)}
     stats.maxima["off_policy/lag_max"] = (
         lag.max().double() if len(lag) else torch.tensor(-torch.inf, dtype=torch.float64, device=lag.device)
     )
