@@ -63,12 +63,16 @@ class Answer:
 
 
 class Script(StandInServers):
-    """Proposes a new sum each time, and solves a sum with a chance that depends on the sum. Its log-probabilities are near the model's."""
+    """Proposes new sums; how many solvers solve one depends on its place among its topic's. Log-probabilities are near the model's.
+
+    So a topic's proposals are worth different amounts in whatever order requests arrive.
+    """
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model  # Hugging Face, float64
         self.answers: list[Answer] = []
+        self.solvable: dict[str, int] = {}  # how many of a problem's solvers are right: the first ones that ask
         self.draw = np.random.default_rng(3)
 
     async def generate(self, prompt_ids: Any, sampling: dict[str, Any], request_id: str, affinity: int) -> Turn:
@@ -79,8 +83,10 @@ class Script(StandInServers):
         right = False
         if verb == "propose":
             text = f"{len(self.answers) + 10}+{self.draw.integers(1, 90)}"
+            before = sum(one.topic == about for one in self.answers)
+            self.solvable[text] = (1, 2, SOLVERS)[before % EPISODES]
         else:
-            right = bool(self.draw.random() < (0.25, 0.5, 0.75)[int(about[0]) % 3])
+            right = sum(one.problem == about and one.topic is None for one in self.answers) < self.solvable[about]
             text = str(sum(map(int, about.split("+"))) + (0 if right else self.draw.integers(1, 9)))
         said = [*tokenizer.encode(text), self.chat.stop_token_ids[0]]
         own = scores(self.model, [*prompt, *said])[-len(said) :].detach().numpy()
