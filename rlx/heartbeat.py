@@ -124,16 +124,23 @@ class Ages:
     def __init__(self) -> None:
         self._seen: dict[str, tuple[float, float]] = {}  # name -> time in the newest beat, and when it was first seen (monotonic seconds)
         self._looked: float | None = None  # monotonic seconds
+        self._stopped: list[tuple[float, float]] = []  # when this process went on after it was stopped, and for how long that was
 
     def look(self, beats: Mapping[str, Mapping[str, Any]], now: float) -> dict[str, float]:
         """Seconds since each process's newest beat was first seen. `now`: monotonic seconds."""
         if self._looked is not None and (gap := now - self._looked) > ABSENT:
             self._seen = {name: (newest, since + gap) for name, (newest, since) in self._seen.items()}
+            self._stopped.append((now, gap))
         self._looked = now
         for name, beat in beats.items():
             if name not in self._seen or self._seen[name][0] != beat["time"]:
                 self._seen[name] = (beat["time"], now)
         return {name: now - self._seen[name][1] for name in beats}
+
+    def since(self, moment: float) -> float:
+        """Seconds from a moment (monotonic) to the last look, as for a process that started then and has not beaten yet."""
+        assert self._looked is not None, "look first"
+        return self._looked - moment - sum(max(0.0, min(gap, went_on - moment)) for went_on, gap in self._stopped)
 
 
 def in_phase(beat: Mapping[str, Any], age: float) -> float:

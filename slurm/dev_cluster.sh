@@ -85,6 +85,9 @@ PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
 ReturnToService=2
 KillWait=5
+# a busy machine may not answer, or not start a job's script, within the 10 s that are the default
+MessageTimeout=100
+BatchStartTimeout=100
 MinJobAge=3600
 GresTypes=gpu
 NodeName=node[1-$NODES] NodeHostname=$(hostname) NodeAddr=127.0.0.1 Port=[17001-$((17000 + NODES))] CPUs=$CPUS RealMemory=$MEMORY Gres=gpu:$GPUS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -39,7 +40,14 @@ class Stand:
         self.holder = Holder(lambda: self.now)
         self.transports: list[asyncio.Transport] = []
         self.runner: web.AppRunner | None = None
-        self.port = 0
+        # It holds the port while the server is away, so that nobody else gets it. It does not listen: connections are refused.
+        self.place = socket.socket()
+        self.place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.place.bind(("127.0.0.1", 0))
+        self.port = self.place.getsockname()[1]
+
+    def __del__(self) -> None:
+        self.place.close()
 
     async def __aenter__(self) -> Stand:
         application = web.Application(middlewares=[self.authorized])
@@ -53,7 +61,6 @@ class Stand:
         await self.runner.setup()
         site = web.TCPSite(self.runner, "127.0.0.1", self.port)
         await site.start()
-        self.port = self.runner.addresses[0][1]
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -75,33 +82,33 @@ class Stand:
         return web.json_response({"error": "wrong key"}, status=403 if request.path == "/generate" else 401)
 
     async def connection(self, request: web.Request) -> web.StreamResponse:
-        socket = web.WebSocketResponse(max_msg_size=0)
-        await socket.prepare(request)
+        connection = web.WebSocketResponse(max_msg_size=0)
+        await connection.prepare(request)
         assert request.transport is not None
         self.transports.append(request.transport)
         tasks: dict[int, asyncio.Task[None]] = {}
         try:
             with self.holder.connection(request.query.get("run", "")):
-                async for message in socket:
+                async for message in connection:
                     self.messages += 1
                     asked = msgspec.msgpack.decode(message.data, type=Asked)
                     for number, one in asked.requests:
-                        tasks[number] = asyncio.ensure_future(self.generate(socket, number, one))
+                        tasks[number] = asyncio.ensure_future(self.generate(connection, number, one))
                     for number in asked.given_up:
                         tasks[number].cancel()
         finally:
             for task in tasks.values():
                 task.cancel()
-        return socket
+        return connection
 
-    async def generate(self, socket: web.WebSocketResponse, number: int, asked: GenerateRequest) -> None:
+    async def generate(self, connection: web.WebSocketResponse, number: int, asked: GenerateRequest) -> None:
         if asked.version > self.version:
-            await socket.send_bytes(msgspec.msgpack.encode([Answer(number, 409, error="stale")]))
+            await connection.send_bytes(msgspec.msgpack.encode([Answer(number, 409, error="stale")]))
             return
         self.requests.append(asked)
         if self.fails:
             self.fails -= 1
-            await socket.send_bytes(msgspec.msgpack.encode([Answer(number, 500, error="out of luck")]))
+            await connection.send_bytes(msgspec.msgpack.encode([Answer(number, 500, error="out of luck")]))
             return
         self.in_flight += 1
         try:
@@ -120,7 +127,7 @@ class Stand:
             [(self.version, 1), (self.version + 1, len(ids) - 1)],
             "stop",
         )
-        await socket.send_bytes(msgspec.msgpack.encode([Answer(number, 200, completion)]))
+        await connection.send_bytes(msgspec.msgpack.encode([Answer(number, 200, completion)]))
 
     async def update(self, request: web.Request) -> web.Response:
         asked = await request.json()

@@ -158,10 +158,14 @@ def test_an_engine_in_its_own_process_is_exact_too_and_dies_with_the_server(tmp_
     engines = psutil.Process(process.pid).children(recursive=True)
     assert engines
     run.stop(signal.SIGKILL)
-    wait_until(
-        lambda: not any(engine.is_running() and engine.status() != psutil.STATUS_ZOMBIE for engine in engines),
-        "the engine outlived its server",
-    )
+    wait_until(lambda: not any(map(lives, engines)), "the engine outlived its server")
+
+
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it was reaped between the two questions
+        return False
 
 
 @pytest.mark.long

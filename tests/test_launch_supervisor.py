@@ -367,7 +367,7 @@ def test_a_process_without_heartbeats_is_taken_for_hung(start: Callable[..., Run
             time.sleep(0.1)
         time.sleep(3600)
         """
-    run = start([toy(role, beating, arguments=(RUN_DIR, role)) for role in ("orchestrator", "trainer")], heartbeat_timeout=5)
+    run = start([toy(role, beating, arguments=(RUN_DIR, role)) for role in ("orchestrator", "trainer")], heartbeat_timeout=10)
     status = run.wait()
     assert status.cause is not None
     assert (status.cause.role, status.cause.returncode) == ("trainer", None)

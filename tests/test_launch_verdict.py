@@ -157,3 +157,4 @@ def test_time_in_which_the_looker_was_stopped_itself_makes_no_process_silent() -
     assert ages.look({"inference_0": beat}, now=103.0) == {"inference_0": 3.0}
     assert ages.look({"inference_0": beat}, now=5000.0) == {"inference_0": 3.0}, "the whole job was suspended"
     assert ages.look({"inference_0": beat}, now=5004.0) == {"inference_0": 7.0}
+    assert [ages.since(started) for started in (101.0, 110.0, 5001.0)] == [6.0, 4.0, 3.0], "nor one that has not beaten yet"

@@ -41,6 +41,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("a" * 40)
     monkeypatch.setenv("HF_HOME", str(home))
+    for name in ("HF_HUB_CACHE", "HF_DATASETS_CACHE"):
+        monkeypatch.setenv(name, "")  # so that what a test sets ends with it
+        monkeypatch.delenv(name)
     monkeypatch.setattr(constants, "HF_HOME", str(home))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
     return repository / "snapshots" / ("a" * 40)
@@ -64,7 +67,9 @@ def test_a_job_whose_nodes_have_no_internet_is_refused_if_the_cache_lacks_its_mo
     line = [*LINE, "dry_run=true", "ref.name=team/other", "loss.kl.beta=0.1"]
     offline = compose([*line, "slurm.offline=true", f"slurm.hf_home={cache.parents[3]}"], {}).cfg
     assert models_of(offline) == ["team/tiny", "team/other"]
-    assert hub_variables(offline) == {"HF_HOME": str(cache.parents[3]), "HF_HUB_OFFLINE": "1"}
+    home = cache.parents[3]
+    caches = {"HF_HOME": str(home), "HF_HUB_CACHE": str(home / "hub"), "HF_DATASETS_CACHE": str(home / "datasets")}
+    assert hub_variables(offline) == caches | {"HF_HUB_OFFLINE": "1"}
     offline.dry_run = False
     with pytest.raises(ConfigError) as error:
         check_cache([offline, offline])
@@ -77,9 +82,9 @@ def test_a_job_whose_nodes_have_no_internet_is_refused_if_the_cache_lacks_its_mo
 
 
 def test_another_cache_than_that_of_the_cluster_is_refused(cache: Path) -> None:
-    with pytest.raises(ConfigError, match=r"uses the cache .*/home already, and slurm.hf_home=/elsewhere"):
-        use_cache({"HF_HOME": "/elsewhere"})
-    use_cache({"HF_HOME": str(cache.parents[3])})
+    with pytest.raises(ConfigError, match=r"uses the cache .*/home/hub already, and slurm.hf_home=/elsewhere"):
+        use_cache({"HF_HOME": "/elsewhere", "HF_HUB_CACHE": "/elsewhere/hub"})
+    use_cache({"HF_HOME": str(cache.parents[3]), "HF_HUB_CACHE": str(cache.parents[2])})
 
 
 def test_doctor_looks_into_the_cache_of_the_cluster_and_advises_to_fetch(cache: Path, tmp_path: Path) -> None:
@@ -114,7 +119,9 @@ def test_fetching_without_a_network_says_where_to_do_it(cache: Path, monkeypatch
 
 
 def rlx(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    given = {name: value for name, value in os.environ.items() if name not in ("HF_HOME", "HF_HUB_OFFLINE")}
+    """With a cache in the user's environment that is not the cluster's."""
+    given = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGINGFACE_"))}
+    given |= {"HF_HUB_CACHE": "/nowhere/hub", "HF_DATASETS_CACHE": "/nowhere/datasets"}
     return subprocess.run([sys.executable, "-m", "rlx.cli", *words], capture_output=True, text=True, env=given | variables, check=False)
 
 

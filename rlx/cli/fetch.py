@@ -37,7 +37,7 @@ def run(argv: list[str]) -> int:
     root = next(each for each in ROOTS if each.command == name)
     composed = compose([*rest, "dry_run=true"], None, root)
     os.environ.pop("HF_HUB_OFFLINE", None)
-    use_cache({key: value for key, value in hub_variables(composed.cfg).items() if key == "HF_HOME"})
+    use_cache({key: value for key, value in hub_variables(composed.cfg).items() if key != "HF_HUB_OFFLINE"})
     print(f"cache {os.environ.get('HF_HOME') or '~/.cache/huggingface'}", flush=True)
     command = pkgutil.resolve_name(f"rlx.cli.{name}").command()
     cfg = command.resolve(composed.cfg)  # of `rlx sft`: this loads the data sets

@@ -38,8 +38,10 @@ def make(run: Run, session: str) -> list[str]:
     """Create the session in the background. Returns the names of logs that got no pane."""
     root, names = run.root.absolute(), logs_of(run)
     watch = shlex.join([sys.executable, "-m", "rlx.cli", "watch", str(root)])
-    pane = _tmux("new-session", "-d", "-P", "-F", "#{pane_id}", "-s", session, "-x", "200", "-y", "60", watch)
-    for option, value in (("remain-on-exit", "on"), ("pane-border-status", "top"), ("pane-border-format", " #{pane_title} ")):
+    # In one call: `rlx watch` of a run that has ended may end before a second one, and the session with it.
+    keep = (";", "set-option", "-w", "-t", f"={session}:", "remain-on-exit", "on")
+    pane = _tmux("new-session", "-d", "-P", "-F", "#{pane_id}", "-s", session, "-x", "200", "-y", "60", watch, *keep)
+    for option, value in (("pane-border-status", "top"), ("pane-border-format", " #{pane_title} ")):
         _tmux("set-option", "-w", "-t", f"={session}:", option, value)
     _tmux("select-pane", "-t", pane, "-T", run.name)
     for name in names[: MOST - 1]:

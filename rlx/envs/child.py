@@ -21,7 +21,7 @@ from rlx.envs.marks import Mark, Marks
 from rlx.envs.stacks import environments_line, threads
 from rlx.envs.wire import FromWorker, Link
 
-STACK_WAIT = 2.0  # seconds for a process to write its stacks
+STACK_WAIT = 5.0  # seconds for a process to write its stacks
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -91,16 +91,16 @@ class Child:
             return ""
         begin = os.fstat(self._stacks).st_size
         os.kill(self.pid, signal.SIGUSR1)  # the process is not reaped, so its number is its own
-        size, deadline = begin, time.monotonic() + STACK_WAIT
+        size, same, dump, deadline = begin, 0, b"", time.monotonic() + STACK_WAIT
         while time.monotonic() < deadline:
             await asyncio.sleep(0.05)
             if self._reaped:
                 return ""
             now = os.fstat(self._stacks).st_size
-            if now == size > begin:
+            same, size = same + 1 if now == size else 0, now
+            dump = os.pread(self._stacks, size - begin, begin)
+            if same > 1 and b"Current thread" in dump:  # it is written in many pieces, and this thread comes last
                 break
-            size = now
-        dump = os.pread(self._stacks, size - begin, begin)
         with contextlib.suppress(OSError):  # a full disk
             os.write(self._log, dump)
         found = threads(dump.decode(errors="replace"))

@@ -32,6 +32,7 @@ from rlx.envs.remote import answer_of, refusal
 from rlx.envs.rows import PackedRows, RowPacker
 from rlx.envs.watch import Verdict, Worker, WorkerError
 from rlx.envs.wire import Ask, CancelPlay, Load, Loaded, LoadFailed, Ping, Play, Played, PlayFailed, Rows, Settings
+from rlx.heartbeat import ABSENT
 from rlx.policy.base import Policy
 from rlx.types import Rollout, Task
 
@@ -262,9 +263,13 @@ class WorkerPool:
     # -- watching
 
     async def _keep_watching(self) -> None:
-        measured = time.monotonic()
+        measured = looked = time.monotonic()
         while True:
             await asyncio.sleep(LOOK)
+            gap, looked = time.monotonic() - looked, time.monotonic()
+            if gap > ABSENT:
+                for worker in self._workers:
+                    worker.forgive(gap)
             if time.monotonic() - measured > MEASURE:
                 await asyncio.to_thread(measure_all, [worker.child for worker in self._workers])
                 measured = time.monotonic()

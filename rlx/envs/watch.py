@@ -66,6 +66,12 @@ class Worker:
             return 0
         return max(0, sum(max(0, len(playing.members) - len(playing.asks)) for playing in self.playing.values()) - 1)
 
+    def forgive(self, gap: float) -> None:
+        """Seconds in which the process that looks was stopped itself, and perhaps this one with it, do not count."""
+        self.began, self.alive, self.looked = self.began + gap, self.alive + gap, self.looked + gap
+        for playing in self.playing.values():
+            playing.began += gap
+
     def look(self, now: float) -> None:
         """Note whether it computes for a rollout at this moment."""
         passed, self.looked = now - self.looked, now

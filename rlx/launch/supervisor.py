@@ -120,6 +120,8 @@ class Supervisor:
         self._handle_signals()
         self.interrupted |= signal.SIGTERM in received
         self.notice |= signal.SIGUSR2 in received
+        for signum in received:
+            self._say(f"received {signal.Signals(signum).name}")
         self.children.start_reaper()
         try:
             self._read_step()
@@ -328,7 +330,7 @@ class Supervisor:
         self._write_status()
         now = time.monotonic()
         ages = self.ages.look(beats, now)
-        silent = {child.spec.name: ages.get(child.spec.name, now - child.started) for child in self.children.all if child.running}
+        silent = {child.spec.name: ages.get(child.spec.name, self.ages.since(child.started)) for child in self.children.all if child.running}
         self.stalls.look(beats, ages, self.metrics_offset, list(silent))
         return find_hung(silent, beats, self.limits.heartbeat_timeout, self.limits.hung_timeout)
 

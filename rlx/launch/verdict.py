@@ -141,13 +141,16 @@ def decide(view: View) -> Verdict:
 def _on_failure(failed: list[Process], view: View) -> Verdict:
     """Blame the failure that explains the others: among those seen first, a signal before an exit code, and a service before the rest.
 
+    The end of a process on another host comes late: one that was killed there counts as seen first whenever its end arrives.
+
     If a server dies, its client fails on the request in flight, sometimes before the server has exited; so wait for the server's exit.
     SLURM signals the steps, or refuses to launch them, before it signals the supervisor; so wait for that signal, which blames nobody.
     """
     if view.remote and view.waited < SIGTERM_SPREADS:
         return SETTLING
-    at_first = [process for process in failed if process.look == min(each.look for each in failed)]
-    first = min(at_first, key=lambda process: (process.code is None or process.code >= 0, not process.service))
+    earliest = min(process.look for process in failed)
+    at_first = [process for process in failed if process.look == earliest or (view.remote and process.code == -signal.SIGKILL)]
+    first = min(at_first, key=lambda process: (process.code is None or process.code >= 0, not process.service, process.look))
     if first.code is not None and first.code > 0 and not first.service:
         dead = next((process for process in failed if process.service), None)
         if dead is None and view.waited < SETTLE + (SIGTERM_SPREADS if view.remote else 0.0):

@@ -35,7 +35,10 @@ def hub_variables(cfg: CommandConfig) -> dict[str, str]:
     if cfg.launcher.name != "slurm":
         return {}
     home, offline = cfg.slurm.hf_home, cfg.slurm.offline
-    return ({"HF_HOME": os.path.expanduser(home)} if home else {}) | ({"HF_HUB_OFFLINE": "1"} if offline else {})
+    home = home and os.path.expanduser(home)
+    # The libraries look at the other two first, which the user's own environment may have.
+    caches = {"HF_HOME": home, "HF_HUB_CACHE": f"{home}/hub", "HF_DATASETS_CACHE": f"{home}/datasets"} if home else {}
+    return caches | ({"HF_HUB_OFFLINE": "1"} if offline else {})
 
 
 def environment_of(spec: ProcessSpec, environment: Mapping[str, str]) -> dict[str, str]:

@@ -32,7 +32,8 @@ class TaughtPolicy:
     """See `rlx.policy.base.Policy`.
 
     The groups are spread over the endpoints. One endpoint answers a whole group, whose members share a prompt, and another one plays the
-    next attempt at a rollout that failed. An endpoint that failed gets no new rollouts for `REST` seconds, unless all have failed.
+    next attempt at a rollout that failed. An endpoint that failed gets no new rollouts for `REST` seconds. If all have failed, the one that
+    answered last gets them.
     """
 
     endpoints: Sequence[OpenAIPolicy]  # the same model at every address
@@ -41,12 +42,15 @@ class TaughtPolicy:
     context_length: int  # of the policy that learns
     timeout: float | None = None  # seconds for a request with its retries if there are several endpoints; None: no such bound
     _failed: dict[int, float] = field(default_factory=dict)  # monotonic seconds of an endpoint's last failure, by its place
+    _answered: dict[int, float] = field(default_factory=dict)  # the same of its last answer
 
     def episode(self, task: Task, member: int, attempt: int) -> TaughtEpisode:
         first = crc32(f"{task.env} {task.index}".encode()) + attempt  # indices alone have a pattern: the environments of a mix take turns
         places = [(first + more) % len(self.endpoints) for more in range(len(self.endpoints))]
         now = time.monotonic()
-        place = next((each for each in places if now - self._failed.get(each, -math.inf) >= REST), places[0])
+        place = next((each for each in places if now - self._failed.get(each, -math.inf) >= REST), None)
+        if place is None:
+            place = max(places, key=lambda each: self._answered.get(each, -math.inf))
         return TaughtEpisode(self, self.endpoints[place].episode(task, member, attempt), place)
 
     async def ask(self, place: int, request: Callable[[], Awaitable[Reply]]) -> Reply:
@@ -64,6 +68,7 @@ class TaughtPolicy:
             self._failed[place] = time.monotonic()
             raise
         self._failed.pop(place, None)
+        self._answered[place] = time.monotonic()
         return reply
 
 

@@ -28,9 +28,11 @@ def use_cache(variables: Mapping[str, str]) -> None:
     """
     os.environ.update(variables)
     imported = sys.modules.get("huggingface_hub.constants")
-    if imported is not None and (home := variables.get("HF_HOME")) and Path(imported.HF_HOME).resolve() != Path(home).resolve():
+    home, cache = variables.get("HF_HOME"), variables.get("HF_HUB_CACHE")
+    if imported is not None and cache is not None and Path(imported.HF_HUB_CACHE).resolve() != Path(cache).resolve():
         raise ConfigError(
-            f"this process uses the cache {imported.HF_HOME} already, and slurm.hf_home={home}.\n  fix: export HF_HOME={home}"
+            f"this process uses the cache {imported.HF_HUB_CACHE} already, and slurm.hf_home={home}.\n"
+            f"  fix: export HF_HOME={home}, and unset HF_HUB_CACHE"
         )
 
 

@@ -41,10 +41,11 @@ from rlx.runs.run import PATIENCE, Run
 from rlx.runs.status import FINAL, read_status
 from rlx.runs.weights import initial_model
 from rlx.types import ProcessSpec
-from rlx.waiting import wait_for
+from rlx.waiting import WaitTimeout, wait_for
 
 MAKING = ".making"  # marks a run directory under construction; a half-made directory counts as free
 # Keys that may change when a run resumes in its own directory: how long, where and how it is observed, but not what it learns.
+FILL = 300.0  # seconds for another role to fill the run directory: it hashes the code, perhaps on a slow file system
 WHERE = ("launcher", "slurm", "kubernetes", "hardware", "inference", "weight_broadcast")
 MAY_CHANGE = (*NOT_COMPARED, *WHERE, "max_steps", "steps", "ckpt", "logger")
 
@@ -212,7 +213,10 @@ def join(cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpe
                 _fill(paths, cfg, overrides, plan)
             return listed(paths.config)
 
-        wait_for(ready, f"another role to write {paths.config}", timeout=10, poll=0.02)
+        try:
+            wait_for(ready, f"the role that holds {paths.lock} to write {paths.config}", timeout=FILL, poll=0.02)
+        except WaitTimeout as error:
+            raise ConfigError(f"{error}\n  fix: end that role, or give another run.dir=") from error
         lock.share()
     here, there = asdict(cfg), asdict(load_command(paths.root))
     differences = [line for line in differing(there, here) if re.split("[.:]", line)[0] not in NOT_COMPARED]

@@ -238,10 +238,10 @@ def _started_before(pid: int, then: float) -> bool:
     """Whether process `pid` is alive and started before `then` (seconds since the epoch). A later process merely reuses the pid."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        uptime = float(Path("/proc/uptime").read_text().split()[0])
     except (OSError, ValueError, IndexError):
         return False
     if fields[0] in "ZX":
         return False
-    age = uptime - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    # The clock and not /proc/uptime, which in some containers counts from the container's start.
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return time.time() - age <= then + 1.0

@@ -1,10 +1,11 @@
 """The process that compares answers with math-verify. `rlx_math.checker` starts it as a script.
 
-    stdin: number TAB [reply, answer] as JSON, a line each → a forked child compares → stdout: number TAB true, false or null
+    stdin: number TAB [reply, answer] as JSON, a line each → a forked child compares → stdout: number TAB true, false, null or "late"
 
 It runs apart from the environment, because math-verify has no limit of its own outside a main thread, and `9^{9^9}` takes for ever.
-Each comparison is a child with a limit of CPU time, which does not depend on what else runs, and of memory. The kernel keeps both, also
-while C code runs. Comparisons run beside each other, so a slow one holds up no other.
+Each comparison is a child with a limit of CPU time, which does not depend on what else runs, and of memory: null. The kernel keeps both, also
+while C code runs. A child that ends otherwise, because it gets no CPU or is killed, says nothing about the two expressions: "late".
+Comparisons run beside each other, so a slow one holds up no other.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import signal
 import sys
 
 MEMORY = 4 * 2**30  # bytes of address space
-WALL = 4  # limit of wall-clock time, in multiples of the CPU time
+WALL = 60  # limit of wall-clock time, in multiples of the CPU time
 
 
 def equal(reply: str, answer: str) -> bool:
@@ -62,9 +63,11 @@ def main() -> None:
                 buffer, ended = buffer + chunk, not chunk
                 continue
             pid, number = running.pop(pipe)
-            said = os.read(pipe, 16).decode() or "null"
+            said = os.read(pipe, 16).decode()
             os.close(pipe)
-            os.waitpid(pid, 0)
+            _, status = os.waitpid(pid, 0)
+            other = os.WIFSIGNALED(status) and os.WTERMSIG(status) != signal.SIGPROF
+            said = said or json.dumps("late" if other else None)
             print(f"{number}\t{said}", flush=True)
         while b"\n" in buffer and len(running) < most:
             line, _, buffer = buffer.partition(b"\n")

@@ -18,6 +18,7 @@ from fractions import Fraction
 from pathlib import Path
 
 LONGEST = 400  # characters of an expression that math-verify gets; a longer reply is wrong
+LATE = "late"
 REMEMBERED = 4096  # comparisons kept; the rollouts of a group often give the same answer
 
 _FRACTION = re.compile(r"\\[dt]?frac\{(-?\d+)\}\{(-?\d+)\}")
@@ -41,7 +42,10 @@ def to_number(text: str) -> Fraction | None:
         return None
 
 
-Waiting = dict[int, Future[bool | None]]
+Said = bool | str | None
+"""Whether two expressions are equal; None: it takes too long or too much memory; "late": it was not found out, for another reason."""
+
+Waiting = dict[int, Future[Said]]
 """What a process was asked and has not answered, by the request's number."""
 
 Requests = queue.SimpleQueue[bytes | None]
@@ -72,13 +76,19 @@ class Checker:
             return False
         key = (reply, answer)
         if key not in self._known:
-            self._known[key] = await asyncio.wrap_future(self._ask(reply, answer))
+            said = await asyncio.wrap_future(self._ask(reply, answer))
+            if isinstance(said, str):  # the process died, or a child got no time: once more
+                said = await asyncio.wrap_future(self._ask(reply, answer))
+            if isinstance(said, str):
+                return None  # and not remembered: another rollout may have better luck
+            self._known[key] = said
             if len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
+            return said
         return self._known[key]
 
-    def _ask(self, reply: str, answer: str) -> Future[bool | None]:
-        future: Future[bool | None] = Future()
+    def _ask(self, reply: str, answer: str) -> Future[Said]:
+        future: Future[Said] = Future()
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._process, self._waiting, self._requests = self._start()
@@ -86,7 +96,7 @@ class Checker:
             self._waiting[number] = future
             self._requests.put(f"{number}\t{json.dumps([reply, answer])}\n".encode())
             if process.poll() is not None:  # its reader may have ended before it saw this request
-                _answer(self._waiting, number, None)
+                _answer(self._waiting, number, LATE)
         return future
 
     def _start(self) -> tuple[subprocess.Popen[bytes], Waiting, Requests]:
@@ -110,7 +120,7 @@ def _write(process: subprocess.Popen[bytes], requests: Requests) -> None:
 
 
 def _read(process: subprocess.Popen[bytes], waiting: Waiting, requests: Requests) -> None:
-    """Hand the process's answers on. What it has not answered when it ends has no answer."""
+    """Hand the process's answers on. What it has not answered when it ends is late."""
     assert process.stdout is not None
     for line in iter(process.stdout.readline, b""):
         number, said = line.split(b"\t")
@@ -118,10 +128,10 @@ def _read(process: subprocess.Popen[bytes], waiting: Waiting, requests: Requests
     process.wait()
     requests.put(None)
     for number in list(waiting):
-        _answer(waiting, number, None)
+        _answer(waiting, number, LATE)
 
 
-def _answer(waiting: Waiting, number: int, same: bool | None) -> None:
+def _answer(waiting: Waiting, number: int, same: Said) -> None:
     future = waiting.pop(number, None)
     if future is not None and future.set_running_or_notify_cancel():
         future.set_result(same)
