@@ -96,7 +96,7 @@ def run_part(name: str, limit: float, command: list[str]) -> Iterator[dict[str, 
         if end_of is None:
             end()
             process.wait()
-    reader.join(1)
+    reader.join()
     seconds = time.monotonic() - began
     if late.is_set():
         yield finished(name, error=f"the part was ended after its limit of {limit:.0f} s", seconds=seconds)

@@ -19,13 +19,15 @@ def completion(content: str) -> dict[str, Any]:
 
 
 class Api:
-    """`mode`: `flaky` answers every third request 429 with Retry-After and every fifth 500; `slow` takes half a second; `down` fails.
+    """`mode`: `flaky` answers every third request 429 with Retry-After and every fifth 500, each request only once; `down` fails; `slow`
+    takes half a second.
 
     `tokens` answers with token ids and log-probabilities when they are asked for, as vLLM does.
     """
 
     def __init__(self, mode: str) -> None:
         self.mode, self.count, self.refused = mode, 0, 0
+        self.known: set[tuple[object, str]] = set()  # seed and text of the requests that were refused
 
     async def answer(self, request: web.Request) -> web.Response:
         asked = await request.json()
@@ -33,10 +35,15 @@ class Api:
         if request.headers["Authorization"] != f"Bearer {KEY}":
             text = f"Incorrect API key provided: {request.headers['Authorization'].removeprefix('Bearer ')}"
             return web.json_response({"error": {"message": text}}, status=401)
-        if self.mode == "flaky" and self.count > 3 and self.count % 3 == 0:
+        what = asked.get("seed"), str(asked["messages"])
+        flaky = self.mode == "flaky" and what not in self.known
+        if flaky and self.count > 3 and self.count % 3 == 0:
             self.refused += 1
+            self.known.add(what)
             return web.json_response({"error": {"message": "too many requests"}}, status=429, headers={"Retry-After": "1"})
-        if (self.mode == "flaky" and self.count % 5 == 0) or (self.mode == "down" and self.count > 1):
+        if flaky and self.count % 5 == 0:
+            self.known.add(what)
+        if (flaky and self.count % 5 == 0) or (self.mode == "down" and self.count > 1):
             return web.json_response({"error": {"message": "overloaded"}}, status=500, headers={"retry-after-ms": "20"})
         if self.mode == "slow":
             await asyncio.sleep(0.5)

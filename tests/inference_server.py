@@ -204,7 +204,7 @@ class MemoryTrainer:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.offers = Offers(self.model(0), one_process("cpu"), run.paths, torch.float32, 30.0)
+        self.offers = Offers(self.model(0), one_process("cpu"), run.paths, torch.float32, 300.0)
 
     def model(self, version: int) -> PolicyModel:
         self.run.version(version)
@@ -217,7 +217,7 @@ class MemoryTrainer:
     async def update(self, client: Servers) -> None:
         found = Subscriber(self.run.paths).latest()
         assert found is not None
-        telling = asyncio.create_task(client.fleet.update(found, 30.0))
+        telling = asyncio.create_task(client.fleet.update(found, 300.0))
         while not telling.done():
             await asyncio.to_thread(self.offers.send)
             await asyncio.sleep(0.002)

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import zstandard
 
+LIMIT = 1700  # seconds: it only ends what hangs, so it is as long as a test may take on a slow machine
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -46,11 +47,11 @@ class MainJob:
             start_new_session=True,
         )
 
-    def wait(self, timeout: float = 850) -> int:
+    def wait(self, timeout: float = LIMIT) -> int:
         """Exit code of the launcher."""
         return self.process.wait(timeout)
 
-    def until(self, probe: Callable[[], Any], what: str, timeout: float = 600) -> Any:
+    def until(self, probe: Callable[[], Any], what: str, timeout: float = LIMIT) -> Any:
         """Wait for something to become true while the job lives; remembers the job's processes on the way."""
         deadline, looked = time.monotonic() + timeout, 0.0
         while not (found := probe()):
@@ -63,7 +64,7 @@ class MainJob:
         self.processes()
         return found
 
-    def until_step(self, step: int, timeout: float = 600) -> None:
+    def until_step(self, step: int, timeout: float = LIMIT) -> None:
         self.until(lambda: any(r["step"] >= step for r in self.metrics("trainer")), f"step {step}", timeout)
 
     def until_started(self, role: str) -> int:

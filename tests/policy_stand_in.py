@@ -79,7 +79,7 @@ OUTSIDE = str(Path(__file__).parent / "packages" / "rlx_test_envs")
 
 
 def load(
-    id: str, timeout: float = 30.0, sampling: dict[str, Any] | None = None, name: str = "e", reward_raises: str = "fail", **args: Any
+    id: str, timeout: float = 300.0, sampling: dict[str, Any] | None = None, name: str = "e", reward_raises: str = "fail", **args: Any
 ) -> Any:
     """An environment, shipped or of the test package outside the source tree."""
     from rlx.envs.verifiers_v0 import load_environment

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-ABSENT, ATTRIBUTES = 30, 3  # seconds
+ABSENT, ATTRIBUTES = 120, 3  # seconds
 ROOT = 1  # the node of the folder itself
 LARGEST = 1 << 17  # bytes of a read or write
 INIT, FORGET, FORGET_ALL, INTERRUPT, DESTROY = 26, 2, 42, 36, 38

@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from main_job import read_metrics, reproducible_lines
+from main_job import LIMIT, read_metrics, reproducible_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def slurm(*command: str) -> str:
     """The output of one of SLURM's commands."""
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=LIMIT).stdout
 
 
 TRAIN = (str(ROOT / "train.py"),)
@@ -28,7 +28,7 @@ SFT = ("-m", "rlx.cli", "sft")
 
 
 def train(
-    *overrides: str, cwd: Path, cache: Path, timeout: float = 600, command: Sequence[str] = TRAIN
+    *overrides: str, cwd: Path, cache: Path, timeout: float = LIMIT, command: Sequence[str] = TRAIN
 ) -> subprocess.CompletedProcess[str]:
     """Run `python train.py`, or another command of Python, to its end."""
     return subprocess.run(
@@ -67,21 +67,21 @@ class SlurmJob:
         ends = [f"--- {log.relative_to(self.run_dir)}\n" + "\n".join(log.read_text().splitlines()[-15:]) for log in logs]
         return "\n".join([json.dumps(self.status(), indent=1), self.state(), *ends])
 
-    def until(self, probe: Callable[[], Any], what: str, timeout: float = 600) -> Any:
+    def until(self, probe: Callable[[], Any], what: str, timeout: float = LIMIT) -> Any:
         deadline = time.monotonic() + timeout
         while not (found := probe()):
             assert time.monotonic() < deadline, f"no {what} after {timeout} s:\n{self.text()}"
             time.sleep(0.1)
         return found
 
-    def until_over(self, timeout: float = 600) -> str:
+    def until_over(self, timeout: float = LIMIT) -> str:
         """Wait until the run has a final state and SLURM has the nodes back; the state."""
         final = ("completed", "failed", "interrupted")
         self.until(lambda: self.status()["state"] in final, "end of the run", timeout)
         self.until(lambda: self.state() not in ("RUNNING", "COMPLETING", "PENDING"), "end of the job")
         return self.status()["state"]
 
-    def until_step(self, step: int, timeout: float = 600) -> None:
+    def until_step(self, step: int, timeout: float = LIMIT) -> None:
         """Wait for the trainer's record of a step."""
         self.until(lambda: any(r["step"] >= step and r["source"] == "trainer" for r in self.metrics()), f"step {step}", timeout)
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -66,11 +67,17 @@ def test_a_step_and_a_written_version_are_measured_without_what_the_script_does_
     }  # vLLM is absent
 
 
-def test_a_part_that_hangs_or_fails_gives_a_row_with_the_cause_and_keeps_its_rows(gpu):
+def test_a_part_that_hangs_or_fails_gives_a_row_with_the_cause_and_keeps_its_rows(gpu, monkeypatch):
     begins = 'import time; print(\'{"part": "op", "number": 1}\', flush=True); '
-    rows = list(gpu.run_part("op", 1.0, [sys.executable, "-c", begins + "time.sleep(60)"]))
-    assert rows[0] == {"part": "op", "number": 1}
-    assert rows[1]["error"] == "the part was ended after its limit of 1 s"
+    with monkeypatch.context() as patch:
+        ends, timer = [], threading.Timer
+        patch.setattr(gpu.threading, "Timer", lambda seconds, end: ends.append(end) or timer(3600, end))
+        rows = gpu.run_part("op", 1.0, [sys.executable, "-c", begins + "time.sleep(3600)"])
+        first = next(rows)
+        ends[0]()  # its limit, whenever the part has come so far
+        (last,) = rows
+    assert first == {"part": "op", "number": 1}
+    assert last["error"] == "the part was ended after its limit of 1 s"
     (row,) = gpu.run_part("op", 30.0, [sys.executable, "-c", "raise MemoryError('no room')"])
     assert row["error"] == "exit code 1: MemoryError: no room"
     assert row["number"] is None

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -204,7 +205,8 @@ def test_a_machine_without_tmux_is_told_what_is_missing(tmp_path: Path, monkeypa
 def test_each_log_has_a_pane_that_follows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     if shutil.which("tmux") is None:
         pytest.skip("this machine has no tmux, which is not needed to run rlx")
-    monkeypatch.setenv("TMUX_TMPDIR", str(tmp_path))  # a server of its own
+    place = tempfile.mkdtemp(dir="/tmp")  # its path is short: a socket's has at most 107 characters
+    monkeypatch.setenv("TMUX_TMPDIR", place)  # a server of its own
     monkeypatch.delenv("TMUX", raising=False)
     paths = make_run(tmp_path / "my.run", state="completed", exit_code=0)
     specs = [
@@ -232,6 +234,7 @@ def test_each_log_has_a_pane_that_follows_it(tmp_path: Path, monkeypatch: pytest
         _until(ids["my.run"], "my.run: completed")
     finally:
         subprocess.run(["tmux", "kill-server"], check=False)
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def _tmux(*arguments: str) -> str:

@@ -150,7 +150,7 @@ def test_an_environment_is_described_by_its_arguments_data_rewards_and_tools() -
 def test_an_environment_that_cannot_be_loaded_is_described_as_far_as_it_can_be(
     source: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    name = f"broken_{abs(hash(source)) % 1000}"
+    name = f"broken_{request.node.callspec.indices['source']}"
     (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     found = about.about(EnvConfig(id=name))

@@ -303,7 +303,7 @@ def test_a_reward_that_raised_leaves_the_group_that_rewards_compare_without_rewa
     ],
 )
 def test_what_goes_wrong_in_an_environment_becomes_a_status_with_its_cause(kind: str, status: str, stop: str) -> None:
-    env = load("rlx_test_trouble", kind=kind, timeout=1.0 if status == "timeout" else 60.0)
+    env = load("rlx_test_trouble", kind=kind, timeout=5.0 if status == "timeout" else 60.0)
     rollout = play(env, StandIn(tiny_chat()))
     assert (rollout.status, rollout.stop) == (status, stop)
     assert rollout.error

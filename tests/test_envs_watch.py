@@ -31,6 +31,16 @@ def test_a_call_that_holds_the_interpreter_is_named_and_not_judged_before_its_ti
     assert (verdict.cause, verdict.mark) == ("timeout", call)
 
 
+def test_time_in_which_the_looker_was_stopped_itself_is_not_a_workers_silence() -> None:
+    worker = worker_in()
+    worker.playing.clear()
+    worker.cancelled.add(7)
+    now = worker.alive = time.monotonic()
+    worker.forgive(3600.0)
+    assert worker.overdue(LIMIT, LIMIT, now + 3600.0 + LIMIT) is None
+    assert worker.overdue(LIMIT, LIMIT, now + 3600.0 + LIMIT + GRACE + 0.1) is not None
+
+
 def test_a_silent_worker_without_a_call_is_ended_and_nobody_is_named() -> None:
     worker = worker_in()
     worker.alive = time.monotonic()

@@ -91,14 +91,16 @@ def test_a_rollout_whose_endpoint_never_answers_names_it(where: Callable[..., An
     async def main() -> Rollout:
         async with await asyncio.start_server(lambda *_: asyncio.sleep(60), "127.0.0.1", 0) as silent:
             url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}/v1"
+            env.policy = policy_of(StandIn(tiny_chat()))  # its process is warm then
+            await env.play(task_of(env, 1), [0], 0)
             env.policy = OpenAIPolicy(url, "none", "m")
             (rollout,) = await env.play(task_of(env, 0), [0], 0)
             await asyncio.gather(env.close(), env.policy.close())
             return replace(rollout, error=str(rollout.error).replace(url, "URL"))
 
-    env = where("rlx_test_multi", timeout=1.0)
+    env = where("rlx_test_multi", timeout=5.0)
     bad = asyncio.run(main())
-    assert (bad.status, bad.error) == ("timeout", "no result after 1 s (rollout_timeout); URL has not answered")
+    assert (bad.status, bad.error) == ("timeout", "no result after 5 s (rollout_timeout); URL has not answered")
 
 
 @pytest.mark.long
@@ -107,7 +109,7 @@ def test_a_rollout_whose_endpoint_never_answers_names_it(where: Callable[..., An
     [("power", "reward", "misbehave|<module>"), ("c", "env_response", "sleep_in_c"), ("c", "thread", "sleep_in_c")],
 )
 def test_a_rollout_that_blocks_its_worker_is_a_timeout_with_its_line(kind: str, where: str, function: str) -> None:
-    pool = pool_of("rlx_test_faults", timeout=4.0, kind=kind, where=where, every=16)
+    pool = pool_of("rlx_test_faults", timeout=15.0, kind=kind, where=where, every=16)
     ((bad, *others),) = play([pool], 8)
     assert (bad.status, bad.stop) == ("timeout", "timeout")
     assert re.search(rf"rollout_timeout.*; at .*rlx_test_faults.py:\d+ in ({function})", bad.error or ""), bad.error

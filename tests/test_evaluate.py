@@ -69,7 +69,7 @@ def play(root: Path, config: Config, servers: Any = None, trainer: StandInTraine
 
     async def main() -> None:
         orchestrator = Orchestrator(config, paths, envs, served, served, Heartbeat(paths, "orchestrator"))
-        await asyncio.wait_for(first_failure(orchestrator.run(), trainer.run()), 60)
+        await asyncio.wait_for(first_failure(orchestrator.run(), trainer.run()), 300)
 
     asyncio.run(main())
     return paths, trainer

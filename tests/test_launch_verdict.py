@@ -93,6 +93,13 @@ CASES = [
     ("a step's server fails: the same question", seen(inference=-9), {"remote": True}, SETTLING),
     ("a step fails: did its server die?", seen(1), {"remote": True, "waited": 3.5}, SETTLING),
     ("SLURM is not stopping it", seen(1), {"remote": True, **LATE}, ONE),
+    (
+        "a step was killed, and word of it came after that of its peer",
+        seen(1, -9, order="to"),
+        {"remote": True, **LATE},
+        failed("orchestrator", -9, KILLED),
+    ),
+    ("the same on this machine, where both are seen at once", seen(1, -9, order="to"), LATE, ONE),
     ("SLURM is stopping it: cancelled", seen(-15), {"remote": True, "waited": 1.0, "sigterm": "interrupted"}, Verdict(state="interrupted")),
     (
         "SLURM's notice killed a step",

@@ -55,7 +55,6 @@ def stored(file: Path, heads: dict[str, int]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 def test_a_gguf_file_becomes_a_plain_folder_with_its_weights_tokenizer_and_template(tmp_path: Path) -> None:
     file = gguf_file()
     config = compose(["model=smollm2_135m", f"model.gguf={file}", "env=sums", "hardware=cpu"], {}).cfg

@@ -35,7 +35,7 @@ RANKS = 3
 def load(rank: int, folder: str, models: list[str]) -> None:
     """One of several ranks: load each model. If its name has `{rank}`, every rank has its own files. Write the outcomes to a file."""
     torch.set_num_threads(1)
-    mesh = join(torch.device("cpu"), rank=rank, world_size=RANKS, timeout=20, store=dist.FileStore(f"{folder}/store", RANKS))
+    mesh = join(torch.device("cpu"), rank=rank, world_size=RANKS, timeout=300, store=dist.FileStore(f"{folder}/store", RANKS))
     found: list[dict[str, torch.Tensor] | str] = []
     for name in models:
         try:

@@ -30,10 +30,12 @@ def test_the_start_of_a_run_shows_the_note(monkeypatch: pytest.MonkeyPatch, caps
     def create(*_: object) -> None:
         raise Enough
 
+    monkeypatch.setattr("rlx.cli.start.signal.signal", lambda *_: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr("rlx.runs.claim.create", create)
     monkeypatch.setattr("rlx.preflight.chats.check_chats", lambda *_: None)
     monkeypatch.setattr("rlx.preflight.hub.check_cache", lambda *_: None)
     with pytest.raises(Enough):
-        run(["experiment=sums_smollm2", "hardware=auto", "run.name=never"])
+        run(["experiment=sums_smollm2", "hardware=auto", "hardware.cpu_threads=1", "run.name=never"])  # many threads need no note
     assert "hardware=auto" in (said := capsys.readouterr().out)
     assert "a step takes at most about " in said

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from ports import free_ports
 from toy_run import FOREVER, toy
 
 from rlx.config.load import compose
@@ -336,11 +337,7 @@ def text(file: Path) -> str:
 @pytest.mark.long
 def test_three_hosts_train_one_model_through_the_command_of_their_containers(tmp_path: Path, model_cache: Path):
     """Real ranks, one a host. Without a cluster's names, `--hosts` says where the agents are."""
-    ports = []
-    for _ in range(3):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            ports.append(free.getsockname()[1])
+    ports = free_ports(3)
     hosts = ",".join(f"127.0.0.1:{port}" for port in ports)
     command = [sys.executable, "-m", "rlx.cli", "pod", "--job", "mine", "--nodes", "3", "--volume", str(tmp_path), "--hosts", hosts, "sft"]
     overrides = ["data=fake", "hardware=cpu_3nodes", "hardware.trainer_processes=3", "max_steps=2", "data.batch_size=6", "seq_len=64"]

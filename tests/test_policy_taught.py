@@ -22,6 +22,7 @@ from rlx.config.load import compose
 from rlx.envs.load import teacher_of
 from rlx.policy.base import Call, Message, PolicyError, PromptTooLong, Reply
 from rlx.policy.chat import Chat
+from rlx.policy.openai import OpenAIPolicy
 from rlx.policy.taught import TaughtEpisode, TaughtPolicy
 from rlx.rollout.samples import samples_of
 from rlx.types import Group, Rollout, Task, Turn
@@ -64,6 +65,30 @@ def test_the_answer_is_what_the_policy_would_have_to_write(chat: Chat):
     assert chat.tokenizer.decode(two.completion_ids, skip_special_tokens=False) == "long", "a cut answer has no end to learn"
     assert set(one.versions.tolist()) == {7}
     assert episode.keep(["r2"]) == (two,)
+
+
+def test_when_every_address_has_failed_the_one_that_answered_last_plays():
+    """The other one may be hung for good."""
+
+    async def refuse() -> Reply:
+        raise PolicyError("overloaded")
+
+    async def answered() -> Reply:
+        return Reply(content="")
+
+    async def main() -> None:
+        policies = [OpenAIPolicy(f"http://{name}/v1", "none", "m") for name in ("one", "two")]
+        taught = TaughtPolicy(policies, tiny_chat(), lambda: 0, 64, timeout=60.0)
+        await taught.ask(1, answered)
+        for place in (0, 1):
+            with pytest.raises(PolicyError, match="overloaded"):
+                await taught.ask(place, refuse)
+        tasks = [Task(env="e", example_id=0, index=index, row={}) for index in range(8)]
+        assert {taught.episode(task, 0, attempt).place for task in tasks for attempt in (0, 1)} == {1}
+        for each in policies:
+            await each.close()
+
+    asyncio.run(main())
 
 
 def test_all_addresses_of_a_teacher_play_and_a_failed_rollout_goes_to_another_one(tmp_path: Path):

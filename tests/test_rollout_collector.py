@@ -6,6 +6,7 @@ import asyncio
 import math
 import random
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -141,7 +142,26 @@ def test_no_more_batches_are_begun_than_the_bound_allows_and_none_is_too_old(lev
     run(main)
 
 
-def test_a_group_that_would_expire_is_waited_for_so_that_long_rollouts_are_not_lost() -> None:
+def test_groups_whose_answers_came_while_this_process_was_stopped_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlx.rollout.collector.PATIENCE_FLOOR", 0.5)
+    env = FakeEnv(lambda task, member, attempt: 0.6 if task.index == 1 else 0.0)
+    groups = collector(env, max_async_level=1)
+
+    async def main() -> None:
+        first = await groups.collect()
+        assert indices(first) == [0, 2, 3, 4]
+        env.version = 1
+        groups.set_version(1)
+        asyncio.get_running_loop().call_later(0.1, time.sleep, 1.5)
+        await groups.collect()
+        assert (groups.tally.dropped["off_policy"], env.ended.count(1)) == (0, 2)
+        await groups.close()
+
+    run(main)
+
+
+def test_a_group_that_would_expire_is_waited_for_so_that_long_rollouts_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlx.rollout.collector.PATIENCE_FLOOR", 60.0)  # also on a machine that pauses
     rng = random.Random(0)
     lengths: dict[tuple[int, int], float] = {}
 

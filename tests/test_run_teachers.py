@@ -52,7 +52,6 @@ def logprobs(model: Any, ids: np.ndarray) -> np.ndarray:
     return torch.log_softmax(logits, -1).gather(1, tokens[1:, None])[:, 0].numpy()
 
 
-@pytest.mark.timeout(900)
 def test_a_teacher_scores_one_environment_plays_another_and_rewards_train_the_third(
     start: Callable[..., MainJob], model: Path, tmp_path: Path
 ) -> None:
@@ -94,7 +93,6 @@ def test_a_teacher_scores_one_environment_plays_another_and_rewards_train_the_th
             assert one[name] == pytest.approx(two[name], rel=1e-3, abs=1e-4), name
 
 
-@pytest.mark.timeout(900)
 def test_a_teacher_that_plays_is_overloaded_then_hangs_at_one_address_then_dies_for_good(
     start: Callable[..., MainJob], model: Path, tmp_path: Path
 ) -> None:
@@ -112,7 +110,7 @@ def test_a_teacher_that_plays_is_overloaded_then_hangs_at_one_address_then_dies_
             *("model=tiny_trained", f"model.name={model}", "max_steps=1000", "ckpt.interval=null", "orchestrator.batch_size=16"),
             *("orchestrator.rollouts_per_example=4", "orchestrator.max_concurrent=16", "orchestrator.max_retries=1"),
             *("envs.reverse_text.played_by=teacher", "loss=sft", "loss.ce_coef=1"),
-            *(f"teacher.base_url=[{one},{two}]", f"teacher.api_key={KEY}", "teacher.model=m", "teacher.timeout=2"),
+            *(f"teacher.base_url=[{one},{two}]", f"teacher.api_key={KEY}", "teacher.model=m", "teacher.timeout=10"),
         )
         job.until_step(1)
         teachers[0].send_signal(signal.SIGSTOP)  # it takes connections and never answers
@@ -124,7 +122,7 @@ def test_a_teacher_that_plays_is_overloaded_then_hangs_at_one_address_then_dies_
     assert job.status()["state"] == "failed"
     text = job.text()
     assert "environment reverse_text failed 2 groups in a row and finished none" in text, text
-    how = "(cannot be reached, tried 5 times|did not answer in 2 s, retries included)"
+    how = "(cannot be reached, tried 5 times|did not answer in 10 s, retries included)"
     assert any(re.search(f"The last failure: .*{re.escape(url)} {how}", text) for url in (one, two)), text
     assert KEY not in text
 
@@ -155,7 +153,6 @@ def answers_nll(model: Any, batch: list[TrainingSample]) -> float:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(900)
 def test_cross_entropy_learns_exactly_what_tools_answer_beside_grpo(start: Callable[..., MainJob]) -> None:
     job = start(
         "run",
@@ -188,7 +185,6 @@ def test_cross_entropy_learns_exactly_what_tools_answer_beside_grpo(start: Calla
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(900)
 def test_self_distillation_reads_the_demonstration_and_agents_are_compared_with_themselves(
     start: Callable[..., MainJob], model: Path
 ) -> None:

@@ -13,7 +13,9 @@ import pytest
 from main_job import MainJob
 from test_run_resume import checkpoints, kill_everything
 
-from rlx.paths import COMPLETE
+from rlx.checkpoints.orchestrator import read_state
+from rlx.paths import COMPLETE, RunPaths
+from rlx.rollout.state import OrchestratorState
 
 pytestmark = [pytest.mark.slow]
 ON_POLICY = ("max_async_level=0", "orchestrator.batch_size=64", "model.dtype=float32")
@@ -26,11 +28,14 @@ if "rlx.roles.trainer" in sys.orig_argv:
     from pathlib import Path
     from rlx.parallel.transfer import Group
     send, here, go = Group.send, Path(__file__).with_name("here"), Path(__file__).with_name("go")
+    sent = [0]
 
     def stops(group, announced, tensors):
+        sent[0] += 1
+
         def stopping():
             for number, pair in enumerate(tensors):
-                if number == 10 and not here.exists() and Path(__file__).with_name("stop").exists():
+                if number == 10 and sent[0] == 3 and not here.exists():
                     here.touch()
                     while not go.exists():
                         time.sleep(0.02)
@@ -43,12 +48,10 @@ if "rlx.roles.trainer" in sys.orig_argv:
 
 
 def stopped_midway(start: Callable[..., MainJob], folder: Path, *keys: str) -> MainJob:
-    """A run in the middle of a transfer, which goes on when the folder has the file `go`."""
+    """A run in the middle of its third transfer, which goes on when the folder has the file `go`."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(STOPS_MIDWAY)
     job = start("run", *ON_POLICY, GLOO, *keys, env={"PYTHONPATH": str(folder)})
-    job.until_step(1)
-    (folder / "stop").touch()
     job.until((folder / "here").exists, "transfer")
     return job
 
@@ -104,6 +107,7 @@ def test_over_gloo_two_servers_get_every_version_beside_training_and_evaluations
     kill_everything(killed)
     resumed_at = max(checkpoints(killed))
     assert resumed_at < 8
+    carried = read_state(RunPaths(killed.run_dir).checkpoint_of(resumed_at), OrchestratorState).collector.finished
     job = start("run", *keys, *more, "resume=latest")
     assert job.wait() == 0, job.text()
     trained = job.metrics("trainer")
@@ -117,7 +121,8 @@ def test_over_gloo_two_servers_get_every_version_beside_training_and_evaluations
             on_policy.append(step)
             assert mismatch < 1e-6, "the servers have the trainer's weights"
         assert mismatch < 0.1, "of one step at most between sampling and training"
-    assert {0, resumed_at} <= set(on_policy)
+    # A group that the checkpoint has may be one version older than those that are played after it.
+    assert ({0} if carried else {0, resumed_at}) <= set(on_policy)
     assert [record["step"] for record in job.metrics("eval")] == [0, 4, 8]
     for server in (0, 1):
         served = set()

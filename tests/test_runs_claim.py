@@ -252,6 +252,17 @@ def test_roles_that_start_at_once_make_one_directory(tmp_path: Path) -> None:
     assert len(outcomes) == 4
 
 
+def test_a_role_that_waits_in_vain_for_another_to_fill_the_directory_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claim, "FILL", 0.1)
+    cfg = settled(tmp_path / "run")
+    paths = RunPaths(tmp_path / "run")
+    paths.root.mkdir()
+    lock = RunLock(paths)
+    assert lock.exclusive()
+    with pytest.raises(ConfigError, match=r"waited 0 s for the role that holds .*\n  fix: end that role"):
+        join(cfg, [], make_plan(cfg, tmp_path / "run"))
+
+
 def test_a_role_does_not_join_a_launched_run(tmp_path: Path) -> None:
     finished(tmp_path / "run")
     cfg = settled(tmp_path / "run")

@@ -179,16 +179,20 @@ def test_a_loss_without_a_gradient_puts_out_its_run_alone(host: Host, monkeypatc
     assert 0 in trainer_records(good.paths)
 
 
-def test_a_run_goes_on_only_when_the_trainer_has_let_go_of_its_last_attempt(
-    host: Host, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_run_goes_on_only_when_the_trainer_has_let_go_of_its_last_attempt(host: Host, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shared_trainer, "IDLE", 0.01)
     run = host.join("a")
     run.leave()
-    threading.Timer(0.3, lambda: host.put_out(0, "its orchestrator has ended")).start()
+    said: list[str] = []
+
+    def say(text: str) -> None:  # only now does the trainer let go
+        said.append(text)
+        threading.Thread(target=lambda: host.put_out(0, "its orchestrator has ended")).start()
+
+    monkeypatch.setattr("rlx.runs.members.say", say)
     wait_until_let_go(run.paths, host.paths)
     assert host.members == {}
-    assert "it still holds the last attempt of this run" in capsys.readouterr().err
+    assert "it still holds the last attempt of this run" in said[0]
     token = asked_with(run.paths)
     answer(run.paths, token, "in")  # what a trainer leaves that is killed
     host.seen.clear()

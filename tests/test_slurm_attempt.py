@@ -207,12 +207,12 @@ def test_a_job_that_waits_for_slurm_to_give_up_a_host_requeues_itself_at_the_not
     fails.command(
         "srun", f"case \"$*\" in *probe*node2*) [ $(grep -c 'probe.*node2' {asked}) -gt {99 if notice else 1} ]; exit;; esac; {STEP}"
     )
-    answer = "echo Restarts=0" if notice else "[ $(grep -c 'probe.*node2' {asked}) -lt 1 ] && echo Restarts=0"
+    told = "[ $(grep -c 'show job' {asked}) -gt 1 ] && kill -USR2 $PPID; echo Restarts=0"  # the first question is asked at the start
+    answer = told if notice else "[ $(grep -c 'probe.*node2' {asked}) -lt 1 ] && echo Restarts=0"
     fails.command("scontrol", f"case \"$*\" in *config*) echo 'SlurmdTimeout           = 60 sec';; *) {answer.format(asked=asked)};; esac")
-    if notice:
-        fails.notice()
     assert fails.run(SLURM_JOB_NODELIST="node[1-2]", SLURMD_NODENAME="node1") == 75
     assert fails.status().state == "preempted"
+    assert "SLURM requeues the job when it gives up node2" in fails.paths.log(0, "launcher").read_text()
     assert any(line.startswith("scontrol requeue") for line in fails.asked()) == notice
 
 

@@ -24,7 +24,7 @@ from rlx.types import ProcessSpec
 
 pytestmark = [pytest.mark.slurm, pytest.mark.long]
 CONF = Path("/etc/slurm/slurm.conf")
-SILENT = 15  # seconds after which this cluster gives up a node that does not answer
+SILENT = 40  # seconds after which this cluster gives up a node that does not answer
 ROLE = (
     "import os, sys, time; print('on', os.environ['SLURMD_NODENAME'], 'restart', os.environ.get('SLURM_RESTART_COUNT', '0'), flush=True); "
     "time.sleep(0 if os.environ.get('SLURM_RESTART_COUNT', '0') != '0' else 3600)"

@@ -92,6 +92,14 @@ class Toys:
         self.until(lambda: all("first attempt" in self.log(0, f"toy_{i}" if i else "toy") for i in range(self.count)))
 
 
+def state_of(job: str) -> str:
+    """SLURM's word for a job; empty if a busy controller gives no answer."""
+    try:
+        return queue().get(job, "")
+    except RuntimeError:
+        return ""
+
+
 @pytest.fixture
 def job(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Toys]]:
     monkeypatch.chdir(tmp_path)
@@ -112,12 +120,12 @@ def second_attempt(toys: Toys) -> None:
     assert follow(toys.paths, toys.id) == 0, toys.log(0) + toys.log(1)
     assert (toys.status().state, toys.status().attempt, toys.status().job) == ("completed", 1, toys.id)
     assert "second attempt" in toys.log(1, "toy")
-    toys.until(lambda: queue()[toys.id] == "COMPLETED")
+    toys.until(lambda: state_of(toys.id) == "COMPLETED")
 
 
 def test_a_job_leaves_before_its_time_limit_and_comes_back(job):
-    # SLURM looks at time limits every 30 s and sends the signal up to 30 s early: here 20 to 50 s after each start, when the toys run.
-    limit = {"time_minutes": 2, "signal_seconds": 70}
+    # SLURM looks at time limits every 30 s and sends the signal up to 30 s early: here 80 to 110 s after each start, when the toys run.
+    limit = {"time_minutes": 3, "signal_seconds": 70}
     toys = job(LEAVES, LEAVES, grace=2.0, preempt_grace=20.0, slurm=limit)
     toys.until(lambda: "received SIGUSR2" in toys.log(0))
     second_attempt(toys)
@@ -134,7 +142,7 @@ def test_a_job_that_is_preempted_leaves_and_comes_back(job):
     toys.until(lambda: "received" in toys.log(0))
     second_attempt(toys)
     assert "received SIGUSR2" in toys.log(0)
-    toys.until(lambda: queue()[other] == "COMPLETED")
+    toys.until(lambda: state_of(other) == "COMPLETED")
 
 
 TAKES_NOTICE = LEAVES.replace(
@@ -195,7 +203,7 @@ def test_a_process_that_ignores_every_request_is_killed_on_its_node(job):
     cause = toys.status().cause
     assert cause is not None
     assert (cause.replica, cause.returncode) == (0, 3)
-    toys.until(lambda: queue()[toys.id] == "FAILED")
+    toys.until(lambda: state_of(toys.id) == "FAILED")
 
 
 @pytest.mark.long

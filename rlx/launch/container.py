@@ -25,7 +25,10 @@ from rlx.runs.provenance import SOURCE
 
 MOUNTS = "RLX_MOUNTS"  # environment variable of a job: what is mounted, separated by commas
 OUTSIDE = f"${FOLDER}:${FOLDER}"  # the mount that only the supervisor's container has; the script fills it in
-KEPT = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONNOUSERSITE", "TRITON_CACHE_DIR", "HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_HUB_OFFLINE")
+KEPT = (
+    *("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONNOUSERSITE", "TRITON_CACHE_DIR"),
+    *("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_HUB_OFFLINE"),
+)
 """Variables that an image may set too: they are set again inside."""
 SYSTEM = frozenset({"bin", "sbin", "usr", "lib", "lib32", "lib64", "libx32", "etc", "opt", "dev", "proc", "sys", "boot", "run"})
 """Folders of the host that are never mounted over those of the image, unless slurm.container.mounts says so."""

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx.descendants import start_time
-from rlx.heartbeat import FETCHING, SILENT, in_phase
+from rlx.heartbeat import ABSENT, FETCHING, SILENT, in_phase
 from rlx.paths import RunPaths, write_text
 from rlx.stacks import boot
 
@@ -186,17 +186,19 @@ def examine(
         write_text(folder / "ask", question)
     here = {name: facts["pid"] for name, facts in known.items() if facts and _is_here(facts)}
     serves = {name: answers(paths, name) for name in names if name.startswith("inference_")}
-    deadline = time.monotonic() + ANSWER
+    deadline, looked = time.monotonic() + ANSWER, time.monotonic()
     found: dict[str, dict[str, Any]] = {}
     stopped: set[str] = set()
-    while time.monotonic() < deadline:
+    while True:
         stopped = {name for name, pid in here.items() if _state(pid) == "T"}
         there: list[str] = []
         with contextlib.suppress(OSError):
             there = os.listdir(folder)  # no answer is looked up before it is there (`rlx.paths.listed`)
         answers_of = {name: folder / f"{question}_{name}.json" for name in names if name not in found}
         found |= {name: said for name, file in answers_of.items() if file.name in there and (said := _read(file))}
-        if all(name in found or name in stopped for name in names):
+        gap, looked = time.monotonic() - looked, time.monotonic()
+        deadline += gap if gap > ABSENT else 0.0  # this process was stopped, and perhaps the others with it
+        if looked > deadline or all(name in found or name in stopped for name in names):
             break
         time.sleep(0.1)
     quiet = [name for name in names if name not in found and name in here and name not in stopped]

@@ -330,7 +330,8 @@ class Supervisor:
         self._write_status()
         now = time.monotonic()
         ages = self.ages.look(beats, now)
-        silent = {child.spec.name: ages.get(child.spec.name, self.ages.since(child.started)) for child in self.children.all if child.running}
+        alive = {child.spec.name: child for child in self.children.all if child.running}
+        silent = {name: ages.get(name, self.ages.since(child.started)) for name, child in alive.items()}
         self.stalls.look(beats, ages, self.metrics_offset, list(silent))
         return find_hung(silent, beats, self.limits.heartbeat_timeout, self.limits.hung_timeout)
 

@@ -3,9 +3,9 @@
     stdin: number TAB [reply, answer] as JSON, a line each → a forked child compares → stdout: number TAB true, false, null or "late"
 
 It runs apart from the environment, because math-verify has no limit of its own outside a main thread, and `9^{9^9}` takes for ever.
-Each comparison is a child with a limit of CPU time, which does not depend on what else runs, and of memory: null. The kernel keeps both, also
-while C code runs. A child that ends otherwise, because it gets no CPU or is killed, says nothing about the two expressions: "late".
-Comparisons run beside each other, so a slow one holds up no other.
+Each comparison is a child with a limit of memory and of CPU time, which does not depend on what else runs; beyond them it says null. The
+kernel keeps both, also while C code runs. A child that ends otherwise, because it gets no CPU or is killed, says nothing about the two
+expressions: "late". Comparisons run beside each other, so a slow one holds up no other.
 """
 
 from __future__ import annotations
