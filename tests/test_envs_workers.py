@@ -100,8 +100,7 @@ class Held(StandIn):
     async def generate(self, prompt_ids: Sequence[int], *rest: Any) -> Turn:
         turn = await super().generate(prompt_ids, *rest)
         if "word 5 " not in self.chat.tokenizer.decode(prompt_ids):
-            (worker,) = self.pool._workers
-            while not self.pool.replaced and not self._blocks(worker):
+            while not self.pool.replaced and not self._blocks(self.pool._workers[0]):
                 await asyncio.sleep(0.02)
             await asyncio.sleep(0.3)  # from its mark to the call that blocks
         return turn
@@ -109,7 +108,7 @@ class Held(StandIn):
     @staticmethod
     def _blocks(worker: Worker) -> bool:
         marks = worker.child.marks
-        found = {mark.play for mark in [marks.step(), *marks.calls()] if mark is not None and time.monotonic() - mark.since > 0.2}
+        found = {mark.play for mark in (marks.step(), *marks.calls()) if mark and time.monotonic() - mark.since > 0.2}
         return any(playing.task.index == 5 for number, playing in worker.playing.items() if number in found)
 
 

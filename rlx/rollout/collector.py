@@ -177,11 +177,11 @@ class Collector:
                     await self._changed.wait()
             except TimeoutError:
                 assert patience is not None
-                stopped = time.monotonic() - began - patience
-                if stopped > LATE and not excused:  # answers may have come meanwhile, and are still to be read
+                waited = time.monotonic() - began
+                if waited > patience + LATE and not excused:  # answers may have come meanwhile, and are still to be read
                     excused = True
                     for pending, _ in self._playing.values():
-                        pending.began += stopped
+                        pending.began += waited
             if idle:
                 self.waited_for_weights += time.monotonic() - began
         expiring_first = sorted(self._finished.values(), key=lambda pending: (pending.version, pending.number))
