@@ -46,7 +46,7 @@ from rlx.weights.files import ModelFiles
 from rlx.weights.publish import Publisher
 
 ERROR = "error"  # files of the ranks that failed
-TOGETHER = 30.0  # seconds within which all ranks refuse a case
+TOGETHER = 300.0  # seconds within which all ranks refuse a case
 
 
 def train(folder: Path, mesh: Mesh, settings: dict) -> None:

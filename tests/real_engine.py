@@ -98,6 +98,9 @@ class Engine:
     def play(self, env: Any, task: Task, says: Says, members: int = 2, steered: int = 1) -> tuple[list[Rollout], Heard]:
         """The rollouts of a group. The first `steered` members say what `says` returns."""
 
+        for script in self.scripts.iterdir():  # of an earlier environment, whose tasks had the same seeds
+            script.unlink()
+
         async def main() -> tuple[list[Rollout], Heard]:
             async with Servers(self.run.ready()) as servers:
                 heard = Heard(servers, self.scripts, says, steered)

@@ -221,9 +221,9 @@ def test_an_endpoint_that_is_full_or_fails_is_asked_again_and_one_that_is_slow_s
     metadata = json.loads(next((tmp_path / "flaky").glob(f"eval/*/*/{METADATA}")).read_text())
     assert (metadata["model"], metadata["served_model"]) == ("m", "m-2026"), "what was asked for, and what answered"
     assert "1.000 [" in flaky.text
-    slow = Command(tmp_path / "slow", *KEYS, *api("slow"), "orchestrator.max_concurrent=4")
+    slow = Command(tmp_path / "slow", *KEYS, *api("slow"), "num_examples=60", "orchestrator.max_concurrent=4")
     assert slow.process.wait(600) == 0, slow.text
-    assert re.search(r"model: \d+/24 rollouts .* 4 in flight   ETA \d+:\d\d", slow.text), slow.text
+    assert re.search(r"model: \d+/120 rollouts .* 4 in flight   ETA \d+:\d\d", slow.text), slow.text
     holds = [file for file in tmp_path.rglob("*") if file.is_file() and KEY.encode() in file.read_bytes()]
     assert holds == [], "no file has the key"
 

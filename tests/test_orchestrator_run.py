@@ -392,29 +392,3 @@ def test_an_update_that_takes_for_ever_ends_the_run(tmp_path: Path) -> None:
 
     with pytest.raises(TimeoutError):
         play(tmp_path, config_of(weight_broadcast__timeout=0.1), Stuck())
-
-
-def test_the_heartbeat_says_who_waits_for_what(tmp_path: Path) -> None:
-    seen = set()
-
-    class Slow(StandInTrainer):
-        async def run(self) -> None:
-            while not self.paths.batch_of(0).exists():
-                seen.add(read_heartbeats(self.paths).get("orchestrator", {}).get("phase"))
-                await asyncio.sleep(0.05)
-            while read_heartbeats(self.paths)["orchestrator"]["phase"] != "waiting for weights 1":
-                await asyncio.sleep(0.05)
-            await super().run()
-
-    config = config_of(max_steps=2)
-    paths = RunPaths(tmp_path)
-    envs = {"e": load("rlx_reverse_text", sampling={"max_tokens": 12, "temperature": 1.0})}
-    served: Any = StandInServers(delay=0.5)
-    give_policy(envs, config, tiny_chat(), served)
-    orchestrator_of = lambda: Orchestrator(config, paths, envs, served, served, Heartbeat(paths, "orchestrator"))  # noqa: E731
-
-    async def main() -> None:
-        await asyncio.wait_for(first_failure(orchestrator_of().run(), Slow(paths, config).run()), 120)
-
-    asyncio.run(main())
-    assert "rollouts 0/8" in seen

@@ -102,7 +102,7 @@ def test_all_addresses_of_a_teacher_play_and_a_failed_rollout_goes_to_another_on
         wait_for(lambda: all((tmp_path / mode).exists() for mode in ("good", "down")), "the servers", 60)
         good, down = ((tmp_path / mode).read_text() for mode in ("good", "down"))
         keys = ["envs.reverse_text.played_by=teacher", "loss=sft", "loss.ce_coef=1", "teacher.model=m", f"teacher.api_key={KEY}"]
-        cfg = compose(["hardware=cpu", *keys, f"teacher.base_url=[{good},{down.removesuffix('/v1')}]", "teacher.timeout=20"], {}).cfg
+        cfg = compose(["hardware=cpu", *keys, f"teacher.base_url=[{good},{down.removesuffix('/v1')}]", "teacher.timeout=300"], {}).cfg
         policy: Any = teacher_of(cfg, "reverse_text", tiny_chat(), SimpleNamespace(version=3))
 
         def at(env: str, index: int, member: int, attempt: int) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,7 +53,8 @@ def test_a_server_that_hangs_while_it_loads_stops_its_signs_of_life(tmp_path: Pa
     class Engine:
         @staticmethod
         async def start(*_: Any, **__: Any) -> None:
-            time.sleep(0.3)
+            while any(thread.name == "heartbeat" for thread in threading.enumerate()):
+                time.sleep(0.01)
             beat = heartbeat.path.read_text()
             time.sleep(0.2)
             assert heartbeat.path.read_text() == beat
