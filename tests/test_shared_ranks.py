@@ -15,6 +15,7 @@ from test_shared_trainer import GROUPS, A, Orchestrator, alone, configure, model
 
 from rlx.checkpoints import folders
 from rlx.paths import RunPaths, listed
+from rlx.plan.specs import _torchrun
 from rlx.shared.membership import answered
 
 __all__ = ["model"]  # the fixture
@@ -24,7 +25,7 @@ TWO_RANKS = {"trainer.idle_timeout": 15, "hardware.trainer_processes": 2}
 @contextmanager
 def two_ranks(host: RunPaths) -> Iterator[subprocess.Popen]:
     """The shared trainer's processes, when it takes runs."""
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ranks = _torchrun(2)
     command = [sys.executable, *ranks, "-m", "rlx.roles.shared_trainer", "--run-dir", str(host.root)]
     with (host.root / "log.txt").open("w") as log:
         environment = os.environ | {"HF_HUB_OFFLINE": "1"}

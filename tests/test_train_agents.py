@@ -90,7 +90,10 @@ class Script(StandInServers):
             text = str(sum(map(int, about.split("+"))) + (0 if right else self.draw.integers(1, 9)))
         said = [*tokenizer.encode(text), self.chat.stop_token_ids[0]]
         own = scores(self.model, [*prompt, *said])[-len(said) :].detach().numpy()
-        logprobs = np.minimum(own + self.draw.normal(0, 0.25, len(said)), 0).astype(np.float32)
+        near = True
+        while near:  # a ratio at a bound of GRPO's clip would be within it in float32 and not in float64, or the reverse
+            logprobs = np.minimum(own + self.draw.normal(0, 0.25, len(said)), 0).astype(np.float32)
+            near = bool((np.abs(np.exp(own - logprobs)[:, None] - [0.8, 1.2]) < 1e-3).any())
         topic, problem = (about, text) if verb == "propose" else (None, about)
         self.answers.append(Answer(self.version, prompt, said, logprobs, topic, problem, right))
         return Turn(

@@ -15,6 +15,7 @@ from objective_worker import CASES, train
 from trainer_examples import make_model
 
 from rlx.parallel.mesh import one_process
+from rlx.plan.specs import _torchrun
 
 HERE = Path(__file__).parent
 
@@ -25,7 +26,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], d
     folder = tmp_path_factory.mktemp("objectives")
     make_model(tie_word_embeddings=True).save_pretrained(folder / "model")
     make_model(tie_word_embeddings=True, seed=1).save_pretrained(folder / "teacher")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launcher = [sys.executable, *_torchrun(2)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])}
     command = [*launcher, str(HERE / "objective_worker.py"), str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)

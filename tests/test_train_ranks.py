@@ -27,6 +27,7 @@ from rlx.models.load import load_policy
 from rlx.models.read import stored_tensors
 from rlx.parallel.mesh import join, one_process
 from rlx.paths import RunPaths
+from rlx.plan.specs import _torchrun
 from rlx.weights.files import ADAPTER, verify
 
 pytestmark = pytest.mark.slow
@@ -136,7 +137,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def start(ranks: int, folders: Iterable[Path]) -> None:
     """Let so many processes train the cases."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    launcher = [sys.executable, *_torchrun(ranks)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{HERE}:{HERE.parent}"}
     command = [*launcher, str(HERE / "rank_worker.py"), *map(str, folders)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -159,13 +160,20 @@ def test_a_process_in_a_long_call_goes_on_beating_and_stops_with_it(tmp_path: Pa
 
 def test_a_call_that_takes_longer_than_its_limit_stops_beating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlx.heartbeat.INTERVAL", 0.02)
+    now = [0.0]
+    monkeypatch.setattr("rlx.heartbeat.time.monotonic", lambda: now[0])
     heartbeat = Heartbeat(RunPaths(tmp_path), "inference_0")
     with heartbeat.during("loading a model", limit=1.0):
         first = heartbeat.path.read_text()
-        time.sleep(1.3)
+        while heartbeat.path.read_text() == first:
+            time.sleep(0.01)
+        now[0] = 1.1
+        for thread in threading.enumerate():
+            if thread.name == "heartbeat":
+                thread.join()
         last = heartbeat.path.read_text()
-        time.sleep(0.2)
-        assert heartbeat.path.read_text() == last != first
+        time.sleep(0.1)
+        assert heartbeat.path.read_text() == last
 
 
 def test_a_poll_is_late_by_one_percent_of_the_wait_at_most_and_by_100_ms(clock: Clock) -> None:

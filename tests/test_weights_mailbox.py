@@ -9,11 +9,11 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rlx.parallel.transfer import LOOPBACK, Announced, reach_store, serve_store
 from rlx.paths import RunPaths
-from rlx.process import host_name
 from rlx.weights.mailbox import ORDERS, Call, Client, Forged, Gone, Interrupted, Mailbox, Messages
 from rlx.weights.offer import new_secret, read_secret
 
@@ -47,7 +47,7 @@ class Asking(threading.Thread):
 def test_a_store_for_one_host_listens_at_no_other_address() -> None:
     store = serve_store(5.0)
     assert store.host == LOOPBACK
-    addresses = {info[4][0] for info in socket.getaddrinfo(host_name(), None, socket.AF_INET)} - {LOOPBACK}
+    addresses = {one.address for card in psutil.net_if_addrs().values() for one in card if one.family == socket.AF_INET} - {LOOPBACK}
     for address in [*addresses, "127.0.0.2"]:
         with pytest.raises(OSError):  # noqa: PT011  (refused or unreachable)
             socket.create_connection((address, store.port), 2)

@@ -33,7 +33,7 @@ from rlx.weights.subscribe import Subscriber
 
 pytestmark = pytest.mark.slow
 
-TIMEOUT = 20.0
+TIMEOUT = 120.0
 GROUPS: dict[str, Group | None] = {}  # of the servers, which keep them between two versions
 
 
@@ -81,7 +81,7 @@ class Server(threading.Thread):
 @pytest.fixture
 def offers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Offers]:
     monkeypatch.setattr("rlx.weights.memory.SOON", 3.0)  # threads of a busy machine call late
-    monkeypatch.setattr("rlx.weights.memory.TOGETHER", 5.0)
+    monkeypatch.setattr("rlx.weights.memory.TOGETHER", TIMEOUT)
     paths = RunPaths(tmp_path / "run")
     paths.endpoints.mkdir(parents=True)
     made = Offers(PolicyModel(make_model()), one_process("cpu"), paths, torch.float32, TIMEOUT)
@@ -196,8 +196,10 @@ def test_servers_that_called_too_late_are_waited_for_after_the_next_step(offers:
     offers.offer(4)
     assert "the trainer has version 4, not version 3" in str(late.ended().error)
     again: list[Server] = []
-    threading.Timer(0.3, lambda: again.append(Server(offers.paths, 4))).start()
+    timer = threading.Timer(0.3, lambda: again.append(Server(offers.paths, 4)))
+    timer.start()
     offers.send_soon()
+    timer.join()
     assert again[0].ended().error is None
     assert again[0].sums
 

@@ -97,11 +97,13 @@ def watched(progress: Callable[[], int], limit: float, end: Callable[[str], None
     ended = threading.Event()
 
     def watch() -> None:
-        seen, since = progress(), time.monotonic()
-        while not ended.wait(min(1.0, limit / 4)):
+        seen, idle, looked, pause = progress(), 0.0, time.monotonic(), min(1.0, limit / 4)
+        while not ended.wait(pause):
+            # A look counts for little more than its pause: if this process was stopped meanwhile, the servers may be well.
+            idle, looked = idle + min(time.monotonic() - looked, 2 * pause), time.monotonic()
             if (now := progress()) != seen:
-                seen, since = now, time.monotonic()
-            elif time.monotonic() - since > limit:
+                seen, idle = now, 0.0
+            elif idle > limit:
                 end(f"a transfer of weights has taken no tensor for {limit:g} s (weight_broadcast.timeout and some more): a server is lost")
                 return
 
