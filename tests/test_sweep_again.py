@@ -64,6 +64,19 @@ def test_a_sweep_with_nothing_left_is_not_composed_again(started: Callable[..., 
     assert started("max_steps=200") == [2, 2], "another command line"
 
 
+def test_an_array_that_slurm_would_refuse_is_refused_before_any_directory_is_made(
+    started: Callable[..., list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.setattr("rlx.launch.sweep.MANY", 2)
+    (tmp_path / "bin" / "scontrol").write_text("#!/bin/sh\necho 'MaxArraySize            = 1'\n")
+    argv = ["train", "-m", "seed=1,2", "launcher=slurm", "slurm=dev", "hardware=cpu", f"run.dir={tmp_path / 'out'}"]
+    assert main(argv) == 2
+    assert "would have 2 jobs, and this cluster takes at most 1 (MaxArraySize" in capsys.readouterr().err
+    assert not list((tmp_path / "out").glob("seed=*"))
+    (tmp_path / "bin" / "scontrol").write_text("#!/bin/sh\necho 'MaxArraySize            = 2'\n")
+    started()
+
+
 @pytest.mark.parametrize("change", ["a job failed", "a run was extended", "a variable", "a file", "the record is gone", "clean"])
 def test_a_sweep_is_composed_if_anything_that_it_depends_on_has_changed(
     started: Callable[..., list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str

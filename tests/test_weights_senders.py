@@ -79,3 +79,12 @@ def test_a_transfer_that_takes_no_tensor_for_too_long_ends_the_trainer_and_a_slo
         wait_for(lambda: ends, "the end", 60)
     assert len(ends) == 1
     assert "taken no tensor for 0.2 s (weight_broadcast.timeout" in ends[0]
+
+
+def test_weights_that_lie_in_host_memory_are_on_the_trainers_device_when_they_are_sent() -> None:
+    from rlx.inference.server.senders import _Weights
+
+    source = Source(PolicyModel(make_model()), Mesh(device=torch.device("meta")), torch.float32)
+    sent = list(_Weights(source))
+    assert [name for name, _ in sent] == [name for name, _, _ in source.metadata()]
+    assert {tensor.device.type for _, tensor in sent} == {"meta"}

@@ -172,6 +172,7 @@ def _submit(elements: list[Element], name: str, directory: Path) -> int:
     from rlx.launch import sweep
 
     todo, jobs = _left(elements, directory)
+    sweep.check_arrays(todo, name, directory)
     locks = sweep.make_directories(todo, jobs)
     try:
         if todo:

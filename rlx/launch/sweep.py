@@ -34,7 +34,7 @@ from rlx.plan.make import make_plan
 from rlx.plan.place import require_one_host
 from rlx.runs.claim import create, differences, looks_like_run, writing
 from rlx.runs.history import final_reward
-from rlx.runs.jobs import ENDED, GONE, is_alive, job_of, queue
+from rlx.runs.jobs import ENDED, GONE, is_alive, job_of, max_array_size, queue
 from rlx.runs.lock import SWEEP, RunLock
 from rlx.runs.rewind import Found, find_start
 from rlx.runs.run import PATIENCE, WAITS, Run
@@ -42,6 +42,7 @@ from rlx.runs.status import FINAL, read_status
 from rlx.types import ProcessSpec
 
 POLL = 0.2  # seconds between two checks of the pool
+MANY = 100  # jobs of an array from which SLURM is asked how many it takes
 LOOK = 1.0  # seconds between two looks at the status files of submitted runs
 
 
@@ -187,16 +188,31 @@ def release(locks: Sequence[RunLock]) -> None:
         lock.close()
 
 
+def check_arrays(elements: Sequence[Element], name: str, directory: Path) -> None:
+    """Raises ConfigError if an array would have more jobs than SLURM takes. It rejects it only when everything else is done."""
+    largest = max(map(len, _arrays(elements, name, directory)), default=0)
+    if largest >= MANY and (most := max_array_size()) is not None and largest > most:
+        raise ConfigError(
+            f"the sweep's largest array would have {largest} jobs, and this cluster takes at most {most} (MaxArraySize of scontrol show "
+            "config).\n  fix: start the sweep in parts, for example with fewer seeds each"
+        )
+
+
+def _arrays(elements: Sequence[Element], name: str, directory: Path) -> list[list[Element]]:
+    """The elements by equal SLURM options."""
+    groups: dict[str, list[Element]] = {}
+    for element in elements:
+        groups.setdefault(repr(sorted(sbatch_options(element.cfg, name, directory).items())), []).append(element)
+    return list(groups.values())
+
+
 def submit_arrays(elements: Sequence[Element], name: str, directory: Path) -> list[str]:
     """Submit runs as job arrays, one for each set of equal SLURM options; return the job ids.
 
     Raises RuntimeError if SLURM rejects an array; the elements of arrays accepted before that have their `job` set.
     """
-    groups: dict[str, list[Element]] = {}
-    for element in elements:
-        groups.setdefault(repr(sorted(sbatch_options(element.cfg, name, directory).items())), []).append(element)
     jobs = []
-    for group in groups.values():
+    for group in _arrays(elements, name, directory):
         jobs += submit([(element.paths, element.cfg) for element in group], name, directory / FOLDER)
         for element in group:
             element.job = jobs[len(jobs) - len(group) + group.index(element)]

@@ -219,12 +219,22 @@ def is_ending(job_id: str) -> bool:
 
 def patience_with_nodes() -> float:
     """Seconds after which SLURM gives up a node that does not answer (`SlurmdTimeout`); its default if it does not say."""
+    return float(_setting("SlurmdTimeout") or 300)
+
+
+def max_array_size() -> int | None:
+    """The most jobs that one array may have (`MaxArraySize`); None if SLURM does not say."""
+    return _setting("MaxArraySize")
+
+
+def _setting(name: str) -> int | None:
+    """A number of SLURM's configuration."""
     try:
         done = ask("scontrol", "show", "config")
     except RuntimeError:
-        return 300.0
-    found = re.search(r"^SlurmdTimeout\s*=\s*(\d+)", done.stdout, re.MULTILINE)
-    return float(found[1]) if found else 300.0
+        return None
+    found = re.search(rf"^{name}\s*=\s*(\d+)", done.stdout, re.MULTILINE)
+    return int(found[1]) if found else None
 
 
 def _fields(job_id: str) -> dict[str, str]:

@@ -63,6 +63,8 @@ cd /
 export PYTHONPATH=/shared/outputs/mine/.submitit/code_1:/
 export PYTHONSAFEPATH=1
 export HF_HOME=/lustre/team_rl/hub
+export HF_HUB_CACHE=/lustre/team_rl/hub/hub
+export HF_DATASETS_CACHE=/lustre/team_rl/hub/datasets
 export HF_HUB_OFFLINE=1
 export PYTHONNOUSERSITE=1
 export TRITON_CACHE_DIR=/home/me/.cache/triton
@@ -109,7 +111,7 @@ rlx_supervise() {
   disown "$answers" # else bash reports that it was killed
   trap 'rlx_tell USR2' USR2
   trap 'rlx_tell INT' TERM # because SLURM sends SIGTERM to the supervisor's step too, as a notice
-  env -u SLURM_NTASKS -u SLURM_NPROCS -u SLURM_NTASKS_PER_NODE -u SLURM_TASKS_PER_NODE -u SLURM_NNODES -u SLURM_DISTRIBUTION -u SLURM_GPUS -u SLURM_GPUS_PER_NODE -u SLURM_GPUS_PER_TASK -u SLURM_GPUS_PER_SOCKET -u RANK -u LOCAL_RANK -u WORLD_SIZE -u LOCAL_WORLD_SIZE -u GROUP_RANK -u GROUP_WORLD_SIZE -u ROLE_RANK -u ROLE_WORLD_SIZE -u MASTER_ADDR -u MASTER_PORT srun --overlap --nodes=1 --ntasks=1 --job-name=supervisor --cpu-bind=none --mem=0 --input=none "--nodelist=${SLURMD_NODENAME:-$HOSTNAME}" --unbuffered --export=ALL apptainer exec --nv --no-home --bind /home/me/.cache:/home/me/.cache --bind /lustre/team_rl/hub:/lustre/team_rl/hub --bind /shared/outputs/mine:/shared/outputs/mine --bind /lustre/team_rl/data:/lustre/team_rl/data --bind "$RLX_OUTSIDE:$RLX_OUTSIDE" --pwd / /lustre/team_rl/images/rlx.sif env ${PYTHONPATH+"PYTHONPATH=$PYTHONPATH"} ${PYTHONSAFEPATH+"PYTHONSAFEPATH=$PYTHONSAFEPATH"} ${PYTHONNOUSERSITE+"PYTHONNOUSERSITE=$PYTHONNOUSERSITE"} ${TRITON_CACHE_DIR+"TRITON_CACHE_DIR=$TRITON_CACHE_DIR"} ${HF_HOME+"HF_HOME=$HF_HOME"} ${HF_HUB_OFFLINE+"HF_HUB_OFFLINE=$HF_HUB_OFFLINE"} "$@" &
+  env -u SLURM_NTASKS -u SLURM_NPROCS -u SLURM_NTASKS_PER_NODE -u SLURM_TASKS_PER_NODE -u SLURM_NNODES -u SLURM_DISTRIBUTION -u SLURM_GPUS -u SLURM_GPUS_PER_NODE -u SLURM_GPUS_PER_TASK -u SLURM_GPUS_PER_SOCKET -u RANK -u LOCAL_RANK -u WORLD_SIZE -u LOCAL_WORLD_SIZE -u GROUP_RANK -u GROUP_WORLD_SIZE -u ROLE_RANK -u ROLE_WORLD_SIZE -u MASTER_ADDR -u MASTER_PORT srun --overlap --nodes=1 --ntasks=1 --job-name=supervisor --cpu-bind=none --mem=0 --input=none "--nodelist=${SLURMD_NODENAME:-$HOSTNAME}" --unbuffered --export=ALL apptainer exec --nv --no-home --bind /home/me/.cache:/home/me/.cache --bind /lustre/team_rl/hub:/lustre/team_rl/hub --bind /shared/outputs/mine:/shared/outputs/mine --bind /lustre/team_rl/data:/lustre/team_rl/data --bind "$RLX_OUTSIDE:$RLX_OUTSIDE" --pwd / /lustre/team_rl/images/rlx.sif env ${PYTHONPATH+"PYTHONPATH=$PYTHONPATH"} ${PYTHONSAFEPATH+"PYTHONSAFEPATH=$PYTHONSAFEPATH"} ${PYTHONNOUSERSITE+"PYTHONNOUSERSITE=$PYTHONNOUSERSITE"} ${TRITON_CACHE_DIR+"TRITON_CACHE_DIR=$TRITON_CACHE_DIR"} ${HF_HOME+"HF_HOME=$HF_HOME"} ${HF_HUB_CACHE+"HF_HUB_CACHE=$HF_HUB_CACHE"} ${HF_DATASETS_CACHE+"HF_DATASETS_CACHE=$HF_DATASETS_CACHE"} ${HF_HUB_OFFLINE+"HF_HUB_OFFLINE=$HF_HUB_OFFLINE"} "$@" &
   step=$!
   while :; do
     wait "$step"

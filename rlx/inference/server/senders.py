@@ -41,7 +41,8 @@ class _Weights(WeightSource):
         return [ParamMeta(name, dtype, shape) for name, dtype, shape in self.source.metadata()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self.source)
+        # With trainer.fsdp_cpu_offload they lie in host memory, which neither NCCL nor CUDA IPC can send.
+        return ((name, tensor.to(self.source.mesh.device)) for name, tensor in self.source)
 
 
 class VllmSender:
