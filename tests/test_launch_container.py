@@ -321,11 +321,12 @@ def test_what_the_configuration_names_is_mounted_and_nothing_twice(tmp_path: Pat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("RLX_CACHE", raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache" / "hub"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "fetched"))
     line = ["launcher=slurm", "hardware=cpu", "dry_run=true", "model=qwen3_0_6b", f"model.name={tmp_path / 'model'}", "env=math"]
     line += [f"envs.math.args.dataset={tmp_path / 'data' / 'rows.jsonl'}", "envs.math.python=/usr/bin/python3"]
     line += ["slurm.container={runtime: pyxis, image: x, python: /opt/python, mounts: [/scratch, '/old:/new:ro']}"]
     found = mounts_of(compose(line, {}).cfg, tmp_path / "runs" / "mine", tmp_path / "runs" / "mine" / ".submitit" / "code_1")
-    own = [tmp_path / name for name in ("cache", "data", "model", "work", "runs/mine")]
+    own = [tmp_path / name for name in ("cache", "data", "fetched", "model", "work", "runs/mine")]
     assert sorted(found) == sorted(
         [*(f"{folder}:{folder}" for folder in [*own, Path.home() / ".cache" / "rlx"]), "/scratch:/scratch", "/old:/new:ro"]
     )

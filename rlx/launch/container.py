@@ -142,8 +142,9 @@ def caches_of(cfg: CommandConfig) -> list[Path]:
 
     The job's script makes them if they do not exist, because a runtime refuses to mount what is not there.
     """
-    home = cfg.slurm.hf_home or os.environ.get("HF_HOME")
-    found = [user_cache(), cache_root(), *([Path(os.path.expanduser(home))] if home else [])]
+    own = [os.environ.get(name) for name in ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE")]
+    of_the_hub = [cfg.slurm.hf_home] if cfg.slurm.hf_home else own
+    found = [user_cache(), cache_root(), *(Path(os.path.expanduser(each)) for each in of_the_hub if each)]
     return [each.absolute() for each in found]
 
 
