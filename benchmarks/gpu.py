@@ -96,7 +96,7 @@ def run_part(name: str, limit: float, command: list[str]) -> Iterator[dict[str, 
         if end_of is None:
             end()
             process.wait()
-    reader.join()
+    reader.join(60)  # what the part has started may keep its end open
     seconds = time.monotonic() - began
     if late.is_set():
         yield finished(name, error=f"the part was ended after its limit of {limit:.0f} s", seconds=seconds)

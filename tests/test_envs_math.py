@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -34,11 +35,16 @@ def test_requests_that_fill_the_pipe_to_a_busy_process_do_not_block_the_event_lo
     async def ask() -> list[bool | None]:
         await checker.equal("1 + x", "x + 1")  # the process has started
         assert checker._process is not None
-        checker._process.send_signal(signal.SIGSTOP)  # it reads nothing
+        process = checker._process
+        process.send_signal(signal.SIGSTOP)  # it reads nothing
+        blocked = threading.Timer(60, process.send_signal, (signal.SIGCONT,))
+        blocked.start()
         many = [asyncio.ensure_future(checker.equal(f"z + {number}", "1" * 40_000)) for number in range(4)]
         await asyncio.sleep(0)  # each has been asked for: 160 KB
         assert not any(one.done() for one in many)
-        checker._process.send_signal(signal.SIGCONT)
+        assert not blocked.finished.is_set(), "the event loop waited until the process went on"
+        blocked.cancel()
+        process.send_signal(signal.SIGCONT)
         return await asyncio.gather(*many)
 
     assert asyncio.run(ask()) == [False] * 4

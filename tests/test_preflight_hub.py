@@ -92,7 +92,7 @@ def test_doctor_looks_into_the_cache_of_the_cluster_and_advises_to_fetch(cache: 
     examined = Examined(cfg=compose(line, {}).cfg, run_dir=tmp_path)
     found = doctor_services.hub(examined)
     assert found.state == "failed"
-    assert found.found == f"offline (slurm.offline=true), and team/tiny is not in the cache {cache.parents[3]}"
+    assert found.found == f"offline (slurm.offline=true), and team/tiny is not in the cache {cache.parents[2]}"
     assert found.remedy == "rlx fetch, with the same arguments, where there is internet"
     folder = model(cache, weights=())
     assert "lacks of team/tiny: model.safetensors" in doctor_services.hub(examined).found
@@ -143,7 +143,7 @@ def test_what_was_fetched_from_the_hub_is_all_that_a_job_without_internet_needs(
     variables = {"PATH": f"{bin}{os.pathsep}{os.environ['PATH']}", "RLX_CACHE": str(tmp_path / "cache")}
     refused = rlx("train", *line, **variables)
     assert refused.returncode == 2
-    assert f"the cache {tmp_path / 'home'} lacks of the model team/tiny: all of it" in refused.stderr
+    assert f"the cache {tmp_path / 'home' / 'hub'} lacks of the model team/tiny: all of it" in refused.stderr
 
     with hub(tmp_path / "hub") as (url, asked):
         done = rlx("fetch", *line, **variables, HF_ENDPOINT=url)

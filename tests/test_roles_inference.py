@@ -53,8 +53,7 @@ def test_a_server_that_hangs_while_it_loads_stops_its_signs_of_life(tmp_path: Pa
     class Engine:
         @staticmethod
         async def start(*_: Any, **__: Any) -> None:
-            while any(thread.name == "heartbeat" for thread in threading.enumerate()):
-                time.sleep(0.01)
+            wait_for(lambda: all(thread.name != "heartbeat" for thread in threading.enumerate()), "its silence", 60)
             beat = heartbeat.path.read_text()
             time.sleep(0.2)
             assert heartbeat.path.read_text() == beat

@@ -65,9 +65,8 @@ def test_a_sweep_with_nothing_left_is_not_composed_again(started: Callable[..., 
 
 
 def test_an_array_that_slurm_would_refuse_is_refused_before_any_directory_is_made(
-    started: Callable[..., list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+    started: Callable[..., list[int]], tmp_path: Path, capsys
 ) -> None:
-    monkeypatch.setattr("rlx.launch.sweep.MANY", 2)
     (tmp_path / "bin" / "scontrol").write_text("#!/bin/sh\necho 'MaxArraySize            = 1'\n")
     argv = ["train", "-m", "seed=1,2", "launcher=slurm", "slurm=dev", "hardware=cpu", f"run.dir={tmp_path / 'out'}"]
     assert main(argv) == 2

@@ -163,14 +163,15 @@ def test_a_call_that_takes_longer_than_its_limit_stops_beating(tmp_path: Path, m
     now = [0.0]
     monkeypatch.setattr("rlx.heartbeat.time.monotonic", lambda: now[0])
     heartbeat = Heartbeat(RunPaths(tmp_path), "inference_0")
+    others = set(threading.enumerate())
     with heartbeat.during("loading a model", limit=1.0):
+        (beating,) = set(threading.enumerate()) - others
         first = heartbeat.path.read_text()
         while heartbeat.path.read_text() == first:
             time.sleep(0.01)
         now[0] = 1.1
-        for thread in threading.enumerate():
-            if thread.name == "heartbeat":
-                thread.join()
+        beating.join(60)
+        assert not beating.is_alive()
         last = heartbeat.path.read_text()
         time.sleep(0.1)
         assert heartbeat.path.read_text() == last

@@ -15,7 +15,7 @@ usage: rlx fetch [{" | ".join(OF)}] [GROUP=OPTION …] [key=value …]        de
   rlx fetch launcher=slurm slurm=my_cluster model=qwen3_8b env=math
   rlx fetch sft launcher=slurm slurm=my_cluster model=qwen3_8b data.name=team/chats
 
-Give the arguments of the run. The cache is slurm.hf_home of the cluster's file, else HF_HOME, else ~/.cache/huggingface. Run it
+Give the arguments of the run. The cache is slurm.hf_home of the cluster's file, else that of this shell (HF_HUB_CACHE, HF_HOME). Run it
 where there is internet and where the nodes' cache can be written: on a login node, say. An environment is loaded once, which puts
 the data sets that it loads into the cache. What is there already is not fetched again. Private models need HF_TOKEN or `hf auth login`.
 
@@ -30,7 +30,7 @@ def run(argv: list[str]) -> int:
     from rlx.config.load import compose
     from rlx.config.roots import ROOTS
     from rlx.plan.environment import hub_variables
-    from rlx.preflight.hub import fetch_models, use_cache
+    from rlx.preflight.hub import fetch_models, hub_cache, use_cache
     from rlx.preflight.probes import environments_of, lines_of
 
     name, rest = (argv[0], argv[1:]) if argv and argv[0] in OF else ("train", argv)
@@ -38,7 +38,7 @@ def run(argv: list[str]) -> int:
     composed = compose([*rest, "dry_run=true"], None, root)
     os.environ.pop("HF_HUB_OFFLINE", None)
     use_cache({key: value for key, value in hub_variables(composed.cfg).items() if key != "HF_HUB_OFFLINE"})
-    print(f"cache {os.environ.get('HF_HOME') or '~/.cache/huggingface'}", flush=True)
+    print(f"cache {hub_cache()}", flush=True)
     command = pkgutil.resolve_name(f"rlx.cli.{name}").command()
     cfg = command.resolve(composed.cfg)  # of `rlx sft`: this loads the data sets
     for model, folder in fetch_models(cfg).items():

@@ -263,13 +263,13 @@ class WorkerPool:
     # -- watching
 
     async def _keep_watching(self) -> None:
-        measured = looked = time.monotonic()
+        measured = time.monotonic()
         while True:
+            slept = time.monotonic()
             await asyncio.sleep(LOOK)
-            gap, looked = time.monotonic() - looked, time.monotonic()
-            if gap > ABSENT:
+            if (gap := (now := time.monotonic()) - slept) > ABSENT:
                 for worker in self._workers:
-                    worker.forgive(gap)
+                    worker.forgive(gap, now)
             if time.monotonic() - measured > MEASURE:
                 await asyncio.to_thread(measure_all, [worker.child for worker in self._workers])
                 measured = time.monotonic()

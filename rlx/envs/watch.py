@@ -66,11 +66,14 @@ class Worker:
             return 0
         return max(0, sum(max(0, len(playing.members) - len(playing.asks)) for playing in self.playing.values()) - 1)
 
-    def forgive(self, gap: float) -> None:
-        """Seconds in which the process that looks was stopped itself, and perhaps this one with it, do not count."""
-        self.began, self.alive, self.looked = self.began + gap, self.alive + gap, self.looked + gap
+    def forgive(self, gap: float, now: float) -> None:
+        """Seconds up to now in which the process that looks was stopped itself, and perhaps this one with it, do not count.
+
+        What was noted since it goes on stays as it is: a sign of life, a new request.
+        """
+        self.began, self.alive, self.looked = (min(now, since + gap) for since in (self.began, self.alive, self.looked))
         for playing in self.playing.values():
-            playing.began += gap
+            playing.began = min(now, playing.began + gap)
 
     def look(self, now: float) -> None:
         """Note whether it computes for a rollout at this moment."""

@@ -186,7 +186,7 @@ def examine(
         write_text(folder / "ask", question)
     here = {name: facts["pid"] for name, facts in known.items() if facts and _is_here(facts)}
     serves = {name: answers(paths, name) for name in names if name.startswith("inference_")}
-    deadline, looked = time.monotonic() + ANSWER, time.monotonic()
+    deadline = time.monotonic() + ANSWER
     found: dict[str, dict[str, Any]] = {}
     stopped: set[str] = set()
     while True:
@@ -196,11 +196,12 @@ def examine(
             there = os.listdir(folder)  # no answer is looked up before it is there (`rlx.paths.listed`)
         answers_of = {name: folder / f"{question}_{name}.json" for name in names if name not in found}
         found |= {name: said for name, file in answers_of.items() if file.name in there and (said := _read(file))}
-        gap, looked = time.monotonic() - looked, time.monotonic()
-        deadline += gap if gap > ABSENT else 0.0  # this process was stopped, and perhaps the others with it
-        if looked > deadline or all(name in found or name in stopped for name in names):
+        if time.monotonic() > deadline or all(name in found or name in stopped for name in names):
             break
+        slept = time.monotonic()
         time.sleep(0.1)
+        gap = time.monotonic() - slept
+        deadline += gap if gap > ABSENT else 0.0  # this process was stopped, and perhaps the others with it
     quiet = [name for name in names if name not in found and name in here and name not in stopped]
     files = {name: Path(known[name].get("stacks") or folder / f"{name}.stack") for name in quiet}
     sizes = {name: len(_text(file)) for name, file in files.items()}

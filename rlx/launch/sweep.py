@@ -42,7 +42,6 @@ from rlx.runs.status import FINAL, read_status
 from rlx.types import ProcessSpec
 
 POLL = 0.2  # seconds between two checks of the pool
-MANY = 100  # jobs of an array from which SLURM is asked how many it takes
 LOOK = 1.0  # seconds between two looks at the status files of submitted runs
 
 
@@ -191,7 +190,7 @@ def release(locks: Sequence[RunLock]) -> None:
 def check_arrays(elements: Sequence[Element], name: str, directory: Path) -> None:
     """Raises ConfigError if an array would have more jobs than SLURM takes. It rejects it only when everything else is done."""
     largest = max(map(len, _arrays(elements, name, directory)), default=0)
-    if largest >= MANY and (most := max_array_size()) is not None and largest > most:
+    if largest > 1 and (most := max_array_size()) is not None and largest > most:
         raise ConfigError(
             f"the sweep's largest array would have {largest} jobs, and this cluster takes at most {most} (MaxArraySize of scontrol show "
             "config).\n  fix: start the sweep in parts, for example with fewer seeds each"

@@ -33,7 +33,7 @@ class TaughtPolicy:
 
     The groups are spread over the endpoints. One endpoint answers a whole group, whose members share a prompt, and another one plays the
     next attempt at a rollout that failed. An endpoint that failed gets no new rollouts for `REST` seconds. If all have failed, the one that
-    answered last gets them.
+    answered last gets first attempts, and the others the next ones.
     """
 
     endpoints: Sequence[OpenAIPolicy]  # the same model at every address
@@ -50,7 +50,8 @@ class TaughtPolicy:
         now = time.monotonic()
         place = next((each for each in places if now - self._failed.get(each, -math.inf) >= REST), None)
         if place is None:
-            place = max(places, key=lambda each: self._answered.get(each, -math.inf))
+            places.sort(key=lambda each: self._answered.get(each, -math.inf), reverse=True)
+            place = places[attempt % len(places)]
         return TaughtEpisode(self, self.endpoints[place].episode(task, member, attempt), place)
 
     async def ask(self, place: int, request: Callable[[], Awaitable[Reply]]) -> Reply:

@@ -286,7 +286,7 @@ def hub(examined: Examined) -> Finding:
         if not lacking:
             return Finding(name="hub", state=OK, found=f"offline ({why}); {there}")
         name, files = next(iter(lacking.items()))
-        cache = f"the cache {constants.HF_HOME}"
+        cache = f"the cache {constants.HF_HUB_CACHE}"
         found = f"{name} is not in {cache}" if files == NOTHING else f"{cache} lacks of {name}: {', '.join(files[:3])}"
         remedy = "rlx fetch, with the same arguments, where there is internet" + ("" if of_cluster else "; or unset HF_HUB_OFFLINE")
         return Finding(name="hub", state=FAILED, found=f"offline ({why}), and {found}", remedy=remedy)

@@ -36,6 +36,11 @@ def use_cache(variables: Mapping[str, str]) -> None:
         )
 
 
+def hub_cache() -> str:
+    """Where the hub's library keeps models, in words."""
+    return os.environ.get("HF_HUB_CACHE") or f"{os.environ.get('HF_HOME') or '~/.cache/huggingface'}/hub"
+
+
 def models_of(cfg: CommandConfig) -> list[str]:
     """The models that the processes of a command load from the hub, by name."""
     own = initial_model(cfg) if isinstance(cfg, PlayWithModel) else None
@@ -107,7 +112,7 @@ def check_cache(configs: Sequence[CommandConfig]) -> None:
             continue
         for name in models_of(cfg):
             if name not in problems:
-                problems[name] = (lacks(name), os.environ.get("HF_HOME") or "~/.cache/huggingface")
+                problems[name] = (lacks(name), hub_cache())
     texts = [
         f"the nodes have no internet (slurm.offline=true), and the cache {home} lacks of the model {name}: {', '.join(lacking[:3])}"
         + (f" and {len(lacking) - 3} more files" if len(lacking) > 3 else "")

@@ -112,7 +112,8 @@ def identity(env: EnvConfig) -> Identity:
 
 def _file_of(each: Identity) -> Path:
     found = str(sources_of(each[1])) if each[0] == sys.executable else os.environ.get("PYTHONPATH", "")
-    hub = [os.environ.get(name) for name in ("HF_HOME", "HF_HUB_OFFLINE")] if os.environ.get("HF_HUB_OFFLINE") == "1" else []
+    caches = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_HUB_OFFLINE")
+    hub = [os.environ.get(name) for name in caches] if os.environ.get("HF_HUB_OFFLINE") == "1" else []
     text = json.dumps([SCHEMA, *each, found, *hub])  # without the hub, what loads depends on the cache
     return cache_root() / "environments" / f"{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}.json"
 

@@ -16,6 +16,7 @@ The collector sees policy versions as numbers; servers and files are handled els
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -172,16 +173,14 @@ class Collector:
             idle, began = not self._playing, time.monotonic()
             patience = self._patience() if self._complete else None
             self._changed.clear()
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(patience):  # `wait_for` of Python 3.11 loses cancellations
                     await self._changed.wait()
-            except TimeoutError:
-                assert patience is not None
-                waited = time.monotonic() - began
-                if waited > patience + LATE and not excused:  # answers may have come meanwhile, and are still to be read
-                    excused = True
-                    for pending, _ in self._playing.values():
-                        pending.began += waited
+            late = 0.0 if patience is None else time.monotonic() - began - patience
+            if late > LATE and not excused:  # answers may have come meanwhile, and are still to be read
+                excused = True
+                for pending in self._expiring():
+                    pending.began = min(time.monotonic(), pending.began + late + PATIENCE_FLOOR)
             if idle:
                 self.waited_for_weights += time.monotonic() - began
         expiring_first = sorted(self._finished.values(), key=lambda pending: (pending.version, pending.number))
@@ -281,8 +280,12 @@ class Collector:
     def _patience(self) -> float:
         """Seconds that a complete batch may still wait for groups that would be too old for the next one; 0 if there are none."""
         longest = max(PATIENCE * max(self._durations, default=0.0), PATIENCE_FLOOR)
-        expiring = [pending.began for pending, _ in self._playing.values() if pending.version <= self.taken - self.max_async_level]
-        return max(0.0, max(expiring) + longest - time.monotonic()) if expiring else 0.0
+        expiring = self._expiring()
+        return max(0.0, max(pending.began for pending in expiring) + longest - time.monotonic()) if expiring else 0.0
+
+    def _expiring(self) -> list[Pending]:
+        """Groups being played that would be too old for the next batch."""
+        return [pending for pending, _ in self._playing.values() if pending.version <= self.taken - self.max_async_level]
 
     def _advance(self) -> None:
         """Drop groups that are too old, start groups that may start, and wake `collect`."""

@@ -10,8 +10,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar, cast
@@ -43,9 +43,9 @@ from rlx.runs.weights import initial_model
 from rlx.types import ProcessSpec
 from rlx.waiting import WaitTimeout, wait_for
 
+FILL = 300.0  # seconds for another role to fill the run directory: it hashes the code, perhaps on a slow file system
 MAKING = ".making"  # marks a run directory under construction; a half-made directory counts as free
 # Keys that may change when a run resumes in its own directory: how long, where and how it is observed, but not what it learns.
-FILL = 300.0  # seconds for another role to fill the run directory: it hashes the code, perhaps on a slow file system
 WHERE = ("launcher", "slurm", "kubernetes", "hardware", "inference", "weight_broadcast")
 MAY_CHANGE = (*NOT_COMPARED, *WHERE, "max_steps", "steps", "ckpt", "logger")
 
@@ -213,10 +213,7 @@ def join(cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpe
                 _fill(paths, cfg, overrides, plan)
             return listed(paths.config)
 
-        try:
-            wait_for(ready, f"the role that holds {paths.lock} to write {paths.config}", timeout=FILL, poll=0.02)
-        except WaitTimeout as error:
-            raise ConfigError(f"{error}\n  fix: end that role, or give another run.dir=") from error
+        _wait_until_filled(ready, paths)
         lock.share()
     here, there = asdict(cfg), asdict(load_command(paths.root))
     differences = [line for line in differing(there, here) if re.split("[.:]", line)[0] not in NOT_COMPARED]
@@ -245,6 +242,19 @@ def write_description(
             if text is not None:
                 write_text(path, f"{text.rstrip()}\n")
     return paths
+
+
+def _wait_until_filled(ready: Callable[[], bool], paths: RunPaths) -> None:
+    """Wait for the role that fills a run directory. Raises ConfigError if it does not."""
+    what = f"the role that holds {paths.lock} to write {paths.config}"
+    with suppress(WaitTimeout):
+        wait_for(ready, what, timeout=min(5.0, FILL), poll=0.02)
+        return
+    say(f"waiting for {what}")
+    try:
+        wait_for(ready, what, timeout=FILL)
+    except WaitTimeout as error:
+        raise ConfigError(f"{error}\n  fix: end that role, or give another run.dir=") from error
 
 
 @contextmanager

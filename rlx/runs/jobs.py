@@ -219,7 +219,8 @@ def is_ending(job_id: str) -> bool:
 
 def patience_with_nodes() -> float:
     """Seconds after which SLURM gives up a node that does not answer (`SlurmdTimeout`); its default if it does not say."""
-    return float(_setting("SlurmdTimeout") or 300)
+    found = _setting("SlurmdTimeout")
+    return 300.0 if found is None else float(found)
 
 
 def max_array_size() -> int | None:

@@ -4,7 +4,7 @@
 
 It runs apart from the environment, because math-verify has no limit of its own outside a main thread, and `9^{9^9}` takes for ever.
 Each comparison is a child with a limit of memory and of CPU time, which does not depend on what else runs; beyond them it says null. The
-kernel keeps both, also while C code runs. A child that ends otherwise, because it gets no CPU or is killed, says nothing about the two
+kernel keeps both, also while C code runs. A child that gets no CPU or is killed says nothing about the two
 expressions: "late". Comparisons run beside each other, so a slow one holds up no other.
 """
 
@@ -66,7 +66,7 @@ def main() -> None:
             said = os.read(pipe, 16).decode()
             os.close(pipe)
             _, status = os.waitpid(pid, 0)
-            other = os.WIFSIGNALED(status) and os.WTERMSIG(status) != signal.SIGPROF
+            other = os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGALRM, signal.SIGKILL)
             said = said or json.dumps("late" if other else None)
             print(f"{number}\t{said}", flush=True)
         while b"\n" in buffer and len(running) < most:
