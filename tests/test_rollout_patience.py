@@ -9,7 +9,17 @@ import time
 import pytest
 from test_rollout_collector import FakeEnv, collector, indices, run, settled
 
-from rlx.types import Task
+from rlx.rollout.collector import Collector
+from rlx.types import Rollout, Task
+
+
+async def first_batch(groups: Collector, env: FakeEnv) -> list[list[Rollout]]:
+    """The batch of step 0, without group 1, which still plays. The servers have version 1 afterwards."""
+    batch = await groups.collect()
+    assert indices(batch) == [0, 2, 3, 4]
+    env.version = 1
+    groups.set_version(1)
+    return batch
 
 
 def test_groups_whose_answers_came_while_this_process_was_stopped_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,10 +28,7 @@ def test_groups_whose_answers_came_while_this_process_was_stopped_are_not_lost(m
     groups = collector(env, max_async_level=1)
 
     async def main() -> None:
-        first = await groups.collect()
-        assert indices(first) == [0, 2, 3, 4]
-        env.version = 1
-        groups.set_version(1)
+        await first_batch(groups, env)
         asyncio.get_running_loop().call_later(0.1, time.sleep, 1.5)
         await groups.collect()
         assert (groups.tally.dropped["off_policy"], env.ended.count(1)) == (0, 2)
@@ -58,10 +65,7 @@ def test_a_group_that_hangs_does_not_hold_up_the_batch_and_is_dropped_counted_an
     groups = collector(env, max_async_level=1)
 
     async def main() -> None:
-        first = await groups.collect()
-        assert indices(first) == [0, 2, 3, 4]
-        env.version = 1
-        groups.set_version(1)
+        first = await first_batch(groups, env)
         second = await groups.collect()
         assert 1 not in indices(second)
         assert groups.tally.dropped == {"off_policy": 2}

@@ -300,7 +300,7 @@ class Fleet:
             text = (
                 str(error) or f"{server.endpoint.name} did not report its version in {self._hung if others else self._restart_timeout:g} s"
             )
-            others = any(other.serves for other in self._servers if other is not server)  # now: their checks run beside this one
+            others = any(other.serves for other in self._servers if other is not server)  # again: their checks run beside this one
             if others and server.gone:
                 self._leave_out(server, text)
             elif server.said != text:

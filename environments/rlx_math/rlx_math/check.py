@@ -4,8 +4,8 @@
 
 It runs apart from the environment, because math-verify has no limit of its own outside a main thread, and `9^{9^9}` takes for ever.
 Each comparison is a child with a limit of memory and of CPU time, which does not depend on what else runs; beyond them it says null. The
-kernel keeps both, also while C code runs. A child that gets no CPU or is killed says nothing about the two
-expressions: "late". Comparisons run beside each other, so a slow one holds up no other.
+kernel keeps both, also while C code runs. A child that gets no CPU or is killed says nothing about the two expressions: "late".
+Comparisons run beside each other, so a slow one holds up no other.
 """
 
 from __future__ import annotations

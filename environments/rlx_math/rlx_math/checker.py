@@ -84,7 +84,6 @@ class Checker:
             self._known[key] = said
             if len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
-            return said
         return self._known[key]
 
     def _ask(self, reply: str, answer: str) -> Future[Said]:
