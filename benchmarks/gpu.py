@@ -57,6 +57,10 @@ PARTS = {
     "lora": Part(65, "gpu_models.lora", "Do steps of Qwen3-4B with adapters reach 12k tokens/s?"),
     "large": Part(50, "gpu_models.large", "Do steps of 8B with full checkpointing reach 45 % causal MFU?"),
     "fsdp": Part(45, "gpu_models.fsdp", "Is the peak of memory under FSDP2 what the plan's formula says?"),
+    "options": Part(
+        75, "gpu_stack.options", "Do the trainer's options compute on this device what plain training does, and what do they cost?"
+    ),
+    "roles": Part(75, "gpu_stack.roles", "Does `rlx sft` run here, is its peak of memory what the plan says, and does it resume?"),
     "compile": Part(45, "gpu_models.compiled", "Do compiled layers stay compiled over six layouts of rows, and what do they gain?"),
     "write": Part(
         35, "gpu_weights.write", "How long does a version of the weights take to be copied and written, and how much holds the trainer?"

@@ -20,10 +20,12 @@ from torch import Tensor
 
 from rlx.kernels.logprob import logprob
 from rlx.kernels.reference import logprob_reference
+from rlx.kernels.tiles import TILE_CUDA, _add_product, _product, _slices
 
 ROOT = Path(__file__).resolve().parent.parent
 OP = {False: (16_384, 4096, 131_072), True: (256, 32, 2000)}  # tokens, width, vocabulary; True: small
 GROUPS, MEMBERS = 2, 4  # of the op's rollouts
+TILES = {False: [(4096, 4096), (16_384, 4096), (4096, 8192), (8192, 8192), (16_384, 8192), (16_384, 2048)], True: [(128, 512)]}
 
 
 def size(shape: tuple[int, int, int]) -> str:
@@ -93,6 +95,28 @@ def op(report: Report) -> None:
         rate(f"objective {name}", work)
     rate("frozen head, no entropy gradient (4·M·H·V)", lambda: frozen(logprob)(inputs), None, 4)
     rate("torch's row functions", lambda: by(logprob, backend="torch")(inputs), None)
+    for tile in TILES[report.small]:  # tokens, vocabulary
+        rate("tiles of {:,} x {:,}".format(*tile), lambda tile=tile: by(logprob, tile=tile)(inputs), None)
+    with report.attempt("the four products alone", size(shape)):
+        found = report.measure(lambda: products(*inputs[:2]), 3)
+        report.row("the four products alone", size(shape), 8 * tokens * width * vocabulary / found.seconds / 1e12, "TFLOP/s")
+
+
+@torch.no_grad()
+def products(hidden: Tensor, head: Tensor) -> None:
+    """What the op multiplies, tile by tile, and nothing else: the rate that it can reach at most."""
+    columns, elements = TILE_CUDA
+    total, gradient = torch.zeros_like(hidden, dtype=torch.float32), torch.zeros_like(head)
+    dx = torch.randn(elements // columns, columns, device=head.device).to(head.dtype)
+    for part in _slices(len(head), columns):
+        d_w = torch.zeros_like(head[part], dtype=torch.float32)
+        for block in _slices(len(hidden), elements // columns):
+            for _ in range(2):  # forward, and again in backward
+                x = _product(hidden[block], head[part].T)
+            some = dx[: x.shape[0], : x.shape[1]]
+            _add_product(total[block], some, head[part])
+            _add_product(d_w, some.T, hidden[block])
+        gradient[part] = d_w
 
 
 def tests(report: Report) -> None:

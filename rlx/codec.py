@@ -133,6 +133,8 @@ def _column(hint: Any) -> _Column:
         return _Column(lambda values, _: write_each(SCALARS[hint], values), lambda body, *_: body)
     if origin is Literal:
         return _Column(lambda values, _: write_each(functools.partial(one_of, arguments), values), lambda body, *_: body)
+    if origin is NDArray:  # since numpy 2.5, where it is an alias with a name
+        return _arrays(np.dtype(arguments[0]))
     if origin is np.ndarray:
         return _arrays(np.dtype(get_args(arguments[1])[0]))
     if origin in (Union, types.UnionType) and len(arguments) == 2 and arguments[1] is type(None):

@@ -7,18 +7,21 @@ keyword arguments.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from rlx.models.layout import Bucket, Layout
 from rlx.parallel.row import Row
 
 NAME = "rlx"
+SAYS_GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters  # before 2.12, torch takes fewer key heads without a word
 
 
 def packed_attention(
@@ -154,14 +157,12 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float | None,
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scaling: float | None, window: int | None, grouped: bool) -> Tensor:
     """torch's own FlashAttention with segment boundaries (CUDA, 16 bit): [K, heads, d] → [K, H, d]."""
-    from torch.nn.attention.varlen import varlen_attn
-
     assert layout.cu_seqlens is not None
     n = layout.max_length
     back = -1 if window is None else window - 1
     out = varlen_attn(
         q.contiguous(), k.contiguous(), v.contiguous(), layout.cu_seqlens, layout.cu_seqlens, n, n,
-        scale=scaling, window_size=(back, 0), enable_gqa=grouped,
+        scale=scaling, window_size=(back, 0), **({"enable_gqa": grouped} if SAYS_GROUPED else {}),
     )  # fmt: skip
     assert isinstance(out, Tensor)
     return out

@@ -12,8 +12,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import transformers
 from torch.distributed.device_mesh import DeviceMesh
-from transformers.distributed.expert_parallel import apply_expert_parallelism
 
 EXCHANGE = "all_to_all"
 EXPERTS = "ep_dispatch_experts"  # the style of a module of experts in transformers' plans
@@ -25,6 +25,13 @@ def split_experts(hf: Any, mesh: DeviceMesh, alone: DeviceMesh, *, dense: bool =
     `alone` is a mesh of this rank only: no other rank has the same tokens. `dense`: a model without a plan for experts stays as it is.
     Raises ValueError if transformers has no plan for the family, or if the experts are not divisible.
     """
+    try:
+        from transformers.distributed.expert_parallel import apply_expert_parallelism
+    except ImportError as error:
+        raise ValueError(
+            f"trainer.ep={mesh.size()}: transformers {transformers.__version__} cannot divide experts over ranks; install a newer one, "
+            "or set trainer.ep=1"
+        ) from error
     base, size = hf.base_model, mesh.size()
     plan = getattr(hf.config.get_text_config(), "base_model_ep_plan", None) or {}
     # Parameters first: dividing them sets a module's number of local experts, which the exchange reads when it is installed.

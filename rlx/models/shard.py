@@ -102,7 +102,9 @@ def shard(
             # averaging sum, and there a factor of 1 without force-sum would still average.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            module.set_reduce_scatter_unused_params(True, recurse=False)  # for experts that a rank did not use
+            # For experts that a rank did not use. torch before 2.13 reduces only what every rank used, and has no such switch.
+            if hasattr(module, "set_reduce_scatter_unused_params"):
+                module.set_reduce_scatter_unused_params(True, recurse=False)
 
 
 def _placement_of_divided(shards: Mapping[str, DeviceMesh]) -> Callable[[torch.nn.Parameter], Any]:
