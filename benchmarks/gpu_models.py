@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from rlx.data.source import FakeSource
 from rlx.losses.base import Objective
 from rlx.losses.grpo import grpo
 from rlx.models.liger import apply_liger
+from rlx.models.load import choose_attention
 from rlx.models.lora import PARAMETERS, add_adapters, draw_adapters
 from rlx.models.policy import PolicyModel
 from rlx.models.read import empty_weights
@@ -90,7 +92,7 @@ def build(
         if lora is not None:
             add_adapters(hf, lora, master)
     model = PolicyModel(hf, compute_dtype=report.dtype)
-    model.liger = apply_liger(hf, "auto", report.device)
+    model.liger = apply_liger(hf, "auto", report.device, rope=compile is None, compiled=compile is not None)
     if ac:
         checkpoint_activations(model, AcConfig(freq=ac))
     if compile is not None:
@@ -106,6 +108,8 @@ def build(
         for name, parameter in hf.named_parameters():
             parameter.requires_grad_(name.endswith(PARAMETERS))
         draw_adapters(hf, seed=0)
+    if report.cuda and compile is None and model.layout_kind(report.device) == "varlen":
+        choose_attention(model, mesh)
     return Built(model, mesh, [parameter for parameter in model.parameters() if parameter.requires_grad])
 
 
@@ -152,24 +156,46 @@ def step_rows(report: Report, what: str, where: str, found: dict[str, float], to
         report.error(f"{what}: causal MFU", where, "the device's peak is not known")
 
 
-def whole_steps(report: Report, name: str, samples: int, tokens: int, goal: str, lora: LoraConfig | None = None) -> None:
+def whole_steps(
+    report: Report, name: str, samples: int, tokens: int, goal: str, lora: LoraConfig | None = None, rows: tuple[int, ...] = (1,)
+) -> None:
+    """`rows`: rollouts in a row. The first number has all ways of computing, the others only the default."""
     shape, length = shape_of(report, name), tokens if not report.small else 128
-    mesh = over_itself(report)
-    where = f"{shape.name}, {samples} rollouts of {length:,} tokens, rows of {length:,}"
-    for what, compile in (("eager", None), ("compiled", {})):
-        if compile is not None and not report.cuda:
-            report.error(what, where, "left out without a GPU: compiling takes longer than all the rest")
-            continue
-        with report.attempt(what, where):
-            built = build(shape.config(), report, mesh, master=torch.float32, lora=lora, compile=compile)
-            step_rows(
-                report,
-                f"{what}, Liger {built.model.liger.split(':')[0]}",
-                where,
-                steps(report, built, rollouts(shape, samples, length), length),
-                goal,
-            )
-            del built
+    mesh, source = over_itself(report), rollouts(shape, samples, length)
+    where = f"{shape.name}, {samples} rollouts of {length:,} tokens, rows of "
+    with report.attempt("eager", f"{where}{rows[0] * length:,}"):
+        built = build(shape.config(), report, mesh, master=torch.float32, lora=lora)
+        for number in rows:
+            row = number * length
+            step_rows(report, kernels(built), f"{where}{row:,}", steps(report, built, source, row), goal)
+        if built.model.long_apart:
+            built.model.long_apart = False
+            row = rows[0] * length
+            step_rows(report, kernels(built), f"{where}{row:,}", steps(report, built, source, row), None)
+        del built
+    compiled_steps(report, f"{where}{rows[0] * length:,}", goal, None, lambda: (
+        build(shape.config(), report, mesh, master=torch.float32, lora=lora, compile={}), source, rows[0] * length,
+    ))  # fmt: skip
+
+
+def kernels(built: Built) -> str:
+    """What computes a model's layers."""
+    model = built.model
+    attention = "long samples by cuDNN" if model.long_apart else "FlashAttention"
+    return f"{'compiled' if model.compiled else 'eager'}, {attention}, Liger {model.liger.split(':')[0]}"
+
+
+def compiled_steps(
+    report: Report, where: str, tokens: str | None, mfu: str | None, made: Callable[[], tuple[Built, FakeSource, int]], repeats: int = 3
+) -> None:
+    """The same with compiled layers."""
+    if not report.cuda:
+        report.error("compiled", where, "left out without a GPU: compiling takes longer than all the rest")
+        return
+    with report.attempt("compiled", where):
+        built, source, row = made()
+        step_rows(report, kernels(built), where, steps(report, built, source, row, repeats), tokens, mfu)
+        del built
 
 
 def small_rl(report: Report) -> None:
@@ -179,7 +205,7 @@ def small_rl(report: Report) -> None:
 
 def lora(report: Report) -> None:
     """Rank 16 on all linear layers, without recomputed activations: 8 GiB of frozen weights, about 30 of activations."""
-    whole_steps(report, "4B", 8, 4096, ">= 12000", LoraConfig(rank=16))
+    whole_steps(report, "4B", 8, 4096, ">= 12000", LoraConfig(rank=16), rows=(1, 4))
 
 
 def large(report: Report) -> None:
@@ -189,15 +215,14 @@ def large(report: Report) -> None:
     if report.cuda and not report.small and (total := torch.cuda.get_device_properties(0).total_memory / 2**30) < 76:
         layers = max(1, int((total - 25) / 1.5))  # 1.5 GiB a layer
     where = f"{shape.name}, {layers} of {shape.layers} layers, 4 rollouts of {length:,} tokens, rows of {length:,}, 16-bit AdamW"
-    for what, compile in (("eager", None), ("compiled", {})):
-        if compile is not None and not report.cuda:
-            report.error(what, where, "left out without a GPU: compiling takes longer than all the rest")
-            continue
-        with report.attempt(what, where):
-            built = build(shape.config(layers), report, one_process(report.device), master=report.dtype, ac=1, compile=compile)
-            found = steps(report, built, rollouts(shape, 4, length), length, repeats=2)
-            step_rows(report, f"{what}, Liger {built.model.liger.split(':')[0]}", where, found, None, ">= 45")
-            del built
+    mesh, source = one_process(report.device), rollouts(shape, 4, length)
+    with report.attempt("eager", where):
+        built = build(shape.config(layers), report, mesh, master=report.dtype, ac=1)
+        step_rows(report, kernels(built), where, steps(report, built, source, length, repeats=2), None, ">= 45")
+        del built
+    compiled_steps(report, where, None, ">= 45", lambda: (
+        build(shape.config(layers), report, mesh, master=report.dtype, ac=1, compile={}), source, length,
+    ), repeats=2)  # fmt: skip
 
 
 def formula(shape: Shape, layers: int, parameters: int, row: int) -> float:

@@ -172,6 +172,7 @@ def attention(report: Report) -> None:
     import numpy as np
 
     from rlx.models.attention import packed_attention
+    from rlx.models.flash import LONG
     from rlx.models.layout import build_layout
 
     heads, key_heads, width = (32, 8, 128) if not report.small else (4, 2, 16)
@@ -188,9 +189,9 @@ def attention(report: Report) -> None:
         bounds = np.arange(samples + 1) * length
         ids = np.random.default_rng(0).integers(0, 1000, total)  # different tokens, so that nothing is shared
 
-        def packed(kind: Any, q: Tensor, k: Tensor, v: Tensor, ids: Any = ids, bounds: Any = bounds, total: int = total) -> Tensor:
+        def packed(kind: Any, ids: Any = ids, bounds: Any = bounds, total: int = total) -> Callable[..., Tensor]:
             layout = build_layout(ids, bounds, np.ones(total, dtype=bool), kind, report.device)
-            return packed_attention(module, q, k, v, None, layout=layout)[0]
+            return lambda *qkv: packed_attention(module, *qkv, None, layout=layout)[0]
 
         def batched(x: Tensor, samples: int = samples, length: int = length) -> Tensor:
             return x[0].view(x.shape[1], samples, length, width).transpose(0, 1)
@@ -207,16 +208,21 @@ def attention(report: Report) -> None:
             return out.transpose(1, 2).reshape(1, -1, heads, width)
 
         ways: dict[str, Callable[..., Tensor]] = {
-            "varlen (rlx)": lambda q, k, v, packed=packed: packed("varlen", q, k, v),
-            "shared (rlx, sdpa)": lambda q, k, v, packed=packed: packed("shared", q, k, v),
+            "varlen (rlx, FlashAttention)": packed("varlen"),
+            "mixed (rlx, long samples by cuDNN)": packed("mixed"),
+            "shared (rlx, sdpa)": packed("shared"),
             "sdpa on padded rows": sdpa,
             "eager on padded rows": eager,
         }
         checked = min(length, 2048)  # tokens of the first sample that are compared, with float32
-        exact = _first_rows(q, k, v, checked)
+        few = gradient.transpose(1, 2).reshape(1, total, heads, width).clone()
+        few[:, checked:] = 0  # then nothing later counts
+        exact = _first_rows(q, k, v, few[0, :checked])
         for name, way in ways.items():
-            if name.startswith("varlen") and not report.cuda:
+            if name.startswith(("varlen", "mixed")) and not report.cuda:
                 report.error(name, where, "FlashAttention with segment boundaries needs CUDA")
+                continue
+            if name.startswith("mixed") and length < LONG:
                 continue
             if name.startswith("eager") and length > 4096:
                 report.error(name, where, "left out: its scores alone would take 16 GiB or more")
@@ -227,23 +233,27 @@ def attention(report: Report) -> None:
                 def once(way: Any = way, own: Any = own, gradient: Tensor = gradient, total: int = total) -> None:
                     torch.autograd.backward(way(*own), gradient.transpose(1, 2).reshape(1, total, heads, width))
 
-                with torch.no_grad():
-                    found = way(q, k, v).reshape(1, total, heads, width)[0, :checked]
-                error = float((found.float() - exact).abs().max())
+                out = way(*own).reshape(1, total, heads, width)
+                gradients = torch.autograd.grad(out, own, few)
+                found = [out.detach()[0, :checked], *(x[0, :, :checked].transpose(0, 1) for x in gradients)]
+                errors = [float((one.float() - other).norm() / other.norm()) for one, other in zip(found, exact, strict=True)]
+                del out, gradients, found
                 timed = report.measure(once)
                 flops = 3.5 * 4 * samples * length**2 * heads * width / 2
                 report.row(name, where, flops / timed.seconds / 1e12, "TFLOP/s", peak_gib=timed.peak_gib)
-                report.row(f"{name}: largest error", where, error, "of values ~ N(0, 1)", "<= 0.03", exact=True)
+                report.row(f"{name}: error of values and gradients", where, max(errors), "of the norm", "<= 0.02", exact=True)
 
 
-def _first_rows(q: Tensor, k: Tensor, v: Tensor, n: int) -> Tensor:
-    """Plain attention in float32 for the first n tokens, which are of one sample: [n, heads, d]."""
-    groups = q.shape[1] // k.shape[1]
-    q, k, v = (x[0, :, :n].float() for x in (q, k, v))
-    k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
-    scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
+def _first_rows(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> list[Tensor]:
+    """Plain attention in float32 of the first n tokens, which are of one sample: values and gradients of q, k, v; [n, heads, d] each."""
+    n, groups = len(gradient), q.shape[1] // k.shape[1]
+    own = [x[0, :, :n].float().requires_grad_() for x in (q, k, v)]
+    queries, keys, values = own[0], own[1].repeat_interleave(groups, 0), own[2].repeat_interleave(groups, 0)
+    scores = (queries @ keys.transpose(-1, -2)) * q.shape[-1] ** -0.5
     hidden = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1)
-    return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(0, 1)
+    out = (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values).transpose(0, 1)
+    gradients = torch.autograd.grad(out, own, gradient.float())
+    return [out.detach(), *(x.transpose(0, 1) for x in gradients)]
 
 
 def head(report: Report) -> None:

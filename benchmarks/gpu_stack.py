@@ -63,7 +63,7 @@ def made(report: Report, name: str, layers: int | None, folder: str) -> str:
 
 
 def options(report: Report) -> None:
-    """Three steps of a model that was read from its files. A gradient's norm and the entropy at the third step show what the first two did."""
+    """Three steps of a model that was read from its files. The gradient's norm and the entropy at the third show what two steps did."""
     mesh, (samples, length) = over_itself(report), (8, 2048) if not report.small else (4, 64)
     shape, layers = shape_of(report, "0.6B"), 4
     where = f"{shape.name} width, {layers} layers, {samples} rollouts of {length:,} tokens"
@@ -161,7 +161,8 @@ def roles(report: Report) -> None:
         where = "the tiny model, 60 steps of 64 words to write backwards"
         with report.attempt("rlx sft", where):
             data = demonstrations(folder / "words.jsonl")
-            keys = ["sft", f"data.name={data}", "scheduler.type=constant", "ckpt.interval=30", "optim.lr=2e-3", f"model.dtype={dtype}", layout]
+            keys = ["sft", f"data.name={data}", "scheduler.type=constant", "ckpt.interval=30", "optim.lr=2e-3", layout]
+            keys.append(f"model.dtype={dtype}")
             whole = losses(command([*keys, "max_steps=60", "run.name=whole"], folder, 120))
             report.row("rlx sft: the last loss / the first", where, whole[-1] / whole[0], "times", "<= 0.8", exact=True)
             command([*keys, "max_steps=30", "run.name=parts"], folder, 120)

@@ -13,7 +13,7 @@ from rlx.config.rows import BYTES, activation_bytes
 from rlx.config.schema import CommandConfig, PlayRoot, TrainingRoot
 
 STATES = {"sgd": 1, "muon": 1}  # optimizer states per parameter, by class name (SGD's is its momentum); two for all others (Adam)
-TILE = {"cpu": (1024, 1024), "cuda": (8192, 4096)}  # tokens × vocabulary of one tile of the head op (rlx/kernels/tiles.py)
+TILE = {"cpu": (1024, 1024), "cuda": (16_384, 8192)}  # tokens × vocabulary of one tile of the head op (rlx/kernels/tiles.py)
 TILES = 3  # float32 tiles alive at once: the logits, and the results of the row functions
 BUCKET = 2**28  # bytes of parameters that `trainer.optim_cpu_offload` updates at a time (rlx/train/offload.py)
 READERS = 4  # threads of transformers that read a tensor each
@@ -167,7 +167,7 @@ def trainer_memory(cfg: TrainingRoot) -> TrainerMemory:
         layers=(model.num_layers if kept else 2) * layer * compute / divided if sharded else 0.0,
         table=(2 if kept else 1) * table * compute if sharded else 0.0,
         activations=activation_bytes(cfg) * row,
-        head=4.0 * (TILES * tile_rows * tile_columns + scored * model.hidden_size + tile_columns * model.hidden_size),
+        head=4.0 * (TILES * min(tile_rows, scored) * tile_columns + scored * model.hidden_size + tile_columns * model.hidden_size),
         head_gradient=table * compute if sharded and not cfg.lora.on else 0.0,
         layer_gradients=layer * share * (compute + reduced) / divided if sharded else 0.0,
         table_gradients=table * (compute + reduced) if sharded and not cfg.lora.on else 0.0,

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from rlx.kernels import rows_torch
-from rlx.kernels.tiles import TILE_CUDA, Form, Rows, tiled_logprob
+from rlx.kernels.tiles import Form, Rows, tiled_logprob
 
 BACKENDS = ("auto", "torch", "triton", "liger")
+WIDE = 4096  # a vocabulary that is worth the seconds of compiling Triton kernels
 
 
 def logprob(
@@ -73,13 +74,12 @@ def choose_backend(
 ) -> str:
     """`torch`, `triton` or `liger` for such inputs and such a head; a `vocabulary` of None counts as large.
 
-    `auto` chooses Triton on CUDA if it is installed, else torch. It also chooses torch for a vocabulary narrower than a tile: a toy
-    model's few logits are not worth the seconds of compiling a kernel.
+    `auto` chooses Triton on CUDA if it is installed, else torch. It also chooses torch for a vocabulary narrower than `WIDE`.
 
     Raises ValueError with the reason if the requested backend cannot compute these inputs.
     """
     if name == "auto":
-        wide = vocabulary is None or vocabulary >= TILE_CUDA[0]
+        wide = vocabulary is None or vocabulary >= WIDE
         return "triton" if device.type == "cuda" and wide and dtype != torch.float64 and find_spec("triton") is not None else "torch"
     reason = None
     if name == "triton":

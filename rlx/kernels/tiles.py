@@ -24,9 +24,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-# (vocabulary, elements) of one tile. CPU: 4 MiB of float32 logits fit the cache. GPU: 128 MiB make long products.
+# (vocabulary, elements) of one tile. CPU: 4 MiB of float32 logits fit the cache. GPU: up to 512 MiB make long products.
 TILE_CPU = (1024, 1024 * 1024)
-TILE_CUDA = (4096, 8192 * 4096)
+TILE_CUDA = (8192, 16_384 * 8192)
 LOWEST = -1e37  # the initial maximum; finite, so that differences from it are numbers
 
 

@@ -7,21 +7,19 @@ keyword arguments.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from rlx.models.flash import attend_long, flash
 from rlx.models.layout import Bucket, Layout
 from rlx.parallel.row import Row
 
 NAME = "rlx"
-SAYS_GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters  # before 2.12, torch takes fewer key heads without a word
 
 
 def packed_attention(
@@ -57,7 +55,7 @@ def packed_attention(
         query, key, value = row.to_heads(query, key, value, layout.num_tokens)
         s_aux = None if s_aux is None else row.part_of_heads(s_aux)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [K, heads, d]
-    if layout.kind == "varlen":
+    if layout.cu_seqlens is not None:
         if softcap is not None or s_aux is not None:
             raise ValueError(
                 f"{type(module).__name__} has a softcap or sinks, which FlashAttention does not support; set model.attention=sdpa"
@@ -100,6 +98,9 @@ def _bucket(
     else:
         summed = q.is_cpu and not torch.compiler.is_compiling()  # what is kept from layer to layer would break a compiled layer's graph
         mask = bucket.summand(window, q.dtype) if summed else bucket.visible(window)
+        if grouped and q.is_cuda and (mask is not None or q.dtype == torch.float32):  # torch's fast kernels then know no groups
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+            grouped = False
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped)
     return out.transpose(1, 2).reshape(bucket.queries.numel(), -1)
 
@@ -156,16 +157,21 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float | None,
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scaling: float | None, window: int | None, grouped: bool) -> Tensor:
-    """torch's own FlashAttention with segment boundaries (CUDA, 16 bit): [K, heads, d] → [K, H, d]."""
+    """On CUDA in 16 bit: [K, heads, d] → [K, H, d]."""
     assert layout.cu_seqlens is not None
-    n = layout.max_length
     back = -1 if window is None else window - 1
-    out = varlen_attn(
-        q.contiguous(), k.contiguous(), v.contiguous(), layout.cu_seqlens, layout.cu_seqlens, n, n,
-        scale=scaling, window_size=(back, 0), **({"enable_gqa": grouped} if SAYS_GROUPED else {}),
-    )  # fmt: skip
-    assert isinstance(out, Tensor)
-    return out
+    unbounded = window is None or window >= layout.max_length
+    # Every row has other pieces, so a compiled layer would be compiled for each.
+    if not layout.pieces or not unbounded or torch.compiler.is_compiling():
+        return flash(q, k, v, layout.cu_seqlens, layout.max_length, scaling, back, grouped)
+    outputs = []
+    for piece in layout.pieces:
+        queries, keys, values = (tensor[piece.start : piece.end] for tensor in (q, k, v))
+        if piece.cu_seqlens is None:
+            outputs.append(attend_long(queries, keys, values, scaling, grouped))
+        else:
+            outputs.append(flash(queries, keys, values, piece.cu_seqlens, piece.longest, scaling, back, grouped))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 AttentionInterface.register(NAME, packed_attention)

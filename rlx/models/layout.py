@@ -1,9 +1,9 @@
 """Which tokens of a packed row the model computes, and which of them attend to which.
 
-A micro-batch is samples end to end. There are three ways to run it, all with the same result:
+A micro-batch is samples end to end. There are four ways to run it, all with the same result:
 - `shared`: positions after a sample's last trainable token are left out. Neighbours with a common beginning (the rollouts of one prompt)
   compute it once: a *trunk* with *branches*. This is exact, because a causal model's state depends only on the past.
-- `varlen`: without sharing, for torch's FlashAttention with segment boundaries.
+- `varlen`: without sharing, for torch's FlashAttention with segment boundaries; `mixed`: the same, with long samples by themselves.
 - `rows`: one padded row per sample, for models with layers other than attention (a recurrent layer cannot respect boundaries).
 
 Shapes: T tokens of the micro-batch, K tokens computed, S blocks of a bucket.
@@ -11,6 +11,7 @@ Shapes: T tokens of the micro-batch, K tokens computed, S blocks of a bucket.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -20,7 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Kind = Literal["shared", "varlen", "rows"]
+from rlx.models.flash import LONG
+
+Kind = Literal["shared", "varlen", "mixed", "rows"]
 
 MIN_SHARED = 3  # shortest common beginning worth a trunk, tokens: the head of a ChatML turn
 MIN_SHARE = 1 / 16  # of a sample that the beginning must be, because attention in branches costs more than plain causal attention
@@ -41,8 +44,9 @@ class Bucket:
     queries: Tensor  # [S, Q] int64 positions in the computed row, padded by repeating the last
     keys: Tensor  # [S, L] int64, padded in the same way
     mask: Tensor | None  # [S, 1, Q, L] bool, True where the query sees the key; None: plain causal with Q = L
-    distance: Tensor  # [S, Q, L] int32 position of the query − position of the key, for sliding windows
-    longest: int  # largest distance + 1
+    query_positions: Tensor  # [S or 1, Q] int32
+    key_positions: Tensor  # [S or 1, L] int32
+    longest: int  # largest distance of a query from a key, + 1
     _windows: dict[int, Tensor] = field(default_factory=dict)
     _summands: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
 
@@ -51,8 +55,7 @@ class Bucket:
         if window is None or self.longest <= window:
             return self.mask
         if window not in self._windows:
-            mask = (self.distance >= 0)[:, None] if self.mask is None else self.mask
-            self._windows[window] = mask & (self.distance < window)[:, None]
+            self._windows[window] = self.causal() & (self._distance() < window)[:, None]
         return self._windows[window]
 
     def summand(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
@@ -67,7 +70,11 @@ class Bucket:
 
     def causal(self) -> Tensor:
         """The mask as a tensor, also for plain causal attention."""
-        return (self.distance >= 0)[:, None] if self.mask is None else self.mask
+        return (self._distance() >= 0)[:, None] if self.mask is None else self.mask
+
+    def _distance(self) -> Tensor:
+        """[S or 1, Q, L] of each query from each key. Plain causal attention does without: of 16k tokens alone this would take 1 GiB."""
+        return self.query_positions[:, :, None] - self.key_positions[:, None, :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +84,16 @@ class Stretch:
     slot: int
     start: int
     end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Computed tokens `start` … `end` - 1: one long sample, or short ones with their boundaries."""
+
+    start: int
+    end: int
+    cu_seqlens: Tensor | None = None  # [S+1] int32; None: one long sample
+    longest: int = 0
 
 
 @dataclass(slots=True)
@@ -98,8 +115,9 @@ class Layout:
     order: Tensor | None = None  # [K] index of each computed token's result in the concatenated, flattened outputs of the buckets
     keys_once: bool = False  # whether every block's keys are its queries, so that `order` holds for keys, too
     read: Tensor | None = None  # [U] int64 computed tokens that predict a trainable one, ascending; None: nearly all, or unknown
-    cu_seqlens: Tensor | None = None  # [S+1] int32, `varlen` only
-    max_length: int = 0  # longest segment, `varlen` only
+    cu_seqlens: Tensor | None = None  # [S+1] int32, `varlen` and `mixed` only
+    max_length: int = 0  # longest segment, `varlen` and `mixed` only
+    pieces: tuple[Piece, ...] = ()  # of the computed tokens, in their order, if a sample of a `mixed` row is long
     stretches: tuple[Stretch, ...] = ()  # of the flattened computed tokens, in their order; empty if the model has no slots
 
     @property
@@ -173,16 +191,31 @@ def build_layout(
         layout.stretches = _stretches([(slot_of[tree.samples[0][0]], _size(tree)) for tree in trees])
     elif 0 < len(read) < READ * count:
         layout.read = _tensor(read, device)
-    if kind == "varlen":
+    if kind in ("varlen", "mixed"):
         whole = [length for _, length in samples]
-        layout.cu_seqlens = torch.tensor([0, *np.cumsum(whole)], dtype=torch.int32, device=device)
-        layout.max_length = max(whole)
+        layout.cu_seqlens, layout.max_length = _bounds(whole, device), max(whole)
+        if kind == "mixed" and layout.max_length >= LONG:
+            layout.pieces = tuple(_pieces(whole, device))
     else:
         order = np.empty(count, dtype=np.int64)
         layout.buckets = tuple(_buckets(blocks, positions, np.repeat(branch, lengths), order, device))
         layout.order = _tensor(order, device)
         layout.keys_once = not any(block.before[1] for block in blocks)
     return layout
+
+
+def _bounds(lengths: Sequence[int], device: torch.device | str) -> Tensor:
+    return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
+
+
+def _pieces(lengths: Sequence[int], device: torch.device | str) -> Iterator[Piece]:
+    """Every long sample is one, and so are the short ones between two of them."""
+    end = 0
+    for is_long, some in itertools.groupby(lengths, lambda length: length >= LONG):
+        group = list(some)
+        for together in [[length] for length in group] if is_long else [group]:
+            start, end = end, end + sum(together)
+            yield Piece(start, end) if is_long else Piece(start, end, _bounds(together, device), max(together))
 
 
 def _ranges(first: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -345,10 +378,11 @@ def _bucket(
     keys = np.where(behind < led, trunk + behind, first + behind - led)
     order[queries[real]] = done + np.flatnonzero(real)
     if blocks[0].plain:  # by index, not by position, so that padded keys lie in the future of every real query
-        distance = np.broadcast_to(np.arange(q)[:, None] - np.arange(k), (len(blocks), q, k))
-        mask = None
+        query_positions, key_positions, mask, longest = place, at, None, q
     else:
-        distance = positions[queries][:, :, None] - positions[keys][:, None, :]
+        query_positions, key_positions = positions[queries], positions[keys]
+        distance = query_positions[:, :, None] - key_positions[:, None, :]
+        longest = int(distance.max()) + 1
         key_branch, query_branch = np.where(at < led + queried, branch[keys], PADDING), branch[queries]
         same = (key_branch[:, None, :] == query_branch[:, :, None]) | (key_branch[:, None, :] == TRUNK)
         mask = _tensor((same & (distance >= 0))[:, None], device)
@@ -356,8 +390,9 @@ def _bucket(
         queries=_tensor(queries, device),
         keys=_tensor(keys, device),
         mask=mask,
-        distance=_tensor(np.ascontiguousarray(distance, dtype=np.int32), device),
-        longest=int(distance.max()) + 1,
+        query_positions=_tensor(query_positions.astype(np.int32), device),
+        key_positions=_tensor(key_positions.astype(np.int32), device),
+        longest=longest,
     )
 
 

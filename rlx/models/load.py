@@ -7,6 +7,7 @@ than its share. All ranks then check the model on a few tokens, on its device, w
 from __future__ import annotations
 
 import itertools
+import logging
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,6 +20,7 @@ from rlx.config.schema import AcConfig, LoraConfig
 from rlx.kernels.logprob import choose_backend
 from rlx.kernels.toolchain import check_triton
 from rlx.models.experts import split_experts
+from rlx.models.flash import LONG, cudnn_agrees, install_flash_attention_3
 from rlx.models.layout import build_layout
 from rlx.models.liger import apply_liger, may_patch
 from rlx.models.lora import PARAMETERS, add_adapters, digest, draw_adapters
@@ -28,6 +30,8 @@ from rlx.models.shard import checkpoint_activations, compile_layers, free_gather
 from rlx.models.slots import add_slots
 from rlx.models.split import split_layers
 from rlx.parallel.mesh import Mesh
+
+log = logging.getLogger("rlx.trainer")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Largest difference of log-probabilities between packed and plain forward, as a share of their standard deviation.
@@ -100,7 +104,7 @@ def load_policy(
         has_bias = getattr(head, "bias", None) is not None
         model.logprob_backend = choose_backend(logprob_backend, device, compute, len(head.weight), has_bias=has_bias, softcap=model.softcap)
         in_place = not compile and (ac is None or ac.freq == 0 or ac.mode == "full")
-        model.liger = apply_liger(hf, liger, device, rope=in_place)
+        model.liger = apply_liger(hf, liger, device, rope=in_place, compiled=compile)
         _split(hf, mesh, dense=not trained)
         if ac is not None:
             checkpoint_activations(model, ac, offload=ac_offloading, random=lora is not None and (lora.dropout > 0 or slots is not None))
@@ -140,9 +144,22 @@ def load_policy(
         draw_adapters(model.hf, seed)
     if cached_file(source, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False) is not None:
         model.hf.generation_config = GenerationConfig.from_pretrained(source)
+    if device.type == "cuda" and attention == "auto" and not compile and model.layout_kind(device) == "varlen":
+        choose_attention(model, mesh)
     if read:
         check_packed_forward(model, device)
     return model
+
+
+def choose_attention(model: PolicyModel, mesh: Mesh) -> None:
+    """Choose the kernels of attention in packed rows (`rlx.models.flash`), the same on every rank. Every rank calls this."""
+    third = not mesh.any(not install_flash_attention_3(mesh.device))
+    config = model.hf.config.get_text_config()
+    heads, width = config.num_attention_heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    keys = getattr(config, "num_key_value_heads", None) or heads
+    model.long_apart = not third and not mesh.any(not cudnn_agrees(mesh.device, heads, keys, width))
+    how = "FlashAttention 3" if third else "FlashAttention 2"
+    log.info("attention: %s%s", how, f"; of samples of {LONG:,} tokens and more cuDNN" if model.long_apart else "")
 
 
 def check_division(key: str, source: str, mesh: Mesh, *, trust_remote_code: bool = False) -> None:

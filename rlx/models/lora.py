@@ -57,12 +57,15 @@ class LoraLinear(AdaptedLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[…, in] → […, out]. Dropout only where gradients are recorded: scores must be those of the model that is served."""
-        output = F.linear(input, self.weight, self.bias)
         if not self.active:
-            return output
+            return F.linear(input, self.weight, self.bias)
+        rows = input.flatten(0, -2)
+        output = F.linear(rows, self.weight, self.bias)
         if self.dropout and torch.is_grad_enabled():
-            input = F.dropout(input, self.dropout)
-        return output + F.linear(F.linear(input, self.lora_A), self.lora_B) * self.scaling
+            rows = F.dropout(rows, self.dropout)
+        # The last product scales and adds, so nothing but products runs over [tokens, out].
+        output.addmm_(F.linear(rows, self.lora_A), self.lora_B.T, alpha=self.scaling)
+        return output.unflatten(0, input.shape[:-1])
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rank={len(self.lora_A)}, scaling={self.scaling:g}, dropout={self.dropout:g}"

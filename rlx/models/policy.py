@@ -58,6 +58,7 @@ class PolicyModel(nn.Module):
         self.attention = attention
         self.logprob_backend = logprob_backend
         self.liger = "off"  # the description that `rlx.models.liger.apply_liger` returned
+        self.long_apart = False  # whether long samples of a row are computed apart (`rlx.models.flash`)
         self.compiled = False  # whether `rlx.models.shard.compile_layers` compiled the layers
         self.compute_dtype = compute_dtype or hf.dtype
         self.head = [hf.get_output_embeddings()]  # in a list, so that it is not registered twice
@@ -91,7 +92,9 @@ class PolicyModel(nn.Module):
             raise ValueError(f"model.attention=varlen cannot compute {self.widths}; set model.attention=auto or sdpa")
         bounded = getattr(config, "attn_logit_softcapping", None) is not None or config.model_type == "gpt_oss"
         sixteen_bit = self.compute_dtype in (torch.bfloat16, torch.float16)
-        return "varlen" if self.attention == "varlen" or (sixteen_bit and not bounded and not self.widths) else "shared"
+        if self.attention == "varlen" or (sixteen_bit and not bounded and not self.widths):
+            return "mixed" if self.long_apart else "varlen"
+        return "shared"
 
     def forward(self, layout: Layout, index: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
         """Score the trainable tokens of one micro-batch.
