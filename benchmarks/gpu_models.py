@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -159,11 +158,11 @@ def step_rows(report: Report, what: str, where: str, found: dict[str, float], to
 def whole_steps(
     report: Report, name: str, samples: int, tokens: int, goal: str, lora: LoraConfig | None = None, rows: tuple[int, ...] = (1,)
 ) -> None:
-    """`rows`: rollouts in a row. The first number has all ways of computing, the others only the default."""
+    """`rows`: numbers of rollouts in a row. The first is also computed with FlashAttention alone, if cuDNN computes long samples."""
     shape, length = shape_of(report, name), tokens if not report.small else 128
     mesh, source = over_itself(report), rollouts(shape, samples, length)
     where = f"{shape.name}, {samples} rollouts of {length:,} tokens, rows of "
-    with report.attempt("eager", f"{where}{rows[0] * length:,}"):
+    with report.attempt("a step", f"{where}{rows[0] * length:,}"):
         built = build(shape.config(), report, mesh, master=torch.float32, lora=lora)
         for number in rows:
             row = number * length
@@ -173,29 +172,12 @@ def whole_steps(
             row = rows[0] * length
             step_rows(report, kernels(built), f"{where}{row:,}", steps(report, built, source, row), None)
         del built
-    compiled_steps(report, f"{where}{rows[0] * length:,}", goal, None, lambda: (
-        build(shape.config(), report, mesh, master=torch.float32, lora=lora, compile={}), source, rows[0] * length,
-    ))  # fmt: skip
 
 
 def kernels(built: Built) -> str:
     """What computes a model's layers."""
-    model = built.model
-    attention = "long samples by cuDNN" if model.long_apart else "FlashAttention"
-    return f"{'compiled' if model.compiled else 'eager'}, {attention}, Liger {model.liger.split(':')[0]}"
-
-
-def compiled_steps(
-    report: Report, where: str, tokens: str | None, mfu: str | None, made: Callable[[], tuple[Built, FakeSource, int]], repeats: int = 3
-) -> None:
-    """The same with compiled layers."""
-    if not report.cuda:
-        report.error("compiled", where, "left out without a GPU: compiling takes longer than all the rest")
-        return
-    with report.attempt("compiled", where):
-        built, source, row = made()
-        step_rows(report, kernels(built), where, steps(report, built, source, row, repeats), tokens, mfu)
-        del built
+    attention = "long samples by cuDNN" if built.model.long_apart else "FlashAttention"
+    return f"{attention}, Liger {built.model.liger.split(':')[0]}"
 
 
 def small_rl(report: Report) -> None:
@@ -214,15 +196,15 @@ def large(report: Report) -> None:
     layers = shape.layers
     if report.cuda and not report.small and (total := torch.cuda.get_device_properties(0).total_memory / 2**30) < 76:
         layers = max(1, int((total - 25) / 1.5))  # 1.5 GiB a layer
-    where = f"{shape.name}, {layers} of {shape.layers} layers, 4 rollouts of {length:,} tokens, rows of {length:,}, 16-bit AdamW"
-    mesh, source = one_process(report.device), rollouts(shape, 4, length)
-    with report.attempt("eager", where):
-        built = build(shape.config(layers), report, mesh, master=report.dtype, ac=1)
-        step_rows(report, kernels(built), where, steps(report, built, source, length, repeats=2), None, ">= 45")
+    where = f"{shape.name}, {layers} of {shape.layers} layers, 4 rollouts of {length:,} tokens, 16-bit AdamW"
+    source = rollouts(shape, 4, length)
+    with report.attempt("a step", where):
+        built = build(shape.config(layers), report, one_process(report.device), master=report.dtype, ac=1)
+        for number in (1, 2):
+            row = number * length
+            found = steps(report, built, source, row, repeats=2)
+            step_rows(report, kernels(built), f"{where}, rows of {row:,}", found, None, ">= 45")
         del built
-    compiled_steps(report, where, None, ">= 45", lambda: (
-        build(shape.config(layers), report, mesh, master=report.dtype, ac=1, compile={}), source, length,
-    ), repeats=2)  # fmt: skip
 
 
 def formula(shape: Shape, layers: int, parameters: int, row: int) -> float:

@@ -45,7 +45,7 @@ def write(report: Report) -> None:
     from rlx.weights.publish import Publisher
 
     mesh = over_itself(report)
-    for base, name in ((Path("/dev/shm"), "4B"), (Path(tempfile.gettempdir()), "0.6B")):
+    for base, name in ((Path(tempfile.gettempdir()), "0.6B"), (Path("/dev/shm"), "0.6B"), (Path("/dev/shm"), "4B")):
         shape = shape_of(report, name)
         with report.attempt("write", f"{shape.name}, bfloat16, {base}"), tempfile.TemporaryDirectory(dir=base) as folder:
             built = build(shape.config(), report, mesh, master=torch.float32)

@@ -7,13 +7,15 @@ import datetime
 import math
 import re
 import struct
+import types
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pytest
+from typing_extensions import TypeAliasType
 
-from rlx.codec import CodecError, decode, encode
+from rlx.codec import CodecError, _column, decode, encode
 from rlx.data.source import FakeSource
 from rlx.types import STREAMS, Float, Int, Rollout, StepBatch, Task, TrainingSample, Turn
 
@@ -110,6 +112,15 @@ def test_every_kind_of_field_comes_back_as_it_was() -> None:
     assert same(back.plain, PLAIN | {"numpy": 0.5})
     assert same(dataclasses.replace(back, plain=None), outer(plain=None, share=1.0))
     assert same(there_and_back(outer(many=(), nested=(), rows=(), text="t", by_name={}, plain=[])).nested, ())
+
+
+def test_an_array_type_that_is_an_alias_with_a_name_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """numpy 2.5 makes `NDArray` such an alias, and `NDArray[np.int32]` names it instead of `np.ndarray`."""
+    alias = TypeAliasType("alias", Any)
+    monkeypatch.setattr("rlx.codec.NDArray", alias)
+    written: list[Any] = []
+    _column(types.GenericAlias(alias, (np.int32,))).write([np.arange(3, dtype=np.int32)], written)  # type: ignore[arg-type]
+    assert b"".join(bytes(piece) for piece in written)[:12] == np.arange(3, dtype=np.int32).tobytes()
 
 
 def test_the_records_that_travel_come_back_with_their_streams() -> None:

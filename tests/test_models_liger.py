@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from trainer_examples import make_model, make_samples, make_trainer, step_batch
@@ -90,6 +92,16 @@ def test_families_that_liger_knows_get_norms_and_feed_forward(config_class):
     assert "LigerRMSNorm" in kinds
     assert kinds & {"LigerSwiGLUMLP", "LigerGEGLUMLP", "LigerExperts"}
     check_packed_forward(PolicyModel(make_model(config_class)))
+
+
+def test_layers_that_an_older_torch_cannot_compile_are_left_alone(monkeypatch):
+    assert apply_liger(make_model(), "auto", CUDA, compiled=True).endswith("modules")
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+    assert apply_liger(make_model(), "auto", CUDA).endswith("modules")
+    reason = "trainer.compile=true, and torch 2.11.0+cu130 cannot compile its norms"
+    assert apply_liger(make_model(), "auto", CUDA, compiled=True) == f"off: {reason}"
+    with pytest.raises(ValueError, match=f"model.liger is true: {re.escape(reason)}; set model.liger=auto"):
+        apply_liger(make_model(), True, CUDA, compiled=True)
 
 
 @pytest.mark.gpu

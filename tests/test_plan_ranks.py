@@ -20,7 +20,7 @@ def test_a_context_group_shares_each_row() -> None:
     before, after = trainer_memory(whole), trainer_memory(cut)
     assert after.activations == before.activations / 2
     assert after.states == before.states, "the shards are over all ranks"
-    assert before.head - after.head == 4 * 4096 * 4096, "the hidden states' gradient, of half a row"
+    assert before.head - after.head == 4 * 4096 * (2 * 8192 + 4096), "tiles and the hidden states' gradient, of half a row"
     text = explain(cut, make_plan(cut, Path("/run")), {}, [], "/run")
     assert "FSDP2 over 4 ranks; each row on 2 of them" in text
     rows = 256 * 8192 // (8192 * 2)

@@ -14,7 +14,8 @@ from rlx.config.schema import CommandConfig, PlayRoot, TrainingRoot
 
 STATES = {"sgd": 1, "muon": 1}  # optimizer states per parameter, by class name (SGD's is its momentum); two for all others (Adam)
 TILE = {"cpu": (1024, 1024), "cuda": (16_384, 8192)}  # tokens × vocabulary of one tile of the head op (rlx/kernels/tiles.py)
-TILES = 3  # float32 tiles alive at once: the logits, and the results of the row functions
+# Float32 tiles alive at once: the logits, and the results of the row functions. Triton's kernels on CUDA return 16 bits.
+TILES = {"cpu": 3, "cuda": 2}
 BUCKET = 2**28  # bytes of parameters that `trainer.optim_cpu_offload` updates at a time (rlx/train/offload.py)
 READERS = 4  # threads of transformers that read a tensor each
 CONTEXT = 2**30  # of a CUDA process: about half for context and kernels, the rest for cuBLAS workspaces and NCCL buffers
@@ -151,7 +152,7 @@ def trainer_memory(cfg: TrainingRoot) -> TrainerMemory:
     offloads = cfg.trainer.optim_cpu_offload and cuda
     # On CUDA, torch's optimizers update all parameters at once, or those of a bucket. The embedding may be larger than that.
     updated = min(shard * master, max(BUCKET, 0.0 if cfg.lora.on else table / ranks * master)) if offloads else shard * master
-    tile_rows, tile_columns = TILE[cfg.hardware.device]
+    tiles, (tile_rows, tile_columns) = TILES[cfg.hardware.device], TILE[cfg.hardware.device]
     row = cfg.micro_batch_tokens
     # Ranks over which a layer is divided. In a mixture of experts nearly all of it is experts, which only `ep` divides.
     divided = cfg.trainer.tp if model.num_experts is None else cfg.trainer.ep
@@ -167,7 +168,7 @@ def trainer_memory(cfg: TrainingRoot) -> TrainerMemory:
         layers=(model.num_layers if kept else 2) * layer * compute / divided if sharded else 0.0,
         table=(2 if kept else 1) * table * compute if sharded else 0.0,
         activations=activation_bytes(cfg) * row,
-        head=4.0 * (TILES * min(tile_rows, scored) * tile_columns + scored * model.hidden_size + tile_columns * model.hidden_size),
+        head=4.0 * (tiles * min(tile_rows, scored) * tile_columns + scored * model.hidden_size + tile_columns * model.hidden_size),
         head_gradient=table * compute if sharded and not cfg.lora.on else 0.0,
         layer_gradients=layer * share * (compute + reduced) / divided if sharded else 0.0,
         table_gradients=table * (compute + reduced) if sharded and not cfg.lora.on else 0.0,

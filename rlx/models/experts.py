@@ -25,13 +25,6 @@ def split_experts(hf: Any, mesh: DeviceMesh, alone: DeviceMesh, *, dense: bool =
     `alone` is a mesh of this rank only: no other rank has the same tokens. `dense`: a model without a plan for experts stays as it is.
     Raises ValueError if transformers has no plan for the family, or if the experts are not divisible.
     """
-    try:
-        from transformers.distributed.expert_parallel import apply_expert_parallelism
-    except ImportError as error:
-        raise ValueError(
-            f"trainer.ep={mesh.size()}: transformers {transformers.__version__} cannot divide experts over ranks; install a newer one, "
-            "or set trainer.ep=1"
-        ) from error
     base, size = hf.base_model, mesh.size()
     plan = getattr(hf.config.get_text_config(), "base_model_ep_plan", None) or {}
     # Parameters first: dividing them sets a module's number of local experts, which the exchange reads when it is installed.
@@ -47,4 +40,11 @@ def split_experts(hf: Any, mesh: DeviceMesh, alone: DeviceMesh, *, dense: bool =
             raise ValueError(
                 f"trainer.ep={size} does not divide the {module.num_experts} experts of {type(hf).__name__}; set it to a divisor"
             )
+    try:
+        from transformers.distributed.expert_parallel import apply_expert_parallelism
+    except ImportError as error:
+        raise ValueError(
+            f"trainer.ep={size}: transformers {transformers.__version__} cannot divide experts over ranks; install a newer one, "
+            "or set trainer.ep=1"
+        ) from error
     apply_expert_parallelism(base, mesh, alone, styles, EXCHANGE)
