@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -163,10 +164,12 @@ def roles(report: Report) -> None:
             data = demonstrations(folder / "words.jsonl")
             keys = ["sft", f"data.name={data}", "scheduler.type=constant", "ckpt.interval=30", "optim.lr=2e-3", layout]
             keys.append(f"model.dtype={dtype}")
-            whole = losses(command([*keys, "max_steps=60", "run.name=whole"], folder, 120))
+            with ThreadPoolExecutor() as pool:  # both at once: starting takes most of the time
+                uninterrupted = pool.submit(command, [*keys, "max_steps=60", "run.name=whole"], folder, 120)
+                command([*keys, "max_steps=30", "run.name=parts"], folder, 120)
+                parts = losses(command([*keys, "max_steps=60", "run.name=parts", "resume=latest"], folder, 120))
+                whole = losses(uninterrupted.result())
             report.row("rlx sft: the last loss / the first", where, whole[-1] / whole[0], "times", "<= 0.8", exact=True)
-            command([*keys, "max_steps=30", "run.name=parts"], folder, 120)
-            parts = losses(command([*keys, "max_steps=60", "run.name=parts", "resume=latest"], folder, 120))
             assert len(parts) == len(whole) == 60, (len(parts), len(whole))
             worst = max(abs(one / other - 1) for one, other in zip(whole, parts, strict=True))
             report.row("rlx sft, resumed at step 30: the largest difference of a loss", where, worst, "of it", "<= 0.02", exact=True)

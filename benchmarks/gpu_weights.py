@@ -45,8 +45,8 @@ def write(report: Report) -> None:
     from rlx.weights.publish import Publisher
 
     mesh = over_itself(report)
-    for base, name in ((Path(tempfile.gettempdir()), "0.6B"), (Path("/dev/shm"), "0.6B"), (Path("/dev/shm"), "4B")):
-        shape = shape_of(report, name)
+    for base in (Path("/dev/shm"), Path(tempfile.gettempdir())):
+        shape = shape_of(report, "0.6B")
         with report.attempt("write", f"{shape.name}, bfloat16, {base}"), tempfile.TemporaryDirectory(dir=base) as folder:
             built = build(shape.config(), report, mesh, master=torch.float32)
             size = 2 * sum(parameter.numel() for parameter in built.model.parameters())
