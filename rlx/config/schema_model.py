@@ -88,7 +88,8 @@ class ModelConfig:
     )
     attention: str = key(
         "auto",
-        "`auto`, `sdpa` (packed, shared prompts computed once), `varlen` (packed, FlashAttention, CUDA), `rows` (a padded row per sample)",
+        "`sdpa` (packed, shared prompts computed once), `varlen` (packed, FlashAttention, CUDA), `rows` (a padded row per sample) or "
+        "`auto`: `sdpa`, but on CUDA in 16 bits `varlen`, with long samples by cuDNN where that is faster",
         choices=("auto", "sdpa", "varlen", "rows"),
     )
     logprob_backend: str = key(
