@@ -49,21 +49,21 @@ class SlotsLinear(AdaptedLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[…, in] → […, out], with the tokens flattened in the order of the stretches. Raises ValueError for another number of tokens."""
-        output = F.linear(input, self.weight, self.bias)
         if not self.active or not self.here.stretches:
-            return output
+            return F.linear(input, self.weight, self.bias)
         flat, parts = input.flatten(0, -2), []
         if len(flat) != (end := self.here.stretches[-1].end):
             raise ValueError(
                 f"a layer with several adapters got {len(flat)} of {end} tokens (experts?); leave it out of lora.target_modules"
             )
-        for stretch in self.here.stretches:
+        outputs = F.linear(flat, self.weight, self.bias).split([stretch.end - stretch.start for stretch in self.here.stretches])
+        for stretch, output in zip(self.here.stretches, outputs, strict=True):
             adapter: Any = self.slots[stretch.slot]
             own = flat[stretch.start : stretch.end]
             if adapter.dropout and torch.is_grad_enabled():
                 own = F.dropout(own, adapter.dropout)
-            parts.append(F.linear(F.linear(own, adapter.lora_A), adapter.lora_B) * adapter.scaling)
-        return output + torch.cat(parts).view(output.shape)
+            parts.append(torch.addmm(output, F.linear(own, adapter.lora_A), adapter.lora_B.T, alpha=adapter.scaling))  # as `LoraLinear`
+        return torch.cat(parts).unflatten(0, input.shape[:-1])
 
 
 def add_slots(hf: Any, lora: LoraConfig, count: int, dtype: torch.dtype | None = None) -> Here:
