@@ -19,7 +19,7 @@ from gpu_models import over_itself, rollouts, shape_of
 from gpu_rows import Report
 from transformers import Qwen3ForCausalLM
 
-from rlx.config.schema import AcConfig, LossTerms
+from rlx.config.schema import AcConfig, LoraConfig, LossTerms
 from rlx.data.packing import pack
 from rlx.losses.base import Objective
 from rlx.losses.grpo import grpo
@@ -31,7 +31,8 @@ from rlx.train.step import PolicyTrainer
 ROOT = Path(__file__).resolve().parent.parent
 MEMORY = Path("/dev/shm")
 STEPS = 3
-ADAMW, MUON = "adamw", "muon"
+ADAMW, MUON, ADAPTERS = "adamw", "muon", "adamw of adapters"
+LORA = LoraConfig(rank=16)
 # name: (keys of `load_policy`, optimizer, whether its state lies in host memory). Each is compared with the first of its optimizer.
 OPTIONS: dict[str, tuple[dict[str, Any], str, bool]] = {
     "plain": ({}, ADAMW, False),
@@ -47,6 +48,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], str, bool]] = {
     "model.attention=sdpa": ({"attention": "sdpa"}, ADAMW, False),
     "model.liger=false model.logprob_backend=torch": ({"liger": False, "logprob_backend": "torch"}, ADAMW, False),
     "trainer.reduce_dtype=bfloat16": ({"reduce_dtype": "bfloat16"}, ADAMW, False),
+    "lora.rank=16": ({"lora": LORA}, ADAPTERS, False),
+    "lora.rank=16 trainer.ac.freq=1 mode=selective": ({"lora": LORA, "ac": AcConfig(freq=1, mode="selective")}, ADAPTERS, False),
     "optim=muon": ({}, MUON, False),
     "optim=muon trainer.optim_cpu_offload=true": ({}, MUON, True),
 }

@@ -91,16 +91,41 @@ def test_one_long_sample_takes_no_memory_of_its_length_squared() -> None:
 
 
 def test_without_cuda_neither_cudnn_nor_the_third_generation_is_chosen() -> None:
-    assert not cudnn_agrees(torch.device("cpu"), 4, 2, 64)
-    assert not flash.install_flash_attention_3(torch.device("cpu"))
+    assert not cudnn_agrees(torch.device("cpu"), [(4, 2, 64)])
+    assert not flash.install_flash_attention_3(torch.device("cpu"), [(4, 2, 64)])
+
+
+@pytest.mark.parametrize(("factor", "agrees"), [(1.0, True), (1.001, True), (1.05, False), (float("nan"), False)])
+def test_another_way_is_used_only_if_its_values_and_gradients_agree(
+    factor: float, agrees: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(flash, "TRIED", 48)
+
+    def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attend_long(q, k, v, None, True)
+
+    cpu, shapes = torch.device("cpu"), [(4, 2, 16), (4, 2, 32)]
+    plain = flash._tried(cpu, shapes, attended)
+    assert len(plain) == 8, "values and three gradients of each width"
+    other = flash._tried(cpu, shapes, lambda q, k, v: attended(q, k, v) * factor)
+    assert flash._agree(plain, other, "cuDNN") is agrees
+    assert ("attention by cuDNN differs" in caplog.text) is not agrees
+
+
+def test_heads_that_cannot_be_computed_are_left_to_the_other_way() -> None:
+    def fails(*_: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+
+    found = flash._tried(torch.device("cpu"), [(4, 2, 16)], fails)
+    assert found == []
+    assert not flash._agree([torch.ones(1)], found, "cuDNN")
 
 
 @pytest.mark.gpu
 def test_cudnn_agrees_with_flash_attention_on_this_gpu() -> None:
     if torch.cuda.get_device_capability() < flash.HOPPER:
         pytest.skip("cuDNN is chosen from Hopper on")
-    assert cudnn_agrees(CUDA, 32, 8, 128)
-    assert cudnn_agrees(CUDA, 16, 16, 64)
+    assert cudnn_agrees(CUDA, [(32, 8, 128), (16, 16, 64)])
 
 
 @pytest.mark.gpu

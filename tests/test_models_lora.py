@@ -132,7 +132,8 @@ def test_the_reference_is_the_model_without_its_adapters_and_needs_no_copy():
     assert all(layer.lora_A.requires_grad for layer in adapted(trainer.model).values())
 
 
-def test_dropout_acts_in_training_alone_and_recomputed_layers_draw_the_same():
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_dropout_acts_in_training_alone_and_recomputed_layers_draw_the_same(mode):
     from rlx.models.shard import checkpoint_activations
 
     row = batch().mini_batches[0]
@@ -140,7 +141,7 @@ def test_dropout_acts_in_training_alone_and_recomputed_layers_draw_the_same():
     for freq in (0, 1):
         hf = with_adapters(LoraConfig(rank=4, dropout=0.5))
         trainer = make_trainer(hf, grpo)
-        checkpoint_activations(trainer.model, AcConfig(freq=freq), random=True)
+        checkpoint_activations(trainer.model, AcConfig(freq=freq, mode=mode), random=True)
         torch.manual_seed(0)
         trainer.accumulate_gradients(row)
         found[freq] = {name: p.grad.clone() for name, p in hf.named_parameters() if p.grad is not None}

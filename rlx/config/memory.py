@@ -14,7 +14,7 @@ from rlx.config.schema import CommandConfig, PlayRoot, TrainingRoot
 
 STATES = {"sgd": 1, "muon": 1}  # optimizer states per parameter, by class name (SGD's is its momentum); two for all others (Adam)
 TILE = {"cpu": (1024, 1024), "cuda": (16_384, 8192)}  # tokens × vocabulary of one tile of the head op (rlx/kernels/tiles.py)
-# Float32 tiles alive at once: the logits, and the results of the row functions. Triton's kernels on CUDA return 16 bits.
+# Float32 tiles alive at once: the logits, and the results of the row functions. On CUDA Triton's return 16 bits; torch's take a tile more.
 TILES = {"cpu": 3, "cuda": 2}
 BUCKET = 2**28  # bytes of parameters that `trainer.optim_cpu_offload` updates at a time (rlx/train/offload.py)
 READERS = 4  # threads of transformers that read a tensor each

@@ -89,7 +89,7 @@ class ModelConfig:
     attention: str = key(
         "auto",
         "`sdpa` (packed, shared prompts computed once), `varlen` (packed, FlashAttention, CUDA), `rows` (a padded row per sample) or "
-        "`auto`: `sdpa`, but on CUDA in 16 bits `varlen`, with long samples by cuDNN where that is faster",
+        "`auto`: `sdpa`, but on CUDA in 16 bits `varlen`, with long samples by cuDNN from Hopper on",
         choices=("auto", "sdpa", "varlen", "rows"),
     )
     logprob_backend: str = key(

@@ -98,7 +98,8 @@ def _bucket(
     else:
         summed = q.is_cpu and not torch.compiler.is_compiling()  # what is kept from layer to layer would break a compiled layer's graph
         mask = bucket.summand(window, q.dtype) if summed else bucket.visible(window)
-        if grouped and q.is_cuda and (mask is not None or q.dtype == torch.float32):  # torch's fast kernels then know no groups
+        if grouped and q.is_cuda and (mask is not None or q.dtype == torch.float32 or q.shape[-1] > 256):
+            # The one fast kernel for these knows no groups.
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
             grouped = False
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped)

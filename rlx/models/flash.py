@@ -1,9 +1,9 @@
 """The fast attention of packed rows on CUDA: which kernels there are, and long samples by cuDNN.
 
 torch's own FlashAttention with segment boundaries is the second generation, which reaches half of a Hopper GPU's speed. Where
-FlashAttention 3 is installed, torch computes with that. Otherwise cuDNN computes long samples, each in a call of its own, about twice as
-fast. It plans each length anew, which takes a tenth of a second, so samples are padded to multiples of `STEP` tokens. Padding lies behind
-a sample, where no token sees it. Short samples would need too many calls.
+FlashAttention 3 is installed, torch computes with that. Otherwise cuDNN computes long samples, each in a call of its own (1.7 times as fast
+at 16k tokens on an H200). It plans each length anew, so samples are padded to multiples of `STEP` tokens. Padding lies behind a sample,
+where no token sees it. Short samples would need too many calls. Either is used only if it agrees with the second generation.
 
 Knows neither models nor layouts.
 """
@@ -11,6 +11,7 @@ Knows neither models nor layouts.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import Any
@@ -27,20 +28,33 @@ LONG = 4096  # tokens
 STEP = 512  # tokens
 TOLERANCE = 0.02  # of the norm, between two ways in bfloat16
 HOPPER = (9, 0)
+TRIED = LONG + STEP // 2  # tokens of a sample that is padded
+Heads = tuple[int, int, int]  # heads, key heads, their width
 
 
-def install_flash_attention_3(device: torch.device) -> bool:
-    """Let torch's FlashAttention be the third generation, if the package is installed and this GPU can run it."""
+def install_flash_attention_3(device: torch.device, shapes: Sequence[Heads]) -> bool:
+    """Let torch's FlashAttention be the third generation, if the package is installed, this GPU can run it, and both agree."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER or find_spec("flash_attn_interface") is None:
         return False
     from torch.nn.attention import activate_flash_attention_impl
 
+    before = _tried(device, shapes, _by_flash)
     try:
         activate_flash_attention_impl("FA3")
     except Exception as error:  # of another build of the package
-        log.warning("FlashAttention 3 is installed, but torch cannot use it (%s); the second generation computes", error)
+        log.warning("FlashAttention 3 is installed, but torch cannot use it: %s", error)
         return False
-    return True
+    if before and _agree(before, _tried(device, shapes, _by_flash), "FlashAttention 3"):
+        return True
+    remove_flash_attention_3()
+    return False
+
+
+def remove_flash_attention_3() -> None:
+    """Let torch's FlashAttention be the second generation again."""
+    from torch.nn.attention import restore_flash_attention_impl
+
+    restore_flash_attention_impl(_raise_warn=False)
 
 
 def attend_long(q: Tensor, k: Tensor, v: Tensor, scale: float | None, grouped: bool) -> Tensor:
@@ -54,28 +68,47 @@ def attend_long(q: Tensor, k: Tensor, v: Tensor, scale: float | None, grouped: b
     return out[0].transpose(0, 1)[:length]
 
 
-def cudnn_agrees(device: torch.device, heads: int, key_heads: int, width: int) -> bool:
-    """Whether cuDNN can compute such heads on this device, with the values and gradients of FlashAttention."""
+def cudnn_agrees(device: torch.device, shapes: Sequence[Heads]) -> bool:
+    """Whether cuDNN can compute all of these heads on this device, with the values and gradients of FlashAttention."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < HOPPER or not torch.backends.cudnn.is_available():
         return False
-    generator = torch.Generator(device).manual_seed(0)
-    length, grouped = LONG + STEP // 2, heads != key_heads
-    shapes = [(length, heads, width), (length, key_heads, width), (length, key_heads, width), (length, heads, width)]
-    *inputs, gradient = (torch.randn(shape, generator=generator, device=device).bfloat16() for shape in shapes)
-    bounds = torch.tensor([0, length], dtype=torch.int32, device=device)
-    found = []
+
+    def by_cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend_long(q, k, v, None, q.shape[1] != k.shape[1])
+
+    by_flash = _tried(device, shapes, _by_flash)
+    return bool(by_flash) and _agree(by_flash, _tried(device, shapes, by_cudnn), "cuDNN")
+
+
+def _by_flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    bounds = torch.tensor([0, len(q)], dtype=torch.int32, device=q.device)
+    return flash(q, k, v, bounds, len(q), None, -1, q.shape[1] != k.shape[1])
+
+
+def _tried(device: torch.device, shapes: Sequence[Heads], way: Callable[[Tensor, Tensor, Tensor], Tensor]) -> list[Tensor]:
+    """The values and gradients of a long random sample with each of these heads; nothing if they cannot be computed."""
+    found: list[Tensor] = []
     try:
-        with torch.enable_grad():
-            for by_cudnn in (True, False):
-                q, k, v = own = [tensor.clone().requires_grad_() for tensor in inputs]
-                out = attend_long(q, k, v, None, grouped) if by_cudnn else flash(q, k, v, bounds, length, None, -1, grouped)
-                found.append([out.detach(), *torch.autograd.grad(out, own, gradient)])
-    except RuntimeError as error:
-        log.info("cuDNN cannot compute the attention of this model: %s", str(error).splitlines()[0])
+        for heads, key_heads, width in shapes:
+            generator = torch.Generator(device).manual_seed(0)
+            sizes = [(TRIED, number, width) for number in (heads, key_heads, key_heads, heads)]
+            *own, gradient = (torch.randn(size, generator=generator, device=device).bfloat16() for size in sizes)
+            with torch.enable_grad():
+                out = way(*(tensor.requires_grad_() for tensor in own))
+                found += [out.detach(), *torch.autograd.grad(out, own, gradient)]
+    except (RuntimeError, ValueError) as error:  # no kernel for such heads, or no memory for this sample
+        log.info("attention of a sample of %d tokens could not be tried: %s", TRIED, str(error).partition("\n")[0])
+        return []
+    return found
+
+
+def _agree(one: Sequence[Tensor], other: Sequence[Tensor], name: str) -> bool:
+    """Whether two ways have the same results. The `other` is called `name`."""
+    if len(one) != len(other):
         return False
-    worst = max(float((one.float() - other.float()).norm() / other.float().norm()) for one, other in zip(*found, strict=True))
+    worst = max(float((a.float() - b.float()).norm() / a.float().norm()) for a, b in zip(one, other, strict=True))
     if not worst <= TOLERANCE:
-        log.warning("cuDNN's attention differs from FlashAttention by %.3g of the norm, so it is not used", worst)
+        log.warning("attention by %s differs from torch's FlashAttention by %.3g of the norm, so it is not used", name, worst)
     return worst <= TOLERANCE
 
 

@@ -1,6 +1,6 @@
 """Which tokens of a packed row the model computes, and which of them attend to which.
 
-A micro-batch is samples end to end. There are four ways to run it, all with the same result:
+A micro-batch is samples end to end. It can run in these ways, all with the same result:
 - `shared`: positions after a sample's last trainable token are left out. Neighbours with a common beginning (the rollouts of one prompt)
   compute it once: a *trunk* with *branches*. This is exact, because a causal model's state depends only on the past.
 - `varlen`: without sharing, for torch's FlashAttention with segment boundaries; `mixed`: the same, with long samples by themselves.

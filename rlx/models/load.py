@@ -20,11 +20,11 @@ from rlx.config.schema import AcConfig, LoraConfig
 from rlx.kernels.logprob import choose_backend
 from rlx.kernels.toolchain import check_triton
 from rlx.models.experts import split_experts
-from rlx.models.flash import LONG, cudnn_agrees, install_flash_attention_3
+from rlx.models.flash import LONG, cudnn_agrees, install_flash_attention_3, remove_flash_attention_3
 from rlx.models.layout import build_layout
 from rlx.models.liger import apply_liger, may_patch
 from rlx.models.lora import PARAMETERS, add_adapters, digest, draw_adapters
-from rlx.models.policy import PolicyModel
+from rlx.models.policy import PolicyModel, head_widths
 from rlx.models.read import different_from_first, empty_weights, is_untied, keep_float32_buffers, may_be_untied, read_weights
 from rlx.models.shard import checkpoint_activations, compile_layers, free_gathered, shard
 from rlx.models.slots import add_slots
@@ -153,13 +153,17 @@ def load_policy(
 
 def choose_attention(model: PolicyModel, mesh: Mesh) -> None:
     """Choose the kernels of attention in packed rows (`rlx.models.flash`), the same on every rank. Every rank calls this."""
-    third = not mesh.any(not install_flash_attention_3(mesh.device))
     config = model.hf.config.get_text_config()
-    heads, width = config.num_attention_heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None)
     keys = getattr(config, "num_key_value_heads", None) or heads
-    model.long_apart = not third and not mesh.any(not cudnn_agrees(mesh.device, heads, keys, width))
-    how = "FlashAttention 3" if third else "FlashAttention 2"
-    log.info("attention: %s%s", how, f"; of samples of {LONG:,} tokens and more cuDNN" if model.long_apart else "")
+    shapes = [(heads, keys, width) for width in head_widths(model.hf)] if isinstance(heads, int) and isinstance(keys, int) else []
+    here = install_flash_attention_3(mesh.device, shapes)
+    third = not mesh.any(not here)
+    if here and not third:
+        remove_flash_attention_3()
+    model.long_apart = not third and not mesh.any(not cudnn_agrees(mesh.device, shapes))
+    apart = f"; of samples of {LONG:,} tokens and more cuDNN" if model.long_apart else ""
+    log.info("attention: FlashAttention %d%s", 3 if third else 2, apart)
 
 
 def check_division(key: str, source: str, mesh: Mesh, *, trust_remote_code: bool = False) -> None:

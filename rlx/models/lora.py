@@ -63,8 +63,8 @@ class LoraLinear(AdaptedLinear):
         output = F.linear(rows, self.weight, self.bias)
         if self.dropout and torch.is_grad_enabled():
             rows = F.dropout(rows, self.dropout)
-        # The last product scales and adds, so nothing but products runs over [tokens, out].
-        output.addmm_(F.linear(rows, self.lora_A), self.lora_B.T, alpha=self.scaling)
+        # The last product scales and adds. Not in place: selective checkpointing keeps the first product.
+        output = torch.addmm(output, F.linear(rows, self.lora_A), self.lora_B.T, alpha=self.scaling)
         return output.unflatten(0, input.shape[:-1])
 
     def extra_repr(self) -> str:

@@ -23,6 +23,12 @@ from rlx.parallel.row import Row
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}  # layer types that can respect segment boundaries
 
 
+def head_widths(hf: Any) -> list[int]:
+    """The widths of the heads of a model's layers, ascending."""
+    found = {getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None) for module in hf.modules()}
+    return sorted(width for width in found if isinstance(width, int))
+
+
 def unusual_widths(hf: Any) -> str:
     """The heads of a model that variable-length attention refuses: wider than 256, no multiple of 8, or with values of another width."""
     for name, module in hf.named_modules():

@@ -102,9 +102,19 @@ def shard(
             # averaging sum, and there a factor of 1 without force-sum would still average.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            # For experts that a rank did not use. torch before 2.13 reduces only what every rank used, and has no such switch.
             if hasattr(module, "set_reduce_scatter_unused_params"):
-                module.set_reduce_scatter_unused_params(True, recurse=False)
+                module.set_reduce_scatter_unused_params(True, recurse=False)  # for experts and adapters that a rank did not use
+            elif mesh.world_size > 1 and may_be_unused(model):
+                raise ValueError(
+                    f"torch {torch.__version__} reduces only the gradients of what a rank used, and ranks would use different "
+                    f"{'adapters' if model.slots is not None else 'experts'}; install torch 2.13"
+                )
+
+
+def may_be_unused(model: PolicyModel) -> bool:
+    """Whether a rank may have no token for some of the model's parameters: experts that are modules of their own, or runs' adapters."""
+    experts = (module for name, module in model.named_modules() if name.endswith("experts"))
+    return model.slots is not None or any(isinstance(module, torch.nn.ModuleList) for module in experts)
 
 
 def _placement_of_divided(shards: Mapping[str, DeviceMesh]) -> Callable[[torch.nn.Parameter], Any]:
