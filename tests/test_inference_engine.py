@@ -147,13 +147,23 @@ def test_a_request_that_fails_in_a_way_that_nobody_foresaw_is_answered_with_the_
     assert "Traceback" in caplog.text
 
 
-def test_more_biases_than_engines_on_gpus_take_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({"logit_bias": dict.fromkeys(range(1025), -1.0)}, "logit_bias has 1025 entries; engines on GPUs take 1024 at most"),
+        ({"min_tokens": 1, "stop_token_ids": list(range(129))}, "min_tokens with 129 token ids that end an answer; .* take 128 at most"),
+        ({"max_tokens": 2**31 - 3}, "max_tokens is 2147483645; engines on GPUs take 2147483647 with the prompt at most"),
+        ({"seed": 2**63}, "seed is 9223372036854775808; it must fit into 64 bits with a sign"),
+    ],
+    ids=["biases", "stops", "tokens", "seed"],
+)
+def test_what_would_end_an_engine_on_a_gpu_is_refused(keys: dict[str, Any], why: str) -> None:
     from rlx.inference.server.engine import BadRequest
 
-    request = GenerateRequest("r", np.zeros(3, INT).tobytes(), Sampling(max_tokens=4, logit_bias=dict.fromkeys(range(1025), -1.0)), 0)
+    request = GenerateRequest("r", np.zeros(3, INT).tobytes(), Sampling(**{"max_tokens": 4} | keys), 0)
 
     async def main() -> None:
-        with pytest.raises(BadRequest, match="logit_bias has 1025 entries; engines on GPUs take 1024 at most"):
+        with pytest.raises(BadRequest, match=why):
             await engine_with(None).generate(request)
 
     asyncio.run(main())

@@ -100,7 +100,8 @@ def shard(
         if isinstance(module, FSDPModule):
             # None of these calls is recursive. The loss is already divided by global counts, so gradients must be summed. gloo has no
             # averaging sum, and there a factor of 1 without force-sum would still average.
-            module.set_gradient_divide_factor(1.0)
+            if mesh.world_size > 1:  # one rank would divide by 1 into a copy of all gradients
+                module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if hasattr(module, "set_reduce_scatter_unused_params"):
                 module.set_reduce_scatter_unused_params(True, recurse=False)  # for experts and adapters that a rank did not use

@@ -291,6 +291,8 @@ def join(
     # On CUDA, gloo serves gradients and messages in host memory.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = dist.HashStore() if world_size == 1 else store
+    if store is not None:  # NCCL's communicators form at the first collective, through this store: others may still be reading the model
+        store.set_timeout(timedelta(seconds=timeout))
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
     mesh = Mesh(device=device, rank=rank, world_size=world_size, alive=alive)
     return divide(mesh, timeout=timeout, copies=copies, context=context, tensor=tensor, expert=expert)

@@ -31,7 +31,7 @@ from rlx.inference.server.arguments import engine_arguments, environment, runs_i
 from rlx.inference.server.parts import Head, meeting_file, own_address, own_port
 from rlx.parallel.rendezvous import TOKEN
 from rlx.paths import RunPaths
-from rlx.process import die_with_parent, end_at_once, importing
+from rlx.process import SUPERVISOR, die_with_parent, end_at_once, importing
 from rlx.stacks import answer
 from rlx.waiting import UNFIT
 from rlx.weights.hub import fetch
@@ -71,6 +71,7 @@ def main() -> int:
 
     heartbeat.beat("importing vLLM")
     os.environ |= environment(config, os.environ)
+    os.environ.setdefault(SUPERVISOR, str(os.getpid()))  # for an engine's own process: the first one of a container is no sign of an orphan
     checking = subprocess.Popen(CHECK) if config.hardware.device == "cuda" else None  # takes as long as importing vLLM
     import uvloop
 

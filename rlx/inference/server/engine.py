@@ -30,7 +30,7 @@ from rlx.inference.server.adapter import POLICY
 from rlx.inference.server.core import DataParallelCore, InProcessCore, SeparateCore, Sink
 from rlx.inference.server.policy_files import Shapes, check_adapter, check_policy, check_shapes, tensor_shapes, twin_of_head
 from rlx.inference.server.reading import read
-from rlx.inference.server.sampling import sampling_params
+from rlx.inference.server.sampling import refuse_what_ends_an_engine, sampling_params
 from rlx.inference.server.served import Compared, settle
 from rlx.inference.server.start import engine_config
 from rlx.weights.files import identity
@@ -38,7 +38,6 @@ from rlx.weights.mailbox import Call, Gone, Interrupted
 from rlx.weights.offer import read_secret
 
 log = logging.getLogger(__name__)
-MOST_BIASES = 1024  # in `logit_bias`: more would end vLLM's engine on a GPU (`v1/worker/gpu/sample/logit_bias.py`)
 
 
 class BadRequest(ValueError):
@@ -141,13 +140,12 @@ class PolicyEngine:
         prompt = np.frombuffer(request.prompt_ids, INT).tolist()
         if len(prompt) >= self._context:
             raise BadRequest(f"the prompt has {len(prompt)} tokens, the context {self._context}: no room for a new token", "context")
-        if len(request.sampling.logit_bias or ()) > MOST_BIASES:
-            raise BadRequest(f"logit_bias has {len(request.sampling.logit_bias)} entries; engines on GPUs take {MOST_BIASES} at most")
         try:
             parameters = sampling_params(request.sampling)
             core_request = self.llm.input_processor.process_inputs(
                 request.request_id, {"type": "token", "prompt_token_ids": prompt}, parameters, self._tasks
             )
+            refuse_what_ends_an_engine(parameters, len(prompt))
         except (VLLMValidationError, ValueError, TypeError) as error:
             raise BadRequest(str(error)) from error
         while not self._open.is_set():
