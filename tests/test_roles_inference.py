@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import subprocess
 import sys
@@ -78,7 +79,7 @@ def test_a_server_on_a_gpu_ends_at_its_start_where_triton_cannot_compile(
     for name in ("die_with_parent", "answer"):  # the test's own process goes on
         monkeypatch.setattr(inference, name, lambda *_: None)
     monkeypatch.setattr(inference, "signal", SimpleNamespace(signal=lambda *_: None, SIGTERM=15, SIGINT=2))
-    monkeypatch.setattr(inference, "os", SimpleNamespace(register_at_fork=lambda **_: None, environ={}))
+    monkeypatch.setattr(inference, "os", SimpleNamespace(register_at_fork=lambda **_: None, environ={}, getpid=os.getpid))
     monkeypatch.setattr(inference, "load_play", lambda _: config(layout))
     monkeypatch.setattr(inference, "listen", lambda *_: None)
     monkeypatch.setattr(inference, "wait_for_model", wait)
