@@ -122,10 +122,9 @@ def test_heads_that_cannot_be_computed_are_left_to_the_other_way() -> None:
 
 
 @pytest.mark.gpu
-def test_cudnn_agrees_with_flash_attention_on_this_gpu() -> None:
-    if torch.cuda.get_device_capability() < flash.HOPPER:
-        pytest.skip("cuDNN is chosen from Hopper on")
-    assert cudnn_agrees(CUDA, [(32, 8, 128), (16, 16, 64)])
+def test_from_hopper_on_cudnn_agrees_with_flash_attention_on_this_gpu() -> None:
+    chosen = torch.cuda.get_device_capability() >= flash.HOPPER
+    assert cudnn_agrees(CUDA, [(32, 8, 128), (16, 16, 64)]) is chosen
 
 
 @pytest.mark.gpu

@@ -1,7 +1,7 @@
 """The fast attention of packed rows on CUDA: which kernels there are, and long samples by cuDNN.
 
-torch's own FlashAttention with segment boundaries is the second generation, which reaches half of a Hopper GPU's speed. Where
-FlashAttention 3 is installed, torch computes with that. Otherwise cuDNN computes long samples, each in a call of its own (1.7 times as fast
+torch's own FlashAttention with segment boundaries is the second generation, which is slow on Hopper GPUs. Where FlashAttention 3 is
+installed, torch computes with that. Otherwise cuDNN computes long samples, each in a call of its own (1.7 times as fast
 at 16k tokens on an H200). It plans each length anew, so samples are padded to multiples of `STEP` tokens. Padding lies behind a sample,
 where no token sees it. Short samples would need too many calls. Either is used only if it agrees with the second generation.
 
@@ -38,6 +38,7 @@ def install_flash_attention_3(device: torch.device, shapes: Sequence[Heads]) -> 
         return False
     from torch.nn.attention import activate_flash_attention_impl
 
+    remove_flash_attention_3()  # an earlier model may have installed it, and it would be compared with itself
     before = _tried(device, shapes, _by_flash)
     try:
         activate_flash_attention_impl("FA3")
