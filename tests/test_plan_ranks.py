@@ -13,6 +13,13 @@ from rlx.plan.explain import explain
 from rlx.plan.make import make_plan
 
 
+def test_the_plan_counts_the_tiles_that_the_head_op_has() -> None:
+    from rlx.config.memory import TILE
+    from rlx.kernels.tiles import TILE_CPU, TILE_CUDA
+
+    assert {kind: (elements // columns, columns) for kind, (columns, elements) in {"cpu": TILE_CPU, "cuda": TILE_CUDA}.items()} == TILE
+
+
 def test_a_context_group_shares_each_row() -> None:
     whole = config("node8", trainer={"micro_batch_tokens": 8192})
     cut = config("node8", trainer={"micro_batch_tokens": 8192, "cp": 2})

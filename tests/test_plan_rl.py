@@ -224,13 +224,6 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
     assert read_plan(tmp_path / "plan.yaml") == plan
 
 
-def test_the_plan_counts_the_tiles_that_the_head_op_has() -> None:
-    from rlx.config.memory import TILE
-    from rlx.kernels.tiles import TILE_CPU, TILE_CUDA
-
-    assert {kind: (elements // columns, columns) for kind, (columns, elements) in {"cpu": TILE_CPU, "cuda": TILE_CUDA}.items()} == TILE
-
-
 def test_memory_of_an_8b_model_is_counted_term_by_term() -> None:
     trainer = trainer_memory(config("node8", trainer={"ac": {"freq": 1}, "micro_batch_tokens": 8192}))
     shard, table = 8.19e9 / 4, 151936 * 4096
