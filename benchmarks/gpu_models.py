@@ -84,7 +84,10 @@ def build(
     lora: LoraConfig | None = None,
     compile: Any = None,
 ) -> Built:
-    """Parameters are `master`, and computed with in the report's dtype, over FSDP2 if these differ. `compile`: keys of torch.compile."""
+    """Parameters are `master`, and computed with in the report's dtype. `compile`: keys of torch.compile.
+
+    Unless the model has adapters, that takes a `mesh` with FSDP2 if these dtypes differ.
+    """
     frozen = master if lora is None else report.dtype
     with torch.device("meta"):
         hf: Any = Qwen3ForCausalLM._from_config(config, dtype=frozen)
@@ -160,7 +163,8 @@ def whole_steps(
 ) -> None:
     """`rows`: numbers of rollouts in a row. The first is also computed with FlashAttention alone, if cuDNN computes long samples."""
     shape, length = shape_of(report, name), tokens if not report.small else 128
-    mesh, source = over_itself(report), rollouts(shape, samples, length)
+    mesh = over_itself(report) if lora is None else one_process(report.device)  # as the trainer does
+    source = rollouts(shape, samples, length)
     where = f"{shape.name}, {samples} rollouts of {length:,} tokens, rows of "
     with report.attempt("a step", f"{where}{rows[0] * length:,}"):
         built = build(shape.config(), report, mesh, master=torch.float32, lora=lora)

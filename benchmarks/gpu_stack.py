@@ -24,6 +24,7 @@ from rlx.data.packing import pack
 from rlx.losses.base import Objective
 from rlx.losses.grpo import grpo
 from rlx.models.load import load_policy
+from rlx.parallel.mesh import one_process
 from rlx.train.muon import Muon, groups_of
 from rlx.train.offload import CPUOffloadOptimizer
 from rlx.train.step import PolicyTrainer
@@ -33,6 +34,7 @@ MEMORY = Path("/dev/shm")
 STEPS = 3
 ADAMW, MUON, ADAPTERS = "adamw", "muon", "adamw of adapters"
 LORA = LoraConfig(rank=16)
+BY_ITSELF = "lora.rank=16, one process without FSDP"
 # name: (keys of `load_policy`, optimizer, whether its state lies in host memory). Each is compared with the first of its optimizer.
 OPTIONS: dict[str, tuple[dict[str, Any], str, bool]] = {
     "plain": ({}, ADAMW, False),
@@ -48,7 +50,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], str, bool]] = {
     "model.attention=sdpa": ({"attention": "sdpa"}, ADAMW, False),
     "model.liger=false model.logprob_backend=torch": ({"liger": False, "logprob_backend": "torch"}, ADAMW, False),
     "trainer.reduce_dtype=bfloat16": ({"reduce_dtype": "bfloat16"}, ADAMW, False),
-    "lora.rank=16": ({"lora": LORA}, ADAPTERS, False),
+    BY_ITSELF: ({"lora": LORA}, ADAPTERS, False),
+    "lora.rank=16, FSDP": ({"lora": LORA}, ADAPTERS, False),
     "lora.rank=16 trainer.ac.freq=1 mode=selective": ({"lora": LORA, "ac": AcConfig(freq=1, mode="selective")}, ADAPTERS, False),
     "optim=muon": ({}, MUON, False),
     "optim=muon trainer.optim_cpu_offload=true": ({}, MUON, True),
@@ -68,7 +71,7 @@ def made(report: Report, name: str, layers: int | None, folder: str) -> str:
 
 def options(report: Report) -> None:
     """Three steps of a model that was read from its files. The gradient's norm and the entropy at the third show what two steps did."""
-    mesh, (samples, length) = over_itself(report), (8, 2048) if not report.small else (4, 64)
+    sharded, alone, (samples, length) = over_itself(report), one_process(report.device), (8, 2048) if not report.small else (4, 64)
     shape, layers = shape_of(report, "0.6B"), 4
     where = f"{shape.name} width, {layers} layers, {samples} rollouts of {length:,} tokens"
     base = MEMORY if report.cuda else Path(tempfile.gettempdir())
@@ -82,6 +85,7 @@ def options(report: Report) -> None:
             if "compile" in name and not report.cuda:
                 report.error(name, where, "left out without a GPU: compiling takes longer than all the rest")
                 continue
+            mesh = alone if name == BY_ITSELF else sharded
             with report.attempt(name, where):
                 model = load_policy(folder, mesh, dtype=dtype, optimization_dtype="float32", **keys)
                 groups, how = groups_of(model.layers, model), {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.0, "fused": True}

@@ -290,6 +290,22 @@ def test_one_process_computes_in_bfloat16_with_float32_parameters(tmp_path):
     assert rounded["metrics"][0]["policy/entropy"] == pytest.approx(exact["metrics"][0]["policy/entropy"], rel=2e-2)
 
 
+def test_adapters_of_one_process_cast_themselves_as_fsdp_would(tmp_path):
+    loading = {"dtype": "bfloat16", "optimization_dtype": "float32"}
+    settings = prepare(tmp_path, MODELS["llama_untied"](), load=loading, lora={"rank": 4, "dropout": 0.25}, tokens=60)
+    found = {}
+    for name in ("alone", "over itself"):
+        mesh = one_process("cpu") if name == "alone" else join(torch.device("cpu"), rank=0, world_size=1, timeout=60)
+        torch.manual_seed(0)  # the masks of dropout
+        try:
+            train(tmp_path, mesh, settings)
+        finally:
+            mesh.close()
+        found[name] = torch.load(tmp_path / "out_1" / "results.pt")
+    assert all(gradient.dtype == torch.float32 for gradient in found["alone"]["gradients"].values())
+    same(found["alone"], found["over itself"], 1e-6)
+
+
 def test_every_rank_reads_its_own_rows_unless_rows_are_fused_in_the_files(tmp_path, caplog):
     """`slow` tests of several ranks compare what was read; here, who reads."""
     caplog.set_level("INFO", "rlx.trainer")

@@ -146,8 +146,7 @@ def trainer_memory(cfg: TrainingRoot) -> TrainerMemory:
     beside = 2.0 * table if optimizer == "muon" and not cfg.lora.on else 0.0  # embedding and head have AdamW's second state
     kept = not cfg.trainer.reshard_after_forward  # the configuration does not say whether the head is tied: assume that it is not
     layer = max(0.0, model.num_parameters - table) / model.num_layers
-    # Same rule as in `rlx.models.load`: one process that computes in the dtype of its parameters needs no FSDP.
-    sharded = cfg.trainer_ranks > 1 or model.dtype != cfg.trainer.optimization_dtype or (cfg.trainer.fsdp_cpu_offload and cuda)
+    sharded = cfg.trainer_ranks > 1 or cfg.shards_alone
     copied = cfg.uses_reference and (cfg.ref.name is not None or not cfg.lora.on)  # else it is the model without its adapters
     offloads = cfg.trainer.optim_cpu_offload and cuda
     # On CUDA, torch's optimizers update all parameters at once, or those of a bucket. The embedding may be larger than that.

@@ -48,7 +48,7 @@ from rlx.config.schema_rollout import (
 )
 from rlx.config.schema_sft import DataConfig, DataSetConfig, LossMaskConfig, ValConfig
 from rlx.config.schema_teacher import TeacherConfig
-from rlx.config.schema_trainer import AcConfig, CkptConfig, OptimTerms, RefConfig, SchedulerConfig, TrainerConfig
+from rlx.config.schema_trainer import AcConfig, CkptConfig, KlTerms, LossTerms, OptimTerms, RefConfig, SchedulerConfig, TrainerConfig
 
 __all__ = [
     "MISSING",
@@ -67,10 +67,12 @@ __all__ = [
     "EvaluatedRun",
     "HardwareConfig",
     "InferenceConfig",
+    "KlTerms",
     "LauncherConfig",
     "LoggerConfig",
     "LoraConfig",
     "LossMaskConfig",
+    "LossTerms",
     "ModelConfig",
     "OptimTerms",
     "OrchestratorConfig",
@@ -93,49 +95,6 @@ __all__ = [
     "WarmStartConfig",
     "WeightBroadcastConfig",
 ]
-
-
-@dataclass
-class KlTerms:
-    beta: float = key(0.0, "weight of the KL term against the reference model (section `ref`); 0 is off and needs no such model", low=0)
-    estimator: str = key(
-        "k2", "estimator of a token's KL: `k1`, `k2` or `k3`; GRPO's paper has k3, k2 has the correct gradient", choices=("k1", "k2", "k3")
-    )
-    target_kl: float | None = key(None, "adjust beta so that the KL, in nats per token, reaches this; null: beta stays constant", above=0)
-    gain: float = key(0.1, "K of that controller: one optimizer step changes beta by at most the fraction K/5", above=0)
-
-
-@dataclass
-class LossTerms:
-    """Keys that every objective shares, in addition to the objective's own under `loss`."""
-
-    aggregate: str = key(
-        MISSING,
-        "`token_mean`, `seq_mean`, `seq_sum`, `fixed_length` or `group_token_mean` (the mean per prompt of the DAPO and CISPO papers)",
-        choices=("token_mean", "seq_mean", "seq_sum", "fixed_length", "group_token_mean"),
-    )
-    max_length: int | None = key(None, "L_max of `fixed_length`; null: `sampling.max_tokens`", low=1)
-    proximal: str = key(
-        "inference",
-        "π_old of the ratios: `inference` takes the engine's log-probabilities, `recompute` the trainer's own at the start of the step",
-        choices=("inference", "recompute"),
-    )
-    correction: str = key(
-        "none",
-        "with `proximal: recompute`, by exp(old − inference): `tis` weighs tokens, `mis` drops some; `seq_tis`, `seq_mis`: per rollout",
-        choices=("none", "tis", "mis", "seq_tis", "seq_mis"),
-    )
-    correction_cap: float = key(2.0, "C: `tis` caps weights at C, `mis` drops tokens whose weight is outside [1/C, C]", low=1)
-    dual_clip: float | None = key(None, "c: where A < 0, a loss of the form -ratio·A is capped at -c·A; null is off", above=1)
-    kl: KlTerms = section(KlTerms)
-    entropy_coef: float = key(0.0, "weight of the entropy bonus: c of the term -c·H_t")
-    ce_coef: float = key(
-        0.0,
-        "weight of cross-entropy on the tokens that carry a weight for it (what environments answer, a teacher's tokens): "
-        "their mean over the whole batch; 0 is off",
-        low=0,
-    )
-    mask_overlong: bool = key(False, "rollouts that a length limit cut off contribute nothing")
 
 
 @dataclass
@@ -215,6 +174,15 @@ class TrainingRoot(CommandConfig):
     def uses_reference(self) -> bool:
         """Whether the trainer loads a reference model."""
         return self.ref.name is not None or any(kl_of(node).get("beta") for node in self.objectives.values())
+
+    @property
+    def shards_alone(self) -> bool:
+        """Whether even a single trainer process shards with FSDP, to compute in another dtype than its parameters' or keep them elsewhere.
+
+        Adapters are cast where they multiply, so they need no FSDP for their dtype.
+        """
+        mixed = self.model.dtype != self.trainer.optimization_dtype and not self.lora.on
+        return mixed or (self.trainer.fsdp_cpu_offload and self.hardware.device == "cuda")
 
     @property
     def num_updates(self) -> int:

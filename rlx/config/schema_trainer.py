@@ -1,4 +1,4 @@
-"""The configuration keys of the trainer's processes: rows, precision, memory, how ranks divide the work, checkpoints, reference, optimizer.
+"""The configuration keys of training: rows, precision, memory, how ranks divide the work, checkpoints, reference, loss, optimizer.
 
 `schema.py` has the others.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlx.config.keys import key, section
+from rlx.config.keys import MISSING, key, section
 
 
 @dataclass
@@ -118,6 +118,49 @@ class RefConfig:
     name: str | None = key(None, "Hugging Face name or folder of a teacher with the policy's vocabulary; null: the initial policy")
     sync_interval: int | None = key(None, "steps between updates of the reference from the policy; null: never", low=1)
     alpha: float = key(0.6, "weight of the policy in such an update: ref ← alpha·policy + (1 - alpha)·ref", above=0, high=1)
+
+
+@dataclass
+class KlTerms:
+    beta: float = key(0.0, "weight of the KL term against the reference model (section `ref`); 0 is off and needs no such model", low=0)
+    estimator: str = key(
+        "k2", "estimator of a token's KL: `k1`, `k2` or `k3`; GRPO's paper has k3, k2 has the correct gradient", choices=("k1", "k2", "k3")
+    )
+    target_kl: float | None = key(None, "adjust beta so that the KL, in nats per token, reaches this; null: beta stays constant", above=0)
+    gain: float = key(0.1, "K of that controller: one optimizer step changes beta by at most the fraction K/5", above=0)
+
+
+@dataclass
+class LossTerms:
+    """Keys that every objective shares, in addition to the objective's own under `loss`."""
+
+    aggregate: str = key(
+        MISSING,
+        "`token_mean`, `seq_mean`, `seq_sum`, `fixed_length` or `group_token_mean` (the mean per prompt of the DAPO and CISPO papers)",
+        choices=("token_mean", "seq_mean", "seq_sum", "fixed_length", "group_token_mean"),
+    )
+    max_length: int | None = key(None, "L_max of `fixed_length`; null: `sampling.max_tokens`", low=1)
+    proximal: str = key(
+        "inference",
+        "π_old of the ratios: `inference` takes the engine's log-probabilities, `recompute` the trainer's own at the start of the step",
+        choices=("inference", "recompute"),
+    )
+    correction: str = key(
+        "none",
+        "with `proximal: recompute`, by exp(old − inference): `tis` weighs tokens, `mis` drops some; `seq_tis`, `seq_mis`: per rollout",
+        choices=("none", "tis", "mis", "seq_tis", "seq_mis"),
+    )
+    correction_cap: float = key(2.0, "C: `tis` caps weights at C, `mis` drops tokens whose weight is outside [1/C, C]", low=1)
+    dual_clip: float | None = key(None, "c: where A < 0, a loss of the form -ratio·A is capped at -c·A; null is off", above=1)
+    kl: KlTerms = section(KlTerms)
+    entropy_coef: float = key(0.0, "weight of the entropy bonus: c of the term -c·H_t")
+    ce_coef: float = key(
+        0.0,
+        "weight of cross-entropy on the tokens that carry a weight for it (what environments answer, a teacher's tokens): "
+        "their mean over the whole batch; 0 is off",
+        low=0,
+    )
+    mask_overlong: bool = key(False, "rollouts that a length limit cut off contribute nothing")
 
 
 @dataclass

@@ -67,7 +67,7 @@ def load_policy(
     `slots`: several adapters, for the runs of a shared trainer (`rlx.models.slots`).
     A model that is not `trained` (a reference) may have no experts to divide (`trainer.ep`).
     `read=False` may leave the parameters uninitialised, if there are no adapters: a checkpoint of the training follows.
-    Shards over the mesh's `fsdp` axis. One process without a process group needs `dtype` equal to `optimization_dtype`.
+    Shards over the mesh's `fsdp` axis. One process without a process group needs `dtype` equal to `optimization_dtype`, or adapters.
     `context`: tokens of the longest sample, if it is known.
     Raises ValueError for an unknown dtype, for positions that depend on the packing (`check_rotary`), for a `logprob_backend` or `liger`
     that cannot be used, for targets of `lora` that the model does not have, or for a model whose packed forward differs from its own.
@@ -77,7 +77,7 @@ def load_policy(
             raise ValueError(f"{key} is `{name}`; it must be one of {', '.join(DTYPES)}")
     device, sharded = mesh.device, mesh.grouped
     master, compute = DTYPES[optimization_dtype], DTYPES[dtype]
-    if not sharded and master != compute:
+    if not sharded and master != compute and lora is None:
         raise ValueError(
             f"computing in {dtype} with {optimization_dtype} parameters needs a process group; start one, even for a single rank"
         )

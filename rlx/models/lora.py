@@ -63,12 +63,18 @@ class LoraLinear(AdaptedLinear):
         output = F.linear(rows, self.weight, self.bias)
         if self.dropout and torch.is_grad_enabled():
             rows = F.dropout(rows, self.dropout)
-        # The last product scales and adds. Not in place: selective checkpointing keeps the first product.
-        output = torch.addmm(output, F.linear(rows, self.lora_A), self.lora_B.T, alpha=self.scaling)
+        output = add_adapter(output, rows, self.lora_A, self.lora_B, self.scaling)
         return output.unflatten(0, input.shape[:-1])
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rank={len(self.lora_A)}, scaling={self.scaling:g}, dropout={self.dropout:g}"
+
+
+def add_adapter(output: Tensor, rows: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Tensor:
+    """output [n, out] + scaling · (rows [n, in] Aᵀ) Bᵀ, in the dtype of `rows`: without FSDP the adapter still has the optimizer's."""
+    small = F.linear(rows, lora_a.to(rows.dtype))
+    # This product scales and adds. Not in place: selective checkpointing keeps the first product.
+    return torch.addmm(output, small, lora_b.to(rows.dtype).T, alpha=scaling)
 
 
 @torch.no_grad()

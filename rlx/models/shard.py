@@ -1,7 +1,7 @@
 """FSDP2 for the policy: shards every decoder layer, embedding, head and the rest over ranks; gradients are summed, never averaged.
 
-A single process needs no sharding if it computes in its parameters' dtype. Otherwise it shards over itself, so that mixed precision has
-only one implementation.
+A single process needs no sharding if it computes in its parameters' dtype, or trains adapters, which cast themselves. Otherwise it shards
+over itself, so that mixed precision has only one implementation.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rlx.config.schema import LoraConfig
 from rlx.models.layout import Here
-from rlx.models.lora import PARAMETERS, AdaptedLinear, adapted, draw, targets
+from rlx.models.lora import PARAMETERS, AdaptedLinear, adapted, add_adapter, draw, targets
 from rlx.models.policy import PolicyModel
 
 
@@ -62,7 +62,7 @@ class SlotsLinear(AdaptedLinear):
             own = flat[stretch.start : stretch.end]
             if adapter.dropout and torch.is_grad_enabled():
                 own = F.dropout(own, adapter.dropout)
-            parts.append(torch.addmm(output, F.linear(own, adapter.lora_A), adapter.lora_B.T, alpha=adapter.scaling))  # as `LoraLinear`
+            parts.append(add_adapter(output, own, adapter.lora_A, adapter.lora_B, adapter.scaling))
         return torch.cat(parts).unflatten(0, input.shape[:-1])
 
 

@@ -240,9 +240,7 @@ def build_mesh(
     device = torch.device("cuda", place.local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    # To compute in another dtype than its parameters', or to keep them elsewhere, a single process shards over itself.
-    mixed = cfg.model.dtype != cfg.trainer.optimization_dtype or (cfg.trainer.fsdp_cpu_offload and cuda)
-    if place.world_size == 1 and not mixed:
+    if place.world_size == 1 and not cfg.shards_alone:
         torch.manual_seed(cfg.seed)
         return one_process(device)
     store = None
