@@ -17,6 +17,7 @@ from rlx.data.packing import pack
 from rlx.data.source import FakeSource
 from rlx.losses.base import Objective
 from rlx.losses.grpo import grpo
+from rlx.models.flash import LONG
 from rlx.models.liger import apply_liger
 from rlx.models.load import choose_attention
 from rlx.models.lora import PARAMETERS, add_adapters, draw_adapters
@@ -171,7 +172,7 @@ def whole_steps(
         for number in rows:
             row = number * length
             step_rows(report, kernels(built), f"{where}{row:,}", steps(report, built, source, row), goal)
-        if built.model.long_apart:
+        if built.model.long_apart and length > LONG:
             built.model.long_apart = False
             row = rows[0] * length
             step_rows(report, kernels(built), f"{where}{row:,}", steps(report, built, source, row), None)
@@ -180,7 +181,7 @@ def whole_steps(
 
 def kernels(built: Built) -> str:
     """What computes a model's layers."""
-    attention = "long samples by cuDNN" if built.model.long_apart else "FlashAttention"
+    attention = f"samples from {LONG:,} tokens by cuDNN" if built.model.long_apart else "FlashAttention"
     return f"{attention}, Liger {built.model.liger.split(':')[0]}"
 
 

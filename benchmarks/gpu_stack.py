@@ -45,8 +45,6 @@ OPTIONS: dict[str, tuple[dict[str, Any], str, bool]] = {
     "trainer.ac.freq=1": ({"ac": AcConfig(freq=1)}, ADAMW, False),
     "trainer.ac.freq=1 mode=selective": ({"ac": AcConfig(freq=1, mode="selective")}, ADAMW, False),
     "trainer.ac.freq=1 trainer.ac_offloading=true": ({"ac": AcConfig(freq=1), "ac_offloading": True}, ADAMW, False),
-    "trainer.compile=true": ({"compile": True}, ADAMW, False),
-    "trainer.compile=true trainer.ac.freq=1": ({"compile": True, "ac": AcConfig(freq=1)}, ADAMW, False),
     "model.attention=sdpa": ({"attention": "sdpa"}, ADAMW, False),
     "model.liger=false model.logprob_backend=torch": ({"liger": False, "logprob_backend": "torch"}, ADAMW, False),
     "trainer.reduce_dtype=bfloat16": ({"reduce_dtype": "bfloat16"}, ADAMW, False),
@@ -55,6 +53,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], str, bool]] = {
     "lora.rank=16 trainer.ac.freq=1 mode=selective": ({"lora": LORA, "ac": AcConfig(freq=1, mode="selective")}, ADAPTERS, False),
     "optim=muon": ({}, MUON, False),
     "optim=muon trainer.optim_cpu_offload=true": ({}, MUON, True),
+    "trainer.compile=true": ({"compile": True}, ADAMW, False),
+    "trainer.compile=true trainer.ac.freq=1": ({"compile": True, "ac": AcConfig(freq=1)}, ADAMW, False),
 }
 
 

@@ -84,7 +84,7 @@ def test_a_part_that_hangs_or_fails_gives_a_row_with_the_cause_and_keeps_its_row
 
 
 def test_no_part_begins_when_the_time_is_over(gpu):
-    (row,) = gpu.run_all(["op"], True, gpu.SHORTEST - 1, lambda line: None)
+    (row,) = gpu.run_all(["op"], True, gpu.SHORTEST - 1, 1.0, lambda line: None)
     assert row["error"] == "not started: 9 s of 9 were left"
 
 

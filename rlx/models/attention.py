@@ -54,7 +54,8 @@ def packed_attention(
     if row is not None:
         query, key, value = row.to_heads(query, key, value, layout.num_tokens)
         s_aux = None if s_aux is None else row.part_of_heads(s_aux)
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [K, heads, d]
+    # Not `tensor[0]`, whose backward would copy the gradients into zeros of another memory layout.
+    q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # [K, heads, d]
     if layout.cu_seqlens is not None:
         if softcap is not None or s_aux is not None:
             raise ValueError(
@@ -166,8 +167,9 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scaling: float | No
     if not layout.pieces or not unbounded or torch.compiler.is_compiling():
         return flash(q, k, v, layout.cu_seqlens, layout.max_length, scaling, back, grouped)
     outputs = []
-    for piece in layout.pieces:
-        queries, keys, values = (tensor[piece.start : piece.end] for tensor in (q, k, v))
+    lengths = [piece.end - piece.start for piece in layout.pieces]
+    parts = zip(*(tensor.split(lengths) for tensor in (q, k, v)), strict=True)
+    for piece, (queries, keys, values) in zip(layout.pieces, parts, strict=True):
         if piece.cu_seqlens is None:
             outputs.append(attend_long(queries, keys, values, scaling, grouped))
         else:

@@ -62,11 +62,12 @@ def attend_long(q: Tensor, k: Tensor, v: Tensor, scale: float | None, grouped: b
     """Causal attention of one sample: q [n, H, d], k and v [n, H_kv, d] → [n, H, d]. On CUDA by cuDNN or not at all (RuntimeError)."""
     length = len(q)
     if rest := -length % STEP:
-        q, k, v = (F.pad(tensor, (0, 0, 0, 0, 0, rest)) for tensor in (q, k, v))
+        q, k, v = (torch.cat([tensor, tensor.new_zeros(rest, *tensor.shape[1:])]) for tensor in (q, k, v))
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if q.is_cuda else nullcontext():
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-    return out[0].transpose(0, 1)[:length]
+    whole = out.squeeze(0).transpose(0, 1)
+    return whole.split([length, rest])[0] if rest else whole
 
 
 def cudnn_agrees(device: torch.device, shapes: Sequence[Heads]) -> bool:

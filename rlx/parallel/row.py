@@ -92,7 +92,7 @@ class Row:
         repeats = math.lcm(key.shape[1], size) // key.shape[1]
         parts = [query, key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)] if repeats > 1 else [query, key, value]
         # For rank r of the group: its block of heads, of this rank's tokens.
-        blocks = [part[0].unflatten(0, (size, -1)).transpose(1, 2).flatten(2) for part in parts]  # [c, t·n, heads / c · d]
+        blocks = [part.squeeze(0).unflatten(0, (size, -1)).transpose(1, 2).flatten(2) for part in parts]  # [c, t·n, heads / c · d]
         row = self._exchange(torch.cat(blocks, -1)).flatten(0, 1)[:tokens]
         widths = [block.shape[-1] for block in blocks]
         query, key, value = (
@@ -104,7 +104,7 @@ class Row:
         """All tokens with this rank's part of the heads, [1, K, h / c, d], → a span of `length` with its h heads, [1, t·n, h, d]."""
         _, tokens, heads, width = attended.shape
         size = self.context.size
-        padded = F.pad(attended[0].flatten(1), (0, 0, 0, length * size - tokens))
+        padded = F.pad(attended.squeeze(0).flatten(1), (0, 0, 0, length * size - tokens))
         received = self._exchange(padded.unflatten(0, (size, length))) if size > 1 else padded[None]  # [c, t·n, heads / c · d]
         return received.transpose(0, 1).reshape(1, length, size * heads, width)
 
