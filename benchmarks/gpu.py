@@ -49,23 +49,23 @@ PARTS = {
     "op": Part(
         35, "gpu_parts.op", "Does the log-probability op reach 600 TFLOP/s, forward and backward with entropy, for every objective?"
     ),
-    "tests": Part(55, "gpu_parts.tests", "Do the kernels' tests pass on this device?"),
+    "tests": Part(50, "gpu_parts.tests", "Do the kernels' tests pass on this device?"),
     "checksum": Part(15, "gpu_parts.checksums", "How fast are checksums of weights on the device, and are they those of the CPU?"),
-    "attention": Part(28, "gpu_parts.attention", "How fast and how exact is attention in packed rows, beside sdpa and plain products?"),
+    "attention": Part(24, "gpu_parts.attention", "How fast and how exact is attention in packed rows, beside sdpa and plain products?"),
     "head": Part(18, "gpu_parts.head", "What do a float32 head and 16-bit logits cost and err?"),
-    "small_rl": Part(32, "gpu_models.small_rl", "Do steps of Qwen3-0.6B at 16k tokens reach 30k tokens/s?"),
-    "lora": Part(45, "gpu_models.lora", "Do steps of Qwen3-4B with adapters reach 12k tokens/s?"),
+    "small_rl": Part(28, "gpu_models.small_rl", "Do steps of Qwen3-0.6B at 16k tokens reach 30k tokens/s?"),
+    "lora": Part(35, "gpu_models.lora", "Do steps of Qwen3-4B with adapters reach 12k tokens/s?"),
     "large": Part(45, "gpu_models.large", "Do steps of 8B with full checkpointing reach 45 % causal MFU?"),
     "fsdp": Part(27, "gpu_models.fsdp", "Is the peak of memory under FSDP2 what the plan's formula says?"),
     "options": Part(
-        60, "gpu_stack.options", "Do the trainer's options compute on this device what plain training does, and what do they cost?"
+        70, "gpu_stack.options", "Do the trainer's options compute on this device what plain training does, and what do they cost?"
     ),
-    "roles": Part(70, "gpu_stack.roles", "Does `rlx sft` run here, is its peak of memory what the plan says, and does it resume?"),
-    "compile": Part(38, "gpu_models.compiled", "Do compiled layers stay compiled over six layouts of rows, and what do they gain?"),
+    "roles": Part(80, "gpu_stack.roles", "Does `rlx sft` run here, is its peak of memory what the plan says, and does it resume?"),
+    "compile": Part(45, "gpu_models.compiled", "Do compiled layers stay compiled over six layouts of rows, and what do they gain?"),
     "write": Part(
-        35, "gpu_weights.write", "How long does a version of the weights take to be copied and written, and how much holds the trainer?"
+        20, "gpu_weights.write", "How long does a version of the weights take to be copied and written, and how much holds the trainer?"
     ),
-    "send": Part(34, "gpu_weights.send", "How long does a version take over gloo, beside a bare broadcast of the same bytes?"),
+    "send": Part(24, "gpu_weights.send", "How long does a version take over gloo, beside a bare broadcast of the same bytes?"),
 }
 
 

@@ -132,8 +132,7 @@ def tests(report: Report) -> None:
             # Without the suite's fixtures, which serve runs with vLLM and import what this script does without.
             own = ["--noconftest", f"--junitxml={found}", "-p", "no:cacheprovider"]
             command = [sys.executable, "-m", "pytest", f"tests/{name}.py", *which, *own]
-            # No plugins of packages that are not needed; and Liger's experts would try their configurations for a minute (H200).
-            env = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "LIGER_FUSED_MOE_AUTOTUNE": "0"}
+            env = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # no plugins of packages that are not needed
             done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
             if not found.exists():
                 raise RuntimeError((done.stderr.strip() or done.stdout.strip() or "pytest printed nothing").splitlines()[-1])
@@ -141,7 +140,13 @@ def tests(report: Report) -> None:
             total, failed, errors, skipped = (int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped"))
             if total == skipped:
                 raise RuntimeError(f"no test ran: {next((node.get('message') for node in suite.iter('skipped')), 'none was chosen')}")
-            report.row("failed tests", f"{name}: {total - skipped} ran", failed + errors, "tests", "== 0", exact=True)
+            names = [
+                case.get("name") or ""
+                for case in suite.iter("testcase")
+                if case.find("failure") is not None or case.find("error") is not None
+            ]
+            which_failed = f"; {', '.join(names)}" if names else ""
+            report.row("failed tests", f"{name}: {total - skipped} ran{which_failed}", failed + errors, "tests", "== 0", exact=True)
 
 
 def checksums(report: Report) -> None:

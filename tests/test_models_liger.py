@@ -12,6 +12,7 @@ from transformers.models.gpt2 import GPT2Config
 from transformers.models.granite import GraniteConfig
 from transformers.models.llama import LlamaConfig
 from transformers.models.mistral import MistralConfig
+from transformers.models.mixtral import MixtralConfig
 from transformers.models.phi import PhiConfig
 from transformers.models.qwen2 import Qwen2Config
 from transformers.models.qwen3 import Qwen3Config, modeling_qwen3
@@ -83,15 +84,23 @@ def test_the_rotary_kernel_rotates_in_place_and_is_left_out_where_that_would_cou
     assert model.liger.startswith(kernels)
 
 
-@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config, Gemma2Config, MistralConfig, Qwen3MoeConfig, GraniteConfig])
+@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config, Gemma2Config, MistralConfig, GraniteConfig])
 def test_families_that_liger_knows_get_norms_and_feed_forward(config_class):
     hf = make_model(config_class)
     said = apply_liger(hf, True, CUDA)
     assert said.startswith("rope, rms_norm, ")
     kinds = {module._get_name() for module in hf.modules()}
     assert "LigerRMSNorm" in kinds
-    assert kinds & {"LigerSwiGLUMLP", "LigerGEGLUMLP", "LigerExperts"}
+    assert kinds & {"LigerSwiGLUMLP", "LigerGEGLUMLP"}
     check_packed_forward(PolicyModel(make_model(config_class)))
+
+
+@pytest.mark.parametrize("config_class", [Qwen3MoeConfig, MixtralConfig])
+def test_experts_are_left_to_transformers(config_class):
+    hf = make_model(config_class)
+    said = apply_liger(hf, True, CUDA)
+    assert said.startswith("rope, rms_norm of ")
+    assert not any(name.startswith("Liger") and name != "LigerRMSNorm" for name in (module._get_name() for module in hf.modules()))
 
 
 def test_layers_that_an_older_torch_cannot_compile_are_left_alone(monkeypatch):

@@ -1,8 +1,9 @@
 """Patches Liger's layer kernels (norms, rotary positions, gated feed-forward layers) into one model, for the families that Liger supports.
 
 Liger patches the given model's modules, but also names in the family's transformers module, which would affect every later model in the
-process. `patch` restores those names: classes as they were, and functions so that CPU tensors use transformers' own. Liger's losses are
-left out, because the log-probability op is rlx's own.
+process. `patch` restores those names: classes as they were, and functions so that CPU tensors use transformers' own. Two things are left
+out. The losses, because the log-probability op is rlx's own. And the experts, whose kernels round float32 to TF32, try 32 configurations
+for more than 20 s when they first run, and wait for the device in every layer.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
+FEED_FORWARD = "swiglu"  # of dense layers and of experts
 
 
 def apply_liger(hf: Any, wanted: bool | str, device: torch.device, *, rope: bool = True, compiled: bool = False) -> str:
@@ -69,7 +71,8 @@ def patch(hf: Any, *, rope: bool = True) -> str:
     options = inspect.signature(function).parameters
     module = vars(sys.modules[type(hf).__module__])
     before = dict(module)
-    left_out = LOSSES if rope else (*LOSSES, "rope")
+    has_experts = any(name.endswith(".experts") for name, _ in hf.named_modules())
+    left_out = {*LOSSES, *([] if rope else ["rope"]), *([FEED_FORWARD] if has_experts else [])}
     function(model=hf, **{name: False for name in left_out if name in options})
     for name, plain in before.items():
         if module[name] is not plain:
