@@ -79,6 +79,7 @@ my_conf/mine.yaml                 defaults: [train, _self_]    →  --config-dir
 A run's own `config.yaml` holds every value: `--config-dir outputs/RUN --config-name config run.dir=NEW` runs it again. The value of a
 secret key (`inference.api_key`) is never in this file, and never shown, logged or sent: `<secret>` replaces it. A new run needs it again.
 `inference.api_key='${oc.env:NAME}'` takes it from a variable. This keeps it out of the list of processes and the shell's history.
+Keys that rlx does not know (arguments of environments and of vLLM) are saved as they are, so one with the name of a secret is refused.
 """
 
 
