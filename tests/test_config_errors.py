@@ -166,6 +166,7 @@ CASES = {
     "varlen_on_cpu": Case("model.attention=varlen hardware=cpu"),
     "triton_on_cpu": Case("model.logprob_backend=triton model.liger=true hardware=cpu"),
     "adapters_out_of_range": Case("lora.rank=-1 lora.alpha=0 lora.dropout=-0.5"),
+    "references_into_a_section_that_is_null": Case("model.warm_start=null"),
     "adapters_without_input": Case("lora.rank=8 lora.dropout=1"),
     "adapters_without_a_rank": Case("lora.alpha=8 lora.target_modules=[q_proj]"),
     "adapters_for_the_head": Case("lora.rank=8 lora.target_modules=[lm_head,q_proj]"),

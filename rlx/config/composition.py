@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
@@ -38,6 +39,7 @@ from rlx.config.tree import Origins, Problem, optional_sections, show, split_opt
 
 SCHEMA = "rlx_schema"  # every key with its default; first in the defaults list
 INHERITED = "rlx_inherited"  # what another run or a named endpoint gives (`Root.inherits`); before the variables in the defaults list
+NO_SECTION = re.compile(r"node `([\w.]+)` is not a container")  # OmegaConf's words: a reference into a section that is null
 VARIABLES = "rlx_variables"  # what environment variables set; before the experiment in the defaults list
 
 Kept = dict[tuple[Any, ...], tuple[list[ResultDefault], DictConfig]]
@@ -362,9 +364,14 @@ def _resolve(cfg: DictConfig, origins: Origins) -> tuple[dict[Any, Any], list[Pr
     """The values without interpolations, with `???` for those that have none; one problem per cause; all keys without a value."""
     problems: list[Problem] = []
     keys: list[str] = []
+    without: dict[str, list[str]] = {}  # a section that is none: the keys that take their values from it
     while True:
         try:
-            return _plain(cfg, resolve=True), problems, keys
+            values = _plain(cfg, resolve=True)
+            for section, inside in without.items():
+                said = f"{origins.show(section, OmegaConf.select(cfg, section))}, but values are taken from there: {', '.join(inside)}."
+                problems.append(Problem(f"{said}\nSet these, too, or leave {section} as it was.", (section, *inside)))
+            return values, problems, keys
         except (InterpolationResolutionError, InterpolationKeyError) as error:
             key = error.full_key
             if not key:
@@ -372,7 +379,10 @@ def _resolve(cfg: DictConfig, origins: Origins) -> tuple[dict[Any, Any], list[Pr
             text: Any = _plain(cfg, resolve=False)
             for part in key.split("."):
                 text = text[part]
-            if not isinstance(error, InterpolationToMissingValueError):  # the missing value is reported as its own problem
+            if absent := NO_SECTION.search(str(error)):
+                near = key.rpartition(".")[0] if str(text).startswith("${.") else ""
+                without.setdefault(f"{near}.{absent[1]}".lstrip("."), []).append(key)
+            elif not isinstance(error, InterpolationToMissingValueError):  # the missing value is reported as its own problem
                 cause = str(error).splitlines()[0].removeprefix("KeyError raised while resolving interpolation: ").strip('"')
                 hint = " Set it, or give a default: ${oc.env:NAME,VALUE}." if "oc.env:" in str(text) else ""
                 problems.append(Problem(f"`{key}` cannot be resolved: {origins.show(key, text)}.\n{cause}.{hint}", (key,)))
