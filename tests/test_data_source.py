@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -120,6 +121,8 @@ class Rank:
 
     first: bool
     line: queue.Queue[bytes]
+    world_size: int = 2
+    limit: float = math.inf
 
     def broadcast_bytes(self, content: bytes | bytearray | None = None) -> bytes | bytearray:
         if self.first:

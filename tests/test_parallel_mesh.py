@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -104,3 +105,28 @@ def test_two_ranks_hear_each_other_and_one_that_loses_the_other_says_so(tmp_path
     said = "[True, False] [3.0, 10.0] [1.0]"
     assert [(tmp_path / name).read_text() for name in "01"] == [f"{said} False", f"{said} True"]
     assert (tmp_path / "lost").exists()
+
+
+def patient(number: int, folder: str) -> None:
+    """One of two ranks, of which rank 0 waits for a file longer than a collective may take."""
+    limit = 8.0
+    mesh = join(torch.device("cpu"), rank=number, world_size=2, timeout=limit, store=dist.FileStore(f"{folder}/store", 2))
+
+    def read(waits: Callable[[], None]) -> bytes:
+        until = time.monotonic() + 1.5 * limit
+        while time.monotonic() < until:
+            time.sleep(0.05)
+            waits()
+        return b"batch"
+
+    for _ in range(2):
+        assert mesh.read(read if number == 0 else lambda _: b"of another rank") == b"batch"
+        limit = 0.0
+    Path(folder, str(number)).touch()
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_rank_0_may_wait_longer_than_a_collective_while_it_says_that_it_waits(tmp_path: Path):
+    mp.spawn(patient, (str(tmp_path),), nprocs=2)
+    assert {path.name for path in tmp_path.iterdir()} >= {"0", "1"}

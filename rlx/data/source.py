@@ -66,9 +66,13 @@ class OrchestratorSource:
         """Wait for the batch of `step` and read it. The file stays until `done`. Raises WaitTimeout, or ValueError for a damaged file."""
         path = self.paths.batch_of(step)
 
-        def read() -> bytearray:
+        def read(waits: Tick) -> bytearray:
+            def both() -> None:
+                tick()
+                waits()
+
             what = f"the batch of step {step} ({path}); see the orchestrator's log"
-            wait_for(lambda: listed(path), what, self.timeout, poll=0.002, tick=tick, excused=self._evaluating)
+            wait_for(lambda: listed(path), what, self.timeout, poll=0.002, tick=both, excused=self._evaluating)
             content = bytearray(path.stat().st_size)  # a bytearray makes writable arrays, which torch uses without a copy
             with path.open("rb") as file:
                 file.readinto(content)
@@ -96,7 +100,7 @@ class RecordedSource:
     def receive(self, step: int, tick: Tick) -> StepBatch:
         """The batch of `step`. Raises FileNotFoundError if it was not recorded, ValueError for a damaged file."""
         path = self.paths.recorded_of(step)
-        batch = _decoded(self.mesh.read(lambda: _decompressed(path)), step, str(path))
+        batch = _decoded(self.mesh.read(lambda _: _decompressed(path)), step, str(path))
         return batch if self.num_minibatches in (None, len(batch.mini_batches)) else split(batch, self.num_minibatches)
 
     def done(self, step: int) -> None:

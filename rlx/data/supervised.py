@@ -223,7 +223,7 @@ class Prepared:
     def receive(self, step: int, tick: Tick = lambda: None) -> StepBatch:
         """The batch of `step`; begins with the next. Raises what making it raised, on rank 0."""
 
-        def read() -> bytes:
+        def read(waits: Tick) -> bytes:
             for each in range(step, step + 1 + self.ahead):
                 if each not in self._made:
                     self._made[each] = self._thread.submit(self._make, each)
@@ -231,6 +231,7 @@ class Prepared:
             while not made.done():  # `result` with a timeout would not tell a TimeoutError of the files from its own
                 wait([made], TICK)
                 tick()
+                waits()
             self._made = {each: future for each, future in self._made.items() if each > step}
             return made.result()
 

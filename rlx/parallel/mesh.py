@@ -20,6 +20,7 @@ Collectives of the whole run (barrier, any, broadcast_bytes) use host memory ove
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PIECE = 1 << 30  # bytes per broadcast
+WAITS = -1  # instead of a number of bytes: rank 0 still waits for them
 MARGIN = 600.0  # seconds by which collectives outlast rank 0's waits, so that rank 0's own wait times out first
 PATIENCE = 5.0  # seconds before a rank reports that it lost another, so that the supervisor sees and blames the failed rank first
 
@@ -74,6 +76,7 @@ class Mesh:
     alone: DeviceMesh | None = None  # this rank, with `expert` only
     shards: Mapping[str, DeviceMesh] = field(default_factory=dict)  # for `tensor` and `expert`, where parameters are divided
     alive: Callable[[], AbstractContextManager[None]] = nullcontext  # sends heartbeats while this process waits for rank 0
+    limit: float = math.inf  # seconds after which a collective fails
 
     @property
     def first(self) -> bool:
@@ -142,18 +145,21 @@ class Mesh:
         if self.world_size == 1:
             assert content is not None
             return content
-        size = torch.tensor(len(content) if content is not None else 0)
+        size = torch.tensor(len(content) if content is not None else WAITS)
         with self._together():
             dist.broadcast(size, src=0)
+            while size == WAITS:
+                dist.broadcast(size, src=0)
             received = bytearray(content) if self.first and content is not None else bytearray(int(size))
             if received:
                 for piece in torch.frombuffer(received, dtype=torch.uint8).split(PIECE):
                     dist.broadcast(piece, src=0)
         return received
 
-    def read(self, read: Callable[[], bytes | bytearray]) -> bytes | bytearray:
+    def read(self, read: Callable[[Callable[[], None]], bytes | bytearray]) -> bytes | bytearray:
         """The result of rank 0's `read`, on every rank: only rank 0 waits for a file and reads it. The result must not be empty.
 
+        `read` may take longer than `limit` if it often calls its argument, which tells the other ranks that it still waits.
         If `read` raises Preempted, every rank raises it. With any other error the other ranks raise RankLost.
         """
         if not self.first:
@@ -161,8 +167,17 @@ class Mesh:
             if not content:
                 raise Preempted() if self.any(False) else _failed_elsewhere()
             return content
+        told = time.monotonic()
+
+        def waits() -> None:
+            nonlocal told
+            if self.world_size > 1 and time.monotonic() - told > self.limit / 4:
+                told = time.monotonic()
+                with self._together():
+                    dist.broadcast(torch.tensor(WAITS), src=0)
+
         try:
-            content = read()
+            content = read(waits)
         except Exception as error:
             self.broadcast_bytes(b"")
             self.any(isinstance(error, Preempted))
@@ -292,7 +307,7 @@ def join(
     if store is not None:  # NCCL's communicators form at the first collective, through this store: others may still be reading the model
         store.set_timeout(timedelta(seconds=timeout))
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
-    mesh = Mesh(device=device, rank=rank, world_size=world_size, alive=alive)
+    mesh = Mesh(device=device, rank=rank, world_size=world_size, alive=alive, limit=timeout)
     return divide(mesh, timeout=timeout, copies=copies, context=context, tensor=tensor, expert=expert)
 
 

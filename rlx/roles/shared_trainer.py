@@ -67,7 +67,7 @@ class SharedTrainer:
         """Train until nobody needs it. Returns the exit code."""
         while True:
             try:
-                news = json.loads(self.mesh.read(lambda: json.dumps(self.look()).encode()))
+                news = json.loads(self.mesh.read(lambda _: json.dumps(self.look()).encode()))
             except Preempted:
                 return self.give_way()
             for slot, why in news.get("leave", ()):
