@@ -13,7 +13,7 @@ import pytest
 import torch
 from rank_worker import ERROR, train, train_together
 from safetensors.torch import load_file, save_file
-from trainer_examples import make_model
+from trainer_examples import make_model, make_samples, step_batch
 from transformers import AutoModelForCausalLM
 from transformers.models.ernie4_5_moe import Ernie4_5_MoeConfig
 from transformers.models.gemma2 import Gemma2Config
@@ -23,11 +23,17 @@ from transformers.models.llama import LlamaConfig
 from transformers.models.qwen2 import Qwen2Config
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 
+from rlx.config.schema import KlTerms, LossTerms
+from rlx.data.packing import pack
+from rlx.losses.base import Objective
+from rlx.losses.grpo import grpo
 from rlx.models.load import load_policy
 from rlx.models.read import stored_tensors
 from rlx.parallel.mesh import join, one_process
 from rlx.paths import RunPaths
 from rlx.plan.specs import _torchrun
+from rlx.train.reference import Reference
+from rlx.train.step import PolicyTrainer
 from rlx.weights.files import ADAPTER, verify
 
 pytestmark = pytest.mark.slow
@@ -288,6 +294,24 @@ def test_one_process_computes_in_bfloat16_with_float32_parameters(tmp_path):
     rounded = torch.load(tmp_path / "out_1" / "results.pt")
     assert rounded["metrics"][0]["loss/total"] != exact["metrics"][0]["loss/total"]
     assert rounded["metrics"][0]["policy/entropy"] == pytest.approx(exact["metrics"][0]["policy/entropy"], rel=2e-2)
+
+
+def test_scoring_leaves_nothing_behind_in_a_sharded_model_that_has_no_backward(tmp_path):
+    prepare(tmp_path, MODELS["llama_untied"]())
+    mesh = join(torch.device("cpu"), rank=0, world_size=1, timeout=60)
+    try:
+        frozen = load_policy(str(tmp_path / "model"), mesh, dtype="bfloat16", optimization_dtype="bfloat16", trained=False)
+        policy = load_policy(str(tmp_path / "model"), mesh, dtype="bfloat16")
+        reference = Reference(frozen)
+        objective = Objective(grpo, LossTerms(aggregate="seq_mean", kl=KlTerms(beta=0.1)))
+        trainer = PolicyTrainer(policy, objective, torch.optim.SGD(policy.parameters(), lr=0.1), mesh=mesh, reference=reference)
+        batch = pack(step_batch(0, [make_samples(groups=3)]), rank=0, ranks=1, tokens=60)
+        assert len(batch.mini_batches[0].micro_batches) > 1
+        metrics = [trainer.train_batch(batch) for _ in range(2)]
+        assert metrics[0]["ref/kl"] != metrics[1]["ref/kl"], "the policy moves"
+        assert frozen._get_fsdp_state()._comm_ctx.post_forward_order == []
+    finally:
+        mesh.close()
 
 
 def test_adapters_of_one_process_cast_themselves_as_fsdp_would(tmp_path):
