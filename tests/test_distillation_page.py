@@ -99,7 +99,7 @@ def test_the_commands_of_the_section_run(tmp_path: Path, monkeypatch: pytest.Mon
         assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
     scored = [record["teacher/kl"] for record in records("scored", "trainer")]
     assert len(scored) == 12
-    assert scored[-1] < 0.6 * scored[0], "the student approaches the teacher that scores it"
+    assert sum(scored[-4:]) / 4 < 0.6 * scored[0], "the student approaches the teacher that scores it"  # a step's varies by a factor of two
     taught = [record["ce/nll"] for record in records("taught", "trainer")]
     assert len(taught) == 8
     assert taught[-1] < 0.8 * taught[0]
