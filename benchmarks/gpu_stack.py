@@ -50,7 +50,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str, bool]] = {
     "trainer.reduce_dtype=bfloat16": ({"reduce_dtype": "bfloat16"}, ADAMW, False),
     BY_ITSELF: ({"lora": LORA}, ADAPTERS, False),
     "lora.rank=16, FSDP": ({"lora": LORA}, ADAPTERS, False),
-    "lora.rank=16 trainer.ac.freq=1 mode=selective": ({"lora": LORA, "ac": AcConfig(freq=1, mode="selective")}, ADAPTERS, False),
+    "lora.rank=16 trainer.ac.freq=1 mode=selective, FSDP": ({"lora": LORA, "ac": AcConfig(freq=1, mode="selective")}, ADAPTERS, False),
     "optim=muon": ({}, MUON, False),
     "optim=muon trainer.optim_cpu_offload=true": ({}, MUON, True),
     "trainer.compile=true": ({"compile": True}, ADAMW, False),

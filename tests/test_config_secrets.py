@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,31 +10,88 @@ from rlx.config.checks import check
 from rlx.config.load import compose
 from rlx.config.schema import Config
 
-SECRET = "hidden-1"
-PLACES: dict[str, Callable[[Config], Any]] = {
-    "inference.vllm.hf_token": lambda cfg: cfg.inference.vllm.update(hf_token=SECRET),
-    "envs.reverse_text.args.judge.api_key": lambda cfg: cfg.envs["reverse_text"].args.update(judge={"api_key": SECRET}),
-    "HF_TOKEN in slurm.setup": lambda cfg: cfg.slurm.setup.append(f"module load x; export HF_TOKEN={SECRET}"),
-    "the address of inference.base_url": lambda cfg: cfg.inference.base_url.append(f"http://me:{SECRET}@host:8000"),
-}
+SECRET = "hidden-12345"
+TOKEN = "hf_abcdefgh12345"
 
 
 def said(cfg: Config) -> str:
     return "\n".join(problem.text for problem in check(cfg) if "would be written" in problem.text)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_secret_in_an_open_key_is_refused_and_not_shown(place: str):
+def with_arguments(**arguments: Any) -> Config:
     cfg = compose([], {}).cfg
-    assert not said(cfg)
-    PLACES[place](cfg)
-    assert place in said(cfg)
+    cfg.envs["reverse_text"].args.update(arguments)
+    return cfg
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"api_key": SECRET},
+        {"judge": {"openai_api_key": SECRET}},
+        {"aws_secret_access_key": SECRET},
+        {"client_secret": SECRET},
+        {"db_password": SECRET},
+        {"headers": {"Authorization": SECRET}},
+        {"token": TOKEN},
+        {"anything": [f"Bearer {SECRET}"]},
+        {"endpoint": f"http://me:{SECRET}@host"},
+    ],
+)
+def test_a_secret_among_an_environments_arguments_is_refused_and_not_shown(arguments: dict[str, Any]):
+    found = said(with_arguments(**arguments))
+    assert f"envs.reverse_text.args.{next(iter(arguments))}" in found
+    assert SECRET not in found
+    assert TOKEN not in found
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"answer_key": "answer"},
+        {"pad_token": "</s>"},
+        {"judge_api_key_var": "MY_KEY"},
+        {"judge_api_key": "OPENAI_API_KEY"},
+        {"api_key": "EMPTY"},
+        {"api_key": "sk-no-key-required"},
+        {"secret": "apple"},
+        {"system_prompt": "KEY=5 opens http://a:b@c"},
+        {"url": "http://host:8000/v1"},
+    ],
+)
+def test_names_that_only_look_like_secrets_are_accepted(arguments: dict[str, Any]):
+    assert not said(with_arguments(**arguments))
+
+
+@pytest.mark.parametrize(
+    ("line", "refused"),
+    [
+        (f"module load x; export HF_TOKEN={SECRET}", "HF_TOKEN in slurm.setup"),
+        (f"export HTTPS_PROXY=http://me:{SECRET}@proxy", "slurm.setup"),
+        ("export OPENAI_API_KEY=EMPTY", ""),
+        ("export HF_TOKEN=$(cat ~/.hf_token)", ""),
+        ("export HF_TOKEN_PATH=/home/me/token", ""),
+        ("export VLLM_MULTI_STREAM_GEMM_TOKEN_THRESHOLD=1024", ""),
+        ("export HF_HUB_DISABLE_IMPLICIT_TOKEN=1 KEY_CACHE_DTYPE=fp8", ""),
+        ("export SSH_KEY=~/.ssh/id", ""),
+        ("export TOKENIZERS_PARALLELISM=false", ""),
+    ],
+)
+def test_a_secret_in_a_shell_line_is_refused(line: str, refused: str):
+    cfg = compose([], {}).cfg
+    cfg.slurm.setup = [line]
+    assert refused in said(cfg)
+    assert bool(said(cfg)) == bool(refused)
     assert SECRET not in said(cfg)
 
 
-def test_names_that_only_look_like_secrets_and_references_to_secrets_are_accepted():
+def test_secrets_in_the_options_of_a_job_in_vllms_arguments_and_in_addresses_are_refused():
     cfg = compose([], {}).cfg
-    names = {"answer_key": "answer", "pad_token": "</s>", "api_key_var": "A_KEY", "api_key": "EMPTY", "system_prompt": "KEY=5 opens it"}
-    cfg.envs["reverse_text"].args.update(names)
-    cfg.slurm.setup = ["export HF_TOKEN=$(cat ~/.hf_token)", "export TOKENIZERS_PARALLELISM=false"]
     assert not said(cfg)
+    cfg.slurm.options = {"export": f"ALL,HF_TOKEN={SECRET}"}
+    cfg.inference.vllm = {"hf_token": SECRET}
+    cfg.inference.base_url = [f"http://me:{SECRET}@{host}:8000" for host in ("one", "two")]
+    found = said(cfg)
+    for place in ("HF_TOKEN in slurm.options.export", "inference.vllm.hf_token", "the address of inference.base_url"):
+        assert found.count(place) == 1
+    assert SECRET not in found

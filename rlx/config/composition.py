@@ -364,7 +364,7 @@ def _resolve(cfg: DictConfig, origins: Origins) -> tuple[dict[Any, Any], list[Pr
     """The values without interpolations, with `???` for those that have none; one problem per cause; all keys without a value."""
     problems: list[Problem] = []
     keys: list[str] = []
-    without: dict[str, list[str]] = {}  # a section that is none: the keys that take their values from it
+    without: dict[str, list[str]] = {}  # a section that is null: the keys that take their values from it
     while True:
         try:
             values = _plain(cfg, resolve=True)
@@ -379,9 +379,11 @@ def _resolve(cfg: DictConfig, origins: Origins) -> tuple[dict[Any, Any], list[Pr
             text: Any = _plain(cfg, resolve=False)
             for part in key.split("."):
                 text = text[part]
-            if absent := NO_SECTION.search(str(error)):
-                near = key.rpartition(".")[0] if str(text).startswith("${.") else ""
-                without.setdefault(f"{near}.{absent[1]}".lstrip("."), []).append(key)
+            absent = NO_SECTION.search(str(error))
+            near = f"{key.rpartition('.')[0]}." if str(text).startswith("${.") else ""
+            section = f"{near}{absent[1]}" if absent else ""
+            if absent and str(text).startswith((f"${{{absent[1]}.", f"${{.{absent[1]}.")) and OmegaConf.select(cfg, section) is None:
+                without.setdefault(section, []).append(key)
             elif not isinstance(error, InterpolationToMissingValueError):  # the missing value is reported as its own problem
                 cause = str(error).splitlines()[0].removeprefix("KeyError raised while resolving interpolation: ").strip('"')
                 hint = " Set it, or give a default: ${oc.env:NAME,VALUE}." if "oc.env:" in str(text) else ""

@@ -147,6 +147,7 @@ def trainer_memory(cfg: TrainingRoot) -> TrainerMemory:
     kept = not cfg.trainer.reshard_after_forward  # the configuration does not say whether the head is tied: assume that it is not
     layer = max(0.0, model.num_parameters - table) / model.num_layers
     sharded = cfg.trainer_ranks > 1 or cfg.shards_alone
+    cast = trained * compute if cfg.lora.on and not sharded and master != compute else 0.0  # adapters, until backward
     copied = cfg.uses_reference and (cfg.ref.name is not None or not cfg.lora.on)  # else it is the model without its adapters
     offloads = cfg.trainer.optim_cpu_offload and cuda
     # On CUDA, torch's optimizers update all parameters at once, or those of a bucket. The embedding may be larger than that.
@@ -166,7 +167,7 @@ def trainer_memory(cfg: TrainingRoot) -> TrainerMemory:
         optimizer_on_host=offloads,
         layers=(model.num_layers if kept else 2) * layer * compute / divided if sharded else 0.0,
         table=(2 if kept else 1) * table * compute if sharded else 0.0,
-        activations=activation_bytes(cfg) * row,
+        activations=activation_bytes(cfg) * row + cast,
         head=4.0 * (tiles * min(tile_rows, scored) * tile_columns + scored * model.hidden_size + tile_columns * model.hidden_size),
         head_gradient=table * compute if sharded and not cfg.lora.on else 0.0,
         layer_gradients=layer * share * (compute + reduced) / divided if sharded else 0.0,

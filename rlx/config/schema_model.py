@@ -99,7 +99,8 @@ class ModelConfig:
     )
     liger: bool | str = key(
         "auto",
-        "Liger's layer kernels (norms, rotary positions, feed-forward): `true`, `false` or `auto` (on CUDA, if Liger supports the model)",
+        "Liger's layer kernels (norms, rotary positions, feed-forward, but that not in models with experts): `true`, `false` or `auto` (on "
+        "CUDA, if Liger supports the model)",
         choices=("auto", "true", "false"),
     )
     trust_remote_code: bool = key(False, "run the model's own code from the Hugging Face hub")

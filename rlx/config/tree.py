@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
@@ -18,6 +19,12 @@ from typing import Any
 
 from rlx.config.keys import HIDDEN, MISSING
 
+# Not every `…_key` or `…_token`: `answer_key` names a column, `pad_token` a token. `…_api_key_var` names a variable.
+SECRET = re.compile(
+    r"(api[_-]?keys?|(secret|access|private)[_-]?key|client[_-]?secret|password|passwd|passphrase|authorization"
+    r"|(^|[_-])(hf|hub|auth|access|bearer|github|gitlab|wandb|refresh|api)[_-]token)$",
+    re.IGNORECASE,
+)
 NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 
 
@@ -61,7 +68,7 @@ class Origins:
     def show(self, key: str, value: Any) -> str:
         """`seq_len=64 (conf/model/tiny.yaml)`."""
         origin = (self.find(key) or "default") if self.of_key else ""  # without any origins, do not even claim a default
-        hidden = key in self.secret and value is not None
+        hidden = value is not None and (key in self.secret or (isinstance(value, str) and names_a_secret(key.rpartition(".")[2])))
         return f"{key}={HIDDEN if hidden else show(value)}" + (f" ({origin})" if origin else "")
 
 
@@ -105,6 +112,11 @@ def leaves(cls: type, prefix: str = "") -> Iterator[str]:
             yield from leaves(typing.get_args(kind)[1], f"{key}.<name>.")
         else:
             yield key
+
+
+def names_a_secret(name: str) -> bool:
+    """Whether a key or variable that rlx does not know is called like a secret."""
+    return SECRET.search(name) is not None
 
 
 def secret_keys(cls: type) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
-FEED_FORWARD = "swiglu"  # of dense layers and of experts
+FEED_FORWARD = "swiglu"  # of dense layers and of experts: Liger has one switch for both
 
 
 def apply_liger(hf: Any, wanted: bool | str, device: torch.device, *, rope: bool = True, compiled: bool = False) -> str:

@@ -153,7 +153,10 @@ def _placement_of_divided(shards: Mapping[str, DeviceMesh]) -> Callable[[torch.n
 
 
 def free_gathered(model: torch.nn.Module) -> None:
-    """Free what a forward without backward has left: some parameters stay gathered until backward, and FSDP notes every layer's forward."""
+    """Free what a forward without backward has left: some parameters stay gathered until backward, and FSDP notes every layer's forward.
+
+    A sharded model must have had a forward before.
+    """
     if (reset := getattr(model, "reset_iter_state", None)) is not None:  # since torch 2.13; before, the notes grow by some 2 kB a row
         reset()
         return

@@ -178,6 +178,8 @@ class Mesh:
 
         try:
             content = read(waits)
+        except RankLost:
+            raise
         except Exception as error:
             self.broadcast_bytes(b"")
             self.any(isinstance(error, Preempted))
@@ -248,8 +250,8 @@ def build_mesh(
 ) -> Mesh:
     """The mesh of the configuration, on this process's device. This is the trainer's first call that touches CUDA.
 
-    `timeout` is in seconds, for the other ranks to join. It must exceed every wait of rank 0 except the one for a batch. `tick` is called
-    while waiting for them; `alive` is entered during later waits for rank 0. Raises WaitTimeout.
+    `timeout` is in seconds, for the other ranks to join. It must exceed every wait of rank 0 outside `read`. `tick` is called while
+    waiting for them; `alive` is entered during later waits for rank 0. Raises WaitTimeout.
     """
     cuda = cfg.hardware.device == "cuda"
     device = torch.device("cuda", place.local_rank) if cuda else torch.device("cpu")

@@ -1,7 +1,7 @@
 """The rule that no secret is written in an open key, such as an environment's argument: `config.yaml` and trackers would show it.
 
 Keys of rlx's own that hold secrets are marked in the schema, and are hidden everywhere (`rlx.config.secret`). A key that a package names is
-known only by its name.
+recognised by its name or its value. This finds the usual mistakes, not every secret.
 """
 
 from __future__ import annotations
@@ -11,50 +11,53 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from rlx.config.checks.kubernetes import names_a_secret
 from rlx.config.rules import Show, rule
 from rlx.config.schema import CommandConfig
-from rlx.config.tree import secret_keys
+from rlx.config.tree import names_a_secret, secret_keys
 
-# Not every `…_key` or `…_token`: `answer_key` names a column, `pad_token` a token. `…_api_key_var` names a variable.
-NAME = re.compile(
-    r"(^|[_-])(api[_-]?key|password|passwd|secret|((hf|hub|auth|access|bearer|github|gitlab|wandb|refresh|api)[_-]token))$", re.I
+VALUE = re.compile(r"^(Bearer \S+|(hf_|sk-|gh[opsu]_|github_pat_|xox[abp]-)[A-Za-z0-9_-]{8,})$")  # as the best-known services make them
+# What no secret looks like: what servers without keys are given, a number, a truth value, a path, a variable's name or value.
+HARMLESS = re.compile(
+    r"(|empty|none|null|dummy|local|ollama|not-needed|sk-no-key-required|true|false|[\d.]+|[/~.].*|[A-Z][A-Z0-9]*_[A-Z0-9_]+|\$.*)"
 )
-PLACEHOLDERS = {"", "EMPTY", "NONE", "DUMMY"}  # what servers without a key are given
-ASSIGNED = re.compile(r"(?:^|[\s;])([A-Za-z_][A-Za-z0-9_]*)=(['\"]?)([^\s;$`'\"]+)")  # of a shell line: a variable and a literal value
-LOGIN = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
+ASSIGNED = re.compile(r"(?:^|[\s;,])([A-Za-z_][A-Za-z0-9_]*)=(['\"]?)([^\s;,`'\"]+)")  # in a shell line: a variable and its value
+LOGIN = re.compile(r"://[^/\s:@$]*:[^/\s@$]+@")
+SHELL = ("slurm.setup", "slurm.options")
 OF_KUBERNETES = "kubernetes"  # it has rules and places of its own
+SHOWN = "would be written to the run's config.yaml, and shown to trackers"
 
 
 @rule("run")
 def secrets_in_open_keys(cfg: CommandConfig, of: Show) -> Iterator[str]:
-    known = set(secret_keys(type(cfg)))
+    known = {*secret_keys(type(cfg)), "inference.vllm.api_key"}  # a rule of its own names the key to set instead
+    found: dict[str, None] = {}
     for key, value in _texts(asdict(cfg), ""):
-        if key in known or key.partition(".")[0] == OF_KUBERNETES:
-            continue
-        name = key.rpartition(".")[2]
-        if NAME.search(name) and value.upper() not in PLACEHOLDERS:
+        if key not in known and key.partition(".")[0] != OF_KUBERNETES:
+            found |= dict.fromkeys(_problems(key, value))
+    yield from found
+
+
+def _problems(key: str, value: str) -> Iterator[str]:
+    name = key.rpartition(".")[2]
+    if _is_secret(name, value):
+        yield (
+            f"a secret {SHOWN}: {key}.\n"
+            "Leave it out, and set an environment variable that the package reads. Many environments take the name of a variable "
+            "(judge_api_key_var=OPENAI_API_KEY), and servers that want no key take EMPTY."
+        )
+    for variable, _, content in ASSIGNED.findall(value) if key.startswith(SHELL) else ():
+        if _is_secret(variable, content):
             yield (
-                f"a secret would be written to the run's config.yaml, and shown to trackers: {key}.\n"
-                f"Leave it out, and set an environment variable that the package reads, such as {_variable(name)}. Many environments take "
-                "the name of a variable (judge_api_key_var=OPENAI_API_KEY)."
-            )
-        for variable in sorted({found[1] for found in ASSIGNED.finditer(value)}) if key == "slurm.setup" else ():
-            if not names_a_secret(variable):
-                continue
-            yield (
-                f"a secret would be written to the run's config.yaml, and shown to trackers: {variable} in {key}.\n"
+                f"a secret {SHOWN}: {variable} in {key}.\n"
                 f"Export it in the shell that starts rlx, or read it from a file of yours: export {variable}=$(cat ~/.{variable.lower()})."
             )
-        if name.endswith("url") and LOGIN.search(value):
-            yield (
-                f"a password would be written to the run's config.yaml, and shown to trackers: in the address of {key}.\n"
-                "Use an address without a login."
-            )
+    if LOGIN.search(value) and (key.startswith(SHELL) or " " not in value):
+        yield f"a password {SHOWN}: in the address of {key}.\nUse an address without a login."
 
 
-def _variable(name: str) -> str:
-    return re.sub(r"[^A-Z0-9]", "_", name.upper())
+def _is_secret(name: str, value: str) -> bool:
+    harmless = HARMLESS.fullmatch(value) or HARMLESS.fullmatch(value.lower())
+    return not harmless and (names_a_secret(name) or VALUE.match(value) is not None)
 
 
 def _texts(node: Any, key: str) -> Iterator[tuple[str, str]]:
