@@ -67,3 +67,14 @@ def test_an_expert_group_shares_gathered_layers_of_experts() -> None:
     assert after.layers == before.layers / 4
     assert divided.data_ranks == 4, "each rank has samples of its own"
     assert "FSDP2 over 4 ranks; experts divided over 4" in explain(divided, make_plan(divided, Path("/run")), {}, [], "/run")
+
+
+def test_a_single_process_with_adapters_gathers_nothing_and_holds_them_once_more_in_16_bits() -> None:
+    whole = config("gpu1_shared", trainer={"micro_batch_tokens": 4096})
+    adapters = config("gpu1_shared", trainer={"micro_batch_tokens": 4096}, lora={"rank": 16})
+    before, after = trainer_memory(whole), trainer_memory(adapters)
+    assert before.layers > 0, "float32 parameters, gathered in 16 bits"
+    assert after.layers == after.table == after.table_gradients == 0
+    assert after.activations - before.activations == pytest.approx(after.gradients / 2)
+    again = config("gpu1_shared", trainer={"micro_batch_tokens": 4096, "fsdp_cpu_offload": True}, lora={"rank": 16})
+    assert trainer_memory(again).layers == before.layers
