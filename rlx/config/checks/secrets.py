@@ -6,11 +6,13 @@ recognised by its name or its value. This finds the usual mistakes, not every se
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import fields, is_dataclass
 from typing import Any
 
+from rlx.config.roots import ROOTS
 from rlx.config.rules import Show, rule
 from rlx.config.schema import CommandConfig
 from rlx.config.tree import names_a_secret, secret_keys
@@ -23,18 +25,38 @@ HARMLESS = re.compile(
 ASSIGNED = re.compile(r"(?:^|[\s;,])([A-Za-z_][A-Za-z0-9_]*)=(['\"]?)([^\s;,`'\"]+)")  # in a shell line: a variable and its value
 LOGIN = re.compile(r"://[^/\s:@$]*:[^/\s@$]+@")
 SHELL = ("slurm.setup", "slurm.options")
-OF_KUBERNETES = "kubernetes"  # it has rules and places of its own
+# Sections with keys that rlx does not know, or with addresses. `kubernetes` has rules and places of its own.
+OPEN = (
+    "model",
+    "envs",
+    "sampling",
+    "inference",
+    "loss",
+    "advantage",
+    "optim",
+    "teacher",
+    "eval",
+    "client",
+    "data",
+    "slurm",
+    "launcher",
+    "logger",
+)
 SHOWN = "would be written to the run's config.yaml, and shown to trackers"
 
 
-@rule("run")
-def secrets_in_open_keys(cfg: CommandConfig, of: Show) -> Iterator[str]:
-    known = {*secret_keys(type(cfg)), "inference.vllm.api_key"}  # a rule of its own names the key to set instead
+def secrets_in_open_keys(section: str, cfg: CommandConfig, of: Show) -> Iterator[str]:
+    marked = {key for root in ROOTS for key in secret_keys(root.schema)}
+    known = {*marked, "inference.vllm.api_key"}  # a rule of its own names the key to set instead
     found: dict[str, None] = {}
-    for key, value in _texts(asdict(cfg), ""):
-        if key not in known and key.partition(".")[0] != OF_KUBERNETES:
+    for key, value in _texts(getattr(cfg, section), section):
+        if key not in known:
             found |= dict.fromkeys(_problems(key, value))
     yield from found
+
+
+for each in OPEN:  # a rule names what it reads, and holds for commands that have that
+    rule(each)(functools.wraps(secrets_in_open_keys)(functools.partial(secrets_in_open_keys, each)))
 
 
 def _problems(key: str, value: str) -> Iterator[str]:
@@ -62,9 +84,11 @@ def _is_secret(name: str, value: str) -> bool:
 
 def _texts(node: Any, key: str) -> Iterator[tuple[str, str]]:
     """All texts of a configuration with their dotted keys. Those of a list have the list's."""
+    if is_dataclass(node):
+        node = {f.name: getattr(node, f.name) for f in fields(node)}
     if isinstance(node, dict):
         for name, value in node.items():
-            yield from _texts(value, f"{key}.{name}" if key else str(name))
+            yield from _texts(value, f"{key}.{name}")
     elif isinstance(node, (list, tuple)):
         for value in node:
             yield from _texts(value, key)
