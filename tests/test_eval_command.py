@@ -163,12 +163,12 @@ def test_the_time_left_follows_from_the_pace_of_this_attempt() -> None:
 
 
 class Command:
-    """One `rlx eval`."""
+    """One `rlx eval`, or another command that only plays."""
 
-    def __init__(self, root: Path, *overrides: str, key: str = KEY) -> None:
+    def __init__(self, root: Path, *overrides: str, key: str = KEY, command: str = "eval") -> None:
         self.root, self.output = root, root.with_suffix(f".{time.monotonic_ns()}.out")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "rlx.cli", "eval", f"run.dir={root}", *overrides],
+            [sys.executable, "-m", "rlx.cli", command, f"run.dir={root}", *overrides],
             cwd=root.parent,
             env=os.environ | {"HF_HUB_OFFLINE": "1", "THE_KEY": key},
             stdout=self.output.open("w"),
@@ -238,6 +238,21 @@ def test_an_endpoint_that_returns_tokens_has_them_counted_and_one_that_does_not_
     assert refused.process.wait(600) == 1
     assert "returns no token ids: its answer has no prompt_token_ids and no token_ids" in refused.text, refused.text
     assert not list((tmp_path / "refused").glob(f"eval/*/*/{PLAYED}"))
+
+
+@pytest.mark.long
+def test_an_endpoint_synthesizes_data_with_its_tokens_if_it_returns_them(api, tmp_path: Path) -> None:
+    keys = [*KEYS, "format=jsonl", "duplicates=keep"]
+    for mode, tokens in (("flaky", False), ("tokens", True)):
+        made = Command(tmp_path / mode, *keys, *api(mode), f"client.tokens={str(tokens).lower()}", command="synthesize")
+        assert made.process.wait(600) == 0, made.text
+        rows = [json.loads(line) for line in (made.root / "data" / "train.jsonl").read_text().splitlines()]
+        assert len(rows) == 24, "two answers to each of 12 examples"
+        for row in rows:
+            asked, answered = row["prompt"][-1]["content"], row["completion"][-1]["content"]
+            assert (answered, row["reward"]) == (asked[::-1], 1.0)
+        holds = [file for file in made.root.rglob("*") if file.is_file() and KEY.encode() in file.read_bytes()]
+        assert holds == [], "no file has the key"
 
 
 @pytest.mark.long

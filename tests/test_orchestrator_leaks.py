@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "orchestrator.py"
 
 
