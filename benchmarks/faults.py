@@ -27,6 +27,13 @@ from rlx.types import Rollout, Task, Turn
 PACKAGE = Path(__file__).resolve().parent.parent / "tests" / "packages" / "rlx_test_envs"
 FAULTS: dict[str, dict[str, Any]] = {  # arguments of the environment
     "raise": {"kind": "raise"},
+    "nan": {"kind": "nan"},
+    "none": {"kind": "none"},
+    "text": {"kind": "text"},
+    "cpu": {"kind": "cpu", "seconds": 2},
+    "response": {"kind": "raise", "where": "env_response"},
+    "endless": {"where": "endless"},
+    "overlong": {"where": "prompt"},
     "exit": {"kind": "exit"},
     "kill": {"kind": "kill"},
     "c": {"kind": "c", "seconds": 3600},
@@ -84,7 +91,7 @@ def measure(name: str, timeout: float, memory_gb: float) -> str:
         if name == "answer":
             cause, said = f"check_timed_out {bad.metrics['check_timed_out']:g}", f"reward {bad.reward:g}"
             return f"| `{name}` | {cause} | {noticed:.2f} s | {good.status} after {went_on:.2f} s | {said} |"
-        cause = bad.stop if bad.status != "ok" else "memory" if pool.replaced["memory"] else bad.status
+        cause = bad.stop if bad.status != "ok" else "memory" if pool.replaced["memory"] else f"none: {bad.stop}, reward {bad.reward:g}"
         return f"| `{name}` | {cause} | {noticed:.2f} s | {good.status} after {went_on:.2f} s | {said} |"
 
     return asyncio.run(both())

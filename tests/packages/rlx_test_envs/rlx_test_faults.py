@@ -10,6 +10,7 @@ import verifiers as vf
 from rlx_test_envs import words
 
 KEPT: list[bytearray] = []  # what `leak` never frees
+RETURNED = {"nan": float("nan"), "none": None, "text": "one"}  # by a reward
 
 
 def sleep_in_c(seconds: float) -> None:
@@ -42,7 +43,7 @@ def misbehave(kind: str, seconds: float) -> None:
 def load_environment(
     kind: str = "power", num_examples: int = 64, every: int = 8, seconds: float = 3600.0, where: str = "reward", load: str = ""
 ) -> vf.Environment:
-    """Every `every`-th example misbehaves in its reward, in `env_response`, in a `thread`, or ignores its cancellation (`deaf`).
+    """Every `every`-th example misbehaves in its reward, in `env_response`, or in a `thread`; `endless`: never stops; `prompt`: is too long.
 
     `load`: what `load_environment` itself does: `raise` or `exit`.
     """
@@ -61,6 +62,8 @@ def load_environment(
         """1 if the reply is the answer."""
         if where == "reward" and wanted(info):
             misbehave(kind, seconds)
+            if kind in RETURNED:
+                return RETURNED[kind]
         if where == "thread" and wanted(info):
             await asyncio.to_thread(misbehave, kind, seconds)
         return float(completion[-1]["content"].strip() == answer)
@@ -75,7 +78,9 @@ def load_environment(
 
     data = words(num_examples)
     data = data.map(lambda row, place: {"info": {"number": place}}, with_indices=True)
+    if where == "prompt":
+        data = data.map(lambda row: {"question": "abc " * 4096 if wanted(row["info"]) else row["question"]})
     rubric = vf.Rubric(funcs=[backwards])
-    if where == "env_response":
-        return Asking(dataset=data, rubric=rubric, max_turns=2)
+    if where in ("env_response", "endless"):
+        return Asking(dataset=data, rubric=rubric, max_turns=2 if where == "env_response" else -1)
     return vf.SingleTurnEnv(dataset=data, rubric=rubric)
