@@ -43,7 +43,7 @@ def misbehave(kind: str, seconds: float) -> None:
 def load_environment(
     kind: str = "power", num_examples: int = 64, every: int = 8, seconds: float = 3600.0, where: str = "reward", load: str = ""
 ) -> vf.Environment:
-    """Every `every`-th example misbehaves in its reward, in `env_response`, or in a `thread`; `endless`: never stops; `prompt`: is too long.
+    """Every `every`-th example misbehaves in its reward, in `env_response`, in a `thread`, never stops (`endless`), has a long `prompt`.
 
     `load`: what `load_environment` itself does: `raise` or `exit`.
     """
