@@ -1,12 +1,13 @@
 """Known chat templates, tokenizers and renderers, read where packages ship them: what they lose; all that is sampled is trained once.
 
-vLLM ships plain ChatML, mistral_common writes Mistral's templates. The TRL package ships most others; SmolLM2's tokenizer is the only
-one in a package of ours.
+vLLM ships plain ChatML, mistral_common writes Mistral's templates. The TRL package ships most others. The tokenizers of SmolLM2, Qwen3 and
+Llama 3.1 are made of what packages of the extra `dev` ship (`known_tokenizers`).
 `RLX_CHAT_TEMPLATES` and `RLX_TOKENIZERS` name folders with them (`chat_templates`); without these, that part is left out.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import random
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 from chat_templates import SMOLLM2, real_template, real_tokenizers, small_tokenizer
+from known_tokenizers import llama3_1, qwen3
 from test_policy_chat import ADD, check_exactly_once, converse, model_config
 from transformers import AutoTokenizer
 
@@ -43,7 +45,8 @@ REFUSED = {
     "glm4moe": "no parser reads the calls that it writes",
     "gptoss": "no parser reads the calls that it writes",
 }
-RENDERERS = {"qwen3": "qwen3", "llama3_1": "llama-3"}  # tokenizer -> renderer
+RENDERERS = {"qwen3": "qwen3", "llama3_1": "llama-3"}  # template, which names the tokenizer -> renderer
+OWN = {"qwen3": qwen3, "qwen3_instruct_2507": qwen3, "qwen2_5": qwen3, "llama3_1": llama3_1}  # Qwen2.5 has the words of Qwen3
 
 
 def samples_and_turns(chat: Chat, parser: str, thinks: bool) -> tuple[int, int]:
@@ -117,12 +120,39 @@ def test_smollm2_is_refused_with_tools_by_its_own_template_and_served_by_the_one
     assert samples_and_turns(chat, "pythonic", thinks=False) == (20, 80)
 
 
+@functools.cache
+def known(name: str) -> Any:
+    """The real tokenizer of a template of `OWN`."""
+    tokenizer = OWN[name]()
+    tokenizer.chat_template = real_template(name)
+    return tokenizer
+
+
+def test_known_tokenizers_have_the_ids_that_their_models_were_trained_with() -> None:
+    for name, words, special in (
+        ("qwen3", [9707, 1879, 220, 17, 15, 17, 19], {"<|im_end|>": 151645, "<tool_call>": 151657, "</think>": 151668}),
+        ("llama3_1", [9906, 1917, 220, 2366, 19], {"<|begin_of_text|>": 128000, "<|eot_id|>": 128009, "<|python_tag|>": 128010}),
+    ):
+        tokenizer = known(name)
+        assert tokenizer("Hello world 2024", add_special_tokens=False).input_ids == words
+        assert {text: tokenizer.convert_tokens_to_ids(text) for text in special} == special
+        assert tokenizer.decode(tokenizer("a  b\n\n ünï 日本 <x>", add_special_tokens=False).input_ids) == "a  b\n\n ünï 日本 <x>"
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_tools_and_thinking_on_real_tokenizers_with_their_own_templates(name: str) -> None:
+    chat = Chat(known(name))
+    tools, reasoning, one = SERVED[name]
+    assert list(problems(chat, [ADD])) == []
+    assert (chat.tool_parser, chat.reasoning_parser) == (tools, reasoning)
+    assert samples_and_turns(chat, tools, thinks=False)[0] == 20
+    if one is not None:
+        assert (samples_and_turns(chat, tools, thinks=True)[0] == 20) is one
+
+
 @pytest.mark.parametrize("name", RENDERERS)
 def test_renderers_keep_what_was_sampled_on_real_tokenizers(name: str) -> None:
-    if name not in real_tokenizers():
-        pytest.skip("RLX_TOKENIZERS is not set")
-    tokenizer = AutoTokenizer.from_pretrained(real_tokenizers()[name])
-    tokenizer.add_tokens(["<|eom_id|>"], special_tokens=True)
+    tokenizer = known(name)
     chat = load_chat(tokenizer, model_config(renderer=RENDERERS[name]))
     samples, turns = samples_and_turns(chat, "llama3_json" if name == "llama3_1" else "hermes", thinks=name == "qwen3")
     assert turns == 80
