@@ -21,6 +21,7 @@ from datasets import Dataset, load_dataset
 from rlx_math.checker import Checker, to_number
 from rlx_math.problems import LEVELS, problems
 
+MIXED = (2, 3, 4)  # without a `level`; one step of arithmetic is for small models
 SYSTEM_PROMPT = "Solve the problem step by step. Write the final answer inside \\boxed{}."
 EVAL_SEED = 1_000_003  # added to the seed for the evaluation problems
 SHOTS_SEED = 2_000_003  # and for the solved problems of `shots`
@@ -46,11 +47,11 @@ class AnswerParser(vf.Parser):
 
 
 def build_rows(level: int | None, num_examples: int, seed: int, without: Collection[str] | None = None) -> list[dict[str, Any]]:
-    """`num_examples` rows of a level, or of all levels in turn. The same seed gives the same rows.
+    """`num_examples` rows of a level, or of the levels of `MIXED` in turn. The same seed gives the same rows.
 
     `without`: questions that no row has; then no question occurs twice, either. None leaves out nothing.
     """
-    streams = itertools.cycle([problems(number, seed + number) for number in ([level] if level else LEVELS)])
+    streams = itertools.cycle([problems(number, seed + number) for number in ([level] if level else MIXED)])
     rows, used = [], set(without or ())
     for stream in itertools.islice(streams, num_examples):
         question, answer, source = next(stream)
@@ -100,7 +101,7 @@ def check_arguments(
     """Raise ValueError for an argument out of range."""
     if level is not None and level not in LEVELS:
         known = "; ".join(f"{number}: {spec.meaning}" for number, spec in LEVELS.items())
-        raise ValueError(f"level={level} is not one of {known}. None (null) is all of them")
+        raise ValueError(f"level={level} is not one of {known}. None (null) mixes levels {', '.join(map(str, MIXED))}")
     if check_timeout <= 0 or check_workers < 1:
         raise ValueError(f"check_timeout={check_timeout} must be above 0, and check_workers={check_workers} at least 1")
     if shots < 0:
@@ -130,7 +131,7 @@ def load_environment(
     """The environment.
 
     Args:
-        level: 1 (one step of arithmetic) to 4 (competition style), see `LEVELS`; None mixes all. Without effect on a `dataset`.
+        level: 1 (one step of arithmetic) to 4 (competition style), see `LEVELS`; None mixes 2 to 4. Without effect on a `dataset`.
         dataset: a hub data set (`owner/name`) or a local .jsonl, .json, .parquet or .csv file; None generates problems.
         subset: configuration of the hub data set.
         split: its split to train on.

@@ -1,0 +1,35 @@
+"""A run of `rlx train` on environments that this project did not write: what is recorded and trained is exactly what was sampled."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from public_environments import V1, folder
+from recorded import check_recorded, normalised
+
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+CLASSIC = "classic-2026-01"
+NAMES = ("games", "words", "sums")
+STEPS = 2
+
+
+def test_public_environments_of_both_kinds_are_trained_as_they_were_sampled(start):
+    places = [folder(V1) / "kuhn_poker", folder(V1) / "glossary", folder(CLASSIC) / "reasoning_gym_env"]
+    job = start(
+        "run",
+        *("env=[]", "+envs.games.id=kuhn_poker", "+envs.words.id=glossary", "+envs.sums.id=reasoning_gym_env"),
+        *("+envs.sums.args.gym=chain_sum", "+envs.sums.args.num_train_examples=16", "+envs.sums.args.num_eval_examples=4"),
+        *("max_async_level=0", f"max_steps={STEPS}", "orchestrator.batch_size=48", "orchestrator.max_retries=20"),
+        *("seq_len=2048", "model.context_length=2048", "model.warm_start.steps=20", "model.warm_start.batch_size=16"),
+        *("sampling.max_tokens=64", "ckpt.interval=null"),
+        env={"PYTHONPATH": os.pathsep.join(map(str, places))},
+    )
+    assert job.wait() == 0, job.text()
+    for record in job.metrics("trainer"):
+        assert record["mismatch/kl"] <= 1e-6
+        assert record["mismatch/abs_logp_diff_max"] <= 1e-3
+    assert {rollout["env"] for step in range(STEPS) for rollout in job.rollouts(step)} == set(NAMES)
+    tokens, groups = check_recorded(job.run_dir, STEPS, normalised)
+    assert tokens > 0
+    assert groups > 0
