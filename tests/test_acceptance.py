@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import random
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from public_classic import Endpoint, Said, Script, check_as_stock, judge, local_
 from real_engine import LIMITS, Engine
 
 from rlx.config.schema import EnvConfig
+from rlx.envs.errors import in_one_line
 from rlx.envs.verifiers_v0 import load_environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -171,6 +173,23 @@ def test_a_public_classic_environment_that_cannot_run_here_says_why(name: str, m
     with pytest.raises((ValueError, RuntimeError)) as refused:
         load_environment(name, EnvConfig(id=name), LIMITS, 300.0)
     assert REFUSED[name].lower() in str(refused.value).lower()
+
+
+@pytest.mark.parametrize(("name", "module"), [("wordle", "textarena"), ("gem_wordle", "gem"), ("wiki_search", "chromadb")])
+def test_a_public_classic_environment_without_a_module_that_it_imports_names_it(
+    name: str, module: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    for imported in [each for each in sys.modules if each.partition(".")[0] == module]:
+        monkeypatch.delitem(sys.modules, imported)
+    monkeypatch.setitem(sys.modules, module, None)
+    local_data(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    on_path(name, monkeypatch)
+    with pytest.raises((ValueError, RuntimeError)) as refused:
+        load_environment(name, EnvConfig(id=name), LIMITS, 300.0)
+    said = in_one_line(refused.value)  # what a user sees: verifiers alone says that the environment is not installed
+    assert re.search(rf"ModuleNotFoundError: .*\b{module}\b", said), said
 
 
 @pytest.mark.parametrize("name", OWN)
