@@ -11,7 +11,7 @@ from rlx.config.load import compose
 from rlx.config.schema import Config
 
 SECRET = "hidden-12345"
-TOKEN = "hf_abcdefgh12345"
+TOKEN = "hf_" + "abcdefgh" * 4 + "xy"
 
 
 def said(cfg: Config) -> str:
@@ -55,6 +55,8 @@ def test_a_secret_among_an_environments_arguments_is_refused_and_not_shown(argum
         {"api_key": "EMPTY"},
         {"api_key": "sk-no-key-required"},
         {"secret": "apple"},
+        {"model": "hf_checkpoint_of_today"},
+        {"model": "sk-learns-everything-well"},
         {"system_prompt": "KEY=5 opens http://a:b@c"},
         {"url": "http://host:8000/v1"},
     ],

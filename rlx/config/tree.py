@@ -68,7 +68,7 @@ class Origins:
     def show(self, key: str, value: Any) -> str:
         """`seq_len=64 (conf/model/tiny.yaml)`."""
         origin = (self.find(key) or "default") if self.of_key else ""  # without any origins, do not even claim a default
-        hidden = value is not None and (key in self.secret or (isinstance(value, str) and names_a_secret(key.rpartition(".")[2])))
+        hidden = value is not None and (key in self.secret or (isinstance(value, str) and called_a_secret(key.rpartition(".")[2])))
         return f"{key}={HIDDEN if hidden else show(value)}" + (f" ({origin})" if origin else "")
 
 
@@ -114,7 +114,7 @@ def leaves(cls: type, prefix: str = "") -> Iterator[str]:
             yield key
 
 
-def names_a_secret(name: str) -> bool:
+def called_a_secret(name: str) -> bool:
     """Whether a key or variable that rlx does not know is called like a secret."""
     return SECRET.search(name) is not None
 

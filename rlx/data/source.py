@@ -67,18 +67,14 @@ class OrchestratorSource:
         path = self.paths.batch_of(step)
 
         def read(waits: Tick) -> bytearray:
-            def both() -> None:
-                tick()
-                waits()
-
             what = f"the batch of step {step} ({path}); see the orchestrator's log"
-            wait_for(lambda: listed(path), what, self.timeout, poll=0.002, tick=both, excused=self._evaluating)
+            wait_for(lambda: listed(path), what, self.timeout, poll=0.002, tick=waits, excused=self._evaluating)
             content = bytearray(path.stat().st_size)  # a bytearray makes writable arrays, which torch uses without a copy
             with path.open("rb") as file:
                 file.readinto(content)
             return content
 
-        return _decoded(self.mesh.read(read), step, str(path))
+        return _decoded(self.mesh.read(read, tick), step, str(path))
 
     def done(self, step: int) -> None:
         """Delete the batch."""

@@ -230,12 +230,11 @@ class Prepared:
             made = self._made[step]
             while not made.done():  # `result` with a timeout would not tell a TimeoutError of the files from its own
                 wait([made], TICK)
-                tick()
                 waits()
             self._made = {each: future for each, future in self._made.items() if each > step}
             return made.result()
 
-        return codec.decode(bytearray(self.mesh.read(read)), StepBatch)
+        return codec.decode(bytearray(self.mesh.read(read, tick)), StepBatch)
 
     def done(self, step: int) -> None:
         """Nothing to do."""

@@ -145,6 +145,7 @@ class Mesh:
         if self.world_size == 1:
             assert content is not None
             return content
+        assert content is not None or not self.first
         size = torch.tensor(len(content) if content is not None else WAITS)
         with self._together():
             dist.broadcast(size, src=0)
@@ -156,10 +157,10 @@ class Mesh:
                     dist.broadcast(piece, src=0)
         return received
 
-    def read(self, read: Callable[[Callable[[], None]], bytes | bytearray]) -> bytes | bytearray:
+    def read(self, read: Callable[[Callable[[], None]], bytes | bytearray], tick: Callable[[], None] = lambda: None) -> bytes | bytearray:
         """The result of rank 0's `read`, on every rank: only rank 0 waits for a file and reads it. The result must not be empty.
 
-        `read` may take longer than `limit` if it often calls its argument, which tells the other ranks that it still waits.
+        `read` may take longer than `limit` if it often calls its argument: that calls `tick`, and tells the other ranks to wait on.
         If `read` raises Preempted, every rank raises it. With any other error the other ranks raise RankLost.
         """
         if not self.first:
@@ -171,6 +172,7 @@ class Mesh:
 
         def waits() -> None:
             nonlocal told
+            tick()
             if self.world_size > 1 and time.monotonic() - told > self.limit / 4:
                 told = time.monotonic()
                 with self._together():

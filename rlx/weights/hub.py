@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,15 +55,7 @@ def initial_model(cfg: TrainingRoot, paths: RunPaths, mesh: Mesh, watch: Watch) 
     """
     watch.beat(WAITING_FOR_MODEL)
     tick = watch.tick if mesh.world_size == 1 else watch.beat_on  # several ranks leave together, with a checkpoint
-
-    def read(waits: Callable[[], None]) -> bytes:
-        def both() -> None:
-            tick()
-            waits()
-
-        return wait_for_model(paths, TIMEOUT, both).encode()
-
-    name = mesh.read(read).decode()
+    name = mesh.read(lambda waits: wait_for_model(paths, TIMEOUT, waits).encode(), tick).decode()
     for wanted in filter(None, (name, cfg.ref.name)):
         fetch(wanted, watch.heartbeat)  # on every rank, before collectives: a download may exceed their timeout
     return name

@@ -15,9 +15,10 @@ from typing import Any
 from rlx.config.roots import ROOTS
 from rlx.config.rules import Show, rule
 from rlx.config.schema import CommandConfig
-from rlx.config.tree import names_a_secret, secret_keys
+from rlx.config.tree import called_a_secret, secret_keys
 
-VALUE = re.compile(r"^(Bearer \S+|(hf_|sk-|gh[opsu]_|github_pat_|xox[abp]-)[A-Za-z0-9_-]{8,})$")  # as the best-known services make them
+# As the best-known services make them: a folder may be called hf_checkpoint, or a model sk-something.
+VALUE = re.compile(r"^(Bearer \S+|(hf_|gh[opsu]_)[A-Za-z0-9]{30,}|sk-(?=\S*\d)[A-Za-z0-9_-]{20,}|github_pat_\w{30,}|xox[abp]-[\w-]{20,})$")
 # What no secret looks like: what servers without keys are given, a number, a truth value, a path, a variable's name or value.
 HARMLESS = re.compile(
     r"(|empty|none|null|dummy|local|ollama|not-needed|sk-no-key-required|true|false|[\d.]+|[/~.].*|[A-Z][A-Z0-9]*_[A-Z0-9_]+|\$.*)"
@@ -79,7 +80,7 @@ def _problems(key: str, value: str) -> Iterator[str]:
 
 def _is_secret(name: str, value: str) -> bool:
     harmless = HARMLESS.fullmatch(value) or HARMLESS.fullmatch(value.lower())
-    return not harmless and (names_a_secret(name) or VALUE.match(value) is not None)
+    return not harmless and (called_a_secret(name) or VALUE.match(value) is not None)
 
 
 def _texts(node: Any, key: str) -> Iterator[tuple[str, str]]:
