@@ -16,6 +16,7 @@ from rlx.inference.server.parts import Meeting
 from rlx.inference.server.policy_files import linear_layers, tensor_shapes
 
 WORKER_EXTENSION = "rlx.inference.server.worker.PolicyWorker"
+CPU_NORMS = "rlx_cpu"  # the name of `norms.py` among the implementations of vLLM's operations
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
 
 
@@ -102,6 +103,8 @@ def engine_arguments(config: PlayRoot, model: str, replica: int, meeting: Meetin
             "kv_cache_memory_bytes": kv_cache_bytes(config),
             "max_num_batched_tokens": max(config.max_model_len, 8192),
         }
+        if "kernel_config" not in inference.vllm:  # vLLM refuses priorities in both places
+            arguments["ir_op_priority"] = {"rms_norm": [CPU_NORMS], "fused_add_rms_norm": [CPU_NORMS]}
     else:
         arguments["gpu_memory_utilization"] = inference.gpu_memory_utilization
     arguments |= data_parallel_arguments(hardware, meeting, part)
