@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import test_models_families
 import torch
 import torch.distributed as dist
 import yaml
@@ -22,10 +23,16 @@ from transformers.models.qwen3 import Qwen3Config
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 
 from rlx.config.checks import check
+from rlx.config.load import compose
+from rlx.config.memory import size as size_of
+from rlx.config.memory import trainer_memory
+from rlx.config.roots import TRAIN
 from rlx.config.shipped import conf_directory
 from rlx.models.experts import split_experts
 from rlx.models.split import split_layers
 from rlx.parallel.row import Axis, Row
+from rlx.plan.explain import explain
+from rlx.plan.make import make_plan
 
 MOST = 16  # ranks
 TIED: dict[str, Any] = {"tie_word_embeddings": True}
@@ -76,6 +83,22 @@ def test_a_presets_sizes_are_those_of_its_family(name):
     shape = {key: preset(name)[key] for key in ("num_parameters", "num_layers")}
     one, two = (sum(p.numel() for p in on_meta(name, layers=layers).parameters()) for layers in (1, 2))
     assert one + (two - one) * (shape["num_layers"] - 1) == shape["num_parameters"]
+
+
+def test_every_presets_architecture_is_also_trained_and_exported_at_tiny_width():
+    tiny = {config for config, _ in test_models_families.FAMILIES.values()}
+    assert {family for family, _, _ in FAMILIES.values()} <= tiny
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_preset_is_planned_at_full_size_on_gpus(name, tmp_path):
+    """Parameters, gradients and AdamW's moments in float32 alone are 16 bytes for each parameter, over the trainer's four ranks."""
+    cfg = compose([f"model={name}", "hardware=node8", "env=math", "dry_run=true"], {}, TRAIN).cfg
+    memory = trainer_memory(cfg)
+    assert memory.states - memory.context == pytest.approx(16 * cfg.model.num_parameters / 4)
+    assert memory.device > memory.states + memory.layers
+    text = explain(cfg, make_plan(cfg, tmp_path), {}, [], str(tmp_path))
+    assert f"trainer, each GPU: {size_of(memory.device)}\n" in text
 
 
 @pytest.fixture(scope="module")
