@@ -199,10 +199,10 @@ def curve(folder: Path, options: argparse.Namespace) -> None:
     print("| | seed | " + " | ".join(f"s to {goal}" for goal in GOALS) + " | samples/s |\n" + "| --- " * (3 + len(GOALS)) + "|")
     for side, rows in found.items():
         for seed, row in zip(options.seeds, rows, strict=True):
-            print(f"| {side} | {seed} | " + " | ".join(demo.show(value, 1) for value in row) + " |")
+            print(f"| {side} | {seed} | " + " | ".join(demo.show(value, 2) for value in row) + " |")
         known = [[value for value in column if value is not None] for column in zip(*rows, strict=True)]
         medians = [statistics.median(column) if len(column) == len(rows) else None for column in known]
-        print(f"| {side} | median | " + " | ".join(demo.show(value, 1) for value in medians) + " |")
+        print(f"| {side} | median | " + " | ".join(demo.show(value, 2) for value in medians) + " |")
 
 
 def main() -> None:
