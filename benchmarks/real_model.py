@@ -186,6 +186,7 @@ async def ask(endpoint: Endpoint, prompts: list[list[int]], tokens: int, rounds:
 def curve(folder: Path, options: argparse.Namespace) -> None:
     python = demo.install_trl()
     found: dict[str, list[list[float | None]]] = {"rlx": [], "TRL": []}
+    print("| | seed | " + " | ".join(f"s to {goal}" for goal in GOALS) + " | samples/s |\n" + "| --- " * (3 + len(GOALS)) + "|", flush=True)
     with tempfile.TemporaryDirectory() as name:
         for seed in options.seeds:
             run = Path(name) / f"seed-{seed}"
@@ -195,11 +196,11 @@ def curve(folder: Path, options: argparse.Namespace) -> None:
             for side, one in (("rlx", demo.ours(run)), ("TRL", theirs)):
                 rate = one.until(GOALS[-1]).steps_per_second()  # TRL stops at the goal
                 samples = None if rate is None else rate * config.orchestrator.batch_size
-                found[side].append([*(one.goal_seconds(goal) for goal in GOALS), samples])
-    print("| | seed | " + " | ".join(f"s to {goal}" for goal in GOALS) + " | samples/s |\n" + "| --- " * (3 + len(GOALS)) + "|")
+                row = [*(one.goal_seconds(goal) for goal in GOALS), samples]
+                found[side].append(row)
+                # As soon as it is known: the call may be cut off before the next seed.
+                print(f"| {side} | {seed} | " + " | ".join(demo.show(value, 2) for value in row) + " |", flush=True)
     for side, rows in found.items():
-        for seed, row in zip(options.seeds, rows, strict=True):
-            print(f"| {side} | {seed} | " + " | ".join(demo.show(value, 2) for value in row) + " |")
         known = [[value for value in column if value is not None] for column in zip(*rows, strict=True)]
         medians = [statistics.median(column) if len(column) == len(rows) else None for column in known]
         print(f"| {side} | median | " + " | ".join(demo.show(value, 2) for value in medians) + " |")
