@@ -31,8 +31,10 @@ def test_the_default_run_learns_and_leaves_a_complete_run_directory(start):
     assert mean(rewards[-5:]) >= 0.9
     assert max(r["off_policy/lag_max"] for r in job.metrics("trainer")) == 1
     # Every token is one version old, so this measures the policy change of a training step: about 1e-3 in the mean, while a single
-    # early step may be twenty to fifty times that. `test_run_resume.py` has both agree.
-    assert mean([r["mismatch/kl"] for r in job.metrics("trainer")]) < 5e-3
+    # step may be ten to fifty times that. `test_run_resume.py` has both agree.
+    mismatches = sorted(r["mismatch/kl"] for r in job.metrics("trainer"))
+    assert mean(mismatches) < 5e-3
+    assert mismatches[94] < 2e-2, "of 100 steps"
     written = {p.name for p in job.run_dir.iterdir()}
     assert written >= {"config.yaml", "overrides.yaml", "plan.yaml", "provenance.json", "reproduce.sh", "status.json", "metrics.jsonl"}
     assert (job.run_dir / "weights" / "step_100" / "COMPLETE").exists()
