@@ -4,7 +4,7 @@
 
 Needs 4 GB of disk while it runs. Prints one line per rank: resident memory before the model is loaded (Python, torch, transformers, the
 process group), its peak while the rank reads its shards, and the growth since, also with the check on a few tokens that follows: its
-forward gathers embedding, head and two layers, as every forward of training does. Peaks are the kernel's own (VmHWM), reset before.
+forward gathers embedding, head and a layer, as every forward of training does. Peaks are the kernel's own (VmHWM), reset before.
 """
 
 from __future__ import annotations

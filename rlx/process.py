@@ -27,8 +27,12 @@ FULL = (errno.ENOSPC, errno.EDQUOT)  # the error numbers of a full disk and a us
 LITTLE = 2**18  # bytes: a disk with less free space counts as full
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # <malloc.h>
 KEPT = 2**30  # bytes: larger allocations, and more free memory than this at the top of the heap, go back to the kernel
+RETURNED = 2**20  # bytes: while freed memory is returned, allocations of this size and larger are their own, outside of the heap
+MOST = 2**25  # bytes: the largest size of the kind that every version of the library accepts, and that its own rule ends at
 HOST = "RLX_HOST"  # environment variable: the name by which other hosts of the run reach this one; set only in steps of a SLURM job
 SUPERVISOR = "RLX_SUPERVISOR_PID"  # environment variable: the supervisor's process id, for its descendants on the same host
+
+_keeps = False  # whether `keep_freed_memory` was called
 
 
 def die_with_parent() -> None:
@@ -105,12 +109,39 @@ def keep_freed_memory(*, one_heap: bool = False) -> None:
     A step on CPU frees and allocates the same tensors over and over. By default the large ones go back to the kernel each time, which then
     hands out zeroed pages one by one: about a tenth of a small model's step. Does nothing where the library has no such settings.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    global _keeps
+    mallopt = _mallopt()
     # The second threshold alone would fix the first at its low initial value. Some versions accept no more than 32 MiB for the first.
-    if mallopt is not None and (mallopt(M_MMAP_THRESHOLD, KEPT) or mallopt(M_MMAP_THRESHOLD, 2**25)):
+    if mallopt is not None and (mallopt(M_MMAP_THRESHOLD, KEPT) or mallopt(M_MMAP_THRESHOLD, MOST)):
         mallopt(M_TRIM_THRESHOLD, KEPT)
         if one_heap:
             mallopt(M_ARENA_MAX, 1)
+        _keeps = True
+
+
+@contextmanager
+def freed_memory_returned() -> Iterator[None]:
+    """Let the C library's allocator return what is freed to the kernel at once; also a decorator.
+
+    For work with many large tensors that are each needed once. In a heap, small allocations that stay divide the freed space, and the next
+    tensor of the same size no longer fits. At the end `keep_freed_memory` holds again, or else about what the library does by itself.
+    """
+    mallopt = _mallopt()
+    if mallopt is None or not mallopt(M_MMAP_THRESHOLD, RETURNED):
+        yield
+        return
+    try:
+        yield
+    finally:
+        if _keeps:
+            keep_freed_memory()
+        else:
+            mallopt(M_MMAP_THRESHOLD, MOST)
+            mallopt(M_TRIM_THRESHOLD, 2 * MOST)
+
+
+def _mallopt() -> Callable[[int, int], int] | None:
+    return getattr(ctypes.CDLL(None), "mallopt", None)
 
 
 def full_disk(error: BaseException, run_dir: Path) -> str | None:

@@ -135,6 +135,36 @@ def test_a_process_that_keeps_freed_memory_gets_no_new_pages_for_the_same_arrays
     assert keeping < plain / 20, (plain, keeping)
 
 
+RETURNED = """
+import resource, sys
+import numpy as np
+from rlx.process import freed_memory_returned, keep_freed_memory
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+def left():
+    '''MB that stay resident after arrays of 2 MB were freed, behind which small ones lie.'''
+    resident = lambda: int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() / 1e6
+    before = resident()
+    large = [(np.ones(250_000), np.ones(100)) for _ in range(100)]
+    kept = [small for _, small in large]
+    del large
+    return resident() - before
+@freed_memory_returned()
+def within():
+    return left()
+print(within(), left(), within())
+"""
+
+
+@pytest.mark.parametrize("way", ["plain", "keep"])
+def test_freed_memory_is_returned_while_it_is_asked_for_and_kept_again_afterwards(way: str) -> None:
+    found = subprocess.run([sys.executable, "-c", RETURNED, way], check=True, capture_output=True, text=True).stdout
+    first, between, again = map(float, found.split())
+    assert first < 20, found
+    assert again < 20, found
+    assert between > 150, found
+
+
 def test_no_garbage_collection_runs_during_a_large_import_and_later_ones_leave_out_what_was_imported():
     gc.unfreeze()
     with importing():

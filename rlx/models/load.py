@@ -30,6 +30,7 @@ from rlx.models.shard import checkpoint_activations, compile_layers, free_gather
 from rlx.models.slots import add_slots
 from rlx.models.split import split_layers
 from rlx.parallel.mesh import Mesh
+from rlx.process import freed_memory_returned
 
 log = logging.getLogger("rlx.trainer")
 
@@ -38,6 +39,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.2}
 
 
+@freed_memory_returned()
 def load_policy(
     source: str,
     mesh: Mesh,
