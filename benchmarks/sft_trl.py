@@ -61,7 +61,7 @@ def main() -> None:
         gradient_accumulation_steps=1,
         max_length=settings["seq_len"],
         max_steps=settings["steps"] * settings["blocks"],
-        learning_rate=settings["lr"],
+        learning_rate=settings["adam"]["lr"],
         adam_beta2=0.95,
         weight_decay=0.0,
         optim="adamw_torch_fused",

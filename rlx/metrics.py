@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from rlx.paths import listed
+
 METRICS: dict[str, str] = {
     # orchestrator
     "reward/mean": "mean reward over all rollouts of the step's groups, before filtering",
@@ -179,9 +181,14 @@ def read_metrics(path: Path, offset: int = 0) -> Iterator[tuple[dict, int]]:
 
     Corrupt lines (cut by a full disk, with another process's record appended) are skipped. Resuming a run warns about them.
     """
-    if not path.exists():
+    # Of a run on several hosts another host makes the file, so its name is not looked up before it is listed.
+    try:
+        file = path.open("rb") if listed(path) else None
+    except FileNotFoundError:
+        file = None
+    if file is None:
         return
-    with path.open("rb") as file:
+    with file:
         file.seek(offset)
         for line in file:
             if not line.endswith(b"\n"):

@@ -93,6 +93,20 @@ def test_a_secret_is_in_one_file_of_the_run_and_nowhere_else(tmp_path: Path, mon
     assert load_run(paths.root).inference.api_key == "other-key", "a run whose file was deleted resumes with the given key"
 
 
+def test_a_secret_in_a_variable_that_this_command_does_not_use_is_hidden_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLX_TEACHER", f"{{base_url: [http://teacher:8000], api_key: {KEY}}}")
+    monkeypatch.setenv("RLX_INFERENCE", f"{{api_key: {KEY}, port: 7000}}")
+    monkeypatch.setenv("RLX_SEED", "3")
+    cfg = settle(compose(["inference.api_key=another-key", f"run.dir={tmp_path / 'run'}"], {}).cfg, "label")
+    assert cfg.inference.api_key == "another-key"
+    paths, lock = create(cfg, [], make_plan(cfg, tmp_path / "run"))
+    lock.close()
+    recorded = json.loads(paths.provenance.read_text())["environment"]
+    assert KEY not in paths.provenance.read_text()
+    assert recorded["RLX_SEED"] == "3"
+    assert recorded["RLX_TEACHER"].startswith("{base_url: [http://teacher:8000], api_key")
+
+
 @pytest.mark.parametrize("key", ["the-key", "another-key"])
 def test_a_run_with_a_key_for_the_teachers_servers_resumes_in_place(tmp_path: Path, key: str) -> None:
     given = ["loss=opd", "teacher.base_url=[http://teacher:8000]", f"run.dir={tmp_path / 'run'}"]

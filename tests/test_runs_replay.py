@@ -102,3 +102,9 @@ def test_a_replay_that_asks_for_something_without_effect_is_refused_before_anyth
     assert f"--config-dir {source.root} --config-name config replay={source.root}" in said
     assert not (tmp_path / "again").exists()
     make(cfg)
+
+
+def test_a_run_is_replayed_without_its_secrets_which_only_its_owner_may_read(tmp_path: Path) -> None:
+    source = ended(tmp_path / "run", inference=replace(settled(tmp_path / "run").inference, api_key="a-key"))
+    source.secrets.unlink()
+    make(settled(tmp_path / "again", replay=str(source.root), max_steps=9))

@@ -33,6 +33,7 @@ import os, sys
 from pathlib import Path
 from rlx.cli.pod import _read
 from rlx.launch.local import RunLock
+from rlx.metrics import read_metrics
 from rlx.paths import RunPaths, arrived, listed
 from rlx.shared.membership import Answer, answer, answered
 from rlx.weights.subscribe import Subscriber
@@ -52,6 +53,9 @@ folder = RunPaths(elsewhere / "run").weights_of(1)
 folder.mkdir()
 (folder / "COMPLETE").write_text("{}")
 assert found.on_disk(1) and found.latest() == found.at(1), "versions are asked for before they are there"
+assert not list(read_metrics(here / "run" / "metrics.jsonl"))
+(elsewhere / "run" / "metrics.jsonl").write_text('{"step": 0}\\n')
+assert [record for record, _ in read_metrics(here / "run" / "metrics.jsonl")] == [{"step": 0}], "the first step of another host"
 assert _read(here / "end") is None
 (elsewhere / "end").write_text("75")
 assert _read(here / "end") == "75", "the end of a pod's run"

@@ -276,9 +276,12 @@ def test_tensorboard_files_hold_scalars_and_samples_and_need_no_torch(tmp_path: 
 
 @pytest.mark.slow
 def test_wandb_offline_leaves_a_run_that_holds_metrics_samples_and_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
     from wandb.proto import wandb_internal_pb2
 
+    asked: list[dict[str, Any]] = []
+    begin = wandb.init
+    monkeypatch.setattr(wandb, "init", lambda **given: asked.append(given) or begin(**given))
     for name in ("HOME", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "home"))
     config = Config(max_steps=2, seed=17)
@@ -306,6 +309,7 @@ def test_wandb_offline_leaves_a_run_that_holds_metrics_samples_and_configuration
     assert b"my-run" in text
     assert b"max_async_level" in text
     assert file.name == f"run-{Progress(RunPaths(tmp_path / 'my-run')).identity('wandb')}.wandb"
+    assert [given["resume"] for given in asked] == ["allow"], "a later attempt goes on with the run of this id instead of replacing it"
     assert not any(b"hidden-key" in path.read_bytes() for path in (tmp_path / "my-run").rglob("*") if path.is_file())
     assert b"hidden-key" not in text
 

@@ -379,7 +379,7 @@ def test_muon_steps_as_torchs_on_the_matrices_of_layers_and_as_adamw_on_the_rest
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7, msg=name)
 
 
-@pytest.mark.parametrize("what", ["tokens", "sequences"])
+@pytest.mark.parametrize("what", ["tokens", "sequences", "groups"])
 def test_a_batch_whose_counts_are_not_what_it_holds_is_refused(what: str) -> None:
     batch = pack(step_batch(0, [make_samples()]), rank=0, ranks=1, tokens=80)
     counts = batch.mini_batches[0].counts

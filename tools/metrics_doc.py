@@ -12,6 +12,8 @@ Every line of a run's `metrics.jsonl` is one flat JSON object: `step` (int), `so
 or `val`), `time` (seconds since the epoch), then the names below with numbers. W&B and TensorBoard get the same names, except that
 `time/…` and `perf/…`, which several sources share, become `<source>/time/…` and `<source>/perf/…`. Every `interval` steps they also get
 histograms of the rollouts that were trained on: `distribution/reward`, `distribution/advantage` and `distribution/completion_length`.
+A killed run forwards the lines that were not forwarded when it resumes. Histograms and sampled rollouts are forwarded once, when their step
+was played; what a kill lost there is in the run's `rollouts/`.
 `time`, `time/…` and `perf/…` are wall-clock times and rates; all other fields are reproducible.
 
 Generated from `rlx/metrics.py` by `make docs`.

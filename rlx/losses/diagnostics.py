@@ -61,6 +61,8 @@ def diagnostics(tokens: TokenBatch, result: TokenLoss, num_loss_tokens: int, num
             "mismatch/seq_abs_logp_diff_mean": tokens.rollout_mean(difference).abs().sum() / max(num_sequences, 1),
         }
     )
+    if tokens.group_lengths is not None:  # the tokens of a group add up to one
+        stats.sums["groups"] = (tokens.rollout_lengths.double() / tokens.group_lengths.clamp(min=1)).sum()
     if tokens.ref_logp is not None:
         stats.sums["ref/kl"] = kl_estimate("k3", tokens.logp, tokens.ref_logp).sum() * per_token
     if len(ratio):
@@ -75,19 +77,23 @@ def diagnostics(tokens: TokenBatch, result: TokenLoss, num_loss_tokens: int, num
     return stats
 
 
-def check_counts(sums: dict[str, float], num_loss_tokens: int, num_sequences: int) -> None:
-    """Raise ValueError unless the reduced stats count as many tokens and sequences as the losses were divided by."""
-    for name, expected in (("tokens", num_loss_tokens), ("sequences", num_sequences)):
-        if sums[name] != expected:
+def check_counts(sums: dict[str, float], num_loss_tokens: int, num_sequences: int, num_groups: int | None = None) -> None:
+    """Raise ValueError unless the reduced stats count as many tokens, sequences and groups as the losses were divided by.
+
+    `num_groups`: None if nothing was divided by it.
+    """
+    for name, expected in (("tokens", num_loss_tokens), ("sequences", num_sequences), ("groups", num_groups)):
+        # The share of a group is a fraction on each rank, so groups add up to an integer only up to rounding.
+        if expected is not None and name in sums and abs(sums[name] - expected) > 1e-6 * max(1, expected):
             raise ValueError(
-                f"the mini-batch has {sums[name]:.0f} trainable {name} over all ranks and micro-batches, but losses were divided by "
+                f"the mini-batch has {sums[name]:g} trainable {name} over all ranks and micro-batches, but losses were divided by "
                 f"{expected}; the packing counted wrongly"
             )
 
 
 def completed(sums: dict[str, float], maxima: dict[str, float]) -> dict[str, float]:
     """Metrics of a whole mini-batch from its reduced stats. Extremes are 0 if there is no trainable token."""
-    metrics = {name: value for name, value in sums.items() if name not in ("tokens", "sequences")}
+    metrics = {name: value for name, value in sums.items() if name not in ("tokens", "sequences", "groups")}
     mean, square = metrics.pop("weight"), metrics.pop("weight_squared")
     if (lags := metrics.pop("lags", None)) is not None:
         metrics["off_policy/lag_mean"] /= max(lags, 1)

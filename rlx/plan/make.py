@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from rlx.config.schema import CommandConfig, Config, PlayRoot, SftRoot, TrainingRoot
@@ -20,6 +21,9 @@ from rlx.plan.place import place, place_servers
 from rlx.plan.specs import Specs
 from rlx.types import ProcessSpec
 
+SHARING = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+"""Threads that wait for each other leave their cores to other processes, where there are any. Otherwise they spin, which is faster."""
+
 
 def make_plan(cfg: CommandConfig, run_dir: Path, python: str | None = None) -> list[ProcessSpec]:
     """The processes of a run, in start order. Hosts, and the GPUs of each host, are numbered from 0.
@@ -28,7 +32,12 @@ def make_plan(cfg: CommandConfig, run_dir: Path, python: str | None = None) -> l
     Raises ConfigError if the layout needs more GPUs than the hosts have.
     """
     container = cfg.slurm.container if cfg.launcher.name == "slurm" else None
-    return list(_processes(cfg, Specs(cfg, run_dir, python or (container.python if container else sys.executable))))
+    plan = list(_processes(cfg, Specs(cfg, run_dir, python or (container.python if container else sys.executable))))
+    if cfg.hardware.cpu_threads == 1:
+        return plan
+    beside = [spec for spec in plan if spec.role != "prepare"]  # which has finished before the others compute
+    alone = len(beside) == 1 and not (isinstance(cfg, TrainingRoot) and cfg.trainer_ranks > 1)
+    return plan if alone else [replace(spec, env=spec.env | SHARING) if spec in beside else spec for spec in plan]
 
 
 def _processes(cfg: CommandConfig, specs: Specs) -> Iterator[ProcessSpec]:

@@ -45,7 +45,6 @@ class Specs:
             "PYTHONHASHSEED": str(self.cfg.seed % 2**32),
             "OMP_NUM_THREADS": str(hardware.cpu_threads),
             "MKL_NUM_THREADS": str(hardware.cpu_threads),
-            **({"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"} if hardware.cpu_threads > 1 else {}),  # other roles use the cores, too
             "TOKENIZERS_PARALLELISM": "false",
             **({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if hardware.device == "cuda" else {}),  # the order of nvidia-smi and SLURM
         }

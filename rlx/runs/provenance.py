@@ -26,7 +26,7 @@ import rlx
 from rlx.config.keys import HIDDEN
 from rlx.config.roots import root_of
 from rlx.config.schema import CommandConfig
-from rlx.config.secret import hide_lines, secrets_of
+from rlx.config.secret import conceal, hide_lines, secrets_of
 from rlx.paths import RunPaths, write_text
 
 SOURCE = Path(rlx.__file__).resolve().parents[1]  # the checkout, or the site-packages folder of an installed copy
@@ -43,7 +43,8 @@ def write_provenance(paths: RunPaths, cfg: CommandConfig, *, again: bool = False
     """
     source = source_state()
     api_key_var = getattr(getattr(cfg, "client", None), "api_key_var", None)
-    secrets = secrets_of(cfg).values()  # a variable may set a whole section: RLX_INFERENCE={api_key: …}
+    # A variable may set a whole section, RLX_INFERENCE={api_key: …}, also one that this command does not have, or that was overridden.
+    secrets = secrets_of(cfg).values()
     diff = DIFF
     earlier = json.loads(paths.provenance.read_text()) if again else {}
     if again:
@@ -62,7 +63,7 @@ def write_provenance(paths: RunPaths, cfg: CommandConfig, *, again: bool = False
         "machine": machine(gpus=cfg.hardware.device != "cpu"),
         "seeds": {"run": cfg.seed} | ({"warm_start": cfg.model.warm_start.seed} if cfg.model.warm_start else {}),
         "environment": {
-            name: HIDDEN if any(str(secret) in value for secret in secrets) else value
+            name: HIDDEN if any(str(secret) in value for secret in secrets) else conceal(f"{name}={value}").removeprefix(f"{name}=")
             for name, value in sorted(os.environ.items())
             if name != api_key_var
             and (name.startswith("RLX_") or name == "CUDA_VISIBLE_DEVICES")

@@ -69,7 +69,7 @@ def check_replay(cfg: Config, first: int) -> RunPaths:
             f"replay={cfg.replay}: the batch of step {missing[0]} was not recorded; {has}, and max_steps={cfg.max_steps}.\n"
             "  fix: lower max_steps to the recorded steps; if that run started from a checkpoint, replay from it with resume="
         )
-    problems = list(without_effect(cfg, load_run(paths.root)))
+    problems = list(without_effect(cfg, load_run(paths.root, secrets=False)))
     if problems:
         raise ConfigError(
             f"replay={cfg.replay} trains on batches that already exist, so these keys cannot take effect:\n"

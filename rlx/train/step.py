@@ -338,7 +338,7 @@ class PolicyTrainer:
         self.mesh.sum(sums)
         self.mesh.max(maxima)
         totals = dict(zip(stats.sums, sums.tolist(), strict=True))
-        check_counts(totals, mini_batch.num_loss_tokens, mini_batch.num_sequences)
+        check_counts(totals, mini_batch.num_loss_tokens, mini_batch.num_sequences, mini_batch.num_groups)
         return completed(totals, dict(zip(stats.maxima, maxima.tolist(), strict=True)))
 
 
