@@ -51,7 +51,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             for parameter, host in hosts.items():
                 self._to_host(parameter, host)
             self._check(before, groups)
-        self._mesh.synchronize()  # the copies do not wait; who reads the state next, for example a checkpoint, finds it complete
+        self._mesh.synchronize()  # the copies do not wait, but the next reader, for example a checkpoint, must find them complete
         return loss
 
     def _buckets(self) -> Iterator[list[Group]]:

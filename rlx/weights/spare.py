@@ -37,7 +37,7 @@ def take(path: Path) -> None:
         if _unused(spare):
             spare.rename(path)
         else:
-            spare.unlink()  # whoever reads it keeps it; beside the new file it would be one copy too many
+            spare.unlink()  # a process that has it open keeps it; beside the new file it would be one copy too many
 
 
 def delete(versions: Path) -> None:

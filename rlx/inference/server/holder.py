@@ -36,7 +36,7 @@ class Holder:
             self._open[run] -= 1
 
     def claim(self, run: str, *, keep: bool = True) -> str | None:
-        """`run` is here: it claims the server if that is free, and leaves it without `keep`. "": whoever says no name; it claims nothing.
+        """`run` is here: it claims the server if that is free, and leaves it without `keep`. "": a run without a name; it claims nothing.
 
         Returns None, or why this run may not change the weights.
         """

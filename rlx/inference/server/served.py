@@ -106,7 +106,7 @@ def places(
     comparable: Collection[str],
     split: Split = ALONE,
 ) -> dict[str, Place]:
-    """Where the `comparable` tensors are served: whoever writes their values there need not know how vLLM loads them."""
+    """Where the `comparable` tensors are served. A writer of their values need not know how vLLM loads them."""
     engine = Engine.of(model, kept, shapes, split)
     found = {name: engine.find(name) for name in comparable}
     return {name: place for name, place in found.items() if place is not None}
