@@ -45,3 +45,24 @@ def test_several_data_sets_share_a_batch_by_their_configured_weights(tmp_path: P
     samples, report = first_batch(model, *sets, "+data.sets.a.weight=3", "+data.sets.b.weight=1", "data.batch_size=12")
     assert Counter(sample.env for sample in samples) == {"a": 9, "b": 3}
     assert (report["data/a/rows"], report["data/b/rows"]) == (9, 3)
+
+
+@pytest.mark.parametrize(
+    ("keys", "trained"),
+    [
+        ((), ["dcba<|im_end|>", "hgfe<|im_end|>"]),
+        (("data.loss_mask.user=true",), ["abcd", "dcba<|im_end|>", "efgh", "hgfe<|im_end|>"]),
+        (("data.loss_mask.system=true", "data.loss_mask.assistant=false"), ["reverse it"]),
+    ],
+)
+def test_the_configured_roles_are_trained_and_no_others(tmp_path: Path, model: Path, keys: tuple[str, ...], trained: list[str]) -> None:
+    said = [("system", "reverse it"), ("user", "abcd"), ("assistant", "dcba"), ("user", "efgh"), ("assistant", "hgfe")]
+    name = write(tmp_path / "rows.jsonl", [{"messages": [{"role": role, "content": content} for role, content in said]}])
+    (sample,), _ = first_batch(model, f"data.name={name}", "data.batch_size=1", *keys)
+    tokenizer, found, before = tiny.build_tokenizer(128), [], False
+    for token, on in zip(sample.token_ids.tolist(), sample.loss_mask.tolist(), strict=True):
+        if on:
+            found += [] if before else [""]
+            found[-1] += tokenizer.decode([token])
+        before = on
+    assert found == trained
