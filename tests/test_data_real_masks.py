@@ -70,15 +70,20 @@ def tokenizer_of(name: str, eos: str, special: tuple[str, ...]) -> Any:
     return tokenizer
 
 
-def check_marks(parts: list[Marked], messages: list[dict], tools: list | None, first: int, says: Says, tokenizer: Any) -> None:
-    """Every answer from `first` on is trained once, in order, behind the template's own prompt for it, and nothing else is."""
-    answers = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
-    decoded = [
+def with_decoded_arguments(messages: list[dict]) -> list[dict]:
+    """The messages as these templates want them: the arguments of calls as values instead of JSON."""
+    return [
         {**m, "tool_calls": [{"function": {**c["function"], "arguments": json.loads(c["function"]["arguments"])}} for c in m["tool_calls"]]}
         if "tool_calls" in m
         else m
         for m in messages
     ]
+
+
+def check_marks(parts: list[Marked], messages: list[dict], tools: list | None, first: int, says: Says, tokenizer: Any) -> None:
+    """Every answer from `first` on is trained once, in order, behind the template's own prompt for it, and nothing else is."""
+    answers = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+    decoded = with_decoded_arguments(messages)
     for part in parts:
         at = 0
         for spoken, run in groupby(part.trained):

