@@ -1,4 +1,4 @@
-"""What the plan says of ranks that compute each row together."""
+"""What the plan says of trainer ranks: those that compute a row together, and their threads."""
 
 from __future__ import annotations
 
@@ -78,3 +78,11 @@ def test_a_single_process_with_adapters_gathers_nothing_and_holds_them_once_more
     assert after.activations - before.activations == pytest.approx(after.gradients / 2)
     again = config("gpu1_shared", trainer={"micro_batch_tokens": 4096, "fsdp_cpu_offload": True}, lora={"rank": 16})
     assert trainer_memory(again).layers == before.layers
+
+
+def test_threads_of_a_process_that_computes_alone_may_spin() -> None:
+    plan = make_plan(config("cpu", hardware={"cpu_threads": 2}, bench=True), Path("/run"))
+    assert [spec.role for spec in plan if spec.role != "prepare"] == ["trainer"]
+    assert not any("OMP_WAIT_POLICY" in spec.env for spec in plan)
+    several = make_plan(config("cpu", hardware={"cpu_threads": 2, "trainer_processes": 2}, bench=True), Path("/run"))
+    assert [spec.env.get("OMP_WAIT_POLICY") for spec in several if spec.role == "trainer"] == ["PASSIVE"], "its ranks share the cores"

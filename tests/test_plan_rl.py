@@ -147,14 +147,6 @@ def test_cpu_threads_reach_every_role() -> None:
     assert {spec.env["OMP_WAIT_POLICY"] for spec in plan} == {"PASSIVE"}, "a thread that spins takes a core from another role"
 
 
-def test_threads_of_a_process_that_computes_alone_may_spin() -> None:
-    plan = make_plan(config("cpu", hardware={"cpu_threads": 2}, bench=True), Path("/run"))
-    assert [spec.role for spec in plan if spec.role != "prepare"] == ["trainer"]
-    assert not any("OMP_WAIT_POLICY" in spec.env for spec in plan)
-    several = make_plan(config("cpu", hardware={"cpu_threads": 2, "trainer_processes": 2}, bench=True), Path("/run"))
-    assert [spec.env.get("OMP_WAIT_POLICY") for spec in several if spec.role == "trainer"] == ["PASSIVE"], "its ranks share the cores"
-
-
 @pytest.mark.parametrize(
     ("preset", "hardware", "base_url", "ranks"),
     [
