@@ -22,10 +22,12 @@ from rlx.parallel.gather import whole_on
 from rlx.parallel.mesh import Mesh, RankLost
 from rlx.paths import RunPaths
 from rlx.weights import files, spare
+from rlx.weights.attest import begun
 from rlx.weights.division import Part, by_layer, divide
 from rlx.weights.export import Export
 from rlx.weights.files import ModelFiles, Tensors, Written
 from rlx.weights.hub import fetch
+from rlx.weights.saving import facts
 from rlx.weights.writers import WriterFailed, Writers
 
 if TYPE_CHECKING:
@@ -38,6 +40,10 @@ if TYPE_CHECKING:
 
 class PublishFailed(RuntimeError):
     """A version could not be written; the message says why and what to do."""
+
+
+class CopyDiffers(RuntimeError):
+    """A copy of the weights in host memory has other values than the device's tensor, so it is not what was trained."""
 
 
 class Publisher:
@@ -63,6 +69,9 @@ class Publisher:
         self.model: Any = model
         self.mesh, self.paths, self.static = mesh, paths, static
         self.export = Export(model, dtype)
+        # Whether copies are compared with the tensors of the device. On a CPU both lie in host memory.
+        self.compares = mesh.device.type == "cuda"
+        self._sums: dict[str, str] = {}  # checksums of the device's tensors, of those that this rank writes
         self.seconds = 0.0  # writing time of the last version, beside the trainer's steps
         self._writers = Writers(mesh, paths, writers)
         self._copies: Tensors = {}  # of what this rank writes; allocated once: allocating takes longer than copying
@@ -105,11 +114,15 @@ class Publisher:
         self.wait()
         cuda, rank = self.mesh.device.type == "cuda", self.mesh.rank
         owners = {name: part.writer for part in self._parts for name in part.names}
+        sums = {}
         for name, tensor in self.model.named_weights():
             whole = whole_on(tensor.to(self.export.published(name, tensor)), owners[name], rank)
             if whole is not None:
                 self._keep(name, whole, pinned=cuda)
+                if self.compares and whole.device.type == self.mesh.device.type:  # others come from host memory (fsdp_cpu_offload)
+                    sums[name] = begun(whole)
         self.mesh.synchronize()  # until the copies are complete
+        self._sums = {name: result() for name, result in sums.items()}
         if rank in self._writers.ranks:
             self._pending = [self._thread.submit(self._write, version)]
 
@@ -167,7 +180,25 @@ class Publisher:
 
     def _write_own(self, version: int) -> Written:
         own = {part.file: {name: self._copies[name] for name in part.names} for part in self._parts if part.writer == self.mesh.rank}
-        return files.write(self.paths, version, own, self.export.convert)
+        written = files.write(self.paths, version, own, self.export.convert)
+        self._compare(written)
+        return written
+
+    def _compare(self, written: Written) -> None:
+        """Raise CopyDiffers if a copy was not what the device has: its checksum in the manifest would attest a wrong weight."""
+        if not self._sums:
+            return
+        if self.export.converts:  # the manifest has other tensors
+            found = {name: facts(self._copies[name])["sum"] for name in self._sums}
+        else:
+            found = {name: written.tensors[name]["sum"] for name in self._sums}
+        wrong = [name for name, expected in self._sums.items() if found[name] != expected]
+        if wrong:
+            first = wrong[0]
+            raise CopyDiffers(
+                f"the copies of {len(wrong)} of {len(found)} tensors in host memory differ from the device's: {first} has the checksum "
+                f"{found[first]}, and {self._sums[first]} on the device"
+            )
 
     def _appear(self, version: int, written: Future[None], keep_last: int | None, protect: Collection[int]) -> None:
         written.result()
@@ -192,5 +223,6 @@ class Publisher:
 
 def _failed(version: int, error: Exception) -> PublishFailed:
     why = str(error) if isinstance(error, RankLost | WriterFailed) else f"{type(error).__name__}: {error}"
-    remedy = "Continue" if isinstance(error, RankLost) else "Free some space (or lower weight_broadcast.keep_last), then continue"
+    other = isinstance(error, RankLost) or CopyDiffers.__name__ in why  # not the disk; of another rank, `why` has the name
+    remedy = "Continue" if other else "Free some space (or lower weight_broadcast.keep_last), then continue"
     return PublishFailed(f"version {version} of the weights could not be written: {why}. {remedy} with resume=latest")
