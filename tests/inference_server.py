@@ -27,6 +27,7 @@ from rlx.inference.endpoints import Endpoint, endpoint_file, read_endpoints
 from rlx.models.policy import PolicyModel
 from rlx.models.tiny import VOCABULARY, build_tokenizer
 from rlx.parallel.mesh import one_process
+from rlx.parallel.transfer import LOOPBACK
 from rlx.paths import COMPLETE, RunPaths
 from rlx.types import Turn
 from rlx.weights.memory import Offers
@@ -202,9 +203,9 @@ def from_memory(run: Run) -> Run:
 class MemoryTrainer:
     """The trainer's end of transfers from memory (`from_memory`). It sends the weights of `run.version`."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, timeout: float = 300.0, host: str = LOOPBACK) -> None:
         self.run = run
-        self.offers = Offers(self.model(0), one_process("cpu"), run.paths, torch.float32, 300.0)
+        self.offers = Offers(self.model(0), one_process("cpu"), run.paths, torch.float32, timeout, host=host)
 
     def model(self, version: int) -> PolicyModel:
         self.run.version(version)

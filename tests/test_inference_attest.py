@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from inference_server import EXACT, START, Run, prompts, sample
+from inference_server import EXACT, START, MemoryTrainer, Run, from_memory, prompts, sample
 from run_servers import Servers
 from safetensors.torch import load_file
 
@@ -155,3 +155,32 @@ def test_a_tensor_damaged_in_its_file_is_refused_while_the_old_version_serves_an
     run.stop()
     assert run.worst(turns, 1.0) < EXACT
     assert [set(turn.versions.tolist()) for turn in turns[-2:]] == [{0}, {1}]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("memory", [False, True], ids=["files", "gloo"])
+def test_the_first_update_does_not_read_the_initial_model_again(tmp_path: Path, memory: bool) -> None:
+    """The server has read its files at the start, so it generates and compares without them. Reading them in the pause would hold it."""
+    run = Run(tmp_path, tied=True)
+    trainer = MemoryTrainer(from_memory(run)) if memory else None
+    run.start()
+
+    async def conversation(endpoints: list[Endpoint]) -> tuple[Turn, PolicyState]:
+        async with Servers(endpoints, request_timeout=120, restart_timeout=1) as servers:
+            await servers.fleet.wait_ready(60)
+            initial = list((tmp_path / "model").glob("*.safetensors"))
+            assert initial
+            for file in initial:
+                file.unlink()
+            if trainer is None:
+                await servers.update(run.version(1), 1)
+            else:
+                trainer.offer(1)
+                await trainer.update(servers)
+            return await sample(servers, prompts(1)[0], 0), (await servers.fleet.states())[0]
+
+    turn, state = asyncio.run(conversation(run.ready()))
+    run.stop()
+    assert (state.version, state.attested, state.not_compared) == (1, 1.0, {})
+    assert set(turn.versions.tolist()) == {1}
+    assert run.worst([turn], 1.0) < EXACT

@@ -11,21 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from inference_server import EXACT, START, MemoryTrainer, Run, from_memory, prompts, running, sample, under_load
 from run_servers import Servers
-from safetensors.torch import load_file
 from two_hosts import ADDRESSES, WIRE, inside, two_hosts
 
 from rlx.config.load import load_run, to_yaml
 from rlx.inference.endpoints import Endpoint, endpoint_file
 from rlx.inference.protocol import InferenceError
-from rlx.models.policy import PolicyModel
-from rlx.parallel.mesh import one_process
 from rlx.process import HOST
 from rlx.types import Turn
 from rlx.waiting import UNFIT
-from rlx.weights.memory import Offers
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.nightly]
 PROMPTS = prompts(6)
@@ -39,20 +34,6 @@ def of_experts(root: Path, **hardware: int) -> Run:
         setattr(config.hardware, name, value)
     run.paths.config.write_text(to_yaml(config))
     return run
-
-
-class WithExperts(MemoryTrainer):
-    """It sends experts by the names of the files. A real trainer of such a model writes files: it has all experts in one tensor."""
-
-    def __init__(self, run: Run, host: str) -> None:
-        self.run = run
-        self.offers = Offers(self.model(0), one_process("cpu"), run.paths, torch.float32, 60.0, host=host)
-
-    def model(self, version: int) -> PolicyModel:
-        made = super().model(version)
-        folder = self.run.version(version) if version else self.run.paths.root / "model"
-        made.named_weights = lambda: iter(load_file(folder / "model.safetensors").items())  # type: ignore[method-assign]
-        return made
 
 
 @pytest.fixture
@@ -73,7 +54,7 @@ def test_weights_and_pauses_reach_an_engine_on_another_host_and_its_death_ends_t
     command = [*hosts[1], sys.executable, "-m", "rlx.roles.headless", "--run-dir", str(tmp_path)]
     with (tmp_path / "headless.log").open("wb") as log:
         part = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {HOST: ADDRESSES[1], "HF_HUB_OFFLINE": "1"})
-    trainer = WithExperts(run, ADDRESSES[0])
+    trainer = MemoryTrainer(run, 60.0, ADDRESSES[0])
 
     async def conversation(endpoints: list[Endpoint]) -> None:
         async with Servers(endpoints, request_timeout=120, restart_timeout=1) as servers:

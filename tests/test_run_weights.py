@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from inference_server import make_model
 from main_job import MainJob
 from test_run_resume import checkpoints, kill_everything
 
@@ -57,8 +58,12 @@ def stopped_midway(start: Callable[..., MainJob], folder: Path, *keys: str) -> M
 
 
 @pytest.mark.long
-def test_over_gloo_a_run_is_the_same_as_over_files_bit_for_bit(start: Callable[..., MainJob]) -> None:
-    keys = (*ON_POLICY, "max_steps=4", "ckpt.interval=null")
+@pytest.mark.parametrize("experts", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["dense", "experts"])
+def test_over_gloo_a_run_is_the_same_as_over_files_bit_for_bit(start: Callable[..., MainJob], tmp_path: Path, experts: bool) -> None:
+    keys: tuple[str, ...] = (*ON_POLICY, "max_steps=4", "ckpt.interval=null")
+    if experts:
+        make_model(tmp_path / "experts", tied=True, seed=0, experts=4)
+        keys += ("model=tiny_trained", f"model.name={tmp_path / 'experts'}", "model.num_experts=4")
     jobs = [start("files", *keys), start("gloo", *keys, GLOO)]
     assert [job.wait() for job in jobs] == [0, 0], "".join(job.text() for job in jobs)
     files, gloo = jobs
@@ -69,7 +74,8 @@ def test_over_gloo_a_run_is_the_same_as_over_files_bit_for_bit(start: Callable[.
     assert sum(record["time/send_weights"] for record in gloo.metrics("trainer")) > 0
     assert {record["time/send_weights"] for record in files.metrics("trainer")} == {0.0}
     log = (gloo.run_dir / "logs/attempt_0/inference_0.log").read_text()
-    assert log.count("compared 100.0 % of the served weights") == 4, log[-3000:]
+    share = "1.5" if experts else "100.0"  # vLLM packs the layers of such a model on CPU, and what is packed cannot be compared
+    assert log.count(f"compared {share} % of the served weights") == 4, log[-3000:]
 
 
 @pytest.mark.long

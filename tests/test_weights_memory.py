@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
 from trainer_examples import make_model
+from transformers.models.mixtral import MixtralConfig
+from transformers.models.olmoe import OlmoeConfig
+from transformers.models.qwen3_moe import Qwen3MoeConfig
 
 from rlx.models.load import load_policy
 from rlx.models.policy import PolicyModel
@@ -26,9 +30,12 @@ from rlx.paths import RunPaths
 from rlx.types import WeightVersion
 from rlx.waiting import wait_for
 from rlx.weights.attest import checksum
+from rlx.weights.export import Export
+from rlx.weights.files import ModelFiles, verify
 from rlx.weights.mailbox import Call, Gone
 from rlx.weights.memory import Offers, Source
 from rlx.weights.offer import new_secret, read_secret, write_offer
+from rlx.weights.publish import Publisher
 from rlx.weights.subscribe import Subscriber
 
 pytestmark = pytest.mark.slow
@@ -272,6 +279,36 @@ def test_a_trainer_that_dies_is_noticed_at_once(tmp_path: Path) -> None:
     assert time.monotonic() - began < TIMEOUT / 2
 
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+
+
+FUSED: dict[str, tuple[type, dict[str, Any]]] = {
+    "qwen3_moe": (Qwen3MoeConfig, EXPERTS | {"moe_intermediate_size": 16}),
+    "olmoe": (OlmoeConfig, EXPERTS | {"head_dim": 4}),
+    "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_experts_are_sent_with_the_names_and_checksums_of_files(name: str, tmp_path: Path) -> None:
+    config, keys = FUSED[name]
+    paths, mesh, model = RunPaths(tmp_path), one_process("cpu"), PolicyModel(make_model(config, **keys))
+    Publisher(model, mesh, paths, ModelFiles({}), torch.bfloat16).ensure(1)
+    written = verify(paths.weights_of(1))["tensors"]
+    source = Source(model, mesh, torch.bfloat16)
+    sent = dict(source)
+    assert len(sent) > len(dict(model.named_weights())), "a matrix of each expert"
+    assert source.sums == written
+    assert [(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in sent.items()] == source.metadata()
+
+
+def test_a_model_that_cannot_be_converted_layer_by_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = PolicyModel(make_model(FUSED["qwen3_moe"][0], **FUSED["qwen3_moe"][1]))
+    monkeypatch.setattr(Export, "by_layer", False)
+    with pytest.raises(ValueError, match=r"Qwen3MoeForCausalLM needs tensors of several layers.*set weight_broadcast.type=filesystem"):
+        Source(model, one_process("cpu"), torch.float32)
+
+
 def rank(number: int, folder: str) -> None:
     """One of two ranks that shard a model over themselves and send it, the first time to a server that dies midway."""
     mesh = join(torch.device("cpu"), rank=number, world_size=2, timeout=60, store=dist.FileStore(f"{folder}/store", 2))
@@ -294,8 +331,10 @@ def rank(number: int, folder: str) -> None:
 
 
 @pytest.mark.long
-def test_ranks_that_shard_the_model_send_it_whole_also_after_a_server_died(tmp_path: Path) -> None:
-    make_model().save_pretrained(tmp_path / "model")
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+def test_ranks_that_shard_the_model_send_it_whole_also_after_a_server_died(tmp_path: Path, experts: bool) -> None:
+    hf = make_model(FUSED["qwen3_moe"][0], **FUSED["qwen3_moe"][1]) if experts else make_model()
+    hf.save_pretrained(tmp_path / "model")
     (tmp_path / "endpoints").mkdir()
     mp.spawn(rank, (str(tmp_path),), nprocs=2)
     assert (tmp_path / "sent").exists()

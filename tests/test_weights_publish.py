@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from trainer_examples import make_model
 from transformers.models.deepseek_v3 import DeepseekV3Config
+from transformers.models.qwen3_moe import Qwen3MoeConfig
 
 from rlx.models.policy import PolicyModel
-from rlx.parallel.mesh import one_process
+from rlx.parallel.mesh import Mesh, one_process
 from rlx.paths import RunPaths
 from rlx.types import WeightVersion
 from rlx.weights import files
@@ -116,3 +119,38 @@ def test_a_buffer_keeps_its_dtype_because_the_trainer_computes_with_all_its_digi
     found = load_file(paths.weights_of(1) / "model.safetensors")
     assert torch.equal(found[name], bias)
     assert found["model.layers.0.mlp.gate.weight"].dtype == torch.bfloat16
+
+
+MODELS: dict[str, Any] = {
+    "dense": make_model,
+    "experts": lambda: make_model(Qwen3MoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_copy_that_differs_from_the_devices_tensor_is_no_version(name: str, paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA, tensors are copied to host memory while the trainer goes on. A checksum of the copy alone would attest whatever arrived."""
+    publisher = Publisher(PolicyModel(MODELS[name]()), one_process("cpu"), paths, ModelFiles({}), torch.float32)
+    assert not publisher.compares, "nothing is compared on a CPU"
+    publisher.compares = True
+    publisher.ensure(1)
+    wrong = next(name for name, _ in publisher.model.named_weights() if "mlp" in name and name.count(".") > 2)
+    keep = Publisher._keep
+
+    def breaks(self: Publisher, name: str, tensor: torch.Tensor, *, pinned: bool) -> None:
+        keep(self, name, tensor, pinned=pinned)
+        if name == wrong:
+            self._copies[name].view(-1)[-1] += 1
+
+    monkeypatch.setattr(Publisher, "_keep", breaks)
+    publisher.gather(2)
+    publisher.announce(2)
+    said = rf"CopyDiffers: the copies of 1 of \d+ tensors in host memory differ from the device's: {re.escape(wrong)} has the checksum"
+    with pytest.raises(PublishFailed, match=rf"{said} \w+, and \w+ on the device\. Continue with resume=latest"):
+        publisher.wait()
+    assert files.versions(paths.weights) == [1]
+
+
+def test_on_a_gpu_copies_are_compared(paths: RunPaths) -> None:
+    mesh = Mesh(device=torch.device("cuda"))
+    assert Publisher(PolicyModel(make_model()), mesh, paths, ModelFiles({}), torch.float32).compares

@@ -6,7 +6,7 @@ The engine computes it on its parameters, on their own device, and compares it w
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,24 +29,32 @@ def _sums_of_rows(words: Tensor) -> list[int]:
     return [int(torch.dot(part, factors[: len(part)])) for part in words.split(ROW)]
 
 
-def _sums_of_blocks(words: Tensor) -> list[int]:
-    """The same sums, fast on a GPU, which has no dot product of integer vectors."""
+def _sums_of_blocks(words: Tensor) -> Tensor:
+    """The same sums, int64 [rows], fast on a GPU, which has no dot product of integer vectors. The CPU does not wait for them."""
     factors = _factors(words.device)
     rows = len(words) // ROW
     sums = [(block * factors).sum(1) for block in words[: rows * ROW].view(rows, ROW).split(ROWS)]
     tail = words[rows * ROW :]
-    return torch.cat([*sums, (tail * factors[: len(tail)]).sum().view(1)]).tolist()
+    return torch.cat([*sums, (tail * factors[: len(tail)]).sum().view(1)])
 
 
 def checksum(tensor: Tensor) -> str:
     """16 hexadecimal digits. They change if a value changes, moves to another place, or has another dtype."""
+    return begun(tensor)()
+
+
+def begun(tensor: Tensor) -> Callable[[], str]:
+    """Begin the checksum of a tensor. What is returned waits for it. Until then a GPU computes beside the CPU."""
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if len(data) % 8 or data.storage_offset() % 8:
         padded = data.new_zeros(-(-len(data) // 8) * 8)
         padded[: len(data)] = data
         data = padded
     words = data.view(torch.int64)
-    return combined(_sums_of_rows(words) if words.device.type == "cpu" else _sums_of_blocks(words))
+    if words.device.type == "cpu":
+        return functools.partial(combined, _sums_of_rows(words))
+    sums = _sums_of_blocks(words)
+    return lambda: combined(sums.tolist())
 
 
 def copied(source: Tensor, target: Tensor) -> str:

@@ -48,7 +48,7 @@ class Broadcast:
     def of(cls, cfg: TrainingRoot, model: PolicyModel, mesh: Mesh, paths: RunPaths, source: str, working: Working) -> Broadcast:
         """The versions of a model loaded from `source` (folder or hub name), sent as the configuration says.
 
-        Raises ValueError if they cannot be sent from memory, because the servers' tensors are others.
+        Raises ValueError if they cannot be sent from memory layer by layer.
         """
         from rlx.models.load import DTYPES
 
@@ -152,11 +152,6 @@ def _offers_of(cfg: TrainingRoot, publisher: Publisher, dtype: torch.dtype) -> O
     """What sends weights to the servers without files; None: they read files."""
     if cfg.transfer is None:
         return None
-    if publisher.converts:
-        raise ValueError(
-            f"this model's checkpoints have other tensors than the trainer (fused experts), which weight_broadcast.type="
-            f"{cfg.transfer} does not convert; set weight_broadcast.type=filesystem"
-        )
     from rlx.parallel.transfer import LOOPBACK
     from rlx.weights.memory import Offers, sender_of
 

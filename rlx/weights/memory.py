@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rlx.parallel.transfer import LOOPBACK, Announced, Group, serve_store
 from rlx.paths import RunPaths
 from rlx.weights.attest import checksum
+from rlx.weights.export import Export
 from rlx.weights.mailbox import Caller, Client, Mailbox
 from rlx.weights.offer import new_secret, write_offer
 
@@ -41,20 +42,27 @@ POLL = 0.001  # seconds
 class Source:
     """The trained weights, tensor by tensor. Iterating gathers sharded tensors, so every rank does it, in the same order.
 
+    Names, shapes and checksums are those of files (`export.py`). If experts are fused, the tensors of a layer are gathered at once.
     It has the methods of vLLM's `WeightSource`.
     """
 
     def __init__(self, model: PolicyModel, mesh: Mesh, dtype: torch.dtype) -> None:
-        """`dtype`: of the parameters that servers have; buffers keep theirs."""
-        self.model, self.mesh, self.dtype = model, mesh, dtype
-        self._buffers = {name for name, _ in model.hf.named_buffers()}
+        """`dtype`: of the parameters that servers have; buffers keep theirs. Raises ValueError if they cannot be sent layer by layer."""
+        self.model, self.mesh = model, mesh
+        self.export = Export(model, dtype)
+        if self.export.converts and not self.export.by_layer:
+            raise ValueError(
+                f"a tensor in the checkpoints of {type(model.hf).__name__} needs tensors of several layers, so its weights cannot be sent "
+                f"from memory; set weight_broadcast.type=filesystem"
+            )
         self.sums: dict[str, dict[str, Any]] = {}  # what was sent, as in a manifest; on rank 0
         self.taken = 0  # tensors so far, of all transfers
         self._rest: Iterator[tuple[str, torch.Tensor]] = iter(())
 
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """Name, dtype and whole shape of every tensor, without gathering."""
-        return [(name, self._dtype(name, tensor), tuple(tensor.shape)) for name, tensor in self.model.named_weights()]
+        described = [self.export.described(unit) for unit in self.export.units()]
+        return [(name, tensor.dtype, tuple(tensor.shape)) for unit in described for name, tensor in unit.items()]
 
     def announced(self) -> Announced:
         return Announced.of(self.metadata())
@@ -79,12 +87,13 @@ class Source:
         self._rest = self._gathered()
 
     def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self.model.named_weights():
-            shard = tensor.to(self._dtype(name, tensor))
-            yield name, shard.full_tensor() if hasattr(shard, "full_tensor") else shard
+        weights = dict(self.model.named_weights())
+        for unit in self.export.units():
+            yield from self.export.convert({name: self._whole(name, weights[name]) for name in unit}).items()
 
-    def _dtype(self, name: str, tensor: torch.Tensor) -> torch.dtype:
-        return self.dtype if tensor.is_floating_point() and name not in self._buffers else tensor.dtype
+    def _whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        shard = tensor.to(self.export.published(name, tensor))
+        return shard.full_tensor() if hasattr(shard, "full_tensor") else shard
 
 
 class Sender(Protocol):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,9 +22,12 @@ from rlx.parallel.gather import whole_on
 from rlx.parallel.mesh import Mesh, RankLost
 from rlx.paths import RunPaths
 from rlx.weights import files, spare
+from rlx.weights.attest import begun
 from rlx.weights.division import Part, by_layer, divide
+from rlx.weights.export import Export
 from rlx.weights.files import ModelFiles, Tensors, Written
 from rlx.weights.hub import fetch
+from rlx.weights.saving import facts
 from rlx.weights.writers import WriterFailed, Writers
 
 if TYPE_CHECKING:
@@ -37,6 +40,10 @@ if TYPE_CHECKING:
 
 class PublishFailed(RuntimeError):
     """A version could not be written; the message says why and what to do."""
+
+
+class CopyDiffers(RuntimeError):
+    """A copy of the weights in host memory has other values than the device's tensor, so it is not what was trained."""
 
 
 class Publisher:
@@ -60,7 +67,11 @@ class Publisher:
         `dtype` is that of the published parameters; buffers keep theirs. `writers`: the ranks that write, with rank 0 first.
         """
         self.model: Any = model
-        self.mesh, self.paths, self.static, self.dtype = mesh, paths, static, dtype
+        self.mesh, self.paths, self.static = mesh, paths, static
+        self.export = Export(model, dtype)
+        # Whether copies are compared with the tensors of the device. On a CPU both lie in host memory.
+        self.compares = mesh.device.type == "cuda"
+        self._sums: dict[str, str] = {}  # checksums of the device's tensors, of those that this rank writes
         self.seconds = 0.0  # writing time of the last version, beside the trainer's steps
         self._writers = Writers(mesh, paths, writers)
         self._copies: Tensors = {}  # of what this rank writes; allocated once: allocating takes longer than copying
@@ -103,11 +114,15 @@ class Publisher:
         self.wait()
         cuda, rank = self.mesh.device.type == "cuda", self.mesh.rank
         owners = {name: part.writer for part in self._parts for name in part.names}
+        sums = {}
         for name, tensor in self.model.named_weights():
-            whole = whole_on(tensor.to(self._published(name, tensor)), owners[name], rank)
+            whole = whole_on(tensor.to(self.export.published(name, tensor)), owners[name], rank)
             if whole is not None:
                 self._keep(name, whole, pinned=cuda)
+                if self.compares and whole.device.type == self.mesh.device.type:  # others come from host memory (fsdp_cpu_offload)
+                    sums[name] = begun(whole)
         self.mesh.synchronize()  # until the copies are complete
+        self._sums = {name: result() for name, result in sums.items()}
         if rank in self._writers.ranks:
             self._pending = [self._thread.submit(self._write, version)]
 
@@ -165,7 +180,25 @@ class Publisher:
 
     def _write_own(self, version: int) -> Written:
         own = {part.file: {name: self._copies[name] for name in part.names} for part in self._parts if part.writer == self.mesh.rank}
-        return files.write(self.paths, version, own, self._export[0])
+        written = files.write(self.paths, version, own, self.export.convert)
+        self._compare(written)
+        return written
+
+    def _compare(self, written: Written) -> None:
+        """Raise CopyDiffers if a copy was not what the device has: its checksum in the manifest would attest a wrong weight."""
+        if not self._sums:
+            return
+        if self.export.converts:  # the manifest has other tensors
+            found = {name: facts(self._copies[name])["sum"] for name in self._sums}
+        else:
+            found = {name: written.tensors[name]["sum"] for name in self._sums}
+        wrong = [name for name, expected in self._sums.items() if found[name] != expected]
+        if wrong:
+            first = wrong[0]
+            raise CopyDiffers(
+                f"the copies of {len(wrong)} of {len(found)} tensors in host memory differ from the device's: {first} has the checksum "
+                f"{found[first]}, and {self._sums[first]} on the device"
+            )
 
     def _appear(self, version: int, written: Future[None], keep_last: int | None, protect: Collection[int]) -> None:
         written.result()
@@ -176,65 +209,20 @@ class Publisher:
         except OSError as error:
             raise _failed(version, error) from error
 
-    @property
-    def converts(self) -> bool:
-        """Whether published checkpoints have other tensors than the trainer."""
-        shapes = self._shapes
-        return self._export[1] or self._exported(list(shapes)) != shapes
-
-    def _published(self, name: str, tensor: torch.Tensor) -> torch.dtype:
-        """The dtype in which a tensor is published. Buffers are never cast for computing, so servers must not get rounded ones."""
-        return self.dtype if tensor.is_floating_point() and name not in self._buffers else tensor.dtype
-
-    @functools.cached_property
-    def _buffers(self) -> frozenset[str]:
-        return frozenset(name for name, _ in self.model.hf.named_buffers())
-
     @functools.cached_property
     def _parts(self) -> list[Part]:
         """All files of a version."""
-        sizes = {name: tensor.numel() * self._published(name, tensor).itemsize for name, tensor in self.model.named_weights()}
-        together = self._export[1]
+        sizes = {name: tensor.numel() * self.export.published(name, tensor).itemsize for name, tensor in self.model.named_weights()}
+        together = self.export.together
         if len(self._writers.ranks) == 1:
             units = [list(sizes)] if together else [[name] for name in sizes]
         else:  # an engine that rearranges a layer once it has all of its tensors must not wait for another file
-            units = by_layer(sizes) if not together or self._converts_by_layer else [list(sizes)]
+            units = by_layer(sizes) if not together or self.export.by_layer else [list(sizes)]
         return divide(units, sizes, self._writers.ranks, files.ADAPTER if self.model.adapts else "model.safetensors")
-
-    @property
-    def _converts_by_layer(self) -> bool:
-        """Whether layers that are converted one by one give the same tensors as all together."""
-        names = list(self._shapes)
-        one_by_one = [self._exported(unit) for unit in by_layer(names)]
-        return {name: shape for each in one_by_one for name, shape in each.items()} == self._exported(names)
-
-    @functools.cached_property
-    def _shapes(self) -> dict[str, torch.Size]:
-        return {name: tensor.shape for name, tensor in self.model.named_weights()}
-
-    def _exported(self, names: Sequence[str]) -> dict[str, torch.Size]:
-        """What these tensors are in published checkpoints: names and shapes."""
-        import torch
-
-        alone = {name: torch.empty(self._shapes[name], device="meta") for name in names}
-        return {name: tensor.shape for name, tensor in self._export[0](alone).items()}
-
-    @functools.cached_property
-    def _export(self) -> tuple[Callable[[Tensors], Tensors], bool]:
-        """The function that gives tensors the names and shapes of published checkpoints (transformers fuses some models' experts), and
-        whether it needs all tensors at once."""
-        if self.model.adapts:
-            from rlx.models.lora import exported
-
-            return exported, True
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import revert_weight_conversion
-
-        hf: Any = self.model.hf
-        return functools.partial(revert_weight_conversion, hf), bool(get_model_conversion_mapping(hf, add_legacy=False))
 
 
 def _failed(version: int, error: Exception) -> PublishFailed:
     why = str(error) if isinstance(error, RankLost | WriterFailed) else f"{type(error).__name__}: {error}"
-    remedy = "Continue" if isinstance(error, RankLost) else "Free some space (or lower weight_broadcast.keep_last), then continue"
+    other = isinstance(error, RankLost) or CopyDiffers.__name__ in why  # not the disk; of another rank, `why` has the name
+    remedy = "Continue" if other else "Free some space (or lower weight_broadcast.keep_last), then continue"
     return PublishFailed(f"version {version} of the weights could not be written: {why}. {remedy} with resume=latest")
