@@ -3,7 +3,8 @@
 Real: environment (`reverse_text`), verifiers' episode loop, chat template, HTTP client, collector, advantages, samples, encoding, metrics.
 Mock: the policy. It runs in another process, whose time does not count, and sends the same tokens every time.
 Prints milliseconds of CPU per rollout of the whole main loop, rollouts per second, how long the event loop was blocked (the delay of a
-timer of 1 ms), and how memory, open files and temporary files grew from the first fifth of the steps to the last one.
+timer of 1 ms), and how memory, open files and temporary files grew from the second fifth of the steps to the last one, the first two also
+of each environment worker.
 With `--burn` each reward computes for so long, in its worker. `--stock N` also plays N rollouts with verifiers' own client.
 """
 
@@ -19,6 +20,7 @@ import resource
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +148,7 @@ class Watch:
         self.busy: list[float] = []  # seconds of CPU of the event loop's thread meanwhile: what the machine's other work does not change
         self.cpu = 0.0  # seconds, when the last batch was taken
         self.held: list[tuple[float, int, int]] = []  # KiB of resident memory, open files, temporary files; one a step
+        self.workers: dict[str, list[tuple[float, int]]] = {}  # the first two of each environment worker
 
     async def delay(self) -> None:
         while True:
@@ -154,10 +157,10 @@ class Watch:
             self.delays.append(time.perf_counter() - began - 0.001)
             self.busy.append(time.thread_time() - cpu)
 
-    def look(self) -> None:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        temporary = sum(1 for _ in Path(tempfile.gettempdir()).glob("*"))
-        self.held.append((pages * resource.getpagesize() / 1024, len(os.listdir("/proc/self/fd")), temporary))
+    def look(self, envs: Any) -> None:
+        self.held.append((*held_by("self"), sum(1 for _ in Path(tempfile.gettempdir()).glob("*"))))
+        for child in children(envs):
+            self.workers.setdefault(child.name, []).append(held_by(child.pid))
 
     def report(self, rollouts: int) -> list[str]:
         """`rollouts`: of the whole run."""
@@ -166,22 +169,40 @@ class Watch:
             late = np.sort(np.array(seconds)) * 1000
             p99, p999 = late[int(0.99 * len(late))], late[int(0.999 * len(late))]
             lines.append(f"event loop {what}: p99 {p99:.1f} ms, p99.9 {p999:.1f} ms, max {late[-1]:.1f} ms")
-        fifth = len(self.held) // 5
-        if fifth:
-            first, last = np.median(self.held[fifth : 2 * fifth], axis=0), np.median(self.held[-fifth:], axis=0)
-            between = rollouts * 3.5 * fifth / len(self.held)
-            lines.append(
-                f"memory {first[0] / 1024:.1f} → {last[0] / 1024:.1f} MiB: {(last[0] - first[0]) * 1024 / between:.0f} bytes a rollout; "
-                f"open files {first[1]:.0f} → {last[1]:.0f}; temporary files {first[2]:.0f} → {last[2]:.0f}"
-            )
+        if len(self.held) >= 5:
+            between, before, after = growth(self.held, rollouts)
+            lines.append(f"{between}; temporary files {before[2]:.0f} → {after[2]:.0f}")
+            lines += [f"{name}: {growth(held, rollouts / len(self.workers))[0]}" for name, held in self.workers.items()]
         return lines
+
+
+def held_by(pid: int | str) -> tuple[float, int]:
+    """KiB of a process's resident memory, and its open files."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 1024, len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def growth(held: Sequence[Sequence[float]], rollouts: float) -> tuple[str, np.ndarray, np.ndarray]:
+    """What changed from the second fifth of the steps to the last one, in words, and both medians. `rollouts`: in all steps."""
+    fifth = len(held) // 5
+    first, last = np.median(held[fifth : 2 * fifth], axis=0), np.median(held[-fifth:], axis=0)
+    each = (last[0] - first[0]) * 1024 / (rollouts * 3.5 * fifth / len(held))
+    words = (
+        f"memory {first[0] / 1024:.1f} → {last[0] / 1024:.1f} MiB: {each:.0f} bytes a rollout; open files {first[1]:.0f} → {last[1]:.0f}"
+    )
+    return words, first, last
+
+
+def children(envs: Any) -> list[Any]:
+    """The processes of the environments' workers."""
+    return [worker.child for env in envs.values() for worker in getattr(env, "_workers", [])]
 
 
 def cpu_seconds(envs: Any) -> float:
     """CPU time of this process and of the environments' workers."""
     ticks = 0
-    for pid in [worker.child.pid for env in envs.values() for worker in getattr(env, "_workers", [])]:
-        ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+    for child in children(envs):
+        ticks += sum(map(int, Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
     return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
@@ -193,7 +214,7 @@ async def publish(paths: RunPaths, steps: int, watch: Watch, envs: Any) -> None:
         paths.batch_of(step).unlink()
         paths.weights_of(step + 1).mkdir(parents=True)
         (paths.weights_of(step + 1) / COMPLETE).write_text("{}")
-        watch.look()
+        watch.look(envs)
         watch.cpu = cpu_seconds(envs)
         if step > 1:
             shutil.rmtree(paths.weights_of(step - 1))

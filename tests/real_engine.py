@@ -1,4 +1,8 @@
-"""One real vLLM for environments: members of a group say what a script says, the others what the model samples; and a trainer beside it."""
+"""One real vLLM for environments: members of a group say what a script says, the others what the model samples; and a trainer beside it.
+
+What the engine was asked and answered is noted between policy and servers, before rlx makes turns of a trajectory of it. What a run would
+record and train is compared with these notes.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,8 @@ import asyncio
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +19,23 @@ import numpy as np
 import torch
 from inference_server import START, Run
 from policy_stand_in import SAMPLING, tiny_chat
-from public_classic import Said, check_tokens
+from public_classic import Said
+from recorded import check_recorded, normalised
 from run_servers import Servers
 
-from rlx.config.schema import LossTerms
+from rlx.config.schema import Config, LossTerms, TrainedEnvConfig
 from rlx.data.packing import pack
+from rlx.data.source import read_recorded
 from rlx.losses.base import Objective
 from rlx.losses.grpo import grpo
 from rlx.models.policy import PolicyModel
-from rlx.policy.base import Reply
+from rlx.paths import RunPaths
+from rlx.policy.base import Message, Reply
 from rlx.policy.tokens import TokenEpisode, TokenPolicy
-from rlx.rollout.samples import samples_of
+from rlx.rollout.batch import advantages_of, make_batch, make_groups, scores_of
+from rlx.rollout.record import record_batch, write_rollouts
 from rlx.train.step import PolicyTrainer
-from rlx.types import Group, Rollout, StepBatch, Task, Turn
+from rlx.types import Rollout, Task, Turn
 
 CONTEXT = 8192  # the tiny tokenizer spells prompts in characters
 LIMITS = {**SAMPLING, "max_tokens": 256}
@@ -35,11 +44,13 @@ Says = Callable[[str, int], str]  # prompt, number of the request in its rollout
 
 
 class Hearing(TokenEpisode):
-    """Notes the replies."""
+    """Notes the replies, and what they answer."""
 
-    async def respond(self, *args: Any, **keys: Any) -> Reply:
-        reply = await super().respond(*args, **keys)
-        self.policy.generator.replies[self.member].append(reply)  # type: ignore[attr-defined]
+    async def respond(self, messages: Sequence[Message], *args: Any, **keys: Any) -> Reply:
+        reply = await super().respond(messages, *args, **keys)
+        heard: Heard = self.policy.generator  # type: ignore[assignment]
+        heard.replies[self.member].append(reply)
+        heard.messages[reply.request_id] = [*messages, reply.message]
         return reply
 
 
@@ -54,6 +65,8 @@ class Heard:
     def __init__(self, servers: Servers, scripts: Path, says: Says, steered: int) -> None:
         self.servers, self.scripts, self.says, self.steered = servers, scripts, says, steered
         self.replies: dict[int, list[Reply]] = defaultdict(list)  # by member
+        self.messages: dict[str, list[Message]] = {}  # by request: what it asked, and the answer
+        self.answered: dict[str, Turn] = {}  # by request: the ids and the temperature that it asked for, and what the engine answered
         self.sampling: list[dict[str, Any]] = []
         self.away = 0.0
 
@@ -61,13 +74,45 @@ class Heard:
         member, _, number = (int(part) for part in re.findall(r"\d+", request_id)[-3:])
         self.sampling.append(sampling)
         if member >= self.steered:
-            return await self.servers.generate(prompt_ids, sampling, request_id, affinity)
+            return self.noted(await self.servers.generate(prompt_ids, sampling, request_id, affinity), prompt_ids, sampling, request_id)
         chat = tiny_chat()
         script = [*chat.tokenizer.encode(self.says(chat.tokenizer.decode(prompt_ids), number)), chat.stop_token_ids[0]]
         (self.scripts / str(sampling["seed"])).write_text(json.dumps(script))
         turn = await self.servers.generate(prompt_ids, sampling, request_id, affinity)
         assert turn.completion_ids.tolist() == script[: len(turn.completion_ids)]
+        return self.noted(turn, prompt_ids, sampling, request_id)
+
+    def noted(self, turn: Turn, prompt_ids: Sequence[int], sampling: dict[str, Any], request_id: str) -> Turn:
+        """The turn, after a copy of it is noted. The engine has the weights of version 0 alone."""
+        assert request_id not in self.answered, "a request id is used twice"
+        self.answered[request_id] = replace(
+            turn,
+            prompt_ids=np.array(prompt_ids, np.int32),
+            completion_ids=turn.completion_ids.copy(),
+            logprobs=turn.logprobs.copy(),
+            versions=np.zeros(len(turn.completion_ids), np.int32),
+            temperature=sampling["temperature"],
+        )
         return turn
+
+    def of_trajectory(self, member: int, beside: Sequence[int] = ()) -> list[Turn]:
+        """What a member sampled, without the requests `beside` the trajectory, by their numbers."""
+        requests = [reply.request_id for reply in self.replies[member]]
+        return [self.answered[one] for one in requests if int(one.rpartition("-")[2]) not in beside]
+
+    def of_agent(self, rollout: Rollout) -> list[Turn]:
+        """What an episode's trained agent sampled, if the others sample, too: where its conversation is what the rollout says it was.
+
+        Of two runs that said the same in the same conversation nobody can tell which it was: then that one which is trained.
+        """
+        said, found = spoken([*rollout.prompt, *rollout.completion]), []
+        for number, (role, words) in enumerate(said, 1):
+            if role == "assistant":
+                same = [reply for reply in self.replies[rollout.member] if spoken(self.messages[reply.request_id]) == said[:number]]
+                assert same, f"nobody said {words}"
+                chosen = next((reply for reply in same if any(reply.turn is turn for turn in rollout.turns)), same[0])
+                found.append(self.answered[chosen.request_id])
+        return found
 
     def turns(self, member: int) -> list[Turn]:
         return [reply.turn for reply in self.replies[member] if reply.turn is not None]
@@ -112,14 +157,25 @@ class Engine:
 
         return asyncio.run(main())
 
-    def train(self, rollouts: Sequence[Rollout]) -> None:
-        """Check what is trained, token by token, and that the trainer computes the engine's log-probabilities."""
-        for rollout in rollouts:
-            check_tokens(rollout, rollout.turns)
-        advantages = np.linspace(-1, 1, len(rollouts), dtype=np.float32)
-        group = Group(id=0, task=rollouts[0].task, rollouts=tuple(rollouts), advantages=advantages)
-        batch = StepBatch(step=0, mini_batches=(tuple(samples_of(group, strategy="interleaved")),))
-        found = self.trainer.train_batch(pack(batch, rank=0, ranks=1, tokens=CONTEXT))
+    def train(self, rollouts: Sequence[Rollout], sampled: Mapping[int, Sequence[Turn]], run_dir: Path) -> None:
+        """Record a group as a run does, check the files, token by token, and that the trainer computes the engine's log-probabilities.
+
+        `sampled`: what the engine answered in each member's trajectory. `run_dir`: an empty folder.
+        """
+        task, paths = rollouts[0].task, RunPaths(run_dir)
+        config = Config(loss={"_target_": "unused"}, advantage={"_target_": "rlx.advantages.group.group_norm"})
+        config.envs = {task.env: TrainedEnvConfig(id=task.env)}
+        groups = make_groups([rollouts], scores_of([rollouts]), advantages_of(config))
+        record_batch(paths.recorded_of(0), make_batch(0, groups, config))
+        write_rollouts(paths.rollouts_of(0), groups)
+        tokens, _ = check_recorded(run_dir, 1, normalised, {(task.index, member): turns for member, turns in sampled.items()})
+        assert tokens > 0
+        found = self.trainer.train_batch(pack(read_recorded(paths.recorded_of(0), 0), rank=0, ranks=1, tokens=CONTEXT))
         assert found["mismatch/kl"] <= MISMATCH
         assert found["mismatch/abs_logp_diff_max"] <= 1e-3
         assert found["off_policy/lag_max"] == 0
+
+
+def spoken(messages: Sequence[Message]) -> list[tuple[str, str]]:
+    """Roles and words."""
+    return [(message["role"], message["content"] or "") for message in messages]

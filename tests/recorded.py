@@ -6,7 +6,7 @@ Of rlx it uses the decoder of batches and the names of files, and nothing that m
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ from rlx.rollout.record import read_rollouts
 from rlx.types import StepBatch, TrainingSample, Turn
 
 Trained = tuple[tuple[int, ...], float, int, float]  # the tokens up to and with a trained one, its log-probability, version, temperature
+Which = tuple[int, int]  # group and member of a rollout
 
 
 def recorded_samples(run_dir: Path, step: int) -> list[TrainingSample]:
@@ -29,19 +30,23 @@ def recorded_samples(run_dir: Path, step: int) -> list[TrainingSample]:
 
 
 def check_recorded(
-    run_dir: Path, steps: int, baseline: Callable[[np.ndarray], np.ndarray], turns: Sequence[Turn] | None = None
+    run_dir: Path,
+    steps: int,
+    baseline: Callable[[np.ndarray], np.ndarray],
+    turns: Sequence[Turn] | Mapping[Which, Sequence[Turn]] | None = None,
 ) -> tuple[int, int]:
     """Check the first `steps` steps of a run. Returns the numbers of trained tokens and of groups.
 
     Every token of a trained rollout is trained once, in a context of its own, with a log-probability and a version of the rollout's.
     `baseline`: advantages [G] of a group's rewards [G]. Each rollout has that advantage in its record and on each of its tokens.
     `turns`: all that were sampled; then what was trained is exactly that: token, context, log-probability, version and temperature.
+    If they are given by rollout, each rollout trains exactly its own.
     """
-    trained: Counter[Trained] = Counter()
+    trained: dict[Which, Counter[Trained]] = {}
     num_groups = 0
     for step in range(steps):
-        tokens: defaultdict[tuple[int, int], list[Trained]] = defaultdict(list)
-        weights: defaultdict[tuple[int, int], set[float]] = defaultdict(set)
+        tokens: defaultdict[Which, list[Trained]] = defaultdict(list)
+        weights: defaultdict[Which, set[float]] = defaultdict(set)
         for sample in recorded_samples(run_dir, step):
             on, which = sample.loss_mask, (sample.group, sample.member)
             assert not on[0], "the first token has no context"
@@ -72,16 +77,26 @@ def check_recorded(
                 assert {version for _, _, version, _ in own} == set(line["versions"]), which
                 assert all(-np.inf < logprob <= 0 for _, logprob, _, _ in own), which
                 assert weights[which] <= {float(np.float32(line["advantage"]))}, which
-                trained.update(own)
+                trained[which] = Counter(own)
         assert not tokens, f"step {step} trains on rollouts that it has no record of: {sorted(tokens)}"
-    if turns is not None:
-        sampled: Counter[Trained] = Counter()
-        for turn in turns:
-            known = [*turn.prompt_ids.tolist(), *turn.completion_ids.tolist()]
-            for number, (logprob, version) in enumerate(zip(turn.logprobs.tolist(), turn.versions.tolist(), strict=True)):
-                sampled[tuple(known[: len(turn.prompt_ids) + number + 1]), logprob, version, float(np.float32(turn.temperature))] += 1
-        assert trained == sampled
-    return trained.total(), num_groups
+    everything = sum(trained.values(), Counter[Trained]())
+    if isinstance(turns, Mapping):
+        assert trained.keys() == turns.keys()
+        for which, its_turns in turns.items():
+            assert trained[which] == sampled(its_turns), which
+    elif turns is not None:
+        assert everything == sampled(turns)
+    return everything.total(), num_groups
+
+
+def sampled(turns: Sequence[Turn]) -> Counter[Trained]:
+    """Every token of the turns, as it must be trained."""
+    found: Counter[Trained] = Counter()
+    for turn in turns:
+        known = [*turn.prompt_ids.tolist(), *turn.completion_ids.tolist()]
+        for number, (logprob, version) in enumerate(zip(turn.logprobs.tolist(), turn.versions.tolist(), strict=True)):
+            found[tuple(known[: len(turn.prompt_ids) + number + 1]), logprob, version, float(np.float32(turn.temperature))] += 1
+    return found
 
 
 def normalised(rewards: np.ndarray) -> np.ndarray:

@@ -2,8 +2,9 @@
 
 In each row the first rollout says what a script says (the engine samples its tokens, `steer.py`), the second what the tiny model samples,
 unless an episode needs players that know the game.
-Both have the messages, stops, rewards and metrics of stock verifiers. Every sampled token of the trajectory is trained once, and the
-trainer computes the log-probability that the engine recorded. The tasksets that are refused are in `test_envs_public_v1.py`.
+Both have the messages, stops, rewards and metrics of stock verifiers. The files that a run would write have every token that the engine
+answered in the trajectory once, with its context, log-probability, version, temperature and advantage, and the trainer computes that
+log-probability. The tasksets that are refused are in `test_envs_public_v1.py`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Case:
     verdict: str = "yes"  # of its judge
     needs: tuple[str, ...] = ()  # modules that rlx does not install
     requests: int = 0  # of the trajectory of the scripted rollout; 0: not said
-    beside: int = 0  # requests that are answered and not trained
+    beside: tuple[int, ...] = ()  # numbers of a rollout's requests that are answered and not trained
     reward: float | None = None  # of the scripted rollout
     stop: dict[str, Any] = field(default_factory=dict)  # of its requests
     reward_error: float = 0.0  # of the scripted rollout
@@ -96,7 +97,7 @@ OWN = {
     ),
     "rlx_test_rewrite": Case([Said("abc"), Said("def"), Said("ghi")], requests=3),
     "rlx_test_judge": Case([Said("x")], lambda e: {"url": e.url}, verdict="yes, it is", requests=1, reward=0.5),
-    "rlx_test_beside": Case([Said("plan"), Said("answer"), Said("good")], requests=1, beside=2, reward=1.0),
+    "rlx_test_beside": Case([Said("plan"), Said("answer"), Said("good")], requests=1, beside=(0, 2), reward=1.0),
     "rlx_test_group": Case([Said("")], requests=1, reward=1.0),
     "rlx_test_nested single": Case([Said("x")]),
     "rlx_test_nested multi": Case([Said("x"), Said("y"), Said("z")], row=2),
@@ -123,7 +124,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     engine.run.stop()
 
 
-def play(engine: Engine, name: str, case: Case) -> None:
+def play(engine: Engine, name: str, case: Case, run_dir: Path) -> None:
     """Play and compare one row."""
     members = 4 if "group" in name.partition(" ")[2] or name == "rlx_test_group" else 2
     module = name.partition(" ")[0]
@@ -140,14 +141,13 @@ def play(engine: Engine, name: str, case: Case) -> None:
             expected = [stock(module, arguments, script, case.row) for script in said]
     for rollout, one in zip(rollouts, expected, strict=True):
         check_as_stock(rollout, one)
-        assert rollout.metrics["requests_beside"] == case.beside
-        assert len(heard.turns(rollout.member)) == len(rollout.turns) + case.beside
+        assert rollout.metrics["requests_beside"] == len(case.beside)
     first = rollouts[0]
     assert first.metrics["reward_error"] == case.reward_error
     assert len(first.turns) == (case.requests or len(first.turns))
     assert case.reward is None or first.reward == pytest.approx(case.reward)
     assert all(case.stop.items() <= sampling.items() for sampling in heard.sampling)
-    engine.train(rollouts)
+    engine.train(rollouts, {rollout.member: heard.of_trajectory(rollout.member, case.beside) for rollout in rollouts}, run_dir)
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -160,7 +160,7 @@ def test_a_public_classic_environment_trains_as_stock_verifiers_plays_it(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OPENAI_API_KEY", "none")
     on_path(name, monkeypatch)
-    play(engine, name, case)
+    play(engine, name, case, tmp_path / "run")
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -193,9 +193,11 @@ def test_a_public_classic_environment_without_a_module_that_it_imports_names_it(
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_an_environment_of_our_own_trains_as_stock_verifiers_plays_it(name: str, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_of_our_own_trains_as_stock_verifiers_plays_it(
+    name: str, engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(sys, "path", [OUTSIDE, *sys.path])
-    play(engine, name, OWN[name])
+    play(engine, name, OWN[name], tmp_path)
 
 
 @pytest.mark.parametrize("case", v1.CASES, ids=lambda case: f"{case.name}-{case.agent}")
@@ -218,4 +220,6 @@ def test_a_public_taskset_trains_as_stock_verifiers_plays_it(
         for rollout in rollouts[: case.stock]:
             expected = asyncio.run(v1.stock(played, env.rows[0], v1.Replayed(heard.turns(rollout.member)), task, rollout.member))
             v1.check_as_stock(rollout, expected)
-    engine.train(rollouts)
+    several = case.agent in ("player0", "player1", "proposer", "solver")  # agents that sample
+    sampled = {one.member: heard.of_agent(one) if several else heard.of_trajectory(one.member) for one in rollouts}
+    engine.train(rollouts, sampled, tmp_path / "run")

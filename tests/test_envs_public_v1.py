@@ -65,7 +65,7 @@ def test_a_game_of_two_agents_is_played_like_stock_verifiers_plays_it(monkeypatc
     for number, turn in zip(said, rollout.turns, strict=True):  # every token that the trained agent sampled, once
         assert sum(turn is one for one in answers.turns) == 1
         assert turn.prompt_ids.tolist()[-4:] == tiny_chat().render(messages[:number])[-4:]
-    check_tokens(rollout, rollout.turns)
+    check_tokens(rollout, [one for one in answers.turns if "Kuhn poker as Player 1" in tiny_chat().tokenizer.decode(one.prompt_ids)])
     check_as_stock(rollout, asyncio.run(stock(KUHN, env.rows[0], Answers(KUHN.model), task)))
     assert rollout.metrics["player0/reward"] == -rollout.reward
 
@@ -95,7 +95,7 @@ def test_another_harness_a_program_that_rewrites_its_context_plays_like_in_stock
     assert rollout.status == "ok", rollout.error
     assert [len(turn.completion_ids) > 0 for turn in rollout.turns] == [True] * 3
     assert len(merge(rollout.turns, "interleaved")) == 3, "other tools, and then the notes, begin new samples"
-    check_tokens(rollout, rollout.turns)
+    check_tokens(rollout, answers.turns)
     check_as_stock(rollout, asyncio.run(stock(case, env.rows[0], Answers(case.model), task)))
 
 
@@ -114,7 +114,7 @@ def test_a_judge_that_a_task_asks_decides_the_reward_like_in_stock_verifiers(ver
         check_as_stock(rollout, asyncio.run(stock(case, env.rows[1], Answers(case.model), task)))
     assert (rollout.reward, asked, len(endpoint.asked)) == (reward, 1, 2)
     assert "Candidate:\nI say JUDGE_BLOCK" in endpoint.asked[0]["messages"][-1]["content"]
-    check_tokens(rollout, rollout.turns)  # the judge's request is none of the policy's
+    check_tokens(rollout, answers.turns)  # the judge's request is none of the policy's
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""20,000 rollouts against a stand-in engine: the orchestrator keeps nothing of them."""
+"""20,000 rollouts against a stand-in engine: the orchestrator and its environment worker keep nothing of them."""
 
 from __future__ import annotations
 
@@ -34,3 +34,8 @@ def test_memory_open_files_and_temporary_files_stay_flat_over_20000_rollouts(tmp
     assert growth < 1024, done.stdout
     assert abs(open_now - opened) <= 2, done.stdout
     assert temporary_now <= temporary, done.stdout
+    worker = re.search(r"^env_reverse_text_0: memory .* MiB: (-?\d+) bytes a rollout; open files (\d+) → (\d+)$", done.stdout, re.MULTILINE)
+    assert worker is not None, done.stdout
+    growth, opened, open_now = map(int, worker.groups())
+    assert growth < 1024, done.stdout
+    assert abs(open_now - opened) <= 2, done.stdout

@@ -5,22 +5,28 @@ from __future__ import annotations
 import json
 import re
 import time
+from typing import Any
 
 import pytest
 from main_job import MainJob
 from policy_stand_in import OUTSIDE
+from recorded import check_recorded, normalised
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
-FAULTS = {  # by environment: its arguments, the status of its rollouts that misbehave, and what their errors say
+# By environment: its arguments, the status of its rollouts that misbehave, and what their errors say.
+FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "exits": ({"kind": "exit"}, "worker_died", "it left with exit code 1"),
     "killed": ({"kind": "kill"}, "worker_died", "SIGKILL"),
     "sleeps": ({"kind": "c", "seconds": 3600}, "timeout", "rlx_test_faults.py"),
     "deaf": ({"kind": "power", "where": "env_response"}, "timeout", "rlx_test_faults.py"),
     "raises": ({"kind": "raise"}, "reward_raised", "the word list is not there"),
     "burns": ({"kind": "cpu", "seconds": 2}, "ok", ""),
+    "hoards": ({"kind": "hoard", "seconds": 4096, "num_examples": 9, "every": 9}, "worker_memory", " in hoard"),  # at most so many MiB
+    "leaks": ({"kind": "leak", "seconds": 100, "every": 2}, "ok", ""),  # MiB a rollout
 }
 TIMEOUT = 120.0  # seconds for one rollout
 SOON = 20.0  # the same where it is to be exceeded
+MEMORY = 1.0  # GiB of a worker's memory, of which the environment needs a third
 SMALL = (
     "env=[]",
     "model.warm_start.steps=20",
@@ -39,14 +45,15 @@ def environment(name: str, args: dict, **keys: object) -> list[str]:
 
 
 def test_each_fault_fails_its_own_rollouts_and_the_run_completes_and_counts_them(start):
-    """Six environments of the mix misbehave, each in its own way, in one of six examples."""
+    """Eight environments of the mix misbehave, each in its own way, in some of their examples. What is trained is what was sampled."""
     job: MainJob = start(
         "run",
         *SMALL,
         *(word for name, (args, _, _) in FAULTS.items() for word in environment(name, args)),
         *(f"+envs.{name}.rollout_timeout={SOON}" for name, (_, status, _) in FAULTS.items() if status == "timeout"),
+        f"orchestrator.env_worker_memory_gb={MEMORY}",
         "max_steps=6",
-        "orchestrator.batch_size=24",  # two groups of each, so an epoch in three steps
+        "orchestrator.batch_size=32",  # two groups of each, so an epoch in three steps
         "orchestrator.max_retries=1",
         "seq_len=128",
         env={"PYTHONPATH": OUTSIDE},
@@ -60,10 +67,22 @@ def test_each_fault_fails_its_own_rollouts_and_the_run_completes_and_counts_them
         if status != "ok":
             assert any((env, what) == (name, status) and words in first for env, what, first in said), said
     assert any(env == "exits" and "env_exits_0 (process " in first for env, _, first in said), said
-    assert not [cause for cause in said if cause[0] == "burns"], said
+    assert not [cause for cause in said if FAULTS[cause[0]][1] == "ok"], said
     last = job.metrics("orchestrator")[-1]
     assert last["workers/replaced_died"] >= 2, last
     assert last["workers/replaced_timeout"] >= 2, last
+    assert last["workers/replaced_memory"] >= 2, last
+    log = (job.run_dir / "logs" / "latest" / "orchestrator.log").read_text()
+    replaced = {
+        name: re.search(rf"envs\.{name}: its worker env_{name}_0 has [\d.]+ GiB, env_worker_memory_gb is 1, so it is replaced(.*)", log)
+        for name in ("hoards", "leaks")
+    }
+    assert replaced["leaks"], log[-4000:]
+    assert replaced["hoards"], log[-4000:]
+    assert re.match(r"; at \S+rlx_test_faults\.py:\d+ in hoard", replaced["hoards"][1]), replaced["hoards"]
+    tokens, groups = check_recorded(job.run_dir, 6, normalised)
+    assert tokens > 0
+    assert groups == 6 * 32 // 2
     trained = [rollout for step in range(6) for rollout in job.rollouts(step)]
     assert {rollout["env"] for rollout in trained} == set(FAULTS)
     closing = job.text()[-4000:]

@@ -113,6 +113,7 @@ class StandInEnvironment:
                 os._exit(3)
             case "leak":
                 KEPT.append(b"x" * (100 * 2**20))
+                time.sleep(1.5)  # long enough to be asked for its stacks
             case "terminate":  # as multiprocessing ends its processes
                 ready, started = os.pipe()
                 if (child := os.fork()) == 0:

@@ -290,7 +290,7 @@ class WorkerPool:
             verdict = worker.too_large(self._memory)
         mark = worker.child.marks.step()
         if verdict is not None and verdict.cause == "retired":
-            log.warning("envs.%s: %s; it is replaced", self.name, verdict.text)
+            self._soon(self._warn(worker, verdict.mark, f"{verdict.text}, so it is replaced"))
             worker.retiring = True
             self.replaced["memory"] += 1
             self._replace(worker)
@@ -301,14 +301,14 @@ class WorkerPool:
             self._soon(self._end(worker, verdict))
         elif mark is not None and now - mark.since > WARN and worker.warned != mark.since:
             worker.warned = mark.since
-            self._soon(self._warn(worker, mark))
+            self._soon(self._warn(worker, mark, f"{worker.child.name} has computed one step for over {WARN:g} s"))
         elif worker.silent:
             worker.pinged = now
             worker.child.link.send(Ping())
 
-    async def _warn(self, worker: Worker, mark: Mark) -> None:
-        where = await worker.child.stack(mark)
-        log.warning("envs.%s: %s has computed one step for over %g s: %s", self.name, worker.child.name, WARN, where or "unknown")
+    async def _warn(self, worker: Worker, mark: Mark | None, what: str) -> None:
+        where = "" if mark is None else await worker.child.stack(mark)
+        log.warning("envs.%s: %s%s", self.name, what, f"; at {where}" if where and worker.child.marks.step() == mark else "")
 
     async def _end(self, worker: Worker, verdict: Verdict) -> None:
         """End a worker when it has written its stacks, unless the rollout goes on meanwhile."""

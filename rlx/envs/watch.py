@@ -117,12 +117,16 @@ class Worker:
         return self.load > 0 and self.pinged < self.alive and time.monotonic() - self.alive > PING
 
     def too_large(self, bound: float) -> Verdict | None:
-        """Whether its memory exceeds `bound` bytes. Cause "memory": at once; "retired": when it has answered everything."""
+        """Whether its memory exceeds `bound` bytes. Cause "memory": at once; "retired": when it has answered everything.
+
+        What it computes meanwhile is at fault for "memory". For "retired" it is only a hint.
+        """
         used = self.child.memory()
         if used <= bound or (self.retiring and used <= HARD * bound):
             return None
         says = f"its worker {self.child.name} has {used / 2**30:.2f} GiB, env_worker_memory_gb is {bound / 2**30:g}"
-        return Verdict("memory", self.child.marks.step(), says) if used > HARD * bound else Verdict("retired", None, says)
+        mark = self.child.marks.step()
+        return Verdict("memory" if used > HARD * bound else "retired", mark, says)
 
     def not_loaded(self, name: str, env_id: str, code: int) -> WorkerError:
         """What to say of a worker that ended before it had loaded the environment."""

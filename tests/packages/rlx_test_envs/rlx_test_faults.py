@@ -20,6 +20,14 @@ def sleep_in_c(seconds: float) -> None:
         ctypes.PyDLL(None).sleep(int(seconds))
 
 
+def hoard(mib: float) -> None:
+    """Takes so many MiB, a part at a time, and never ends."""
+    for _ in range(int(mib) // 16):
+        KEPT.append(bytearray(b"x") * 2**24)
+        time.sleep(0.03)
+    time.sleep(3600)
+
+
 def misbehave(kind: str, seconds: float) -> None:
     """Do it."""
     if kind == "power":
@@ -38,6 +46,8 @@ def misbehave(kind: str, seconds: float) -> None:
         os.kill(os.getpid(), 9)
     elif kind == "leak":
         KEPT.append(bytearray(os.urandom(1) * int(seconds * 2**20)))
+    elif kind == "hoard":
+        hoard(seconds)
 
 
 def load_environment(
