@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rlx.cli.command import Command
+    from rlx.cli.console import Console
     from rlx.config.schema import Config
 
 SUMMARY = "train a policy: all roles, on this machine or a SLURM cluster"
@@ -58,12 +59,13 @@ def run(argv: list[str]) -> int:
 def command() -> Command:
     """The command, for `rlx.cli.start`."""
     from rlx.cli.command import Command
-    from rlx.cli.console import Console
-    from rlx.cli.console_bench import BenchConsole
-    from rlx.cli.console_shared import SharedConsole
     from rlx.config.roots import TRAIN
 
     def display(run_dir: Path, cfg: Config, argv: Sequence[str]) -> Console:
+        from rlx.cli.console import Console  # a dry run needs none
+        from rlx.cli.console_bench import BenchConsole
+        from rlx.cli.console_shared import SharedConsole
+
         return (BenchConsole if cfg.bench else SharedConsole if cfg.hosts else Console)(run_dir, cfg, argv)
 
     return Command(TRAIN, display)
