@@ -105,3 +105,27 @@ def test_what_rlx_fetch_sft_fetched_is_all_that_a_machine_without_internet_needs
     assert accepted.returncode == 0, accepted.stderr
     for said in ("data.name: 10 rows of team/chats", "val.name: 3 rows of team/chats"):
         assert said in accepted.stdout + accepted.stderr
+
+
+@pytest.mark.slow
+def test_math_takes_a_data_set_of_the_hub_by_its_name_alone(tmp_path: Path) -> None:
+    """Its subset and columns are those of gsm8k: two subsets without a default, a question, and a solution with the answer behind ####."""
+    folder = tmp_path / "hub" / "datasets" / "team" / "problems"
+    folder.mkdir(parents=True)
+    for subset in ("main", "socratic"):
+        rows = [{"question": f"{subset} {n}", "answer": f"So it is.\n#### {n}"} for n in range(6)]
+        (folder / f"{subset}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    configs = "".join(f"- config_name: {name}\n  data_files: [{{split: train, path: {name}.jsonl}}]\n" for name in ("main", "socratic"))
+    (folder / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    read = """
+import json
+import rlx_math
+rows = rlx_math.load_environment(dataset="team/problems", num_eval_examples=2).get_dataset()
+print(json.dumps(dict(zip(rows["question"], rows["answer"]))))
+"""
+    with hub(tmp_path / "hub") as (url, _):
+        done = python("-c", read, HF_HOME=str(tmp_path / "home"), HF_ENDPOINT=url)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 4
+    assert all(question == f"main {answer}" for question, answer in found.items())

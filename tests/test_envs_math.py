@@ -148,7 +148,9 @@ def test_math_reads_a_data_set_by_its_columns(tmp_path: Path, monkeypatch: pytes
     assert set(train["answer"]) == {"7", "\\frac{1}{2}", "1234"}
     assert not set(train["question"]) & set(held_out["question"])
     assert [message["role"] for message in train[0]["prompt"]] == ["system", "user"]
-    with pytest.raises(ValueError, match=r"has no column question_column=problem; its columns are q, a"):
+    with pytest.raises(
+        ValueError, match=r"has no column named problem or question or prompt, and question_column is not set; its columns are q, a"
+    ):
         rlx_math.load_environment(dataset=asked["dataset"])
     env = rlx_math.load_environment(**asked, num_eval_examples=6, shots=2)
     train = env.get_dataset()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import verifiers as vf
-from datasets import Dataset, load_dataset
+from datasets import Dataset, get_dataset_config_names, get_dataset_default_config_name, load_dataset
 
 from rlx_math.checker import Checker, to_number
 from rlx_math.problems import LEVELS, problems
@@ -25,6 +25,8 @@ MIXED = (2, 3, 4)  # without a `level`; one step of arithmetic is for small mode
 SYSTEM_PROMPT = "Solve the problem step by step. Write the final answer inside \\boxed{}."
 EVAL_SEED = 1_000_003  # added to the seed for the evaluation problems
 SHOTS_SEED = 2_000_003  # and for the solved problems of `shots`
+QUESTIONS = ("problem", "question", "prompt")  # usual names of columns, in this order
+ANSWERS = ("answer", "solution")
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
@@ -70,22 +72,37 @@ def solved(row: dict[str, Any]) -> list[dict[str, str]]:
     return [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": solution}]
 
 
-def read_rows(dataset: str, subset: str | None, split: str, question_column: str, answer_column: str) -> list[dict[str, Any]]:
-    """The rows of a hub data set or of a local file, in their order. Raises ValueError for a column that is not there."""
+def read_rows(dataset: str, subset: str | None, split: str, question_column: str | None, answer_column: str | None) -> list[dict[str, Any]]:
+    """The rows of a hub data set or of a local file, in their order. Raises ValueError for a column that is not there.
+
+    A column that is None is the first usual one (`QUESTIONS`, `ANSWERS`). A subset that is None is the data set's default or `main`.
+    """
     if (kind := FORMATS.get(Path(dataset).suffix)) and Path(dataset).is_file():
         found = load_dataset(kind, data_files={split: dataset}, split=split)
     else:
-        found = load_dataset(dataset, subset, split=split)
-    for argument, column in (("question_column", question_column), ("answer_column", answer_column)):
-        if column not in found.column_names:
-            raise ValueError(f"{dataset} has no column {argument}={column}; its columns are {', '.join(found.column_names)}")
+        found = load_dataset(dataset, subset if subset is not None else main_of(dataset), split=split)
+    columns = []
+    for argument, column, usual in (("question_column", question_column, QUESTIONS), ("answer_column", answer_column, ANSWERS)):
+        wanted = usual if column is None else (column,)
+        there = next((name for name in wanted if name in found.column_names), None)
+        if there is None:
+            what = f"{argument}={column}" if column is not None else f"named {' or '.join(usual)}, and {argument} is not set"
+            raise ValueError(f"{dataset} has no column {what}; its columns are {', '.join(found.column_names)}")
+        columns.append(there)
+    question, answer = columns
     rows = [
-        {"question": str(row[question_column]), "answer": final_answer(str(row[answer_column])), "info": {"source": dataset}}
-        for row in found.select_columns(list({question_column, answer_column}))
+        {"question": str(row[question]), "answer": final_answer(str(row[answer])), "info": {"source": dataset}}
+        for row in found.select_columns(list({question, answer}))
     ]
     if not (rows := [row for row in rows if row["answer"]]):
-        raise ValueError(f"{dataset}, split {split}: no row has an answer in column {answer_column}")
+        raise ValueError(f"{dataset}, split {split}: no row has an answer in column {answer}")
     return rows
+
+
+def main_of(dataset: str) -> str | None:
+    """The subset `main` of a hub data set that has several and no default, such as gsm8k; otherwise None."""
+    subsets = get_dataset_config_names(dataset)
+    return "main" if len(subsets) > 1 and "main" in subsets and get_dataset_default_config_name(dataset) is None else None
 
 
 def final_answer(text: str) -> str:
@@ -116,8 +133,8 @@ def load_environment(
     subset: str | None = None,
     split: str = "train",
     eval_split: str | None = None,
-    question_column: str = "problem",
-    answer_column: str = "answer",
+    question_column: str | None = None,
+    answer_column: str | None = None,
     num_examples: int = 4096,
     num_eval_examples: int = 256,
     seed: int = 0,
@@ -133,11 +150,11 @@ def load_environment(
     Args:
         level: 1 (one step of arithmetic) to 4 (competition style), see `LEVELS`; None mixes 2 to 4. Without effect on a `dataset`.
         dataset: a hub data set (`owner/name`) or a local .jsonl, .json, .parquet or .csv file; None generates problems.
-        subset: configuration of the hub data set.
+        subset: configuration of the hub data set; None: its default, or `main`.
         split: its split to train on.
         eval_split: its split for evaluation; None holds out `num_eval_examples` rows of `split`.
-        question_column: column of the problem.
-        answer_column: column of the answer or of a solution that has it in `\\boxed{}` or after `####`.
+        question_column: column of the problem; None: the first of `problem`, `question` and `prompt`.
+        answer_column: column of the answer or of a solution that has it in `\\boxed{}` or after `####`; None: `answer`, else `solution`.
         num_examples: most problems to train on.
         num_eval_examples: most problems for evaluation. None of them is trained on or shown.
         seed: seed of the problems, or of the order of a data set.
