@@ -48,7 +48,7 @@ def pid_of(job: MainJob, replica: int) -> int:
     return next(p["pid"] for p in job.status()["processes"] if (p["role"], p["replica"]) == ("inference", replica))
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 def test_the_only_server_is_killed_and_serves_again_with_the_runs_version(start: Callable[..., MainJob]) -> None:
     """Rollouts, requests and updates have less time than vLLM needs to start, and ten times what they take."""
     short = ("orchestrator.rollout_timeout=15", "inference.request_timeout=15", "weight_broadcast.timeout=15")
