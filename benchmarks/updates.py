@@ -3,7 +3,8 @@
 A finished run provides the configuration, the initial model and the prompts (those of its last rollouts). The engine runs without HTTP
 and gets as many concurrent requests as a step has rollouts. Prints seconds and CPU seconds per batch of rollouts, first undisturbed,
 then with one weight update as soon as the batch's first rollout has ended: applied at once, with keys and values dropped or kept, or when
-the batch is done.
+the batch is done. Then what an update takes from generation, beside what it cannot do without: reading the version's bytes once and, if
+keys and values are dropped, computing those of the prompts once.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ async def measure(run: Path, batches: int) -> None:
     assert version is not None
     serial = 0
 
-    async def rollout(prompt: list[int], seed: int) -> int:
-        sampling = Sampling(max_tokens=config.sampling.max_tokens, seed=seed)
+    async def rollout(prompt: list[int], seed: int, max_tokens: int = config.sampling.max_tokens) -> int:
+        sampling = Sampling(max_tokens=max_tokens, seed=seed)
         request = GenerateRequest(f"r{seed}", pack_ids(prompt), sampling)
         return sum(count for _, count in (await engine.generate(request)).versions)
 
@@ -52,6 +53,17 @@ async def measure(run: Path, batches: int) -> None:
         tokens = sum(await asyncio.gather(*work))
         return time.perf_counter() - began, time.process_time() - cpu, tokens
 
+    async def prefill() -> float:
+        """Seconds until each prompt has one new token, without keys and values of an earlier request."""
+        nonlocal serial
+        engine.core.version = version - 1
+        await engine.update_weights(paths.weights_of(version), version, in_flight=InFlight())
+        serial += len(prompts)
+        began = time.perf_counter()
+        await asyncio.gather(*(rollout(prompt, serial + i, 1) for i, prompt in enumerate(prompts)))
+        return time.perf_counter() - began
+
+    took: list[float] = []
     for what, in_flight in (
         ("undisturbed", None),
         ("an update in flight", InFlight()),
@@ -63,6 +75,24 @@ async def measure(run: Path, batches: int) -> None:
         seconds, cpu, tokens = (statistics.median(column) for column in zip(*measured, strict=True))
         rate = f"{1e3 * seconds:.1f} ms a batch of {len(prompts)} ({1e3 * cpu:.1f} ms CPU), {tokens / seconds:.0f} new tokens/s"
         print(f"{what}: {rate}", flush=True)
+        took.append(seconds)
+    least = statistics.median([read_once(paths.weights_of(version)) for _ in range(5)])
+    first = statistics.median([await prefill() for _ in range(5)])
+    undisturbed, dropped, kept, _ = took
+    print(f"read once {1e3 * least:.1f} ms, prompts {1e3 * first:.1f} ms")
+    print(f"an update takes {1e3 * (dropped - undisturbed):.1f} ms: {(dropped - undisturbed) / (least + first):.2f} of both (goal 1.5)")
+    print(f"with keys and values kept {1e3 * (kept - undisturbed):.1f} ms: {(kept - undisturbed) / least:.2f} of reading")
+
+
+def read_once(folder: Path) -> float:
+    """Seconds to read the bytes of a version's tensors into memory that is there."""
+    files = list(folder.glob("*.safetensors"))
+    memory = [bytearray(file.stat().st_size) for file in files]
+    began = time.perf_counter()
+    for file, place in zip(files, memory, strict=True):
+        with file.open("rb", buffering=0) as opened:
+            opened.readinto(place)
+    return time.perf_counter() - began
 
 
 def read_prompts(paths: RunPaths, model: str) -> list[list[int]]:
