@@ -13,7 +13,9 @@ from test_runs_rewind import ended, make, settled
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose, to_yaml
 from rlx.config.schema import Config
-from rlx.policy.source import trains_alike
+from rlx.parallel.mesh import one_process
+from rlx.paths import RunPaths
+from rlx.policy.source import source_of
 from rlx.runs.replay import without_effect
 
 
@@ -51,7 +53,8 @@ def test_what_the_trainer_does_may_differ(overrides: list[str]) -> None:
 )
 def test_a_replay_with_the_runs_own_training_has_its_versions(tmp_path: Path, overrides: list[str], alike: bool) -> None:
     (tmp_path / "config.yaml").write_text(to_yaml(composed(*RECORDED)))
-    assert trains_alike(replace(composed(*RECORDED, *overrides), replay=str(tmp_path))) is alike
+    cfg = replace(composed(*RECORDED, *overrides), replay=str(tmp_path))
+    assert source_of(cfg, RunPaths(tmp_path / "again"), one_process("cpu"), "model").own is alike
 
 
 @pytest.mark.parametrize(

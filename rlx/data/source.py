@@ -35,6 +35,11 @@ Tick = Callable[[], None]
 class Source(Protocol):
     """Gives every rank the same batch for the same step."""
 
+    @property
+    def own(self) -> bool:
+        """Whether a version that a sample names is this trainer's version of that number. False: it is another model."""
+        ...
+
     def receive(self, step: int, tick: Tick) -> StepBatch:
         """The batch of `step`. `tick` is called while rank 0 waits. If it raises Preempted there, every rank raises it."""
         ...
@@ -56,6 +61,8 @@ def send(paths: RunPaths, batch: StepBatch) -> None:
 
 class OrchestratorSource:
     """The batches that this run's orchestrator sends."""
+
+    own = True
 
     def __init__(self, paths: RunPaths, mesh: Mesh, timeout: float) -> None:
         """`timeout` is in seconds, for one batch. While an evaluation holds up training it does not run."""
@@ -89,9 +96,12 @@ class OrchestratorSource:
 class RecordedSource:
     """The recorded batches of another run, in their order."""
 
-    def __init__(self, paths: RunPaths, mesh: Mesh, num_minibatches: int | None = None) -> None:
-        """`paths` are those of the recording run. If `num_minibatches` differs from the recording's, groups are split again."""
-        self.paths, self.mesh, self.num_minibatches = paths, mesh, num_minibatches
+    def __init__(self, paths: RunPaths, mesh: Mesh, num_minibatches: int | None = None, *, own: bool = True) -> None:
+        """`paths` are those of the recording run. If `num_minibatches` differs from the recording's, groups are split again.
+
+        `own`: whether this trainer does what the recording run's did, so that its versions are those that sampled.
+        """
+        self.paths, self.mesh, self.num_minibatches, self.own = paths, mesh, num_minibatches, own
 
     def receive(self, step: int, tick: Tick) -> StepBatch:
         """The batch of `step`. Raises FileNotFoundError if it was not recorded, ValueError for a damaged file."""
@@ -142,6 +152,8 @@ def split(batch: StepBatch, num_minibatches: int) -> StepBatch:
 
 class FakeSource:
     """Groups of random tokens with a common prompt. The same seed gives the same batches."""
+
+    own = True
 
     def __init__(
         self,

@@ -126,6 +126,8 @@ class Conversations:
 class SupervisedSource:
     """Batches of a mixture of examples. Every example of a set comes once before any of it comes again."""
 
+    own = True
+
     def __init__(self, sets: Sequence[tuple[Examples, float]], *, batch_size: int, seed: int, shuffle: bool = True) -> None:
         """`sets`: examples, and the weight by which they share the places of a batch, which is one mini-batch of `batch_size` examples.
 
@@ -212,6 +214,8 @@ def shuffled_batches(num_examples: int, batch_size: int, seed: int | str, shuffl
 @dataclass
 class Prepared:
     """A source whose batches rank 0 makes in a thread, one step ahead, and sends to the other ranks."""
+
+    own = True
 
     source: Callable[[], SupervisedSource]  # called on rank 0, in the thread, once
     mesh: Mesh

@@ -32,7 +32,7 @@ def source_of(cfg: TrainingRoot, paths: RunPaths, mesh: Mesh, model: str, stream
         if cfg.measured == "trainer":
             return fake_rollouts(cfg, streams)
         if cfg.replay is not None:
-            return RecordedSource(RunPaths(Path(cfg.replay)), mesh, cfg.trainer.num_minibatches)
+            return RecordedSource(RunPaths(Path(cfg.replay)), mesh, cfg.trainer.num_minibatches, own=trains_alike(cfg))
         return OrchestratorSource(paths, mesh, cfg.trainer.batch_timeout)
     assert isinstance(cfg, SftRoot)
     if cfg.data.type == "fake":

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from rlx.checkpoints.best import not_evaluated
 from rlx.config.load import load_training
-from rlx.config.schema import Config, TrainingRoot
+from rlx.config.schema import TrainingRoot
 from rlx.inference.endpoints import wait_for_neighbours
 from rlx.metrics import MetricsWriter
 from rlx.parallel.rendezvous import Place
@@ -44,7 +44,7 @@ class Trainer:
         from rlx.checkpoints.folders import TRAINER, read_start
         from rlx.checkpoints.trainer import Checkpoints
         from rlx.parallel.mesh import build_mesh
-        from rlx.policy.source import source_of, trains_alike, validation_rows
+        from rlx.policy.source import source_of, validation_rows
         from rlx.train.build import build
         from rlx.train.flops import Meter
         from rlx.train.room import too_little
@@ -60,11 +60,10 @@ class Trainer:
         warning = too_little(cfg, self.mesh)
         name = initial_model(cfg, paths, self.mesh, watch)
         self.step_trainer = build(cfg, name, self.mesh, watch.working, resumes=(start := read_start(paths)) is not None)
-        if isinstance(cfg, Config) and cfg.replay is not None:
-            self.step_trainer.own_samples = trains_alike(cfg)
         self.model, self.reference = self.step_trainer.model, self.step_trainer.reference
         self.summary = Summary(paths, self.mesh, self.step_trainer, warning)
         self.source = source_of(cfg, paths, self.mesh, name, self.step_trainer.losses.streams)
+        self.step_trainer.own_samples = self.source.own
         rows = validation_rows(cfg, self.mesh, name, watch.beat_on)
         self.meter = Meter(self.model, self.mesh)
         row = cfg.micro_batch_tokens, self.meter.flops.work

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from rlx.config.errors import ConfigError, may_read
 from rlx.config.schema import SftRoot
-from rlx.paths import RunPaths
 from rlx.rollout.index import NONE, Indexer, RolloutIndex, read_index
 from rlx.rollout.results import METADATA, RESULTS
 from rlx.runs.run import Run
@@ -66,19 +65,14 @@ def _sources_in(root: Path) -> list[Source]:
         return [_single(root)]
     if not root.is_dir():
         raise ConfigError(f"there is no directory {root}.\n  fix: name a run directory; rlx runs lists them")
-    paths = RunPaths(root)
+    run = Run(root)
+    paths = run.paths
     trained = sorted(paths.rollouts.glob("step_*.jsonl.zst")) if paths.rollouts.is_dir() else []
     found = [Source(path=path, set=TRAIN, step=_number(path.name), run=root) for path in trained]
     if paths.finished.is_file():
         found.append(Source(path=paths.finished, set=SYNTHESIS, step=NONE, run=root))
     found += _results(paths.evaluations if paths.evaluations.is_dir() else root, root if paths.config.is_file() else None)
-    if (
-        not found
-        and paths.config.is_file()
-        and (run := Run(root)).command == "sft"
-        and isinstance(cfg := run.config, SftRoot)
-        and not cfg.plays
-    ):
+    if not found and paths.config.is_file() and run.command == "sft" and isinstance(cfg := run.config, SftRoot) and not cfg.plays:
         raise ConfigError(
             f"{root} has no rollouts: it is a run of `rlx sft` without evaluations, so nothing was played.\n"
             f"  fix: rlx report {root} shows its curves; env=NAME eval.interval=N evaluates beside such training"

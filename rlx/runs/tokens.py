@@ -19,6 +19,7 @@ import numpy as np
 from rlx.data.scores import TokenScores, read_scores
 from rlx.data.source import read_recorded
 from rlx.paths import RunPaths
+from rlx.runs.run import Run
 from rlx.types import Bool, Float, Int, TrainingSample
 
 REPLAY_TOKENS, REPLAY_SUMMARY = "tokens.csv", "summary.json"
@@ -58,7 +59,8 @@ class Tokens:
 
 def tokens_of(run: Path, step: int, group: int, member: int) -> list[Tokens]:
     """The samples of a rollout. Raises NoTokens."""
-    path = RunPaths(run).recorded_of(step)
+    paths = Run(run).paths
+    path = paths.recorded_of(step)
     if not path.is_file():
         raise NoTokens(f"{path} does not exist: tokens are recorded with orchestrator.save_batches=true")
     try:
@@ -70,10 +72,10 @@ def tokens_of(run: Path, step: int, group: int, member: int) -> list[Tokens]:
     if not places:
         raise NoTokens(f"the batch of step {step} has no tokens of this rollout: it was not trained on")
     try:
-        ranks = read_scores(RunPaths(run), step)
+        ranks = read_scores(paths, step)
     except ValueError as error:
         raise NoTokens(str(error)) from error
-    replays = _replays(RunPaths(run), step, [samples[place] for place in places])
+    replays = _replays(paths, step, [samples[place] for place in places])
     return [_tokens(samples[place], _scores(ranks, place), found) for place, found in zip(places, replays, strict=True)]
 
 
@@ -134,7 +136,7 @@ class Pieces:
     """Turns token ids into the text that each adds. Without a tokenizer it gives the ids."""
 
     def __init__(self, run: Path) -> None:
-        self.file = tokenizer_file(RunPaths(run))
+        self.file = tokenizer_file(Run(run).paths)
         self._tokenizer: Any = None if self.file is None else _load(self.file)
 
     def of(self, ids: Sequence[int]) -> list[str]:
