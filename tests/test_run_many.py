@@ -13,7 +13,7 @@ from rlx.heartbeat import read_heartbeats
 from rlx.paths import RunPaths
 from rlx.weights.files import verify, versions
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 def trained(run: Path) -> dict[int, dict]:

@@ -79,7 +79,7 @@ def test_the_only_server_hangs_and_is_killed_and_serves_again_with_the_runs_vers
     job.wait_until_nothing_is_left()
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 def test_a_server_of_two_engines_plays_for_a_trainer_and_serves_again_after_one_of_its_processes_was_killed(
     start: Callable[..., MainJob], tmp_path: Path
 ) -> None:
