@@ -181,9 +181,9 @@ def read_metrics(path: Path, offset: int = 0) -> Iterator[tuple[dict, int]]:
 
     Corrupt lines (cut by a full disk, with another process's record appended) are skipped. Resuming a run warns about them.
     """
-    # Of a run on several hosts another host makes the file, so its name is not looked up before it is listed.
+    # Of a run on several hosts another host makes the file, so its name is not looked up before it is listed or was read.
     try:
-        file = path.open("rb") if listed(path) else None
+        file = path.open("rb") if offset or listed(path) else None
     except FileNotFoundError:
         file = None
     if file is None:

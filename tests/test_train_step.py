@@ -19,6 +19,7 @@ from rlx.config.schema import AcConfig, SchedulerConfig
 from rlx.data.packing import pack
 from rlx.losses.aipo import aipo, masked_is
 from rlx.losses.cispo import cispo
+from rlx.losses.diagnostics import check_counts
 from rlx.losses.dppo import dppo
 from rlx.losses.grpo import grpo
 from rlx.losses.gspo import gspo, gspo_token
@@ -387,6 +388,14 @@ def test_a_batch_whose_counts_are_not_what_it_holds_is_refused(what: str) -> Non
     batch = dataclasses.replace(batch, mini_batches=(dataclasses.replace(batch.mini_batches[0], counts=wrong),))
     with pytest.raises(ValueError, match=rf"trainable {what} over all ranks .*; the packing counted wrongly"):
         make_trainer(make_model()).train_batch(batch)
+
+
+@pytest.mark.parametrize("what", ["tokens", "sequences", "groups"])
+def test_one_too_many_is_refused_in_a_large_batch_too(what: str) -> None:
+    counts = {"tokens": 5_000_000, "sequences": 4_000_000, "groups": 4_096}
+    check_counts({**counts, "groups": 4_096 + 1e-9}, *counts.values())
+    with pytest.raises(ValueError, match=f"trainable {what} over"):
+        check_counts({**counts, what: counts[what] + 1}, *counts.values())
 
 
 def test_a_rank_clips_and_refuses_by_the_norm_of_rank_0():

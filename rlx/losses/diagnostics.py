@@ -83,8 +83,9 @@ def check_counts(sums: dict[str, float], num_loss_tokens: int, num_sequences: in
     `num_groups`: None if nothing was divided by it.
     """
     for name, expected in (("tokens", num_loss_tokens), ("sequences", num_sequences), ("groups", num_groups)):
-        # The share of a group is a fraction on each rank, so groups add up to an integer only up to rounding.
-        if expected is not None and name in sums and abs(sums[name] - expected) > 1e-6 * max(1, expected):
+        # Groups are sums of their rollouts' shares, so they are integers only up to rounding. The others are counts.
+        rounding = 1e-6 * max(1, expected or 0) if name == "groups" else 0.0
+        if expected is not None and name in sums and abs(sums[name] - expected) > rounding:
             raise ValueError(
                 f"the mini-batch has {sums[name]:g} trainable {name} over all ranks and micro-batches, but losses were divided by "
                 f"{expected}; the packing counted wrongly"
