@@ -28,6 +28,7 @@ import msgspec
 import numpy as np
 import uvloop
 
+from rlx.concurrent import first_failure
 from rlx.config.schema import Config, TrainedEnvConfig
 from rlx.envs.load import give_policy, load_environments, wait_loaded
 from rlx.heartbeat import Heartbeat
@@ -39,7 +40,7 @@ from rlx.models.tiny import build_tokenizer
 from rlx.paths import COMPLETE, RunPaths
 from rlx.policy.chat import Chat
 from rlx.process import keep_event_loop_free
-from rlx.roles.orchestrator import Orchestrator, first_failure
+from rlx.roles.orchestrator import Orchestrator
 
 
 def serve(port: Any, num_tokens: int, latency: float) -> None:

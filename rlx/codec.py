@@ -30,6 +30,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 import numpy as np
 from numpy.typing import NDArray
 
+from rlx import arrays
 from rlx.plain import SCALARS, CodecError, from_json, name_of, one_of, to_json, write_each
 
 MAGIC = b"RLXREC"
@@ -147,7 +148,7 @@ def _column(hint: Any) -> _Column:
 
 
 def _records(kind: type) -> _Column:
-    hints = get_type_hints(kind)
+    hints = get_type_hints(kind, localns=vars(arrays))
     columns = {field.name: _column(hints[field.name]) for field in dataclasses.fields(kind)}
     may_lack = {field.name for field in dataclasses.fields(kind) if field.default is None}
 

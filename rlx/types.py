@@ -28,14 +28,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
-Int = NDArray[np.int32]
-Float = NDArray[np.float32]
-Bool = NDArray[np.bool_]
+if TYPE_CHECKING:
+    from rlx.arrays import Bool, Float, Int  # the codec gives these names to whoever resolves the annotations
 
 Status = Literal["ok", "error", "timeout", "cancelled"]
 
@@ -289,22 +285,3 @@ class WeightVersion:
     version: int
     kind: Literal["files", "adapter", "memory"]
     where: str  # the folder; of an adapter: in PEFT's format, for the model that the servers started with
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessSpec:
-    """One process of the plan. The supervisor starts it, watches it and stops it."""
-
-    role: str  # "prepare", "inference", "headless", "orchestrator", "trainer"
-    replica: int
-    node: int  # index of the host in the allocation
-    gpus: tuple[int, ...]  # device indices on that host; empty on CPU
-    ports: dict[str, int] = field(default_factory=dict)  # purpose -> port; 0: the process binds a free port itself
-    env: dict[str, str] = field(default_factory=dict)  # added to the environment
-    argv: tuple[str, ...] = ()  # the command
-    service: bool = False  # True: it serves until stopped, so an early exit is a failure
-
-    @property
-    def name(self) -> str:
-        """`inference_0`, `trainer`, `trainer_1`; also the name of its log file."""
-        return f"{self.role}_{self.replica}" if self.service or self.replica else self.role

@@ -12,7 +12,7 @@ from rlx.inference.protocol import RESTART
 from rlx.inference.sampler import Sampler
 from rlx.inference.telling import AT_ONCE, Manner
 from rlx.types import Turn
-from rlx.weights.files import version_at
+from rlx.weights.subscribe import version_at
 
 
 class Servers:

@@ -25,6 +25,7 @@ from rlx.checkpoints import folders
 from rlx.checkpoints.orchestrator import STATE, Snapshots
 from rlx.checkpoints.trainer import CheckpointFailed, Checkpoints
 from rlx.codec import encode
+from rlx.concurrent import first_failure
 from rlx.config.load import compose
 from rlx.config.schema import CkptConfig, Config
 from rlx.data.source import OrchestratorSource, RecordedSource
@@ -37,7 +38,7 @@ from rlx.roles.orchestrator import Orchestrator
 from rlx.rollout.record import read_rollouts
 from rlx.rollout.recorder import StepRecorder
 from rlx.runs.rewind import rewind
-from rlx.waiting import Preempted, first_failure
+from rlx.waiting import Preempted
 from rlx.weights.files import verify
 
 pytestmark = pytest.mark.slow

@@ -23,11 +23,10 @@ from rlx.cli.console import Console
 from rlx.cli.panes import logs_of, make, session_of
 from rlx.config.load import compose, to_yaml
 from rlx.paths import RunPaths
-from rlx.plan.record import write_plan
+from rlx.plan.record import ProcessSpec, write_plan
 from rlx.runs.jobs import note_job
 from rlx.runs.run import Run
 from rlx.runs.status import Cause, Status
-from rlx.types import ProcessSpec
 
 
 def make_run(root: Path, **status: object) -> RunPaths:

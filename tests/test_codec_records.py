@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 from typing_extensions import TypeAliasType
 
+from rlx.arrays import Float, Int
 from rlx.codec import CodecError, _column, decode, encode
 from rlx.data.source import FakeSource
-from rlx.types import STREAMS, Float, Int, Rollout, StepBatch, Task, TrainingSample, Turn
+from rlx.types import STREAMS, Rollout, StepBatch, Task, TrainingSample, Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ import pytest
 import worker_stand_in
 from policy_stand_in import SAMPLING, StandIn, policy_of, task_of, tiny_chat
 
+from rlx.concurrent import at_most
 from rlx.config.schema import EnvConfig
 from rlx.descendants import start_time
 from rlx.envs import boot
@@ -29,7 +30,6 @@ from rlx.envs.together import abandon, run_for
 from rlx.envs.watch import Verdict, Worker, WorkerError
 from rlx.envs.wire import Settings
 from rlx.types import Rollout, Turn
-from rlx.waiting import at_most
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parent.parent

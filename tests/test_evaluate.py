@@ -17,6 +17,7 @@ from test_orchestrator_run import StandInServers, StandInTrainer, config_of, met
 
 from rlx.checkpoints.folders import Start, finish, write_start, writing
 from rlx.checkpoints.orchestrator import STATE
+from rlx.concurrent import first_failure
 from rlx.config.evaluated import environments
 from rlx.config.schema import Config, EnvConfig, EvalEnvConfig
 from rlx.envs.base import sampling_of
@@ -29,7 +30,6 @@ from rlx.rollout.evaluate import Evaluations, check_version
 from rlx.rollout.record import read_rollouts
 from rlx.runs.rewind import trim_metrics
 from rlx.types import Rollout, Task, Turn, WeightVersion
-from rlx.waiting import first_failure
 
 sys.path.insert(0, OUTSIDE)
 

@@ -10,7 +10,7 @@ from run_servers import Servers
 from server_stand_in import Stand, play, until
 
 from rlx.inference.protocol import HELD, LEFT, RequestRefused, TakenServer
-from rlx.weights.files import version_at
+from rlx.weights.subscribe import version_at
 
 OTHER = "/runs/b"
 

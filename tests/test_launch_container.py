@@ -24,10 +24,10 @@ from rlx.launch import slurm
 from rlx.launch.container import Container, mounts_of, named_folders
 from rlx.launch.starters import SrunStarter
 from rlx.paths import RunPaths
+from rlx.plan.record import ProcessSpec
 from rlx.runs import provenance
 from rlx.runs.claim import create, settle
 from rlx.runs.status import Status, read_status
-from rlx.types import ProcessSpec
 
 PYTHON = "/opt/rlx/bin/python"  # exists in the image only
 SIF = "/lustre/team_rl/images/rlx.sif"

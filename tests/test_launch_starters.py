@@ -12,8 +12,8 @@ import pytest
 
 from rlx.launch.starters import SrunStarter
 from rlx.paths import RunPaths
+from rlx.plan.record import ProcessSpec
 from rlx.process import HOST, SUPERVISOR
-from rlx.types import ProcessSpec
 
 
 def spec(gpus: tuple[int, ...] = (), node: int = 1) -> ProcessSpec:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from toy_run import DIES, FOREVER, RUN_DIR, Run, starting, toy
 
-from rlx.types import ProcessSpec
+from rlx.plan.record import ProcessSpec
 
 pytestmark = pytest.mark.slow
 

@@ -22,8 +22,9 @@ from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import one_process
 from rlx.paths import COMPLETE, RunPaths
 from rlx.train.reference import Reference
-from rlx.weights.files import verify, version_at
+from rlx.weights.files import verify
 from rlx.weights.publish import Publisher
+from rlx.weights.subscribe import version_at
 
 LORA = LoraConfig(rank=4, alpha=12.0)
 SOME = LoraConfig(rank=3, alpha=6.0, rslora=True, target_modules=["q_proj", "mlp.down_proj"])

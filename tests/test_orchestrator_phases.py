@@ -9,12 +9,12 @@ from typing import Any
 from policy_stand_in import load, tiny_chat
 from test_orchestrator_run import StandInServers, StandInTrainer, config_of
 
+from rlx.concurrent import first_failure
 from rlx.envs.load import give_policy
 from rlx.heartbeat import Heartbeat, read_heartbeats
 from rlx.paths import RunPaths
 from rlx.roles.orchestrator import Orchestrator
 from rlx.types import Turn
-from rlx.waiting import first_failure
 
 
 def test_the_heartbeat_says_who_waits_for_what(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from recorded import check_recorded, normalised
 from rlx.checkpoints.folders import begin, writing
 from rlx.checkpoints.orchestrator import STATE
 from rlx.codec import encode
+from rlx.concurrent import first_failure
 from rlx.config.schema import Config, TrainedEnvConfig
 from rlx.data.source import OrchestratorSource
 from rlx.envs.load import give_policy
@@ -27,7 +28,6 @@ from rlx.roles.orchestrator import Orchestrator
 from rlx.rollout.collector import RolloutsFailed
 from rlx.rollout.record import read_rollouts
 from rlx.types import StepBatch, TrainingSample, Turn, WeightVersion
-from rlx.waiting import first_failure
 
 pytestmark = pytest.mark.slow
 

@@ -15,6 +15,7 @@ from policy_stand_in import load, tiny_chat
 from test_orchestrator_run import StandInServers, StandInTrainer, config_of, metrics
 from test_policy_teacher import StandIn, expected, served, status
 
+from rlx.concurrent import first_failure
 from rlx.envs.load import give_policy
 from rlx.heartbeat import Heartbeat
 from rlx.paths import RunPaths
@@ -22,7 +23,6 @@ from rlx.policy import teacher as teacher_module
 from rlx.policy.teacher import Teacher, TeacherError
 from rlx.roles.orchestrator import Orchestrator
 from rlx.rollout.teaching import Teaching
-from rlx.waiting import first_failure
 
 STEPS = 3
 Answer = Callable[[int], Awaitable[web.Response | None]]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from trainer_examples import make_sample, make_samples, step_batch
 
+from rlx import arrays
 from rlx.data.packing import pack
 from rlx.rollout.samples import samples_of
 from rlx.types import STREAMS, Group, MicroBatch, MiniBatch, RankBatch, Rollout, Task, TrainingSample, Turn
@@ -196,7 +197,7 @@ def test_dtypes_are_those_of_the_record():
     for streams in ((), STREAMS):
         (mini_batch,) = pack_all([with_streams(make_samples(), streams)], ranks=3, tokens=1000)
         for row in mini_batch.rows:
-            for field, kind in get_type_hints(MicroBatch).items():
+            for field, kind in get_type_hints(MicroBatch, localns=vars(arrays)).items():
                 if field in STREAMS and field not in streams:
                     assert getattr(row, field) is None
                 else:

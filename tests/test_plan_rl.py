@@ -19,8 +19,7 @@ from rlx.plan.environment import MissingGPU, environment_of
 from rlx.plan.explain import explain
 from rlx.plan.make import make_plan
 from rlx.plan.place import place, require_one_host
-from rlx.plan.record import read_plan, write_plan
-from rlx.types import ProcessSpec
+from rlx.plan.record import ProcessSpec, read_plan, write_plan
 
 GIB = 2**30
 

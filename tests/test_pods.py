@@ -26,10 +26,9 @@ from rlx.launch.starters import AgentStarter
 from rlx.launch.verdict import Process, View, decide
 from rlx.paths import RunPaths
 from rlx.plan.make import make_plan
-from rlx.plan.record import write_plan
+from rlx.plan.record import ProcessSpec, write_plan
 from rlx.runs.lock import RunLock
 from rlx.runs.status import Status
-from rlx.types import ProcessSpec
 from rlx.waiting import LEFT
 
 pytestmark = pytest.mark.slow

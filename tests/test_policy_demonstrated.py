@@ -15,6 +15,7 @@ from test_orchestrator_run import StandInServers, StandInTrainer, config_of, met
 from test_policy_teacher import StandIn as TeacherStandIn
 from test_policy_teacher import served
 
+from rlx.concurrent import first_failure
 from rlx.envs.base import sampling_of
 from rlx.envs.load import give_policy
 from rlx.heartbeat import Heartbeat
@@ -25,7 +26,6 @@ from rlx.policy.demonstrated import Demonstrated
 from rlx.roles.orchestrator import Orchestrator
 from rlx.rollout.teaching import Teaching
 from rlx.types import Task
-from rlx.waiting import first_failure
 
 HOW = Demonstrated("info.solution", "{prompt} as in {demonstration}")
 ROW = {"prompt": "", "info": {"solution": "a {prompt} b"}}

@@ -12,7 +12,7 @@ from test_policy_chat import model_config
 from rlx.config.chat_format import with_absolute_files
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose
-from rlx.envs.probe import Probed
+from rlx.envs.probed import Probed
 from rlx.policy.chat import load_chat
 from rlx.policy.probe import problem_of
 from rlx.policy.templates import tokenizer_of

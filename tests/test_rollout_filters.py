@@ -19,7 +19,7 @@ from rlx.config.load import compose
 from rlx.config.schema import DifficultyFilter, RewardConfig
 from rlx.rollout.batch import scores_of
 from rlx.rollout.collector import Collector, RolloutsFailed
-from rlx.rollout.filters import reason_to_drop, rules_of
+from rlx.rollout.filters import reason_to_drop
 from rlx.rollout.record import read_rollouts
 from rlx.types import Rollout, Task, Turn
 
@@ -68,7 +68,7 @@ def test_a_group_is_left_out_by_the_first_rule_it_breaks(rules, rewards, reason)
     config = DifficultyFilter(**rules)
     found = reason_to_drop(rollouts_of(*rewards), config, lambda group: [np.array([r.reward - group[0].reward for r in group])])
     assert found == reason
-    assert rules_of(config) == list(rules)
+    assert config.rules == list(rules)
 
 
 def test_on_policy_the_batch_is_refilled_with_the_next_examples_whatever_finishes_first() -> None:

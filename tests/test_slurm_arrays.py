@@ -23,9 +23,9 @@ from slurm_job import ROOT, slurm
 from rlx.config.load import compose
 from rlx.launch.follow import follow
 from rlx.launch.slurm import submit
+from rlx.plan.record import ProcessSpec
 from rlx.runs.claim import create, settle
 from rlx.runs.status import Status, read_status
-from rlx.types import ProcessSpec
 
 pytestmark = [pytest.mark.slurm]
 TOY = """

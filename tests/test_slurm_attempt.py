@@ -17,10 +17,10 @@ from rlx.config.load import compose
 from rlx.config.roots import EVAL, SYNTHESIZE, TRAIN, Root
 from rlx.launch.follow import close
 from rlx.paths import RunPaths
+from rlx.plan.record import ProcessSpec
 from rlx.runs.claim import create, settle
 from rlx.runs.jobs import GONE, job_of, note_job, note_progress
 from rlx.runs.status import EXIT_CODES, Status, read_status
-from rlx.types import ProcessSpec
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parent.parent

@@ -18,8 +18,8 @@ from slurm_job import ROOT, SlurmJob, slurm, train
 from rlx.config.load import compose
 from rlx.launch.follow import follow
 from rlx.launch.slurm import submit as submit_runs
+from rlx.plan.record import ProcessSpec
 from rlx.runs.claim import create, settle
-from rlx.types import ProcessSpec
 
 pytestmark = [pytest.mark.slurm]
 LONG = ("orchestrator.batch_size=64", "max_steps=100000")

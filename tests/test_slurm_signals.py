@@ -17,10 +17,10 @@ from rlx.config.load import compose
 from rlx.launch.follow import follow
 from rlx.launch.slurm import submit
 from rlx.paths import RunPaths
+from rlx.plan.record import ProcessSpec
 from rlx.runs.claim import create, settle
 from rlx.runs.jobs import queue
 from rlx.runs.status import Status, read_status
-from rlx.types import ProcessSpec
 
 pytestmark = [pytest.mark.slurm]
 LEAVES = """

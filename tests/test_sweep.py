@@ -18,9 +18,9 @@ from rlx.config.load import compose
 from rlx.config.shipped import conf_directory, shipped_groups
 from rlx.config.sweeps import element_name, expand, is_sweep
 from rlx.metrics import read_metrics
+from rlx.plan.record import ProcessSpec
 from rlx.runs.status import read_status
 from rlx.train.nodes import check_built
-from rlx.types import ProcessSpec
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("known_environments")]
 SHIPPED = sorted(path.stem for path in shipped_groups()["sweeps"].glob("*.yaml"))

@@ -24,6 +24,7 @@ from recorded import recorded_samples
 from test_orchestrator_run import StandInServers, config_of
 from trainer_examples import make_model
 
+from rlx.concurrent import first_failure
 from rlx.config.schema import LossTerms, TrainedEnvConfig
 from rlx.data.packing import pack
 from rlx.data.source import OrchestratorSource
@@ -37,7 +38,6 @@ from rlx.paths import COMPLETE, RunPaths
 from rlx.roles.orchestrator import Orchestrator
 from rlx.train.step import PolicyTrainer
 from rlx.types import TrainingSample, Turn
-from rlx.waiting import first_failure
 
 pytestmark = pytest.mark.slow
 

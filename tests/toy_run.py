@@ -13,9 +13,8 @@ from pathlib import Path
 
 from rlx.launch.processes import start_time
 from rlx.paths import RunPaths
-from rlx.plan.record import write_plan
+from rlx.plan.record import ProcessSpec, write_plan
 from rlx.runs.status import Status, read_status
-from rlx.types import ProcessSpec
 
 # The launcher, as the command line uses it, on a plan that is already in the directory.
 LAUNCHER = """

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from rlx.config.shipped import LANGUAGE_MODEL, default_seq_len, shipped_options
 
 if TYPE_CHECKING:
-    from rlx.envs.about import About, Entry
     from rlx.envs.catalog import Listed
+    from rlx.envs.probed import About, Entry
 
 SUMMARY = "environments: list, info, install, init, check"
 MANY = 8  # packages that are named one by one

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rlx.config.schema import Config
-    from rlx.types import ProcessSpec
+    from rlx.plan.record import ProcessSpec
 
 
 @dataclass(frozen=True)

@@ -204,6 +204,15 @@ class DifficultyFilter:
         10, "most groups replaced per environment and batch, in multiples of its groups in a batch; then the batch stays smaller", low=1
     )
 
+    @property
+    def rules(self) -> list[str]:
+        """The keys of the rules that are on."""
+        return [
+            rule
+            for rule in ("min_reward", "max_reward", "min_reward_variance", "zero_advantage")
+            if getattr(self, rule) not in (None, False)
+        ]
+
 
 @dataclass
 class BufferConfig:

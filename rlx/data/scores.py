@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlx import codec
+from rlx.arrays import Float, Int
 from rlx.paths import RunPaths, atomic
-from rlx.types import Float, Int, StepBatch, TrainingSample
+from rlx.types import StepBatch, TrainingSample
 
 Half = NDArray[np.float16]
 Scored = tuple[Float, Float]  # (trainer's log-probability [N], entropy [N]) of a row's sampled tokens

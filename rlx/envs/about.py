@@ -12,47 +12,16 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from rlx.config.schema_rollout import EnvConfig
 from rlx.envs.kinds import kind_of, module_of
-from rlx.envs.probe import FIELDS, answer_requests, probe, why
+from rlx.envs.probe import answer_requests, probe, why
+from rlx.envs.probed import FIELDS, About, Entry
 
 LONGEST = 400  # characters of a text that are shown
 NAME = "custom"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """An argument, a reward function, a tool or an agent."""
-
-    name: str
-    doc: str = ""
-    type: str = ""  # of an argument
-    default: str | None = None  # of an argument; None: it must be given
-    weight: float | None = None  # of a reward function; 0: a metric
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class About:
-    """What is known of an environment."""
-
-    kind: str = ""  # "classic" or "v1"
-    type: str = ""  # names of its classes, such as `ToolEnv`
-    doc: str = ""  # first paragraph of what its module or function says
-    arguments: tuple[Entry, ...] = ()
-    examples: int | None = None  # None: not loaded
-    eval_examples: int | None = None  # None: it holds out none
-    rewards: tuple[Entry, ...] = ()
-    tools: tuple[Entry, ...] = ()
-    agents: tuple[Entry, ...] = ()  # of a v1 environment
-    scores_groups: bool = False
-    prompt: str = ""  # of the first example
-    prompt_chars: int = 0  # characters of a short prompt, as the check before a run counts them
-    needs: tuple[str, ...] = ()  # what it needs that is not here, one sentence each
-    problem: str | None = None  # why it cannot be loaded
-    fix: str = ""
 
 
 def about(config: EnvConfig) -> About:
@@ -276,12 +245,6 @@ def main() -> None:
         return {"key": entry["key"], "about": asdict(about(EnvConfig(**{key: entry[key] for key in FIELDS if key in entry})))}
 
     answer_requests(answer)
-
-
-def from_json(fields: Mapping[str, Any]) -> About:
-    """What `main` answered."""
-    lists = {name: tuple(Entry(**one) for one in fields[name]) for name in ("arguments", "rewards", "tools", "agents")}
-    return About(**{**fields, **lists, "needs": tuple(fields["needs"])})
 
 
 if __name__ == "__main__":

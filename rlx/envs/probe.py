@@ -10,7 +10,6 @@ The caller is `rlx.preflight.probes`.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import os
 import signal
@@ -19,7 +18,7 @@ import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,43 +27,14 @@ from rlx.config.schema import EnvConfig
 from rlx.envs.errors import chain, in_one_line, sources_of
 from rlx.envs.kinds import kind_of
 from rlx.envs.load import load_one
+from rlx.envs.probed import FIELDS, Probed, file_digest, packages_digest
 from rlx.envs.wire import Settings
 from rlx.plain import CodecError, to_json
 from rlx.process import die_with_parent
 
-FIELDS = (
-    "id",
-    "args",
-    "split",
-    "agents",
-    "agents_per_group",
-    "num_tasks",
-    "reward_raises",
-)  # of an environment's configuration, that loading it needs
 LOOKED_AT = 64  # examples whose prompts are measured
 MOST_FILES = 1000  # of an environment's package that a digest covers
 WRAPPED = ("Could not import", "Failed to load environment")  # how verifiers begins an error around the package's own
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probed:
-    """What is known of one environment before the run."""
-
-    kind: str = ""  # "classic" or "v1"
-    examples: int = 0
-    tools: tuple[str, ...] = ()  # names
-    scores_groups: bool = False
-    prompt_chars: int = 0  # characters of the shortest prompt among the first examples; 0: not known
-    seconds: float = 0.0  # of loading, without the import of verifiers
-    problem: str | None = None  # why it cannot be used, for people; the fields above are then not filled
-    fix: str = ""  # what to do about the problem
-
-    def __str__(self) -> str:
-        """`classic, 4,096 examples, tools add, subtract`"""
-        parts = [self.kind, f"{self.examples:,} example{'s' * (self.examples != 1)}"]
-        parts += [f"tools {', '.join(self.tools)}"] if self.tools else []
-        parts += ["rewards compare a group"] if self.scores_groups else []
-        return ", ".join(parts)
 
 
 def probe(name: str, config: EnvConfig) -> Probed:
@@ -159,23 +129,6 @@ def _columns(error: KeyError) -> list[str]:
 
 
 # what an answer depends on
-
-
-def file_digest(path: str | Path) -> str:
-    """Digest of a file's content; empty if it cannot be read."""
-    try:
-        return hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()
-    except OSError:
-        return ""
-
-
-def packages_digest(folder: str | Path) -> str:
-    """Digest of the names and versions of the packages that are installed in a folder."""
-    try:
-        names = sorted(name for name in os.listdir(folder) if name.endswith((".dist-info", ".egg-info", ".egg-link", ".pth")))
-    except OSError:
-        return ""
-    return hashlib.blake2b("\n".join(names).encode(), digest_size=16).hexdigest()
 
 
 def files_of(env_id: str) -> dict[str, str]:

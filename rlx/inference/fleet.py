@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 import aiohttp
 import msgspec
 
+from rlx.concurrent import all_of
 from rlx.inference import replica
 from rlx.inference.endpoints import Endpoint
 from rlx.inference.protocol import (
@@ -42,7 +43,6 @@ from rlx.inference.protocol import (
 from rlx.inference.replica import Replica
 from rlx.inference.telling import AT_ONCE, Manner, tell_all, tell_in_turn
 from rlx.types import WeightVersion
-from rlx.waiting import all_of
 
 log = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from typing import Any
 from rlx.launch.processes import TOKEN, bound, kill_all
 from rlx.paths import RunPaths
 from rlx.plan.environment import DEVICES, devices, inherited
-from rlx.types import ProcessSpec
+from rlx.plan.record import ProcessSpec
 from rlx.waiting import LEFT
 
 PING = 5.0  # seconds between two signs of life in both directions

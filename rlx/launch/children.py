@@ -17,7 +17,7 @@ from pathlib import Path
 from rlx.launch.processes import bound, kill_all
 from rlx.launch.starters import Starter
 from rlx.launch.verdict import Process
-from rlx.types import ProcessSpec
+from rlx.plan.record import ProcessSpec
 
 
 @dataclass(slots=True)

@@ -19,10 +19,10 @@ from typing import Protocol
 
 from rlx.launch.container import KEPT, Container
 from rlx.plan.environment import DEVICES, OF_A_GROUP, environment_of, inherited
+from rlx.plan.record import ProcessSpec
 from rlx.process import HOST, SUPERVISOR
 from rlx.runs.jobs import ask
 from rlx.runs.outside import outside
-from rlx.types import ProcessSpec
 
 PROBE = 30.0  # seconds that a host has to start a step
 LEAVE = 2.0  # seconds that `srun` has to give such a step up

@@ -32,6 +32,7 @@ from rlx.plan.environment import DEVICES
 from rlx.plan.explain import table
 from rlx.plan.make import make_plan
 from rlx.plan.place import require_one_host
+from rlx.plan.record import ProcessSpec
 from rlx.runs.claim import create, differences, looks_like_run, writing
 from rlx.runs.history import final_reward
 from rlx.runs.jobs import ENDED, GONE, is_alive, job_of, max_array_size, queue
@@ -39,7 +40,6 @@ from rlx.runs.lock import SWEEP, RunLock
 from rlx.runs.rewind import Found, find_start
 from rlx.runs.run import PATIENCE, WAITS, Run
 from rlx.runs.status import FINAL, read_status
-from rlx.types import ProcessSpec
 
 POLL = 0.2  # seconds between two checks of the pool
 LOOK = 1.0  # seconds between two looks at the status files of submitted runs

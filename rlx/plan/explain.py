@@ -20,8 +20,7 @@ from rlx.config.schema_model import InferenceConfig
 from rlx.config.schema_synthesize import SynthesizeRoot
 from rlx.plan.benchmark import benchmark
 from rlx.plan.forecast import time_on_cpu
-from rlx.rollout.filters import rules_of
-from rlx.types import ProcessSpec
+from rlx.plan.record import ProcessSpec
 
 ALONE = InferenceConfig().gpu_memory_utilization  # of an engine that shares its card with nobody
 
@@ -238,7 +237,7 @@ def _more_prompts(cfg: Config) -> str:
     filters, text = cfg.orchestrator.difficulty_filter, ""
     if cfg.orchestrator.oversampling_factor > 1:
         text += f"; {math.ceil(cfg.num_groups * cfg.orchestrator.oversampling_factor):,} are requested at a time"
-    if rules := rules_of(filters):
+    if rules := filters.rules:
         text += f"; groups filtered out by {', '.join(rules)} are replaced, at most {cfg.num_groups * filters.max_rounds:,} per step"
     return text
 

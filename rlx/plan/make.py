@@ -18,8 +18,8 @@ from rlx.config.schema import CommandConfig, Config, PlayRoot, SftRoot, Training
 from rlx.config.schema_eval import EvalRoot, PlayWithModel
 from rlx.config.schema_synthesize import SynthesizeRoot
 from rlx.plan.place import place, place_servers
+from rlx.plan.record import ProcessSpec
 from rlx.plan.specs import Specs
-from rlx.types import ProcessSpec
 
 SHARING = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 """Threads that wait for each other leave their cores to other processes, where there are any. Otherwise they spin, which is faster."""

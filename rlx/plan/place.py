@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from rlx.config.errors import ConfigError
 from rlx.config.schema import PlayRoot, TrainingRoot
-from rlx.types import ProcessSpec
+from rlx.plan.record import ProcessSpec
 
 Place = tuple[int, tuple[int, ...]]  # index of a host, and indices of GPUs on it
 

@@ -1,15 +1,33 @@
-"""Writes a plan to `plan.yaml` and reads it back."""
+"""One process of a plan, and `plan.yaml`: a plan written and read back."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import yaml
 
 from rlx.paths import write_text
-from rlx.types import ProcessSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSpec:
+    """One process of the plan. The supervisor starts it, watches it and stops it."""
+
+    role: str  # "prepare", "inference", "headless", "orchestrator", "trainer"
+    replica: int
+    node: int  # index of the host in the allocation
+    gpus: tuple[int, ...]  # device indices on that host; empty on CPU
+    ports: dict[str, int] = field(default_factory=dict)  # purpose -> port; 0: the process binds a free port itself
+    env: dict[str, str] = field(default_factory=dict)  # added to the environment
+    argv: tuple[str, ...] = ()  # the command
+    service: bool = False  # True: it serves until stopped, so an early exit is a failure
+
+    @property
+    def name(self) -> str:
+        """`inference_0`, `trainer`, `trainer_1`; also the name of its log file."""
+        return f"{self.role}_{self.replica}" if self.service or self.replica else self.role
 
 
 def plan_yaml(plan: Sequence[ProcessSpec]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlx.config.schema import CommandConfig, PlayRoot
 from rlx.plan.place import Place
-from rlx.types import ProcessSpec
+from rlx.plan.record import ProcessSpec
 
 LOOPBACK = "127.0.0.1"
 

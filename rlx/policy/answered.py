@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rlx.arrays import Int
 from rlx.policy.base import Message, PolicyError
-from rlx.types import Int
 
 log = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ import aiohttp
 import msgspec
 import numpy as np
 
+from rlx.arrays import Float, Int
 from rlx.inference.endpoints import Endpoint
 from rlx.inference.protocol import CONNECT, PolicyState
-from rlx.types import Float, Int
 
 log = logging.getLogger(__name__)
 

@@ -13,13 +13,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rlx.arrays import Int
 from rlx.config.sampling import biases
 from rlx.policy.answered import answered
 from rlx.policy.asked import before_stop, parameters_of, raw_text
 from rlx.policy.base import Call, KnownTurns, Message, PolicyError, PromptTooLong, Reply, request_seed
 from rlx.policy.chat import Chat, Said, continued
 from rlx.policy.demonstrated import Demonstrated
-from rlx.types import Int, Task, Turn
+from rlx.types import Task, Turn
 
 log = logging.getLogger(__name__)
 

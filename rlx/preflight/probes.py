@@ -25,9 +25,8 @@ from rlx.config.errors import ConfigError
 from rlx.config.evaluated import environments, section_of
 from rlx.config.schema import CommandConfig, EnvConfig, PlayRoot, TrainingRoot
 from rlx.envs import boot
-from rlx.envs.about import About, from_json
 from rlx.envs.errors import sources_of
-from rlx.envs.probe import FIELDS, Probed, file_digest, packages_digest
+from rlx.envs.probed import FIELDS, About, Probed, about_from_json, file_digest, packages_digest
 from rlx.launch.processes import TOKEN, bound, kill_all
 from rlx.paths import cache_root, write_text
 from rlx.plan.environment import DEVICES, inherited
@@ -173,7 +172,7 @@ def about_of(env: EnvConfig) -> About:
     entry = {"key": "0", "name": "custom"} | {field: getattr(env, field) for field in FIELDS}
     answers, _, ending = _run(python, [entry], "about")
     if "0" in answers:
-        return from_json(answers["0"]["about"])
+        return about_from_json(answers["0"]["about"])
     return About(problem=f"loading {env.id} with {python} failed: {ending}", fix="correct the environment, or that Python")
 
 

@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Mapping
 
+from rlx.concurrent import first_failure
 from rlx.config.evaluated import PREFIX
 from rlx.config.load import load_play
 from rlx.config.schema import SftRoot
@@ -42,7 +43,7 @@ from rlx.rollout.stalls import explainer
 from rlx.rollout.tasks import keep_digests
 from rlx.stacks import explain_with
 from rlx.tracking import tracked
-from rlx.waiting import Preempted, first_failure
+from rlx.waiting import Preempted
 
 log = logging.getLogger("rlx.evaluator")
 LAST = 600.0  # seconds to wait for the last metrics of the trainer, which may be writing its last checkpoint

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlx.concurrent import all_of, first_failure
 from rlx.config.load import load_run
 from rlx.config.schema import Config
 from rlx.heartbeat import INTERVAL, WAITING_FOR_MODEL, Heartbeat, wait_for_model
@@ -38,7 +39,7 @@ from rlx.rollout.models import connect_servers
 from rlx.rollout.role import begin, end, run_until_stopped
 from rlx.tracking import tracked
 from rlx.types import TrainingSample
-from rlx.waiting import Preempted, all_of, first_failure
+from rlx.waiting import Preempted
 
 if TYPE_CHECKING:
     from rlx.train.flops import Flops

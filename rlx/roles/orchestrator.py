@@ -20,6 +20,7 @@ from rlx.advantages.base import GroupScores
 from rlx.advantages.shaping import shape
 from rlx.checkpoints.folders import Start, read_start
 from rlx.checkpoints.orchestrator import Snapshots, read_state
+from rlx.concurrent import at_most, first_failure
 from rlx.config.load import load_run
 from rlx.config.schema import Config
 from rlx.data.source import send
@@ -40,7 +41,7 @@ from rlx.rollout.batch import RewardErrors, advantages_of, make_batch, make_grou
 from rlx.rollout.clock import StepClock
 from rlx.rollout.collector import collector_of
 from rlx.rollout.evaluate import Evaluations
-from rlx.rollout.filters import reason_to_drop, rules_of
+from rlx.rollout.filters import reason_to_drop
 from rlx.rollout.groups import compared
 from rlx.rollout.models import connect_servers
 from rlx.rollout.recorder import StepRecorder
@@ -54,7 +55,6 @@ from rlx.shared.membership import Member, PutOut
 from rlx.stacks import explain_with
 from rlx.tracking import Tracker, open_tracker
 from rlx.types import Group, Rollout
-from rlx.waiting import at_most, first_failure
 
 log = logging.getLogger("rlx.orchestrator")
 
@@ -86,7 +86,7 @@ class Orchestrator:
         self._max_tokens = max_tokens_of(config)
         self.collector = collector_of(config, envs, self._left_out, lambda: sampler.away, self.teaching.begin)
         self.reward_errors = RewardErrors(config.orchestrator.max_reward_errors)
-        self.rules = rules_of(config.orchestrator.difficulty_filter)
+        self.rules = config.orchestrator.difficulty_filter.rules
         self.metrics = MetricsWriter(paths.metrics, "orchestrator")
         self.inference_metrics = MetricsWriter(paths.metrics, "inference")
         self.snapshots = Snapshots(paths, keep=config.max_async_level + 4)

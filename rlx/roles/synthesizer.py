@@ -14,6 +14,7 @@ import json
 import logging
 from collections.abc import Mapping
 
+from rlx.concurrent import first_failure
 from rlx.config.load import load_run
 from rlx.config.roots import SYNTHESIZE
 from rlx.config.schema_synthesize import SynthesizeRoot
@@ -33,7 +34,7 @@ from rlx.rollout.synthesis import NothingKept, Synthesis
 from rlx.rollout.tasks import keep_digests
 from rlx.stacks import explain_with
 from rlx.types import Rollout
-from rlx.waiting import Preempted, first_failure
+from rlx.waiting import Preempted
 
 log = logging.getLogger("rlx.synthesizer")
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rlx.checkpoints import folders
+from rlx.concurrent import at_most, first_failure
 from rlx.config.schema import SftRoot
 from rlx.envs.base import Local
 from rlx.heartbeat import INTERVAL, Heartbeat
@@ -26,7 +27,7 @@ from rlx.rollout.models import connect_servers
 from rlx.rollout.stalls import explainer
 from rlx.rollout.updates import WeightUpdates
 from rlx.stacks import explain_with
-from rlx.waiting import Preempted, at_most, first_failure
+from rlx.waiting import Preempted
 
 log = logging.getLogger("rlx.evaluator")
 

@@ -9,8 +9,6 @@ import numpy as np
 from rlx.config.schema import DifficultyFilter
 from rlx.types import Rollout
 
-RULES = ("min_reward", "max_reward", "min_reward_variance", "zero_advantage")
-
 
 def reason_to_drop(
     rollouts: Sequence[Rollout], config: DifficultyFilter, advantages: Callable[[Sequence[Rollout]], Sequence[np.ndarray]]
@@ -29,8 +27,3 @@ def reason_to_drop(
     if config.zero_advantage and not any(map(np.any, advantages(rollouts))):
         return "zero_advantage"
     return None
-
-
-def rules_of(config: DifficultyFilter) -> list[str]:
-    """The active rules."""
-    return [rule for rule in RULES if getattr(config, rule) not in (None, False)]

@@ -22,7 +22,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from rlx import codec
-from rlx.types import Bool, Float, Int
+from rlx.arrays import Bool, Float, Int
 
 Long = NDArray[np.int64]
 

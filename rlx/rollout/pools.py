@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlx.arrays import Int
 from rlx.config.schema import BufferConfig
 from rlx.rollout.state import PoolState
-from rlx.types import Int
 
 NORMAL, EASY, HARD = 0, 1, 2
 NAMES = ("normal", "easy", "hard")

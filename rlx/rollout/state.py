@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from rlx.arrays import Int
 from rlx.plain import CodecError, to_json
-from rlx.types import Int, Rollout, Task
+from rlx.types import Rollout, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from rlx.arrays import Float, Int
 from rlx.config.checks.teacher import shown, taught
 from rlx.config.objectives import loss_of
 from rlx.config.schema import Config
@@ -26,7 +27,7 @@ from rlx.heartbeat import INTERVAL
 from rlx.inference.endpoints import Endpoint
 from rlx.policy.teacher import Scores, Teacher, TeacherError
 from rlx.rollout.samples import merge
-from rlx.types import Float, Int, Rollout, StepBatch, TrainingSample
+from rlx.types import Rollout, StepBatch, TrainingSample
 
 Place = tuple[int, int, int]  # group, member, number of the sample among those of its rollout
 

@@ -28,7 +28,7 @@ from rlx.config.schema_eval import PlayWithModel
 from rlx.config.schema_synthesize import SynthesizeRoot
 from rlx.config.secret import hidden, hide_lines, secrets_of
 from rlx.paths import RunPaths, listed, write_text
-from rlx.plan.record import write_plan
+from rlx.plan.record import ProcessSpec, write_plan
 from rlx.process import full_disk
 from rlx.runs.differences import NOT_COMPARED, change_note, changed_keys, differing
 from rlx.runs.jobs import is_alive, job_of
@@ -40,7 +40,6 @@ from rlx.runs.rewind import LATEST, Found, check_room, find_fork, is_fork, lacks
 from rlx.runs.run import PATIENCE, Run
 from rlx.runs.status import FINAL, read_status
 from rlx.runs.weights import initial_model
-from rlx.types import ProcessSpec
 from rlx.waiting import WaitTimeout, wait_for
 
 FILL = 300.0  # seconds for another role to fill the run directory: it hashes the code, perhaps on a slow file system

@@ -24,12 +24,11 @@ from rlx.config.load import load_command
 from rlx.config.roots import root_named
 from rlx.config.schema import CommandConfig
 from rlx.paths import RunPaths
-from rlx.plan.record import read_plan
+from rlx.plan.record import ProcessSpec, read_plan
 from rlx.runs.history import History
 from rlx.runs.jobs import ENDED, GONE, job_of
 from rlx.runs.members import members_in
 from rlx.runs.status import FINAL, Status, read_status
-from rlx.types import ProcessSpec
 
 STALE = 60.0  # seconds: a run on another host counts as dead when its status, written twice a second, is older than this
 PATIENCE = 5.0  # seconds of this host's clock in which the status of a living run changes, as seen from here

@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from rlx.arrays import Bool, Float, Int
 from rlx.data.scores import TokenScores, read_scores
 from rlx.data.source import read_recorded
 from rlx.paths import RunPaths
 from rlx.runs.run import Run
-from rlx.types import Bool, Float, Int, TrainingSample
+from rlx.types import TrainingSample
 
 REPLAY_TOKENS, REPLAY_SUMMARY = "tokens.csv", "summary.json"
 """The files of `rlx replay` (docs/replay.md); the second is written last."""

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlx.arrays import Float, Int
 from rlx.config.schema import Config
 from rlx.data.packing import pack
 from rlx.data.source import read_recorded
@@ -37,7 +38,7 @@ from rlx.train.build import build
 from rlx.train.checkpoint import load
 from rlx.train.optim import clip_gradients
 from rlx.train.step import PolicyTrainer
-from rlx.types import Float, Int, LossCounts, StepBatch, TrainingSample
+from rlx.types import LossCounts, StepBatch, TrainingSample
 
 log = logging.getLogger("rlx.replay")
 

@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from rlx.paths import COMPLETE, RunPaths, listed
-from rlx.types import WeightVersion
 from rlx.weights import spare
 from rlx.weights.sums import sum_of_file
 
@@ -176,11 +175,6 @@ def _verify_tensors(file: Path, tensors: Mapping[str, Any]) -> None:
         with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "verify") as pool:  # numpy sums without Python's lock
             for _ in pool.map(check, entries):
                 pass
-
-
-def version_at(folder: Path, version: int) -> WeightVersion:
-    """What servers load: a model's folder, or adapters for the model that they started with."""
-    return WeightVersion(version=version, kind="adapter" if (folder / ADAPTER_CONFIG).is_file() else "files", where=str(folder))
 
 
 def versions(weights: Path) -> list[int]:

@@ -17,6 +17,11 @@ from rlx.weights import files
 from rlx.weights.offer import read_offer
 
 
+def version_at(folder: Path, version: int) -> WeightVersion:
+    """What servers load: a model's folder, or adapters for the model that they started with."""
+    return WeightVersion(version=version, kind="adapter" if (folder / files.ADAPTER_CONFIG).is_file() else "files", where=str(folder))
+
+
 class Subscriber:
     """The versions of one run."""
 
@@ -39,7 +44,7 @@ class Subscriber:
         offer = read_offer(self.paths)
         if offer is not None and offer.version == version:
             return offer
-        return files.version_at(self.paths.weights_of(version), version) if self.on_disk(version) else None
+        return version_at(self.paths.weights_of(version), version) if self.on_disk(version) else None
 
     def check_offered(self, version: int) -> None:
         """Raise FileNotFoundError for a version that `at` does not find, unless the trainer offers versions from memory: over files no
@@ -61,4 +66,4 @@ class Subscriber:
 
 def saved(weights_dir: str, version: int) -> WeightVersion:
     """A version among those in `weights_dir`, the folder of any run's weights."""
-    return files.version_at(Path(weights_dir) / f"step_{version}", version)
+    return version_at(Path(weights_dir) / f"step_{version}", version)

@@ -25,8 +25,8 @@ from rlx.inference.protocol import Answer, Asked, Claim, Device, Failure, Genera
 from rlx.inference.server.engine import BadRequest, BadWeights, Broken, InFlight, PolicyEngine, RequestFailed
 from rlx.inference.server.holder import Holder
 from rlx.paths import COMPLETE
-from rlx.weights.files import version_at
 from rlx.weights.mailbox import Gone
+from rlx.weights.subscribe import version_at
 
 log = logging.getLogger(__name__)
 Send = Callable[[dict[str, Any]], Awaitable[None]]

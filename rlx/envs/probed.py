@@ -1,0 +1,100 @@
+"""What is known of an environment before a run, and the digests that say whether it still holds.
+
+`rlx.envs.probe` and `rlx.envs.about` find it out, in a process of their own. This module imports none of what they need, so that a dry run
+starts quickly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FIELDS = (
+    "id",
+    "args",
+    "split",
+    "agents",
+    "agents_per_group",
+    "num_tasks",
+    "reward_raises",
+)  # of an environment's configuration, that loading it needs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probed:
+    """What is known of one environment before the run."""
+
+    kind: str = ""  # "classic" or "v1"
+    examples: int = 0
+    tools: tuple[str, ...] = ()  # names
+    scores_groups: bool = False
+    prompt_chars: int = 0  # characters of the shortest prompt among the first examples; 0: not known
+    seconds: float = 0.0  # of loading, without the import of verifiers
+    problem: str | None = None  # why it cannot be used, for people; the fields above are then not filled
+    fix: str = ""  # what to do about the problem
+
+    def __str__(self) -> str:
+        """`classic, 4,096 examples, tools add, subtract`"""
+        parts = [self.kind, f"{self.examples:,} example{'s' * (self.examples != 1)}"]
+        parts += [f"tools {', '.join(self.tools)}"] if self.tools else []
+        parts += ["rewards compare a group"] if self.scores_groups else []
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """An argument, a reward function, a tool or an agent."""
+
+    name: str
+    doc: str = ""
+    type: str = ""  # of an argument
+    default: str | None = None  # of an argument; None: it must be given
+    weight: float | None = None  # of a reward function; 0: a metric
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """What is known of an environment."""
+
+    kind: str = ""  # "classic" or "v1"
+    type: str = ""  # names of its classes, such as `ToolEnv`
+    doc: str = ""  # first paragraph of what its module or function says
+    arguments: tuple[Entry, ...] = ()
+    examples: int | None = None  # None: not loaded
+    eval_examples: int | None = None  # None: it holds out none
+    rewards: tuple[Entry, ...] = ()
+    tools: tuple[Entry, ...] = ()
+    agents: tuple[Entry, ...] = ()  # of a v1 environment
+    scores_groups: bool = False
+    prompt: str = ""  # of the first example
+    prompt_chars: int = 0  # characters of a short prompt, as the check before a run counts them
+    needs: tuple[str, ...] = ()  # what it needs that is not here, one sentence each
+    problem: str | None = None  # why it cannot be loaded
+    fix: str = ""
+
+
+def about_from_json(fields: Mapping[str, Any]) -> About:
+    """What `rlx.envs.about` answered."""
+    lists = {name: tuple(Entry(**one) for one in fields[name]) for name in ("arguments", "rewards", "tools", "agents")}
+    return About(**{**fields, **lists, "needs": tuple(fields["needs"])})
+
+
+def file_digest(path: str | Path) -> str:
+    """Digest of a file's content; empty if it cannot be read."""
+    try:
+        return hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()
+    except OSError:
+        return ""
+
+
+def packages_digest(folder: str | Path) -> str:
+    """Digest of the names and versions of the packages that are installed in a folder."""
+    try:
+        names = sorted(name for name in os.listdir(folder) if name.endswith((".dist-info", ".egg-info", ".egg-link", ".pth")))
+    except OSError:
+        return ""
+    return hashlib.blake2b("\n".join(names).encode(), digest_size=16).hexdigest()
