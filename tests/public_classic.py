@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 import verifiers as vf
 from policy_stand_in import SAMPLING, policy_of, tiny_chat
+from public_installed import installed
 from verifiers.clients.client import Client
 from verifiers.types import Response, ResponseMessage, ToolCall, Usage
 
@@ -228,9 +229,9 @@ def judge(verdict: str) -> Iterator[Endpoint]:
 
 
 def on_path(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a package of the set importable, as if installed."""
+    """Install a package of the set, and make it importable."""
     fresh(name)
-    monkeypatch.syspath_prepend(str(folder() / name))
+    monkeypatch.syspath_prepend(str(installed(folder() / name)))
     importlib.invalidate_caches()
 
 

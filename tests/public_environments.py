@@ -21,6 +21,7 @@ import public_servers
 import pytest
 from policy_stand_in import SAMPLING, StandIn, policy_of, tiny_chat
 from public_classic import local_words
+from public_installed import installed
 
 from rlx.config.schema import EnvConfig
 from rlx.types import Rollout, Task, Turn
@@ -40,8 +41,8 @@ def folder(which: str = V1) -> Path:
 
 
 def on_path(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a package of the v1 set importable, in this process and in its children, as if installed. Other packages of its name go."""
-    place = str(folder() / name)
+    """Install a package of the v1 set, and make it importable in this process and its children. Other packages of its name go."""
+    place = str(installed(folder() / name))
     for module in [module for module in sys.modules if module.partition(".")[0] == name]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.syspath_prepend(place)

@@ -20,7 +20,7 @@ import torch
 from inference_server import START, Run
 from policy_stand_in import SAMPLING, tiny_chat
 from public_classic import Said
-from recorded import check_recorded, normalised
+from recorded import check_recorded, normalised, recorded_samples
 from run_servers import Servers
 
 from rlx.config.schema import Config, LossTerms, TrainedEnvConfig
@@ -31,11 +31,12 @@ from rlx.losses.grpo import grpo
 from rlx.models.policy import PolicyModel
 from rlx.paths import RunPaths
 from rlx.policy.base import Message, Reply
+from rlx.policy.chat import Chat
 from rlx.policy.tokens import TokenEpisode, TokenPolicy
 from rlx.rollout.batch import advantages_of, make_batch, make_groups, scores_of
 from rlx.rollout.record import record_batch, write_rollouts
 from rlx.train.step import PolicyTrainer
-from rlx.types import Rollout, Task, Turn
+from rlx.types import Rollout, Task, TrainingSample, Turn
 
 CONTEXT = 8192  # the tiny tokenizer spells prompts in characters
 LIMITS = {**SAMPLING, "max_tokens": 256}
@@ -140,8 +141,14 @@ class Engine:
             model, Objective(grpo, LossTerms(aggregate="token_mean"), max_length=CONTEXT), torch.optim.SGD(model.parameters(), lr=0.0)
         )
 
-    def play(self, env: Any, task: Task, says: Says, members: int = 2, steered: int = 1) -> tuple[list[Rollout], Heard]:
-        """The rollouts of a group. The first `steered` members say what `says` returns."""
+    def play(
+        self, env: Any, task: Task, says: Says, members: int = 2, steered: int = 1, chat: Chat | None = None
+    ) -> tuple[list[Rollout], Heard]:
+        """The rollouts of a group. The first `steered` members say what `says` returns.
+
+        `chat`: a format with the tiny model's tokens, in place of its own.
+        """
+        chat = chat or tiny_chat()
 
         for script in self.scripts.iterdir():  # of an earlier environment, whose tasks had the same seeds
             script.unlink()
@@ -149,7 +156,7 @@ class Engine:
         async def main() -> tuple[list[Rollout], Heard]:
             async with Servers(self.run.ready()) as servers:
                 heard = Heard(servers, self.scripts, says, steered)
-                env.policy = HeardPolicy(generator=heard, chat=tiny_chat(), context_length=CONTEXT, seed=0, sampling=LIMITS)
+                env.policy = HeardPolicy(generator=heard, chat=chat, context_length=CONTEXT, seed=0, sampling=LIMITS)
                 try:
                     return await env.play(task, range(members), 0), heard
                 finally:
@@ -157,13 +164,16 @@ class Engine:
 
         return asyncio.run(main())
 
-    def train(self, rollouts: Sequence[Rollout], sampled: Mapping[int, Sequence[Turn]], run_dir: Path) -> None:
+    def train(
+        self, rollouts: Sequence[Rollout], sampled: Mapping[int, Sequence[Turn]], run_dir: Path, strategy: str = "interleaved"
+    ) -> list[TrainingSample]:
         """Record a group as a run does, check the files, token by token, and that the trainer computes the engine's log-probabilities.
 
-        `sampled`: what the engine answered in each member's trajectory. `run_dir`: an empty folder.
+        `sampled`: what the engine answered in each member's trajectory. `run_dir`: an empty folder. Returns what was trained.
         """
         task, paths = rollouts[0].task, RunPaths(run_dir)
         config = Config(loss={"_target_": "unused"}, advantage={"_target_": "rlx.advantages.group.group_norm"})
+        config.orchestrator.trajectory_strategy = strategy
         config.envs = {task.env: TrainedEnvConfig(id=task.env)}
         groups = make_groups([rollouts], scores_of([rollouts]), advantages_of(config))
         record_batch(paths.recorded_of(0), make_batch(0, groups, config))
@@ -174,6 +184,7 @@ class Engine:
         assert found["mismatch/kl"] <= MISMATCH
         assert found["mismatch/abs_logp_diff_max"] <= 1e-3
         assert found["off_policy/lag_max"] == 0
+        return recorded_samples(run_dir, 0)
 
 
 def spoken(messages: Sequence[Message]) -> list[tuple[str, str]]:

@@ -21,13 +21,16 @@ from typing import Any
 
 import public_environments as v1
 import pytest
+from chat_templates import RETAINING, STRIPPING
 from policy_stand_in import OUTSIDE, task_of
 from public_classic import Endpoint, Said, Script, check_as_stock, judge, local_data, nth, on_path, stock, stock_group
-from real_engine import LIMITS, Engine
+from real_engine import CONTEXT, LIMITS, Engine
 
 from rlx.config.schema import EnvConfig
 from rlx.envs.errors import in_one_line
 from rlx.envs.verifiers_v0 import load_environment
+from rlx.models.tiny import build_tokenizer
+from rlx.policy.chat import Chat
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -198,6 +201,33 @@ def test_an_environment_of_our_own_trains_as_stock_verifiers_plays_it(
 ) -> None:
     monkeypatch.setattr(sys, "path", [OUTSIDE, *sys.path])
     play(engine, name, OWN[name], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("template", "strategy", "samples"), [(RETAINING, "interleaved", 1), (STRIPPING, "interleaved", 3), (STRIPPING, "branching", 3)]
+)
+def test_a_thinking_model_trains_its_thoughts_in_the_context_that_the_engine_saw(
+    template: str, strategy: str, samples: int, engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The template of `STRIPPING` drops the thoughts of earlier turns, so that each turn is a sample of its own."""
+    monkeypatch.setattr(sys, "path", [OUTSIDE, *sys.path])
+    tokenizer = build_tokenizer(CONTEXT)
+    tokenizer.chat_template = template
+    chat = Chat(tokenizer, keeps_tokens=strategy == "interleaved")
+    assert chat.reasoning_parser == "qwen3"
+    env = load_environment("rlx_test_multi", EnvConfig(id="rlx_test_multi"), LIMITS, 300.0)
+    script = ["<think>\nno idea\n</think>\n\nabc", "<think>\nstill none\n</think>\n\nabcd", "ab"]
+    rollouts, heard = engine.play(env, task_of(env), lambda _, number: script[number], chat=chat)
+    replies = heard.replies[0]
+    assert [reply.content.strip() for reply in replies] == ["abc", "abcd", "ab"]
+    assert [reply.message["reasoning_content"].strip() for reply in replies[:2]] == ["no idea", "still none"]
+    trained = engine.train(rollouts, {one.member: heard.of_trajectory(one.member) for one in rollouts}, tmp_path / "run", strategy)
+    scripted = [sample for sample in trained if sample.member == 0]
+    assert len(scripted) == samples
+    texts = [tokenizer.decode(sample.token_ids) for sample in scripted]
+    assert sum("no idea" in text for text in texts) == 1, "in one sample as what is trained, in no other as context"
+    said = "".join(tokenizer.decode(sample.token_ids[sample.loss_mask]) for sample in scripted)
+    assert said.count("no idea") == said.count("still none") == 1
 
 
 @pytest.mark.parametrize("case", v1.CASES, ids=lambda case: f"{case.name}-{case.agent}")

@@ -178,8 +178,17 @@ def test_math_is_evaluated_on_problems_that_it_neither_trains_on_nor_shows(level
         assert len(asked) == len(held_out) == 128, "none twice"
         shown = {message["content"] for message in held_out[0]["prompt"][:-1]}
         assert not asked & ({*env.get_dataset()["question"]} | shown)
+        reordered = {tuple(sorted(question.split())) for question in asked}
+        assert not reordered & {tuple(sorted(question.split())) for question in env.get_dataset()["question"]}, "in another order neither"
         trained = [row["question"] for row in rlx_math.build_rows(level, 1024, seed)]
         assert list(env.get_dataset()["question"]) == trained, "what is trained on follows from the seed alone"
+
+
+def test_a_problem_of_math_is_on_the_same_side_for_every_seed() -> None:
+    asked = {row["question"] for row in rlx_math.build_rows(1, 10_000, rlx_math.EVAL_SEED, held_out=True)}
+    assert len([question for question in asked if "cdot" in question]) == 25, "a quarter of the 100 products of two digits"
+    for seed in range(4):
+        assert not asked & {row["question"] for row in rlx_math.build_rows(1, 2_000, seed)}
 
 
 @pytest.mark.parametrize("level", [None, *rlx_math.LEVELS])

@@ -14,6 +14,7 @@ import pytest
 from policy_stand_in import SAMPLING, policy_of, task_of, tiny_chat
 from public_classic import check_tokens, judge
 from public_environments import KUHN, Answers, Case, check_as_stock, folder, local_data, on_path, one_of, played, stock
+from public_installed import installed
 
 from rlx.config.schema import EnvConfig
 from rlx.envs.kinds import kind_of
@@ -85,8 +86,8 @@ def keeps_notes(prompt: str) -> str:
 def test_another_harness_a_program_that_rewrites_its_context_plays_like_in_stock_verifiers(monkeypatch):
     """uv makes the program's own Python from a package index."""
     on_path("glossary", monkeypatch)
-    both = f"{folder() / 'glossary'}{os.pathsep}{folder() / 'compact'}"
-    monkeypatch.syspath_prepend(str(folder() / "compact"))
+    both = f"{installed(folder() / 'glossary')}{os.pathsep}{installed(folder() / 'compact')}"
+    monkeypatch.syspath_prepend(str(installed(folder() / "compact")))
     monkeypatch.setenv("PYTHONPATH", both)
     case = Case("glossary", keeps_notes, {"agent": {"harness": {"id": "compact"}, "runtime": {"type": "subprocess"}}})
     env = load(case.name, case.args, [case.agent])

@@ -3,6 +3,9 @@
 The model reasons and puts its answer in `\\boxed{}`. The reward is 1.0 for a right answer and 0.0 otherwise, so the mean reward is the
 accuracy. A row is `question`, `answer` (a number or a LaTeX expression) and `info` (`source`).
 
+A quarter of the generated problems, the same for every seed, is held out for evaluation: neither trained on nor shown, not even with their
+numbers in another order.
+
     reply → last \\boxed{} → equal text or number? → math-verify in a process of its own, at most `check_timeout` seconds
 """
 
@@ -11,7 +14,6 @@ from __future__ import annotations
 import itertools
 import random
 import re
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -48,20 +50,16 @@ class AnswerParser(vf.Parser):
         return text if not self.require_box and "\n" not in text and len(text) <= 40 else ""
 
 
-def build_rows(level: int | None, num_examples: int, seed: int, without: Collection[str] | None = None) -> list[dict[str, Any]]:
+def build_rows(level: int | None, num_examples: int, seed: int, held_out: bool = False) -> list[dict[str, Any]]:
     """`num_examples` rows of a level, or of the levels of `MIXED` in turn. The same seed gives the same rows.
 
-    `without`: questions that no row has; then no question occurs twice, either. None leaves out nothing.
+    `held_out`: only problems that are for evaluation, and none twice. A level that has fewer of them gives fewer rows. False: only the
+    others, which may occur several times.
     """
-    streams = itertools.cycle([problems(number, seed + number) for number in ([level] if level else MIXED)])
-    rows, used = [], set(without or ())
-    for stream in itertools.islice(streams, num_examples):
-        question, answer, source = next(stream)
-        while without is not None and question in used:
-            question, answer, source = next(stream)
-        used.add(question)
-        rows.append({"question": question, "answer": answer, "info": {"source": source}})
-    return rows
+    streams = [problems(number, seed + number, held_out) for number in ([level] if level else MIXED)]
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*streams))
+    found = ({"question": question, "answer": answer, "info": {"source": source}} for question, answer, source in filter(None, turns))
+    return list(itertools.islice(found, num_examples))
 
 
 def solved(row: dict[str, Any]) -> list[dict[str, str]]:
@@ -189,8 +187,7 @@ def load_environment(
     checker, parser = Checker(check_timeout, check_workers), AnswerParser(require_box)
 
     def eval_rows() -> list[dict[str, Any]]:
-        known = {row["question"] for row in (*train, *shown)}
-        return held_out or build_rows(level, num_eval_examples, seed + EVAL_SEED, without=known)
+        return held_out or build_rows(level, num_eval_examples, seed + EVAL_SEED, held_out=True)
 
     async def correct(parser: vf.Parser, completion: vf.Messages, answer: str, state: vf.State) -> float:
         """1.0 if the answer is right."""

@@ -9,11 +9,15 @@ import itertools
 import math
 import random
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import reasoning_gym
+
+HELD_OUT = 4  # one in so many problems is for evaluation
+GIVE_UP = 2_000  # problems in a row without a new one, after which a source has no more
 
 Problem = tuple[str, str]
 """Question and answer."""
@@ -191,14 +195,40 @@ def _asked(name: str, question: str) -> str:
     return question.removeprefix("Now, ").replace("**", "^")
 
 
-def problems(level: int, seed: int) -> Iterator[tuple[str, str, str]]:
-    """Endless problems of a level, from its sources in turn: `(question, answer, source)`. The same seed gives the same problems."""
+def problems(level: int, seed: int, held_out: bool) -> Iterator[tuple[str, str, str]]:
+    """Problems of a level, from its sources in turn: `(question, answer, source)`. The same seed gives the same problems.
+
+    `held_out`: problems for evaluation, each once, until there are no more. False: endless problems to train on.
+    """
     spec, rng = LEVELS[level], random.Random(seed)
     streams = [_gym(name, config, rng.randrange(2**31)) for name, config in spec.gym.items()]
     streams += [_template(template, rng.randrange(2**31)) for template in spec.templates]
-    while True:
-        for stream in streams:
-            yield next(stream)
+    streams = [_different(stream) if held_out else (each for each in stream if not is_held_out(each[0])) for stream in streams]
+    while streams:
+        for stream in streams.copy():
+            if (problem := next(stream, None)) is None:
+                streams.remove(stream)
+            else:
+                yield problem
+
+
+def is_held_out(question: str) -> bool:
+    """Whether a problem is for evaluation. `7 + 12` and `12 + 7` are on the same side: the order of words and numbers does not count."""
+    return zlib.crc32(" ".join(sorted(re.findall(r"\w+|[^\w\s]", question))).encode()) % HELD_OUT == 0
+
+
+def _different(stream: Iterator[tuple[str, str, str]]) -> Iterator[tuple[str, str, str]]:
+    """The held-out problems of a source, each once. Ends after `GIVE_UP` problems without a new one."""
+    seen: set[str] = set()
+    misses = 0
+    for problem in stream:
+        misses += 1
+        if problem[0] not in seen and is_held_out(problem[0]):
+            seen.add(problem[0])
+            misses = 0
+            yield problem
+        if misses == GIVE_UP:
+            return
 
 
 def _gym(name: str, config: dict[str, Any], seed: int) -> Iterator[tuple[str, str, str]]:
