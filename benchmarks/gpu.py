@@ -58,12 +58,15 @@ PARTS = {
     "large": Part(45, "gpu_models.large", "Do steps of 8B with full checkpointing reach 45 % causal MFU?"),
     "fsdp": Part(27, "gpu_models.fsdp", "Is the peak of memory under FSDP2 what the plan's formula says?"),
     "options": Part(
-        70, "gpu_stack.options", "Do the trainer's options compute on this device what plain training does, and what do they cost?"
+        66, "gpu_stack.options", "Do the trainer's options compute on this device what plain training does, and what do they cost?"
     ),
-    "roles": Part(80, "gpu_stack.roles", "Does `rlx sft` run here, is its peak of memory what the plan says, and does it resume?"),
+    "roles": Part(76, "gpu_stack.roles", "Does `rlx sft` run here, is its peak of memory what the plan says, and does it resume?"),
     "compile": Part(45, "gpu_models.compiled", "Do compiled layers stay compiled over six layouts of rows, and what do they gain?"),
     "write": Part(
         20, "gpu_weights.write", "How long does a version of the weights take to be copied and written, and how much holds the trainer?"
+    ),
+    "stager": Part(
+        18, "gpu_weights.stager", "Is a checkpoint that is copied beside training whole, and how long does it hold the trainer?"
     ),
     "send": Part(24, "gpu_weights.send", "How long does a version take over gloo, beside a bare broadcast of the same bytes?"),
 }

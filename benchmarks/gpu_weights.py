@@ -1,4 +1,4 @@
-"""The parts of `gpu.py` that bring a version of the weights out of the trainer: to files, and over gloo to another process."""
+"""The parts of `gpu.py` that bring state out of the trainer: weights to files, or over gloo to another process, and checkpoints."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from gpu_models import LIMIT, build, over_itself, shape_of
+from gpu_models import LIMIT, build, over_itself, rollouts, shape_of, trainer_of
 from gpu_rows import Report
 
+from rlx.data.packing import pack
 from rlx.parallel.mesh import one_process
+from rlx.train.checkpoint import Progress, Saver, load
 
 
 def stand_in_for_xxhash() -> None:
@@ -119,6 +121,57 @@ def send(report: Report) -> None:
                 raise RuntimeError("vLLM is not installed; it is both ends of this transfer")
             sender_of(kind)
             raise RuntimeError("vLLM's sender can be imported; a transfer needs a server (tests/test_weights_senders.py)")
+
+
+def stager(report: Report) -> None:
+    """A checkpoint that is copied on the stager's own stream and written beside the next steps: how long it holds the trainer, and whether
+    what it holds is the state between the two steps."""
+    shape, mesh = shape_of(report, "0.6B"), over_itself(report)
+    length = 128 if report.small else 8192
+    with report.attempt("stager", shape.name), tempfile.TemporaryDirectory(dir=_roomiest()) as folder:
+        built = build(shape.config(min(shape.layers, 8)), report, mesh, master=torch.float32)
+        trainer, source = trainer_of(built, report), rollouts(shape, 4, length)
+        size = 4 * 3 * sum(parameter.numel() for parameter in built.trained)  # float32: values, and the optimizer's two moments
+        if (free := shutil.disk_usage(folder).free) < 1.2 * size:
+            raise RuntimeError(f"{folder} has {free / 1e9:.1f} GB free; a checkpoint takes {size / 1e9:.1f}")
+
+        def step(number: int) -> float:
+            batch = source.receive(number)
+            mesh.synchronize()
+            began = time.perf_counter()
+            trainer.train_batch(pack(batch, rank=0, ranks=1, tokens=length))
+            mesh.synchronize()
+            return time.perf_counter() - began
+
+        step(0)
+        saver = Saver(trainer, lambda: hashlib.blake2b(digest_size=8), in_background=True)
+        saver.warm()
+        alone = min(step(number) for number in (1, 2, 3))
+        before = {name: value.detach().clone() for name, value in built.model.named_parameters()}
+        began = time.perf_counter()
+        saving = saver.save(Path(folder) / "state", Progress(4, 4))
+        saving.wait_copied()
+        held = time.perf_counter() - began
+        beside = step(4)
+        saving.files()
+        written = time.perf_counter() - began
+        saver.close()
+        changed = sum(int((value != before[name]).sum()) for name, value in built.model.named_parameters())
+        load(Path(folder) / "state", trainer)
+        other = sum(int((value != before[name]).sum()) for name, value in built.model.named_parameters())
+        where = f"width of {shape.name}, {size / 1e9:.3g} GB of state"
+        if not changed:
+            raise RuntimeError("the step beside the writing changed no parameter, so the comparison shows nothing")
+        report.row("values of the checkpoint that a step beside it changed", where, other, "values", "== 0", exact=True)
+        report.row("the copy that holds the trainer", where, size / held / 1e9, "GB/s", peak_gib=report.peak())
+        report.row("a step beside the writing / a step alone", where, beside / alone, "times")
+        report.row("write", where, size / (written - held) / 1e9, "GB/s")
+        del built, saver
+
+
+def _roomiest() -> Path:
+    """Memory, or the disk if that has more room."""
+    return max((Path("/dev/shm"), Path(tempfile.gettempdir())), key=lambda base: shutil.disk_usage(base).free if base.is_dir() else 0)
 
 
 def _other(command: list[str]) -> Any:

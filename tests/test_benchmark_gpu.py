@@ -58,9 +58,9 @@ def test_a_part_runs_without_what_the_script_does_not_need(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_a_step_and_a_written_version_are_measured_without_what_the_script_does_not_need(tmp_path: Path):
-    rows = rows_of(tmp_path, "small_rl", "write", "send")
+    rows = rows_of(tmp_path, "small_rl", "write", "stager", "send")
     numbers = {row["part"] for row in rows if row["number"] is not None}
-    assert numbers == {"small_rl", "write", "send"}
+    assert numbers == {"small_rl", "write", "stager", "send"}
     assert {row["error"].partition(":")[0] for row in rows if "error" in row} == {"RuntimeError"}  # vLLM is absent
 
 
