@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -150,12 +150,33 @@ def blocks_that_reduce() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def experts_in_modules() -> Iterator[None]:
+    """Llama's feed-forward blocks choose one of two linear layers for each token, and leave out one that no token chooses."""
+
+    def forward(self: LlamaMLP, x: torch.Tensor) -> torch.Tensor:
+        first = x[..., 0] > 0
+        inner = x.new_zeros(*x.shape[:-1], self.intermediate_size)
+        for own, expert in ((first, self.gate_proj), (~first, self.up_proj)):
+            if own.any():
+                inner[own] = self.act_fn(expert(x[own]))
+        return self.down_proj(inner)
+
+    with patch.object(LlamaMLP, "forward", forward):
+        yield
+
+
+def blocks_of(settings: dict) -> AbstractContextManager[None]:
+    """Within this, feed-forward blocks are those that a case asks for."""
+    return blocks_that_reduce() if settings.get("reduces") else experts_in_modules() if settings.get("modules") else nullcontext()
+
+
 def attempt(folder: Path, mesh: Mesh) -> None:
     """Train one case. What every rank refuses fails that case alone; an error of some ranks ends all of them, and names the case."""
     out = folder / f"out_{mesh.world_size}"
     settings = json.loads((folder / "settings.json").read_text())
     try:
-        with blocks_that_reduce() if settings.get("reduces") else nullcontext():
+        with blocks_of(settings):
             (train_together if settings.get("together") else train)(folder, mesh, settings)
     except Exception as error:
         out.mkdir(exist_ok=True)

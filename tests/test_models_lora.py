@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from trainer_examples import make_model, make_samples, make_trainer, step_batch
 from transformers.models.gpt2 import GPT2Config
@@ -22,7 +23,7 @@ from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import one_process
 from rlx.paths import COMPLETE, RunPaths
 from rlx.train.reference import Reference
-from rlx.weights.files import verify
+from rlx.weights.files import ADAPTER, verify
 from rlx.weights.publish import Publisher
 from rlx.weights.subscribe import version_at
 
@@ -61,6 +62,8 @@ def test_published_adapters_in_peft_compute_the_same_and_have_the_same_gradients
     theirs = peft.PeftModel.from_pretrained(base, RunPaths(tmp_path).weights_of(1), is_trainable=True, autocast_adapter_dtype=False).to(
         dtype
     )
+    # PEFT loads files with other names without an error, and leaves its own adapters as they were.
+    assert load_file(RunPaths(tmp_path).weights_of(1) / ADAPTER).keys() == peft.get_peft_model_state_dict(theirs).keys()
     for name, parameter in theirs.named_parameters():  # the files are float32
         if "lora_" in name:
             path, _, which = name.removeprefix("base_model.model.").removesuffix(".default.weight").rpartition(".")

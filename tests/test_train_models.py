@@ -28,6 +28,7 @@ from transformers.models.qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_next import Qwen3NextConfig
 
 from rlx.data.packing import pack
+from rlx.kernels.logprob import logprob
 from rlx.models.layout import build_layout
 from rlx.models.load import check_packed_forward
 from rlx.models.policy import PolicyModel
@@ -110,6 +111,34 @@ def test_shared_prompts_give_the_gradients_of_separate_rows(name):
         found.append({name: p.grad for name, p in trainer.model.named_parameters()})
     for parameter, gradient in found[0].items():
         torch.testing.assert_close(gradient, found[1][parameter], rtol=2e-4, atol=2e-6, msg=parameter)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next_recurrent"])
+def test_the_backbone_gets_no_mask_and_keeps_no_cache(name):
+    """With an all-ones mask or a cache, transformers takes a packed row for one sequence, and a cache holds the keys of all layers."""
+    config_class, keys = ARCHITECTURES[name]
+    trainer, found = make_trainer(make_model(config_class, **keys)), []
+
+    def look(module, args, given, output):
+        found.append((given["attention_mask"], output.past_key_values))
+
+    trainer.model.hf.base_model.register_forward_hook(look, with_kwargs=True)
+    trainer.score(one_row(make_samples()))
+    assert found == [(None, None)]
+
+
+def test_the_head_meets_only_tokens_that_predict_a_trainable_one(monkeypatch):
+    met = []
+
+    def counted(hidden, *args, **keys):
+        met.append(len(hidden))
+        return logprob(hidden, *args, **keys)
+
+    monkeypatch.setattr("rlx.models.policy.logprob", counted)
+    row = one_row(make_samples())
+    make_trainer(make_model()).score(row)
+    assert met == [int(row.loss_mask.sum())]
+    assert met[0] < len(row.token_ids)
 
 
 def test_a_common_prompt_is_computed_once_and_nothing_behind_the_last_trainable_token():

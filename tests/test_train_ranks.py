@@ -7,11 +7,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from rank_worker import ERROR, train, train_together
+from rank_worker import ERROR, experts_in_modules, train, train_together
 from safetensors.torch import load_file, save_file
 from trainer_examples import make_model, make_samples, step_batch
 from transformers import AutoModelForCausalLM
@@ -47,6 +48,8 @@ ROUNDED = 2e-4
 MODELS = {
     "qwen3_tied": lambda: make_model(tie_word_embeddings=True),
     "llama_untied": lambda: make_model(LlamaConfig, tie_word_embeddings=False),
+    # Of one group of samples, rank 0 of two has tokens for one of its `experts_in_modules` only.
+    "llama_one_layer": lambda: make_model(LlamaConfig, tie_word_embeddings=False, num_hidden_layers=1),
     "hrm_fused": lambda: make_model(HrmTextConfig),
     "qwen2": lambda: with_biases(make_model(Qwen2Config, tie_word_embeddings=True)),
     "llama_one_key_head": lambda: make_model(LlamaConfig, tie_word_embeddings=False, num_key_value_heads=1),
@@ -83,6 +86,7 @@ CASES: dict[str, tuple[str, dict]] = {
     "stored_with_fused_rows": ("hrm_fused", {}),
     "one_group_so_little_work": ("llama_untied", {"groups": 1, "tokens": 1000}),
     "experts_that_one_rank_may_not_use": ("qwen3_moe", {"groups": 1, "tokens": 1000}),
+    "experts_in_modules_that_one_rank_does_not_use": ("llama_one_layer", {"modules": True, "groups": 1, "tokens": 1000}),
     "copies": ("qwen3_tied", {"divided": {"copies": 2}}),
     "copies_untied_kept_gathered": ("llama_untied", {"divided": {"copies": 2}, "load": FLOAT32 | {"reshard_after_forward": False}}),
     "adapters_of_copies": ("llama_untied", {"divided": {"copies": 2}, "lora": {"rank": 4}}),
@@ -137,7 +141,8 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         folders[case] = tmp_path_factory.mktemp(case)
         settings = prepare(folders[case], MODELS[name](), **keys)
         run = train_together if settings.get("together") else train
-        run(folders[case], one_process("cpu"), settings | {"load": FLOAT32, "offload": False})
+        with experts_in_modules() if settings.get("modules") else nullcontext():
+            run(folders[case], one_process("cpu"), settings | {"load": FLOAT32, "offload": False})
     return folders
 
 
@@ -151,7 +156,17 @@ def start(ranks: int, folders: Iterable[Path]) -> None:
 
 
 # One of each way to divide a model or its work: in `make test` over two processes.
-KINDS = {"tied", "copies", "pieces_of_rows", "divided", "experts", "adapters_of_two_runs", "bfloat16", REFUSED}
+KINDS = {
+    "tied",
+    "experts_in_modules_that_one_rank_does_not_use",
+    "copies",
+    "pieces_of_rows",
+    "divided",
+    "experts",
+    "adapters_of_two_runs",
+    "bfloat16",
+    REFUSED,
+}
 PRODUCTS = {
     "divided_into_pieces",
     "divided_copies",
