@@ -177,3 +177,21 @@ def test_each_proposed_problem_has_its_own_group_of_solvers_and_the_proposers_ar
     solved = {each.rollouts[0].episode: sum(one.reward for one in each.rollouts) / 4 for each in groups if len(each.rollouts) == 4}
     (proposers,) = (each.rollouts for each in groups if each.rollouts[0].agent == "proposer")
     assert {one.episode: one.reward for one in proposers} == {episode: 4 * p * (1 - p) for episode, p in solved.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("same", [True, False])
+def test_a_group_whose_solvers_solve_different_problems_says_so(monkeypatch, caplog, same):
+    on_path("proposer_solver", monkeypatch)
+    asked = itertools.count()
+
+    def says(prompt: str) -> str:
+        number = 0 if same else next(asked)
+        return f'{{"problem": "What is 3 + 4, for the {number}th time?", "answer": 7}}' if "word problem" in prompt else "7"
+
+    env = load("proposer_solver", {"n": 2}, ["solver"])
+    rollouts = asyncio.run(played(env, Answers(says), task_of(env), [0, 1]))
+    assert [rollout.status for rollout in rollouts] == ["ok", "ok"]
+    assert [rollout.compared for rollout in rollouts] == [None, None]
+    assert [rollout.metrics.get("tasks_differ") for rollout in rollouts] == ([None, None] if same else [1.0, 1.0])
+    assert ("compares rewards of different tasks" in caplog.text) is not same

@@ -4,8 +4,9 @@ A v1 environment is a taskset (rows), agents (each with a model, a harness and a
 agents play. The policy's tokens never pass through verifiers: its client is the policy's episode (`verifiers_v1_client`).
 
 An agent's run leaves a *trace* with rewards of its own, so a rollout trains **one** trace: each group trains one of the agents, in turn by
-the task's index, and its other agents are answered and not trained. So an advantage compares rewards of the same agent on the same task,
-and no token gets the advantage of an opponent. If an agent runs several times in an episode, member m trains its run m modulo their number.
+the task's index, and its other agents are answered and not trained. So an advantage compares rewards of the same agent in episodes of the
+same row, and no token gets the advantage of an opponent. If an agent runs several times in an episode, member m trains its run m modulo
+their number. Where episodes of one row give that agent different tasks (problems that another agent invents), the log and a metric say so.
 With `agents_per_group=all` the other runs come along (`Rollout.others`), each with a mark of its agent and its task (`Rollout.compared`).
 """
 
@@ -13,9 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import itertools
-import json
 import logging
 import math
 import re
@@ -42,7 +41,7 @@ from rlx.envs.kinds import module_of
 from rlx.envs.messages import recorded
 from rlx.envs.stacks import waits_at
 from rlx.envs.together import CLEANUP_GRACE, abandon, raised_by, run_for, together
-from rlx.envs.verifiers_v1_client import PolicyClient, PolicyEndpoint, give_clients, loops, offered_tools
+from rlx.envs.verifiers_v1_client import PolicyClient, PolicyEndpoint, give_clients, loops, mark_of, offered_tools
 from rlx.envs.verifiers_v1_needs import Needs, adapt_processes
 from rlx.plain import utf8
 from rlx.policy.base import Episode, Message, Policy
@@ -55,6 +54,7 @@ T = TypeVar("T")
 STARTUP_TIMEOUT = 600.0  # seconds for the tool servers that all rollouts share; verifiers gives each 180 to take a port and 180 to answer
 ENDLESS_ROWS = 1000  # tasks of an endless taskset, unless `num_tasks` is set
 POLICY = "policy"  # the model's name in requests
+DIFFER = "tasks_differ"  # metric: 1 if the rollout is compared with others of its group that had another task
 
 
 def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], timeout: float, concurrency: int = 1) -> V1Environment:
@@ -111,6 +111,7 @@ class V1Environment:
         self.agents: Sequence[str] = tuple(agents)
         self.timeout = timeout
         self.whole = config.agents_per_group == "all"
+        self._warned = False
         self.reward_raises = config.reward_raises
         self.sources = sources_of(config.id)
         self.failures = FailureLog(log)
@@ -132,7 +133,18 @@ class V1Environment:
     async def play(self, task: Task, members: Sequence[int], attempt: int) -> list[Rollout]:
         """See `rlx.envs.base.Environment`. An episode may take `timeout` seconds, its rewards included."""
         await self._start()
-        return await together([self._rollout(task, member, attempt) for member in members])
+        rollouts = await together([self._rollout(task, member, attempt) for member in members])
+        return rollouts if self.whole else self._compared_with_all(rollouts)
+
+    def _compared_with_all(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """The rollouts without marks: all rewards of the group are compared, and if their tasks differ, that is said."""
+        if len({rollout.compared for rollout in rollouts} - {None}) < 2:
+            return [replace(rollout, compared=None) for rollout in rollouts]
+        if not self._warned:
+            self._warned = True
+            agent, key = self.trained_agent(rollouts[0].task), f"envs.{self.name}.agents_per_group"
+            log.warning("%s=one compares rewards of different tasks: each episode gave `%s` its own. Use %s=all", key, agent, key)
+        return [replace(rollout, compared=None, metrics={**rollout.metrics, DIFFER: 1.0}) for rollout in rollouts]
 
     def rehearse(self) -> None:
         """Start and stop what the rollouts share, if there is anything, to see that it starts. Raises RuntimeError."""
@@ -259,7 +271,7 @@ class V1Environment:
             is_truncated=trace.is_truncated or too_long,
             timing=timing,
             agent=trace.agent.name if len(self.agents) > 1 else None,
-            compared=_mark(trace) if self.whole else None,
+            compared=mark_of(trace),
         )
 
     async def _episode(self, task: Task, client: PolicyClient) -> vf.Episode:
@@ -384,12 +396,6 @@ def _in_a_thread(call: Coroutine[Any, Any, T]) -> T:
     if errors:
         raise errors[0]
     return results[0]
-
-
-def _mark(trace: vf.Trace) -> str:
-    """Equal for the runs of one agent in one task, whichever episode they are in."""
-    said = json.dumps(trace.task.data.model_dump(mode="json"), sort_keys=True, default=repr)
-    return f"{trace.agent.name}-{hashlib.blake2b(said.encode(), digest_size=6).hexdigest()}"
 
 
 def _prompt(data: vf.TaskData) -> list[Message]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import inspect
 import json
 import logging
@@ -296,3 +297,9 @@ def loops(agents: Sequence[Any], server: InterceptionServer) -> None:
     for agent in agents:
         if type(agent.harness) is NullHarness:
             agent.harness = ChatLoop(agent.harness.config, server)
+
+
+def mark_of(trace: vf.Trace) -> str:
+    """Equal for the runs of one agent in one task, whichever episode they are in."""
+    said = json.dumps(trace.task.data.model_dump(mode="json"), sort_keys=True, default=repr)
+    return f"{trace.agent.name}-{hashlib.blake2b(said.encode(), digest_size=6).hexdigest()}"
