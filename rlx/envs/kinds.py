@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import gc
 import importlib
 import importlib.metadata
 import importlib.util
@@ -138,9 +139,22 @@ def _body(file: Path) -> tuple[ast.stmt, ...]:
                 yield from flat([*node.body, *node.orelse, *getattr(node, "finalbody", [])])
 
     try:
-        return tuple(flat(ast.parse(file.read_text()).body))
+        with uncollected():
+            return tuple(flat(ast.parse(file.read_text()).body))
     except (SyntaxError, UnicodeDecodeError):
         return ()
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Collects no garbage within this. CPython 3.11 refuses good source (SystemError) if a finaliser raises while its tree is made."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _is_dynamic(file: Path) -> bool:

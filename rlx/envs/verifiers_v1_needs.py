@@ -33,6 +33,7 @@ from verifiers.v1.harnesses.null.harness import NullHarness
 from verifiers.v1.mcp import launch
 from verifiers.v1.runtimes import SubprocessRuntime
 
+from rlx.envs.kinds import uncollected
 from rlx.envs.verifiers_v1_client import PolicyEndpoint
 
 SCRIPT = re.compile(r"(?m)^# /// script$\s(?P<content>(^#(| .*)$\s)+)^# ///$")  # the form that PEP 723 gives
@@ -299,7 +300,8 @@ def missing_imports(of: type, base: type) -> set[str]:
         if each in base.__mro__ or each.__module__ == "builtins":
             continue
         try:
-            waiting: list[ast.AST] = [ast.parse(textwrap.dedent(inspect.getsource(each)))]
+            with uncollected():
+                waiting: list[ast.AST] = [ast.parse(textwrap.dedent(inspect.getsource(each)))]
         except (OSError, SyntaxError, TypeError):  # made without a file
             continue
         while waiting:
