@@ -15,6 +15,7 @@ import torch.multiprocessing as mp
 import xxhash
 from checkpoint_worker import make_trainer
 from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from trainer_examples import make_model
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -107,6 +108,21 @@ def test_shards_in_host_memory_stay_there_although_their_mesh_is_of_gpus(tmp_pat
         stored = load_file(tmp_path / "model.safetensors")
         for name, tensor in hf.state_dict().items():
             assert torch.equal(tensor.to_local(), stored[name]), name
+    finally:
+        mesh.close()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_untied_embedding_and_head_are_gathered_only_while_they_compute(tied: bool):
+    """In the root they would be gathered, with their gradients, until the end of backward."""
+    mesh = join(torch.device("cpu"), rank=0, world_size=1, timeout=60)
+    try:
+        model = PolicyModel(make_model(tie_word_embeddings=tied))
+        shard(model, mesh, compute_dtype=torch.float32, reduce_dtype=torch.float32)
+        units = {name.removeprefix("hf.") for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+        layers = {name for name, module in model.hf.named_modules() if module in set(model.layers)}
+        assert units == {"", *layers} | (set() if tied else {"model.embed_tokens", "lm_head"})
+        assert model.scores_within_head is not tied
     finally:
         mesh.close()
 

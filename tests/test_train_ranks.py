@@ -88,6 +88,7 @@ CASES: dict[str, tuple[str, dict]] = {
     "experts_that_one_rank_may_not_use": ("qwen3_moe", {"groups": 1, "tokens": 1000}),
     "experts_in_modules_that_one_rank_does_not_use": ("llama_one_layer", {"modules": True, "groups": 1, "tokens": 1000}),
     "copies": ("qwen3_tied", {"divided": {"copies": 2}}),
+    "parameters_in_host_memory": ("llama_untied", {"load": FLOAT32 | {"cpu_offload": True}}),
     "copies_untied_kept_gathered": ("llama_untied", {"divided": {"copies": 2}, "load": FLOAT32 | {"reshard_after_forward": False}}),
     "adapters_of_copies": ("llama_untied", {"divided": {"copies": 2}, "lora": {"rank": 4}}),
     "recomputed_in_part": ("qwen3_tied", {"ac": {"freq": 1, "mode": "selective"}}),
@@ -174,6 +175,10 @@ PRODUCTS = {
     "experts_of_pieces_and_parts",
     "pieces_with_fewer_key_heads_than_ranks_and_copies",
     "optimizer_in_host_memory",
+    "experts",  # two ranks hold the same experts, in shards
+    "pieces_of_rows",  # two groups of ranks compute rows
+    "adapters",
+    "adapters_of_two_runs",
 }
 """Two ways at once, or one beside FSDP: in `make test-long` over four processes."""
 

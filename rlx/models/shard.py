@@ -84,7 +84,8 @@ def shard(
 
     # Inputs are not cast: temperatures must stay float32, and hidden states already have the embedding's dtype.
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-    offload = CPUOffloadPolicy(pin_memory=True) if cpu_offload and mesh.device.type == "cuda" else OffloadPolicy()
+    # Without a GPU nothing can be pinned. There the parameters are in host memory anyway, and only the tests ask for this.
+    offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if cpu_offload else OffloadPolicy()
     how: dict[str, Any] = {"mesh": mesh.fsdp, "mp_policy": precision, "offload_policy": offload}
     embedding, head = model.hf.get_input_embeddings(), model.head[0]
     # A tied matrix is needed from the beginning to the end of both passes, so it stays in the root, which is gathered all that time.
