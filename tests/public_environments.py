@@ -256,6 +256,6 @@ def check_as_stock(rollout: Rollout, trace: Any) -> None:
     assert {name: value.score for name, value in trace.rewards.items()} == rollout.rewards
     assert trace.reward == rollout.reward
     assert (trace.stop_condition, trace.is_truncated) == (rollout.stop, rollout.is_truncated)
-    ours = {name for name in rollout.metrics if name.endswith("/reward")} | {"latency", "reward_error"}
+    ours = {name for name in rollout.metrics if name.endswith("/reward")} | {"latency", "reward_error", "tasks_differ"}
     measured = {name: value for name, value in rollout.metrics.items() if name not in ours}
     assert {name: value for name, value in trace.metrics.items() if name != "latency"} == measured

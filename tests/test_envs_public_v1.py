@@ -193,5 +193,5 @@ def test_a_group_whose_solvers_solve_different_problems_says_so(monkeypatch, cap
     rollouts = asyncio.run(played(env, Answers(says), task_of(env), [0, 1]))
     assert [rollout.status for rollout in rollouts] == ["ok", "ok"]
     assert [rollout.compared for rollout in rollouts] == [None, None]
-    assert [rollout.metrics.get("tasks_differ") for rollout in rollouts] == ([None, None] if same else [1.0, 1.0])
-    assert ("compares rewards of different tasks" in caplog.text) is not same
+    assert [rollout.metrics.get("tasks_differ") for rollout in rollouts] == ([0.0, 0.0] if same else [1.0, 1.0])
+    assert ("episodes of one row gave `solver` different tasks" in caplog.text) is not same

@@ -252,6 +252,14 @@ def test_the_outer_floors_load_without_torch(module: str):
     assert found.stdout.strip() == "[]"
 
 
+def test_a_dry_run_loads_without_numpy():
+    """It was a tenth of it."""
+    modules = "rlx.cli.start, rlx.config.sweeps, rlx.plan.explain, rlx.plan.make, rlx.preflight.chats, rlx.preflight.probes, rlx.runs.claim"
+    check = f"import sys, {modules}; print('numpy' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"
+
+
 def polls(tree: ast.AST) -> list[ast.AST]:
     """What is done again and again: `while` loops, and the probes of `wait_for` with the functions of the file that they name."""
     functions = {node.name: node for node in nodes(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}

@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 
     0 done, 1 a role failed, 2 nothing was started, 130 interrupted, 141 the reader of its output left (`rlx … | head`).
     """
-    gc.set_threshold(20_000)  # composing makes half a million objects that stay; looking through them was a twentieth of a dry run
+    gc.set_threshold(20_000)  # what composing makes stays; looking through it again and again was a twentieth of a dry run
     try:
         code = _main(argv)
         sys.stdout.flush()

@@ -111,6 +111,7 @@ class V1Environment:
         self.agents: Sequence[str] = tuple(agents)
         self.timeout = timeout
         self.whole = config.agents_per_group == "all"
+        self.several = len(env._agent_specs) > 1
         self._warned = False
         self.reward_raises = config.reward_raises
         self.sources = sources_of(config.id)
@@ -134,17 +135,18 @@ class V1Environment:
         """See `rlx.envs.base.Environment`. An episode may take `timeout` seconds, its rewards included."""
         await self._start()
         rollouts = await together([self._rollout(task, member, attempt) for member in members])
-        return rollouts if self.whole else self._compared_with_all(rollouts)
+        return self._compared_with_all(rollouts) if self.several and not self.whole else rollouts
 
     def _compared_with_all(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The rollouts without marks: all rewards of the group are compared, and if their tasks differ, that is said."""
-        if len({rollout.compared for rollout in rollouts} - {None}) < 2:
-            return [replace(rollout, compared=None) for rollout in rollouts]
-        if not self._warned:
+        differ = len({rollout.compared for rollout in rollouts} - {None}) > 1
+        if differ and not self._warned:
             self._warned = True
             agent, key = self.trained_agent(rollouts[0].task), f"envs.{self.name}.agents_per_group"
-            log.warning("%s=one compares rewards of different tasks: each episode gave `%s` its own. Use %s=all", key, agent, key)
-        return [replace(rollout, compared=None, metrics={**rollout.metrics, DIFFER: 1.0}) for rollout in rollouts]
+            log.warning(
+                "episodes of one row gave `%s` different tasks. %s=one compares their rewards all the same, =all does not", agent, key
+            )
+        return [replace(rollout, compared=None, metrics={**rollout.metrics, DIFFER: float(differ)}) for rollout in rollouts]
 
     def rehearse(self) -> None:
         """Start and stop what the rollouts share, if there is anything, to see that it starts. Raises RuntimeError."""
@@ -252,7 +254,7 @@ class V1Environment:
         turns, too_long = episode.keep(client.requests[trace.id]), trace.id in client.too_long
         reward = float(trace.reward)
         metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None} | {REWARD_ERROR: 0.0}
-        if len(self.env._agent_specs) > 1:
+        if self.several:
             metrics |= self._by_agent(played)
         messages = [recorded(message) for message in trace.messages]
         first = next((number for number, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
@@ -271,7 +273,7 @@ class V1Environment:
             is_truncated=trace.is_truncated or too_long,
             timing=timing,
             agent=trace.agent.name if len(self.agents) > 1 else None,
-            compared=mark_of(trace),
+            compared=mark_of(trace) if self.several or self.whole else None,
         )
 
     async def _episode(self, task: Task, client: PolicyClient) -> vf.Episode:
