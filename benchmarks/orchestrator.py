@@ -6,6 +6,7 @@ Prints milliseconds of CPU per rollout of the whole main loop, rollouts per seco
 timer of 1 ms), and how memory, open files and temporary files grew from the second fifth of the steps to the last one, the first two also
 of each environment worker.
 With `--burn` each reward computes for so long, in its worker. `--stock N` also plays N rollouts with verifiers' own client.
+With `--v1` the environment is a v1 taskset of the same words (`environments/rlx_bench_v1.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import pstats
 import resource
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -141,6 +143,37 @@ async def stock(url: str, tokens: int, count: int, concurrent: int) -> str:
     return f"verifiers' own client: {1000 * cpu / count:.2f} ms CPU per rollout, {count / wall:.0f} rollouts/s"
 
 
+async def stock_v1(url: str, count: int, concurrent: int) -> str:
+    """The cost of the same v1 rollouts with verifiers' own harness and client: this process, and the one that the harness starts for each."""
+    import verifiers.v1 as vf
+    from verifiers.v1.utils.loaders import load_environment
+
+    from rlx.envs.verifiers_v1 import block_of
+
+    os.environ["RLX_BENCH_KEY"] = "none"
+    block, _ = block_of("envs.reverse_text", TrainedEnvConfig(id="rlx_bench_v1"))
+    env = load_environment(block)
+    tasks = list(env.taskset.load())
+    client = vf.EvalClientConfig(base_url=f"{url}/v1", api_key_var="RLX_BENCH_KEY")
+    context = vf.ModelContext(model="mock", client=client, sampling=vf.SamplingConfig())
+    numbers = iter(range(count))
+
+    async def lane() -> None:
+        for number in numbers:
+            (slot,) = env.slots(tasks[number % 256])
+            (trace,) = (await env.run_slot(slot, context)).traces
+            assert trace.last_reply, trace
+
+    def spent() -> float:
+        return sum(usage.ru_utime + usage.ru_stime for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
+
+    async with env.serving():
+        wall, cpu = time.monotonic(), spent()
+        await asyncio.gather(*(lane() for _ in range(concurrent)))
+        cpu, wall = spent() - cpu, time.monotonic() - wall
+    return f"verifiers' own v1 harness and client: {1000 * cpu / count:.2f} ms CPU per rollout, {count / wall:.0f} rollouts/s"
+
+
 class Watch:
     """Measures the process while it runs."""
 
@@ -230,6 +263,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1, help="processes that play the environment; their CPU time counts")
     parser.add_argument("--latency", type=float, default=0.0, help="seconds per request")
     parser.add_argument("--burn", type=float, default=0.0, help="seconds of CPU in each reward")
+    parser.add_argument("--v1", action="store_true", help="the same words as a v1 taskset")
     parser.add_argument("--stock", type=int, default=0, help="rollouts with verifiers' own client, too")
     parser.add_argument("--loop", choices=("uvloop", "asyncio"), default="uvloop")
     parser.add_argument("--profile", action="store_true")
@@ -260,6 +294,11 @@ def main() -> None:
         (Path(modules) / "burning_reward.py").write_text(BURNING)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (modules, os.environ.get("PYTHONPATH"))))
         config.envs["reverse_text"] = TrainedEnvConfig(id="burning_reward", args={"seconds": options.burn})
+    if options.v1:
+        place = str(Path(__file__).parent / "environments")
+        sys.path.append(place)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (place, os.environ.get("PYTHONPATH"))))
+        config.envs["reverse_text"] = TrainedEnvConfig(id="rlx_bench_v1")
     envs: Any = load_environments(config, lambda phase: None)
     wait_loaded(envs, lambda phase: None)
     chat = Chat(build_tokenizer(seq_len))
@@ -288,12 +327,16 @@ def main() -> None:
         shutil.rmtree(modules)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(
-        f"{finished} rollouts, {options.concurrent} concurrent, {options.tokens} tokens each, {options.loop}: "
+        f"{finished} rollouts, {options.concurrent} concurrent, {options.tokens} tokens each, {options.loop}, {'v1' if options.v1 else 'classic'}: "
         f"{1000 * cpu / finished - 1000 * options.burn:.2f} ms CPU per rollout, {finished / wall:.0f} rollouts/s, {memory:.0f} MiB"
     )
     print("\n".join(watch.report(finished)))
     if options.stock:
-        print(asyncio.run(stock(f"http://127.0.0.1:{port.value}", options.tokens, options.stock, options.concurrent)))
+        url = f"http://127.0.0.1:{port.value}"
+        if options.v1:  # 16 processes at once are enough for two cores
+            print(asyncio.run(stock_v1(url, options.stock, min(16, options.concurrent))))
+        else:
+            print(asyncio.run(stock(url, options.tokens, options.stock, options.concurrent)))
     server.kill()
     if options.profile:
         pstats.Stats(profile).sort_stats("tottime").print_stats(40)

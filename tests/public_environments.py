@@ -30,12 +30,14 @@ V1 = "v1-2026-08"
 
 
 def folder(which: str = V1) -> Path:
-    """The folder of one set. Skips the test if there is none."""
+    """The folder of one set. Without one the test is skipped, and fails if RLX_PUBLIC_ENVIRONMENTS names another folder."""
     named = os.environ.get("RLX_PUBLIC_ENVIRONMENTS")
     root = Path(__file__).resolve().parent.parent
     places = [Path(named)] if named else [above / "shared" / "environments" for above in (root.parent, root.parent.parent)]
     found = next((place / which for place in places if (place / which).is_dir()), None)
     if found is None:
+        if named:
+            pytest.fail(f"no public environments: RLX_PUBLIC_ENVIRONMENTS={named} has no folder {which}", pytrace=False)
         pytest.skip("no public environments: RLX_PUBLIC_ENVIRONMENTS is not set to their folder")
     return found
 

@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 from public_environments import V1, folder
+from public_installed import installed
 from recorded import check_recorded, normalised
 
 from rlx.config.schema import WarmStartConfig
@@ -23,7 +24,7 @@ def test_public_environments_of_both_kinds_are_trained_as_they_were_sampled(star
     tiny.save(
         tiny.build_model(WarmStartConfig(hidden_size=32, num_hidden_layers=2), CONTEXT), tiny.build_tokenizer(CONTEXT), tmp_path / "model"
     )
-    places = [folder(V1) / "kuhn_poker", folder(V1) / "glossary", folder(CLASSIC) / "reasoning_gym_env"]
+    packages = [folder(V1) / "kuhn_poker", folder(V1) / "glossary", folder(CLASSIC) / "reasoning_gym_env"]
     job = start(
         "run",
         *("env=[]", "+envs.games.id=kuhn_poker", "+envs.words.id=glossary", "+envs.sums.id=reasoning_gym_env"),
@@ -31,7 +32,7 @@ def test_public_environments_of_both_kinds_are_trained_as_they_were_sampled(star
         *("max_async_level=0", f"max_steps={STEPS}", "orchestrator.batch_size=48", "orchestrator.max_retries=20"),
         *("model=tiny_trained", f"model.name={tmp_path}/model", f"seq_len={CONTEXT}", f"model.context_length={CONTEXT}"),
         *("sampling.max_tokens=64", "ckpt.interval=null"),
-        env={"PYTHONPATH": os.pathsep.join(map(str, places))},
+        env={"PYTHONPATH": os.pathsep.join(map(str, map(installed, packages)))},
     )
     assert job.wait() == 0, job.text()
     for record in job.metrics("trainer"):
