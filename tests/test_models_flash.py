@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from trainer_examples import make_model
+from transformers import Gemma3TextConfig, MistralConfig
 
 from rlx.models import attention, flash, layout
 from rlx.models.flash import attend_long, cudnn_agrees
@@ -134,4 +135,21 @@ def test_a_mixed_row_has_the_values_and_gradients_of_flash_attention_alone() -> 
     lengths = [300, 4500, 5000, 17]
     mixed, varlen = (gradients_of(model, row_of(lengths, kind, CUDA)) for kind in ("mixed", "varlen"))
     for one, other in zip(mixed, varlen, strict=True):
+        assert float((one.float() - other.float()).norm() / other.float().norm()) < 0.03
+
+
+WINDOWS = [
+    pytest.param(MistralConfig, {"sliding_window": 48}, id="mistral"),
+    pytest.param(Gemma3TextConfig, {"sliding_window": 48}, id="gemma3"),
+]
+"""Families with windows that the samples below exceed."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("family", "keys"), WINDOWS)
+def test_sliding_windows_have_the_values_and_gradients_of_segments_by_sdpa(family: type, keys: dict[str, Any]) -> None:
+    model = PolicyModel(make_model(family, hidden_size=64, head_dim=64, max_position_embeddings=8192, **keys).to(CUDA, torch.bfloat16))
+    lengths = [300, 20, 1500, 49]
+    fast, plain = (gradients_of(model, row_of(lengths, kind, CUDA)) for kind in ("varlen", "shared"))
+    for one, other in zip(fast, plain, strict=True):
         assert float((one.float() - other.float()).norm() / other.float().norm()) < 0.03

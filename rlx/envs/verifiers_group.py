@@ -52,6 +52,10 @@ def _player(name: str, env: vf.Environment, leaf: vf.Environment, sampling: Mapp
     ignored = {key: value for key, value in own.items() if key not in KNOWN or key in PENALTIES}
     if ignored:
         log.warning("envs.%s asks for sampling parameters that training does not use; they are ignored: %s", name, ignored)
+    for key in sorted(own.keys() & sampling.keys() - ignored.keys()):
+        if own[key] != sampling[key]:
+            said = "envs.%s asks for %s=%s, but the run's is %s, which is used. To have the environment's: envs.%s.sampling.%s=%s"
+            log.warning(said, name, key, own[key], sampling[key], name, key, own[key])
     _check_rubrics(name, leaf.rubric)
     names, weights = leaf.rubric._get_reward_func_names(), leaf.rubric._get_reward_weights()
     hook(leaf)
