@@ -32,6 +32,7 @@ from rlx.train.step import PolicyTrainer
 ROOT = Path(__file__).resolve().parent.parent
 MEMORY = Path("/dev/shm")
 STEPS = 3
+TOO_LONG = 262_144  # tokens of a row whose activations (about 1 MB a token, without checkpointing) no GPU of today holds
 ADAMW, MUON, ADAPTERS = "adamw", "muon", "adamw of adapters"
 LORA = LoraConfig(rank=16)
 BY_ITSELF = "lora.rank=16, one process without FSDP"
@@ -108,11 +109,17 @@ def options(report: Report) -> None:
                 del model, optimizer, trainer
 
 
-def command(arguments: list[str], folder: Path, limit: float) -> Path:
-    """Run `rlx` in `folder`, and return the run's directory. Raises RuntimeError with the last line if it fails."""
+def played(arguments: list[str], folder: Path, limit: float) -> subprocess.CompletedProcess[str]:
+    """Run `rlx` in `folder`."""
     env = os.environ | {"PYTHONPATH": str(ROOT) + os.pathsep + os.environ.get("PYTHONPATH", "")}
     done = subprocess.run([sys.executable, "-m", "rlx.cli", *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=limit)
     print(done.stdout[-3000:], done.stderr[-3000:], file=sys.stderr)
+    return done
+
+
+def command(arguments: list[str], folder: Path, limit: float) -> Path:
+    """Run `rlx` in `folder`, and return the run's directory. Raises RuntimeError with the last line if it fails."""
+    done = played(arguments, folder, limit)
     if done.returncode != 0:
         said = [line for line in (done.stdout + done.stderr).splitlines() if "Error" in line or "failed" in line or line.startswith("rlx:")]
         raise RuntimeError(f"exit code {done.returncode}: {said[-1] if said else 'it said nothing'}")
@@ -153,12 +160,11 @@ def roles(report: Report) -> None:
             model = made(report, "0.6B", None, str(folder / "model"))
             facts = {"num_layers": shape.layers, "hidden_size": shape.width, "vocab_size": shape.vocabulary, "head_dim": shape.head_dim}
             facts |= {"num_attention_heads": shape.heads, "num_key_value_heads": shape.key_heads, "num_parameters": 100_000}
-            run = command(
-                ["sft", "bench=true", "data=fake", "data.batch_size=4", "model=qwen3_0_6b", f"model.name={model}", f"seq_len={length}",
-                 f"model.dtype={dtype}", "trainer.ac.freq=0", "max_steps=8", "sampling.max_tokens=32", "run.name=bench", layout,
-                 *[f"model.{key}={value}" for key, value in facts.items() if report.small]],
-                folder, 120,
-            )  # fmt: skip
+            bench = [
+                "sft", "bench=true", "data=fake", "model=qwen3_0_6b", f"model.name={model}", f"model.dtype={dtype}", "trainer.ac.freq=0",
+                "max_steps=8", "sampling.max_tokens=32", layout, *[f"model.{key}={value}" for key, value in facts.items() if report.small],
+            ]  # fmt: skip
+            run = command([*bench, "data.batch_size=4", f"seq_len={length}", "run.name=bench"], folder, 120)
             found = json.loads((run / "bench.json").read_text())
             memory = found["memory"]["trainer"]
             report.row("rlx sft bench=true", where, found["tokens_per_second"], "tokens/s", peak_gib=memory["peak_gb"])
@@ -166,6 +172,16 @@ def roles(report: Report) -> None:
                 report.row("rlx sft bench=true", where, 100 * found["mfu_causal"], "% causal MFU")
                 ratio = memory["peak_gb"] / memory["estimated_gb"]
                 report.row(f"peak / the plan's {memory['estimated_gb']:.1f} GiB", where, ratio, "times", "0.75 to 1.33")
+        if report.cuda:
+            where = f"{shape.name}, rows of {TOO_LONG:,} tokens, no checkpointing"
+            with report.attempt("an out-of-memory error: keys named", where):
+                rows = ["data.batch_size=16", f"seq_len={length}", f"trainer.micro_batch_tokens={TOO_LONG}"]
+                done = played([*bench, *rows, "run.name=too_long"], folder, 60)
+                said = done.stdout + done.stderr
+                assert done.returncode != 0, "the device had memory enough"
+                assert "the device ran out of memory; the estimate was" in said, said[-300:]
+                named = sum(f"  trainer.{key}: " in said for key in ("ac.freq=1", f"micro_batch_tokens={TOO_LONG // 2}"))
+                report.row("an out-of-memory error: keys named", where, named, "of 2", "== 2", exact=True)
         where = "the tiny model, 60 steps of 64 words to write backwards"
         with report.attempt("rlx sft", where):
             data = demonstrations(folder / "words.jsonl")

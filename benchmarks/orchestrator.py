@@ -144,7 +144,7 @@ async def stock(url: str, tokens: int, count: int, concurrent: int) -> str:
 
 
 async def stock_v1(url: str, count: int, concurrent: int) -> str:
-    """The cost of the same v1 rollouts with verifiers' own harness and client: this process, and the one that the harness starts for each."""
+    """The cost of the same v1 rollouts with verifiers' own client and harness, which starts a process for each; that counts, too."""
     import verifiers.v1 as vf
     from verifiers.v1.utils.loaders import load_environment
 
@@ -326,8 +326,9 @@ def main() -> None:
     if options.burn:
         shutil.rmtree(modules)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    kind = "v1" if options.v1 else "classic"
     print(
-        f"{finished} rollouts, {options.concurrent} concurrent, {options.tokens} tokens each, {options.loop}, {'v1' if options.v1 else 'classic'}: "
+        f"{finished} rollouts, {options.concurrent} concurrent, {options.tokens} tokens each, {options.loop}, {kind}: "
         f"{1000 * cpu / finished - 1000 * options.burn:.2f} ms CPU per rollout, {finished / wall:.0f} rollouts/s, {memory:.0f} MiB"
     )
     print("\n".join(watch.report(finished)))
