@@ -17,7 +17,6 @@ import random
 import statistics
 import time
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from inference import served
@@ -141,7 +140,8 @@ class Lanes:
     def __init__(self, sampler: Sampler, load: Load, limit: int) -> None:
         self.sampler, self.load, self.max_concurrent = sampler, load, limit
         self.rng = random.Random(0)
-        self.tally = SimpleNamespace(requests=0)
+        self.envs: dict[str, Any] = {}
+        self.requests = 0
         self.done: list[tuple[float, int]] = []  # time, tokens of an answer
         self.playing: set[asyncio.Task[None]] = set()
         self.serial = 0
@@ -167,7 +167,7 @@ class Lanes:
     async def play(self, number: int, tokens: int) -> None:
         prompt = [10 + (number * 7 + place * 13) % 80 for place in range(self.load.prompt)]
         await self.sampler.generate(prompt, {"max_tokens": tokens, "min_tokens": tokens, "seed": number}, str(number), number)
-        self.tally.requests += 1
+        self.requests += 1
         self.done.append((time.monotonic(), tokens))
 
     async def close(self) -> None:
@@ -183,12 +183,13 @@ async def run_real(config: Config, endpoint: Endpoint, limit: int | None, second
         lanes = Lanes(sampler, REAL, limit or REAL.slots)
         lanes.set_max_concurrent(lanes.max_concurrent)
         engines: Any = fleet
-        following = asyncio.create_task(follow(config, engines, lanes)) if limit is None else None  # type: ignore[arg-type]
+        following = asyncio.create_task(follow(config, engines, lanes)) if limit is None else None
         await asyncio.sleep(seconds / 2)
         half, before = time.monotonic(), (await fleet.stats())["perf/preemptions"]
         await asyncio.sleep(seconds / 2)
         now, after = time.monotonic(), (await fleet.stats())["perf/preemptions"]
         if following is not None:
+            assert not following.done(), following.exception()
             following.cancel()
         await lanes.close()
     return sum(tokens for at, tokens in lanes.done if at > half) / (now - half), (after - before) / (now - half), lanes.max_concurrent

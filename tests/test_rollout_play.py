@@ -13,7 +13,9 @@ import pytest
 
 from rlx.config.load import compose
 from rlx.config.roots import EVAL
+from rlx.config.schema_eval import EvalRoot
 from rlx.paths import RunPaths
+from rlx.rollout import concurrency
 from rlx.rollout.models import Origin
 from rlx.rollout.play import NothingWorks, Player, Records, jobs_of
 from rlx.rollout.results import METADATA, Outcome
@@ -72,7 +74,7 @@ class Env:
 def test_jobs_are_played_with_bounded_concurrency_and_retries() -> None:
     env, found = Env(failing=1), []
     player = Player(
-        {"x": env}, max_retries=2, room=lambda: 3, played=lambda job, rollouts: found.append((job.task.index, rollouts[0].status))
+        {"x": env}, max_retries=2, max_concurrent=3, played=lambda job, rollouts: found.append((job.task.index, rollouts[0].status))
     )
     asyncio.run(player.play(jobs_of("x", env, range(10), 2)))
     assert sorted(found) == [(place, "ok") for place in range(10) for _ in range(2)]
@@ -84,7 +86,7 @@ def test_jobs_are_played_with_bounded_concurrency_and_retries() -> None:
 def test_a_cancellation_that_comes_as_a_rollout_ends_is_not_lost(turns: int) -> None:
     async def cancel_at_an_end() -> None:
         ended = asyncio.Event()
-        player = Player({"x": Env()}, max_retries=0, room=lambda: 1, played=lambda job, rollouts: ended.set())
+        player = Player({"x": Env()}, max_retries=0, max_concurrent=1, played=lambda job, rollouts: ended.set())
         playing = asyncio.create_task(player.play(jobs_of("x", Env(), range(10), 1)))
         await ended.wait()
         for _ in range(turns):
@@ -112,6 +114,9 @@ class Model:
         return 0.0
 
     def check(self, rollout: Rollout) -> None:
+        pass
+
+    async def follow(self, playing: Any) -> None:
         pass
 
 
@@ -145,3 +150,32 @@ def test_a_rollout_that_fails_for_good_scores_0_and_is_counted(tmp_path: Path) -
     metadata = json.loads((tmp_path / "eval" / "sums--tiny" / "step_0" / METADATA).read_text())
     assert (metadata["served_model"], metadata["weights"], metadata["attested"]) == ("there", "there/step_3", 1.0)
     assert len(one._records["sums"].read()) == 20
+
+
+def test_an_evaluation_follows_its_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look finds room, so more and more rollouts are played at once, until the engines say that their caches are too small."""
+    monkeypatch.setattr(concurrency, "LOOK", 0.002)
+    cfg = compose(["dry_run=true", "env=sums", "inference.max_num_seqs=4"], {}, EVAL).cfg
+    assert isinstance(cfg, EvalRoot)
+    env, found = Env(), []
+    player = Player({"e": env}, max_retries=0, max_concurrent=cfg.concurrency, played=lambda job, _: found.append(job.task.index))
+    seen = []
+
+    class Engines:
+        async def stats(self) -> dict[str, float]:
+            seen.append(player.max_concurrent)
+            preempted = 1000.0 * max(0, len(seen) - 40)
+            return {"perf/servers": 1, "perf/running": 4, "perf/waiting": 0, "perf/preemptions": preempted, "perf/kv_cache_usage": 0.5}
+
+    async def main() -> None:
+        following = asyncio.create_task(concurrency.follow(cfg, Engines(), player))
+        while len(seen) < 80:
+            await player.play(jobs_of("e", env, range(10), 20))
+        following.cancel()
+
+    asyncio.run(main())
+    assert (seen[0], found[:4]) == (4, [0, 0, 0, 0])
+    assert max(seen) > 8, "there was room"
+    assert seen[-1] < max(seen), "then there was not"
+    assert env.most > 8
+    assert not compose(["dry_run=true", "env=sums", "orchestrator.max_concurrent=4"], {}, EVAL).cfg.follows_engines  # type: ignore[union-attr]

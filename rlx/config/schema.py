@@ -368,6 +368,11 @@ class SftRoot(EvaluatedRun):
         return self.servers_of_layout if self.plays else 0
 
     @property
+    def follows_engines(self) -> bool:
+        """Its evaluations have the servers to themselves, one at a time."""
+        return False
+
+    @property
     def samples_per_update(self) -> int:
         return self.data.batch_size
 

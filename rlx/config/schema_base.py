@@ -147,6 +147,11 @@ class PlayRoot(CommandConfig):
         return self.orchestrator.max_concurrent or servers * self.inference.max_num_seqs
 
     @property
+    def follows_engines(self) -> bool:
+        """Whether the number of rollouts in flight follows what the engines can use."""
+        return self.orchestrator.max_concurrent is None
+
+    @property
     def max_model_len(self) -> int:
         """Context of the inference engine, in tokens."""
         return self.inference.max_model_len or self.seq_len

@@ -82,6 +82,11 @@ class PlayWithModel(PlayRoot):
             return self.orchestrator.max_concurrent or API_CONCURRENCY
         return super().concurrency
 
+    @property
+    def follows_engines(self) -> bool:
+        """An endpoint of others does not say how busy it is."""
+        return not self.client.base_url and super().follows_engines
+
 
 @dataclass
 class EvalRoot(EvalTerms, PlayWithModel):

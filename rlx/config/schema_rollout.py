@@ -230,8 +230,8 @@ class PlayConfig:
 
     max_concurrent: int | None = key(
         None,
-        "maximum number of rollouts in flight; null: `inference.max_num_seqs` for each server, and in training from then on as many as "
-        "the engines' cache use, queue and preemptions allow; 32 at an endpoint",
+        "maximum number of rollouts in flight; null: `inference.max_num_seqs` for each server, and from then on as many as the "
+        "engines' cache use, queue and preemptions allow; 32 at an endpoint",
         low=1,
     )
     rollout_timeout: float = key(600.0, "seconds for one rollout; after that it counts as `timeout` and is replaced", above=0)

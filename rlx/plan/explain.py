@@ -107,7 +107,7 @@ def _apart(cfg: CommandConfig, plan: Sequence[ProcessSpec]) -> list[str]:
 
 
 def _in_flight(cfg: PlayRoot) -> str:
-    if cfg.orchestrator.max_concurrent is not None or not isinstance(cfg, Config):
+    if not cfg.follows_engines:
         return f"at most {cfg.concurrency} rollouts in flight"
     return f"{cfg.concurrency} rollouts in flight at first, then as many as the engines can use"
 

@@ -53,8 +53,8 @@ class Synthesizer:
         for name, env in envs.items():
             assert env.policy is not None
             env.policy = self.policies[name] = TranscribedPolicy(env.policy)
-        retries, room = config.orchestrator.max_retries, config.concurrency
-        self.player = Player(envs, max_retries=retries, room=lambda: room, played=self._played, check=model.check, away=model.away)
+        retries, most = config.orchestrator.max_retries, config.concurrency
+        self.player = Player(envs, max_retries=retries, max_concurrent=most, played=self._played, check=model.check, away=model.away)
         self.phase = "starting"
 
     async def run(self) -> None:
@@ -72,7 +72,7 @@ class Synthesizer:
         await self.model.reach(version)
         self.phase = "playing"
         self.synthesis.begin(self.envs)
-        await self.player.play(self.synthesis.jobs(self.envs))
+        await first_failure(self.player.play(self.synthesis.jobs(self.envs)), forever=[self.model.follow(self.player)])
         self._report()
 
     def _played(self, job: Job, rollouts: list[Rollout]) -> None:

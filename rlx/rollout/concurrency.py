@@ -5,7 +5,8 @@
     busy workers          rollouts wait until the environments' workers have computed for others: not more, and fewer if most of them wait
     none, at the limit    the engines have room (rollouts also wait for environments that do not compute): more
 
-The limit never changes what is played, only when. At max_async_level 0 a batch does not depend on it.
+The limit never changes what is played, only when. At max_async_level 0 a batch does not depend on it. Training, `rlx eval` and
+`rlx synthesize` follow their engines so; an endpoint of others does not say how busy it is.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import logging
 from collections.abc import Mapping
 from typing import Protocol
 
-from rlx.config.schema import Config
+from rlx.config.schema import PlayRoot
+from rlx.envs.base import Environment
 from rlx.envs.pools import waiting_for_workers
 from rlx.inference.protocol import InferenceError
-from rlx.rollout.collector import Collector
 
 log = logging.getLogger(__name__)
 
@@ -90,12 +91,34 @@ class Engines(Protocol):
     async def stats(self) -> dict[str, float]: ...
 
 
-async def follow(config: Config, engines: Engines, collector: Collector) -> None:
-    """Adapt the collector's limit for ever, if the configuration leaves it open. While a server does not answer, the limit stays."""
-    if config.orchestrator.max_concurrent is not None:
+class Playing(Protocol):
+    """What begins rollouts: the collector of training, or the player of a list of jobs."""
+
+    @property
+    def envs(self) -> Mapping[str, Environment]: ...
+
+    @property
+    def max_concurrent(self) -> int: ...
+
+    @property
+    def in_flight(self) -> int:
+        """Rollouts."""
+        ...
+
+    @property
+    def requests(self) -> int:
+        """Requests answered since it began, of finished rollouts."""
+        ...
+
+    def set_max_concurrent(self, limit: int) -> None: ...
+
+
+async def follow(config: PlayRoot, engines: Engines, playing: Playing) -> None:
+    """Adapt the limit for ever, if the configuration leaves it open. While a server does not answer, the limit stays."""
+    if not config.follows_engines:
         return
     slots = config.inference.max_num_seqs
-    controller = Controller(slots, collector.max_concurrent // slots)
+    controller = Controller(slots, playing.max_concurrent // slots)
     said = controller.limit
     while True:
         await asyncio.sleep(LOOK)
@@ -103,8 +126,7 @@ async def follow(config: Config, engines: Engines, collector: Collector) -> None
             stats = await engines.stats()
         except InferenceError:
             continue
-        held = waiting_for_workers(collector.envs)
-        collector.set_max_concurrent(controller.look(stats, collector.in_flight, collector.tally.requests, held))
+        playing.set_max_concurrent(controller.look(stats, playing.in_flight, playing.requests, waiting_for_workers(playing.envs)))
         if not 0.8 < controller.limit / said < 1.25:
             log.info("at most %d rollouts in flight (before: %d): %s", controller.limit, said, controller.why)
             said = controller.limit

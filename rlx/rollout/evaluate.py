@@ -90,7 +90,8 @@ class Evaluations:
         self._missed = self._find_missed(max(0, oldest)) if self.specs else []
         self._now: Evaluation | None = None
         retries = config.orchestrator.max_retries
-        self._player = Player(self.envs, max_retries=retries, room=self._room, played=self._played, check=self._check, away=away)
+        most, check = self._room, self._check
+        self._player = Player(self.envs, max_retries=retries, max_concurrent=most, played=self._played, check=check, away=away)
         self._playing: asyncio.Task[dict[str, float]] | None = None
 
     # -- which versions

@@ -31,6 +31,8 @@ from rlx.policy.base import PolicyError
 from rlx.policy.chat import Chat
 from rlx.policy.endpoint import check
 from rlx.policy.openai import UNKNOWN_VERSION, OpenAIPolicy
+from rlx.rollout import concurrency
+from rlx.rollout.concurrency import Playing
 from rlx.types import Rollout
 from rlx.weights.subscribe import Subscriber, saved
 
@@ -65,6 +67,10 @@ class Model(Protocol):
 
     def away(self) -> float:
         """Seconds so far in which nothing could play, because no server took requests."""
+        ...
+
+    async def follow(self, playing: Playing) -> None:
+        """Adapt how many rollouts are in flight to the engines, for ever, if they say how busy they are and no key says how many."""
         ...
 
     def check(self, rollout: Rollout) -> None:
@@ -104,6 +110,9 @@ class Served:
     def away(self) -> float:
         return self.sampler.away
 
+    async def follow(self, playing: Playing) -> None:
+        await concurrency.follow(self.config, self.fleet, playing)
+
     def check(self, rollout: Rollout) -> None:
         check_version(rollout, self.version)
 
@@ -125,6 +134,9 @@ class ApiModel:
 
     def away(self) -> float:
         return 0.0
+
+    async def follow(self, playing: Playing) -> None:
+        pass
 
     def check(self, rollout: Rollout) -> None:
         for policy in self.policies:

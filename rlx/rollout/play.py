@@ -81,21 +81,24 @@ class Player:
         envs: Mapping[str, Environment],
         *,
         max_retries: int,
-        room: Callable[[], int],
+        max_concurrent: int | Callable[[], int],
         played: Callable[[Job, list[Rollout]], None],
         check: Callable[[Rollout], None] = lambda rollout: None,
         away: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """`envs`: by the names in jobs. `max_retries`: further attempts at a failed rollout; a timeout is not retried.
 
-        `room`: how many rollouts may be in flight at the moment; one job is always played. `played`: called with each finished job and its
-        rollouts, in the order of `Job.members`; those that failed for good have their last `status` and `error`.
+        `max_concurrent`: the most rollouts in flight, which `set_max_concurrent` changes, or a function if others share the servers. One
+        job is always played. `played`: called with each finished job and its rollouts, in the order of `Job.members`; those that failed
+        for good have their last `status` and `error`.
         `check`: called with each rollout of each attempt; what it raises ends `play`.
         `away`: see `play_through`.
         """
-        self.envs, self.max_retries, self.room = envs, max_retries, room
+        self.envs, self.max_retries = envs, max_retries
         self.played, self.check, self.away = played, check, away
+        self._most = max_concurrent
         self.begun = self.finished = 0  # rollouts
+        self.requests = 0  # that were answered, of finished attempts
         self._in_flight: dict[Job, float] = {}  # with the monotonic seconds at which it began
 
     async def play(self, jobs: Iterable[Job]) -> None:
@@ -113,7 +116,7 @@ class Player:
         job = next(coming, None)
         try:
             while job is not None or playing:
-                while job is not None and (self.begun == self.finished or self.in_flight + len(job.members) <= self.room()):
+                while job is not None and (self.begun == self.finished or self.in_flight + len(job.members) <= self.max_concurrent):
                     self.begun += len(job.members)
                     one = asyncio.create_task(self._play(job))
                     playing.add(one)
@@ -135,6 +138,15 @@ class Player:
             self.begun = self.finished
 
     @property
+    def max_concurrent(self) -> int:
+        """The most rollouts in flight at the moment."""
+        return self._most() if callable(self._most) else self._most
+
+    def set_max_concurrent(self, limit: int) -> None:
+        """At most this many rollouts in flight from now on. Those in flight go on."""
+        self._most = limit
+
+    @property
     def in_flight(self) -> int:
         """Rollouts being played."""
         return self.begun - self.finished
@@ -154,6 +166,7 @@ class Player:
         try:
             for attempt in range(self.max_retries + 1):
                 rollouts = await play_through(env, job.task, job.members, attempt, self.away)
+                self.requests += sum(len(rollout.turns) for rollout in rollouts)
                 for rollout in rollouts:
                     self.check(rollout)
                 if all(rollout.status == "ok" for rollout in rollouts) or any(rollout.status == "timeout" for rollout in rollouts):

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rlx.concurrent import first_failure
 from rlx.config.evaluated import evaluated
 from rlx.config.schema_eval import EvalRoot
 from rlx.envs.base import Environment
@@ -47,14 +48,14 @@ class Scored:
             self._succeeded[name] = bool(known)
         self.total = sum(len(self._places(name)) * self._rollouts(name) for name in self.specs)
         retries = config.orchestrator.max_retries
-        room = config.concurrency
-        self.player = Player(envs, max_retries=retries, room=lambda: room, played=self._played, check=model.check, away=model.away)
+        most = config.concurrency
+        self.player = Player(envs, max_retries=retries, max_concurrent=most, played=self._played, check=model.check, away=model.away)
         self.before = sum(map(len, self._outcomes.values()))
         self.player.begun = self.player.finished = self.before
 
     async def play(self) -> None:
         """Play what is not finished, all environments side by side. Raises NothingWorks, or what `Model.check` raises."""
-        await self.player.play(self._jobs())
+        await first_failure(self.player.play(self._jobs()), forever=[self.model.follow(self.player)])
         for name in self.specs:
             self._flush(name)
             if not self._succeeded[name]:
