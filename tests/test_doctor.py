@@ -111,19 +111,6 @@ def test_little_shared_memory_fails_only_with_several_gpus(tmp_path, monkeypatch
     assert "--shm-size=8g" in found.remedy
 
 
-def test_versions_in_memory_need_room_and_count_as_memory(tmp_path, monkeypatch):
-    keys = ("model=qwen3_8b", "env=math", "weight_broadcast.folder=/dev/shm", "hardware=node8")
-    large = Examined(cfg=config(*keys), run_dir=tmp_path)
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(total=32 * 2**30, free=32 * 2**30))
-    found = doctor.shared_memory(large)
-    assert found.state == "failed"
-    assert "versions of the weights take 61.0 GiB there" in found.found
-    assert found.remedy == "mount -o remount,size=63G /dev/shm, or weight_broadcast.folder=null"
-    without = config(*(key for key in keys if "folder" not in key))
-    assert doctor.shared_memory(Examined(cfg=without, run_dir=tmp_path)).state == "ok"
-    assert doctor.needed_memory(large.cfg) - doctor.needed_memory(without) == doctor.versions_in_memory(large.cfg)
-
-
 def test_a_port_that_the_configuration_names_must_be_free(tmp_path):
     with doctor.socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -187,7 +187,7 @@ def test_with_versions_in_memory_a_run_is_the_same_and_what_lasts_is_on_the_disk
     resumed_at = max(checkpoints(killed))
 
     job = start("run", *more, f"weight_broadcast.folder={SHM}", "resume=latest")
-    job.until(lambda: not own.exists() and own_folder(job).is_dir(), "another folder in memory")
+    job.until(lambda: not own.exists() and (job.run_dir / "weights" / ".memory").is_dir(), "another folder in memory")
     again = own_folder(job)
     assert job.wait() == 0, job.text()
     assert f"resuming after {resumed_at} steps" in job.text()

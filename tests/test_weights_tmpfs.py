@@ -17,9 +17,11 @@ from rlx.config.errors import ConfigError
 from rlx.config.load import compose
 from rlx.config.memory import published_bytes, versions_in_memory
 from rlx.config.roots import EVAL
+from rlx.config.schema import Config
 from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import one_process
 from rlx.paths import COMPLETE, RunPaths
+from rlx.preflight import doctor
 from rlx.runs.weights import resolve
 from rlx.weights import files, spare, tmpfs
 from rlx.weights.broadcast import Broadcast, make_room
@@ -227,6 +229,21 @@ def test_a_folder_that_cannot_hold_the_versions_is_refused_before_anything_start
     with pytest.raises(ConfigError, match=said):
         compose(argv, environ={})
     compose([*argv, "dry_run=true"], environ={})  # a plan may be for another machine
+
+
+def test_rlx_doctor_asks_for_room_and_counts_it_as_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def examined(*more: str) -> doctor.Examined:
+        return doctor.Examined(cfg=compose(["model=qwen3_8b", "env=math", *more, "dry_run=true"], environ={}).cfg, run_dir=tmp_path)
+
+    large, without = examined("hardware=node8", "weight_broadcast.folder=/dev/shm"), examined("hardware=node8")
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(total=32 * GIB, free=32 * GIB))
+    found = doctor.shared_memory(large)
+    assert found.state == "failed"
+    assert "versions of the weights take 61.0 GiB there" in found.found
+    assert found.remedy == "mount -o remount,size=63G /dev/shm, or weight_broadcast.folder=null"
+    assert doctor.shared_memory(without).state == "ok"
+    assert isinstance(large.cfg, Config)
+    assert doctor.needed_memory(large.cfg) - doctor.needed_memory(without.cfg) == versions_in_memory(large.cfg)
 
 
 def test_without_the_key_nothing_is_made(tmp_path: Path) -> None:
