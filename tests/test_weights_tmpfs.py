@@ -116,6 +116,7 @@ def test_what_was_in_memory_is_no_version_after_a_restart_of_the_machine(publish
     asked = compose([f"weights_dir={paths.weights}", "steps=[2]", "env=sums"], root=EVAL, environ={}).cfg
     with pytest.raises(ConfigError, match=rf"no complete step_2 \(steps=\[2\]\); it has 1; {said}"):
         resolve(asked)
+    tmpfs.clear(paths.weights)
     again = tmpfs.make(paths.weights, shm)
     assert [path.name for path in paths.weights.glob("step_*")] == ["step_1"]
     assert list(shm.iterdir()) == [again]
@@ -173,7 +174,9 @@ def test_an_attempt_that_was_killed_while_it_made_its_folder_leaves_it_to_the_ne
         own.mkdir()
     if done == "back":
         (own / tmpfs.BACK).symlink_to(weights)
-    (found,) = [tmpfs.make(weights, shm)]
+    tmpfs.clear(weights)
+    assert list(shm.iterdir()) == list(weights.iterdir()) == []
+    found = tmpfs.make(weights, shm)
     assert list(shm.iterdir()) == [found]
     tmpfs.clear(weights)
     tmpfs.clear(weights)

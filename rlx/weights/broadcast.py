@@ -42,8 +42,9 @@ class Called(Preempted):
 def make_room(cfg: TrainingRoot, paths: RunPaths) -> None:
     """Make the run's folder in memory, if the configuration has one. Rank 0 calls this before it loads anything.
 
-    Raises NoRoom if the versions do not fit there.
+    Deletes that of an attempt that was killed. Raises NoRoom if the versions do not fit.
     """
+    tmpfs.clear(paths.weights)
     if cfg.memory_folder is not None:
         tmpfs.check(cfg.memory_folder, versions_in_memory(cfg))
         tmpfs.make(paths.weights, cfg.memory_folder)

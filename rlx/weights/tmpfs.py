@@ -43,9 +43,8 @@ def check(folder: Path, need: float) -> None:
 def make(weights: Path, folder: Path) -> Path:
     """Make the run's own folder in `folder`, which only its owner can enter. `weights`: the folder of the run's versions.
 
-    Deletes that of an attempt that was killed. Raises OSError.
+    Call `clear` before, for an attempt that was killed may have left one. Raises OSError.
     """
-    clear(weights)
     weights.mkdir(parents=True, exist_ok=True)
     own = folder / f"rlx-{weights.parent.name}-{secrets.token_hex(4)}"
     (weights / RECORD).symlink_to(own)  # first, so that no kill leaves a folder that nobody knows of
@@ -69,7 +68,10 @@ def fresh(weights: Path, name: str) -> Path:
 
 def real(folder: Path) -> Path:
     """Where a version is: its folder in memory, or the given one."""
-    return folder.readlink() if folder.is_symlink() else folder
+    try:
+        return folder.readlink()
+    except OSError:  # no link; perhaps the version has gone to the disk at this moment
+        return folder
 
 
 def lost(folder: Path) -> str:
