@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from trainer_examples import make_model
 
+from rlx.cli.role import TRAINER
 from rlx.config.checks import weights as rules
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose
@@ -247,6 +248,12 @@ def test_rlx_doctor_asks_for_room_and_counts_it_as_memory(tmp_path: Path, monkey
     assert doctor.shared_memory(without).state == "ok"
     assert isinstance(large.cfg, Config)
     assert doctor.needed_memory(large.cfg) - doctor.needed_memory(without.cfg) == versions_in_memory(large.cfg)
+
+
+def test_a_role_that_is_started_by_hand_has_nobody_who_deletes_what_it_leaves(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"weight_broadcast\.folder=/dev/shm needs `rlx train`, which deletes what is left there"):
+        TRAINER.run([f"run.dir={tmp_path / 'mine'}", "weight_broadcast.folder=/dev/shm", "dry_run=true"])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_the_key_nothing_is_made(tmp_path: Path) -> None:
