@@ -345,8 +345,11 @@ def publish(paths: RunPaths, version: int) -> None:
 
 def abandon(paths: RunPaths, version: int) -> None:
     """Delete a version that was not published."""
-    with contextlib.suppress(OSError):
-        tmpfs.delete(hidden(paths, version))
+    folder = hidden(paths, version)
+    if folder.is_symlink():
+        tmpfs.delete(folder)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def hidden(paths: RunPaths, version: int) -> Path:
