@@ -147,16 +147,16 @@ def _mallopt() -> Callable[[int, int], int] | None:
 def full_disk(error: BaseException, run_dir: Path) -> str | None:
     """One line for the user about a full disk or quota; `None` if `error` has another cause.
 
-    Also searches the exceptions inside `error`: members of exception groups, causes and contexts.
+    Also searches the exceptions inside `error`: members of exception groups, causes and contexts. One that names its file counts first.
     """
-    found = next(((each, number) for each in _all_of(error) if (number := _full(each)) is not None), None)
-    if found is None:
+    found = [(getattr(each, "filename", None), number) for each in _all_of(error) if (number := _full(each)) is not None]
+    if not found:
         return None
-    filename = getattr(found[0], "filename", None)
+    filename, number = next((each for each in found if isinstance(each[0], str | bytes)), found[0])
     path = Path(os.fsdecode(filename)) if isinstance(filename, str | bytes) else run_dir
-    what = "the quota is used up" if found[1] == errno.EDQUOT else "the disk is full"
-    remedy = "free some space, or move the run's directory and set run.dir= to it; then continue with resume=latest"
-    return f"{what}: {path} could not be written, {_space(path)}; {remedy}"
+    what = "the quota is used up" if number == errno.EDQUOT else "the disk is full"
+    other = "or move the run's directory and set run.dir= to it" if path.is_relative_to(run_dir) else "which is outside the run's directory"
+    return f"{what}: {path} could not be written, {_space(path)}; free some space, {other}; then continue with resume=latest"
 
 
 def disk_is_full(run_dir: Path) -> str | None:

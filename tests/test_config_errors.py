@@ -54,6 +54,14 @@ CASES = {
     ),
     "wrong_value_of_the_optimizer": Case("optim.lr=-1 optim.weight_decay=-0.1 optim.betas=[0.9,1.5] scheduler.decay_steps=0"),
     "weights_without_files": Case("weight_broadcast.type=gloo lora.rank=8 inference.base_url=[http://127.0.0.1:1]"),
+    "versions_in_memory_that_servers_do_not_see": Case(
+        "weight_broadcast.folder=shm weight_broadcast.type=gloo lora.rank=8 inference.base_url=[http://127.0.0.1:1]"
+    ),
+    "versions_in_memory_of_another_host": Case("weight_broadcast.folder=/dev/shm hardware=cpu_3nodes dry_run=true"),
+    "versions_in_memory_without_the_folder": Case("weight_broadcast.folder=/nowhere/shm"),
+    "versions_in_too_little_memory_of_a_pod": Case(
+        "weight_broadcast.folder=/dev/shm launcher=kubernetes kubernetes.image=rlx model=qwen3_8b env=math hardware=node8 dry_run=true"
+    ),
     "kept_keys_beside_a_connector": Case("weight_broadcast.keep_kv=true inference.vllm={kv_offloading_size:4}"),
     "servers_in_turn_without_files": Case("weight_broadcast.type=gloo weight_broadcast.in_turn=true"),
     "weights_by_nccl_on_cpu": Case("weight_broadcast.type=nccl"),

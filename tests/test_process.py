@@ -54,6 +54,14 @@ def test_a_library_that_only_says_it_in_words_is_understood_too() -> None:
     assert "/data/run could not be written" in line
 
 
+def test_the_file_that_could_not_be_written_is_named_also_if_an_error_around_it_has_its_words() -> None:
+    error = raised(RuntimeError("version 4 could not be written: [Errno 28] No space left on device"), no_space("/dev/shm/rlx-run-1"))
+    line = full_disk(error, Path("/data/run"))
+    assert line is not None
+    assert line.startswith("the disk is full: /dev/shm/rlx-run-1 could not be written")
+    assert "which is outside the run's directory; then continue with resume=latest" in line
+
+
 def test_a_quota_is_not_a_disk() -> None:
     line = full_disk(OSError(errno.EDQUOT, "Disk quota exceeded", "/data/run/x"), Path("/data/run"))
     assert line is not None

@@ -1,4 +1,4 @@
-"""Whole runs whose weights reach the servers without files: the same as over files, and whole when one end of a transfer is killed."""
+"""Whole runs whose weights reach the servers without files, or over files in memory: the same as over files, and whole after a kill."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from main_job import MainJob
 from test_run_resume import checkpoints, kill_everything
 
 from rlx.checkpoints.orchestrator import read_state
+from rlx.config.mounts import IN_MEMORY, file_system
 from rlx.paths import COMPLETE, RunPaths
 from rlx.rollout.state import OrchestratorState
+from rlx.weights.files import verify, versions
 
 pytestmark = [pytest.mark.slow]
 ON_POLICY = ("max_async_level=0", "orchestrator.batch_size=64", "model.dtype=float32")
@@ -143,3 +145,72 @@ def test_over_gloo_two_servers_get_every_version_beside_training_and_evaluations
         assert len(served) >= 4
         assert 8 in served, "the last version is evaluated on both"
     job.wait_until_nothing_is_left()
+
+
+SHM = Path("/dev/shm")
+needs_shm = pytest.mark.skipif(not SHM.is_dir() or file_system(SHM) not in IN_MEMORY, reason="needs /dev/shm in memory")
+
+
+def own_folder(job: MainJob) -> Path:
+    """The run's folder in memory. Its random name makes it the run's own."""
+    return (job.run_dir / "weights" / ".memory").readlink()
+
+
+def where(job: MainJob) -> dict[int, bool]:
+    """The versions of a run, and whether they are in memory."""
+    paths = RunPaths(job.run_dir)
+    return {version: paths.weights_of(version).is_symlink() for version in versions(paths.weights)}
+
+
+@needs_shm
+@pytest.mark.long
+def test_with_versions_in_memory_a_run_is_the_same_and_what_lasts_is_on_the_disk_also_after_a_kill(
+    start: Callable[..., MainJob],
+) -> None:
+    keys = ("max_async_level=0", "orchestrator.batch_size=32", "max_steps=12", "ckpt.interval=5", "eval.interval=4", "eval.num_examples=8")
+    more = (*keys, "eval.rollouts_per_example=2")
+    disk = start("disk", *more)
+    assert disk.wait() == 0, disk.text()
+
+    killed = start("run", *more, f"weight_broadcast.folder={SHM}")
+    killed.until(lambda: max(where(killed), default=0) >= 6, "version 6")
+    os.kill(killed.pids()["trainer"], signal.SIGSTOP)  # it must not end before all are found
+    own, there = own_folder(killed), where(killed)
+    assert own.parent == SHM
+    assert own.stat().st_mode & 0o777 == 0o700
+    assert there[5] is False, "that of a checkpoint"
+    assert {version for version, is_in_memory in there.items() if not is_in_memory} <= {4, 5, 8, 10, 12}, there
+    newest = max(version for version, is_in_memory in there.items() if is_in_memory)
+    assert verify(killed.run_dir / f"weights/step_{newest}")["version"] == newest
+    kill_everything(killed)  # also the reaper
+    assert own.is_dir()
+    resumed_at = max(checkpoints(killed))
+
+    job = start("run", *more, f"weight_broadcast.folder={SHM}", "resume=latest")
+    job.until(lambda: not own.exists() and (job.run_dir / "weights" / ".memory").is_dir(), "another folder in memory")
+    again = own_folder(job)
+    assert job.wait() == 0, job.text()
+    assert f"resuming after {resumed_at} steps" in job.text()
+    assert not again.exists()
+    assert not own.exists()
+    assert job.reproducible_lines() == disk.reproducible_lines()
+    assert where(job) == {5: False, 10: False, 12: False}
+    assert {path.name for path in (job.run_dir / "weights").iterdir()} == {"step_5", "step_10", "step_12"}
+    one, other = (json.loads((each.run_dir / "weights/step_12" / COMPLETE).read_text())["tensors"] for each in (job, disk))
+    assert one == other
+    job.wait_until_nothing_is_left()
+
+
+@needs_shm
+@pytest.mark.long
+def test_a_preempted_run_leaves_the_version_of_its_checkpoint_on_the_disk(start: Callable[..., MainJob]) -> None:
+    job = start("run", "orchestrator.batch_size=32", "max_steps=10000", "ckpt.interval=null", f"weight_broadcast.folder={SHM}")
+    job.until_step(2)
+    own = own_folder(job)
+    os.kill(job.status()["supervisor"]["pid"], signal.SIGUSR2)
+    assert job.wait() == 75, job.text()
+    job.wait_until_nothing_is_left()
+    (step,) = checkpoints(job)
+    assert not own.exists()
+    assert where(job) == {step: False}
+    assert verify(RunPaths(job.run_dir).weights_of(step))["version"] == step

@@ -24,6 +24,8 @@ from rlx.plan.make import make_plan
 from rlx.runs.claim import RunLock, create
 from rlx.runs.rewind import Found, rewind, trim_metrics
 from rlx.runs.status import Status
+from rlx.weights import tmpfs
+from rlx.weights.files import versions
 
 
 def settled(root: Path, **changes) -> Config:
@@ -286,3 +288,24 @@ def test_resuming_needs_a_name_and_does_not_go_with_clean() -> None:
     with pytest.raises(ConfigError, match="cannot be both deleted and resumed"):
         compose(["resume=4", "run.name=x", "clean=true"], environ={})
     assert compose(["resume=4", "run.name=x"], environ={}).cfg.resume == "4"
+
+
+@pytest.mark.parametrize("how", ["resume", "clean"])
+def test_what_a_killed_attempt_has_left_in_memory_is_deleted(tmp_path: Path, how: str) -> None:
+    paths, shm = ended(tmp_path / "run"), tmp_path / "shm"
+    shm.mkdir()
+    tmpfs.make(paths.weights, shm)
+    for version in (5, 7):
+        shutil.rmtree(paths.weights_of(version))
+        paths.weights_of(version).symlink_to(tmpfs.fresh(paths.weights, f"step_{version}"))
+        (paths.weights_of(version) / COMPLETE).write_text("{}")
+    (paths.weights / ".step_9.writing").symlink_to(tmpfs.fresh(paths.weights, "step_9"))
+    assert versions(paths.weights) == [1, 2, 3, 4, 5, 6, 7]
+    if how == "resume":
+        rewind(paths)
+        assert versions(paths.weights) == [1, 2, 3, 4, 6]
+        assert all(path.name.startswith("step_") for path in paths.weights.iterdir())
+    else:
+        make(settled(paths.root, clean=True))[1].close()
+        assert list(paths.weights.iterdir()) == []
+    assert list(shm.iterdir()) == []

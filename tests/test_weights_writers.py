@@ -99,7 +99,7 @@ def published(publisher: Publisher, version: int) -> str:
     return ""
 
 
-def full(*_: object) -> None:
+def full(*_: object, **__: object) -> None:
     raise OSError(28, "No space left on device")
 
 

@@ -81,6 +81,11 @@ def _run(role: str, argv: list[str]) -> int:
     spec = next((spec for spec in plan if (spec.role, spec.replica) == (role, replica)), None)
     if spec is None and (role != "prepare" or cfg.replay is not None):
         raise ConfigError(_absent(role, replica, cfg, plan))
+    if cfg.memory_folder is not None:
+        raise ConfigError(
+            f"weight_broadcast.folder={cfg.memory_folder} needs `rlx train`, which deletes what is left there when all roles have ended.\n"
+            "  fix: use `rlx train`, or weight_broadcast.folder=null"
+        )
     check_nodes(cfg, composed)
     environments = lines_of(environments_of([cfg])[0]) if role in ("orchestrator", "prepare") else []
     if cfg.dry_run:

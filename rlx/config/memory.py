@@ -132,6 +132,16 @@ def trained_parameters(cfg: TrainingRoot) -> float:
     return adapter_parameters(cfg) * (cfg.trainer.max_concurrent_runs or 1) if cfg.lora.on else cfg.model.num_parameters
 
 
+def published_bytes(cfg: TrainingRoot) -> float:
+    """Bytes of one version of the weights, as servers read it."""
+    return trained_parameters(cfg) * BYTES[cfg.model.dtype]
+
+
+def versions_in_memory(cfg: TrainingRoot) -> float:
+    """The most bytes that versions take in `weight_broadcast.folder`: those that are kept, and the one that is being written."""
+    return 0.0 if cfg.memory_folder is None else (cfg.versions_kept + 1) * published_bytes(cfg)
+
+
 def trainer_memory(cfg: TrainingRoot) -> TrainerMemory:
     model, cuda = cfg.model, cfg.hardware.device == "cuda"
     ranks = cfg.trainer_ranks / cfg.trainer.dp_replicate  # that share one copy of the model
@@ -174,7 +184,7 @@ def trainer_memory(cfg: TrainingRoot) -> TrainerMemory:
         table_gradients=table * (compute + reduced) if sharded and not cfg.lora.on else 0.0,
         update=updated * (1 + (states if offloads else 0)) if cuda else 0.0,
         loading=READERS * table / ranks * master if cuda and not cfg.trainer.fsdp_cpu_offload else 0.0,
-        published=trained * compute,
+        published=published_bytes(cfg),
     )
 
 

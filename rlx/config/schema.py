@@ -13,6 +13,7 @@ in `LossTerms` and `OptimTerms`.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 from rlx.config.keys import MISSING, key, section
@@ -157,9 +158,18 @@ class TrainingRoot(CommandConfig):
         """The most trained tokens of a turn: L_max of `loss.aggregate=fixed_length`."""
         return self.seq_len
 
-    def publishes(self, version: int) -> bool:
-        """Whether a version is written to `weights/`, besides those of checkpoints."""
+    @property
+    def memory_folder(self) -> Path | None:
+        """The folder in memory for versions that need not last; None: every version is written to the disk."""
+        return None
+
+    def lasts(self, version: int) -> bool:
+        """Whether a version must outlast the run's processes, besides those of checkpoints: it is the last one, say."""
         return version == self.max_steps and self.measured != "trainer"
+
+    def publishes(self, version: int) -> bool:
+        """Whether a version is published in `weights/`, besides those of checkpoints."""
+        return self.lasts(version)
 
     def validates(self, version: int) -> bool:
         """Whether a version's loss is measured on validation rows."""
@@ -232,8 +242,9 @@ class EvaluatedRun(TrainingRoot, PlayRoot):
 
     eval: EvalConfig = section(EvalConfig)
 
-    def publishes(self, version: int) -> bool:
-        return super().publishes(version) or (self.plays and self.eval.is_due(version, self.max_steps))
+    def lasts(self, version: int) -> bool:
+        """Also one that is evaluated: a run that was killed meanwhile evaluates it when it resumes."""
+        return super().lasts(version) or (self.plays and self.eval.is_due(version, self.max_steps))
 
 
 @dataclass
@@ -311,6 +322,11 @@ class Config(EvaluatedRun):
     def versions_kept(self) -> int:
         """Servers may still be reading the version that is max_async_level + 1 behind the newest."""
         return max(self.weight_broadcast.keep_last, self.max_async_level + 2)
+
+    @property
+    def memory_folder(self) -> Path | None:
+        folder = self.weight_broadcast.folder
+        return None if folder is None or not self.plays or self.transfer is not None else Path(folder)
 
     def publishes(self, version: int) -> bool:
         """Servers read every version, unless they get it without files. A replay has no servers."""

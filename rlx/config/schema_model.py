@@ -220,6 +220,11 @@ class WeightBroadcastConfig(UpdateConfig):
         "several servers get a version one after the other, so that the others generate meanwhile; false: all at the same time. Only from "
         "files",
     )
+    folder: str | None = key(
+        None,
+        "a folder in memory, such as `/dev/shm`: versions that only the servers need are written there, for a `run.dir` on a slow disk. On "
+        "one host; they are gone when the run ends (docs/weights.md). null: in `weights/`, like all others",
+    )
 
     @property
     def without_files(self) -> str | None:

@@ -1,7 +1,8 @@
 """The reaper: a small process that cleans up a run after its supervisor has died.
 
 It reads `+GROUP` and `-GROUP` lines from its standard input, a pipe whose other end only the supervisor holds. The pipe closes when
-the supervisor dies, for any reason. The reaper then kills the supervisor's remaining processes and writes the run's final status.
+the supervisor dies, for any reason. The reaper then kills the supervisor's remaining processes, writes the run's final status, and deletes
+what the run has in memory.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from rlx.launch.processes import kill_all
 from rlx.paths import RunPaths
 from rlx.runs.status import FINAL, Cause, last_lines, read_status
+from rlx.weights import tmpfs
 
 
 def main(run_dir: str, token: str, num_lines: int) -> None:
@@ -26,7 +28,11 @@ def main(run_dir: str, token: str, num_lines: int) -> None:
         else:
             groups.discard(group)
     kill_all(groups, token)
-    close_status(RunPaths(Path(run_dir)), num_lines)
+    paths = RunPaths(Path(run_dir))
+    try:
+        close_status(paths, num_lines)
+    finally:
+        tmpfs.clear(paths.weights)
 
 
 def close_status(paths: RunPaths, num_lines: int) -> None:

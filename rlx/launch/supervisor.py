@@ -37,6 +37,7 @@ from rlx.process import disk_is_full, full_disk
 from rlx.runs.outside import is_inside
 from rlx.runs.status import Cause, Restart, Status, describe_returncode, last_lines, read_status
 from rlx.waiting import LEFT
+from rlx.weights import tmpfs
 
 TICK = 0.5  # seconds between two looks at heartbeats and metrics
 LAST_WORDS = 300  # lines at the end of a log in which an error is looked for: other ranks of the host write there, too
@@ -141,6 +142,7 @@ class Supervisor:
         self._read_step()
         self.status.finish(state, cause)
         self._write_status()
+        self._clear_memory()
         self.children.release_reaper()
         if cause is not None:
             self._say(f"{cause.role} failed: {cause.reason}", *(f"  | {line}" for line in cause.last_lines))
@@ -344,6 +346,13 @@ class Supervisor:
             elif record["source"] == self.limits.counted:
                 self.counted.add(record["step"])  # each record is one
                 self.status.step = len(self.counted)
+
+    def _clear_memory(self) -> None:
+        """Delete the versions of the weights that are in memory (`weight_broadcast.folder`): nobody reads them any more."""
+        try:
+            tmpfs.clear(self.paths.weights)
+        except OSError as error:
+            self._say(f"versions of the weights stay in memory, until the run is started again: {error}")
 
     # -- reporting
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlx.config.evaluated import evaluated, is_due
 from rlx.config.kv_cache import kv_cache_bytes
-from rlx.config.memory import TrainerMemory, engine_memory, size, trained_parameters, trainer_memory
+from rlx.config.memory import TrainerMemory, engine_memory, size, trained_parameters, trainer_memory, versions_in_memory
 from rlx.config.objectives import losses_of
 from rlx.config.rows import why
 from rlx.config.schema import CommandConfig, Config, EvaluatedRun, PlayRoot, SftRoot, TrainingRoot
@@ -287,6 +287,7 @@ def _memory(cfg: TrainingRoot) -> list[str]:
         *([f"  each also: {size(trainer.optimizer)} of host memory for the optimizer's state"] if trainer.optimizer_on_host else []),
         f"  {'rank 0' if alone else 'its hosts together'} also: {size(trainer.published)} of host memory for the copy of the weights"
         f"{' of each run' if cfg.hosts else ''} that is written beside the next step",
+        *([f"  its host also: {size(kept)} for versions in weight_broadcast.folder"] if (kept := versions_in_memory(cfg)) else []),
     ]
 
 

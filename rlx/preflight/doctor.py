@@ -24,7 +24,8 @@ from pathlib import Path
 
 from rlx.config import limits
 from rlx.config.kv_cache import kv_cache_bytes
-from rlx.config.memory import engine_memory, size, trainer_memory
+from rlx.config.memory import engine_memory, size, trainer_memory, versions_in_memory
+from rlx.config.mounts import file_system
 from rlx.config.schema import CommandConfig, Config, PlayRoot
 from rlx.kernels.toolchain import missing_part
 from rlx.paths import cache_root
@@ -173,14 +174,6 @@ def measure(folder: Path) -> tuple[float, float]:
         return speed, (time.perf_counter() - began) / 10
 
 
-def file_system(folder: Path) -> str:
-    """The kind of the file system that a folder is on: `ext4`, `nfs4`, `lustre`; `unknown` if the kernel does not list it."""
-    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
-    path = str(folder.resolve())
-    inside = [(place, kind) for place, kind in mounts if path == place or path.startswith(place.rstrip("/") + "/")]
-    return max(inside, key=lambda mount: len(mount[0]), default=("", "unknown"))[1]
-
-
 def _no_locks(folder: Path) -> str | None:
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".rlx-doctor-") as file:
         try:
@@ -195,9 +188,15 @@ def shared_memory(examined: Examined) -> Finding:
         usage = shutil.disk_usage("/dev/shm")
     except OSError as error:
         return Finding(name="/dev/shm", state=WARNING, found=f"{error.strerror}", remedy="mount a tmpfs there: vLLM and NCCL need it")
-    found = f"{size(usage.total)}, {size(usage.free)} free"
-    if usage.free >= SHARED_MEMORY:
+    found, cfg = f"{size(usage.total)}, {size(usage.free)} free", examined.cfg
+    folder = cfg.memory_folder if isinstance(cfg, Config) else None
+    versions = versions_in_memory(cfg) if isinstance(cfg, Config) and folder is not None and folder.is_relative_to("/dev/shm") else 0.0
+    if usage.free >= SHARED_MEMORY + versions:
         return Finding(name="/dev/shm", state=OK, found=found)
+    if versions and usage.free >= SHARED_MEMORY:
+        found += f"; versions of the weights take {size(versions)} there, and other libraries {size(SHARED_MEMORY)}"
+        remedy = f"mount -o remount,size={math.ceil((SHARED_MEMORY + versions) / 2**30)}G /dev/shm, or weight_broadcast.folder=null"
+        return Finding(name="/dev/shm", state=FAILED if examined.here else WARNING, found=found, remedy=remedy)
     several = examined.here and (examined.cfg.num_gpus > 1 or examined.cfg.hardware.tensor_parallel > 1)
     remedy = "docker run --shm-size=8g, or an emptyDir of medium Memory there on Kubernetes; outside: mount -o remount,size=8G /dev/shm"
     return Finding(name="/dev/shm", state=FAILED if several else WARNING, found=found, remedy=remedy)
@@ -236,6 +235,7 @@ def needed_memory(cfg: CommandConfig) -> float:
     if isinstance(cfg, Config) and cfg.own_ranks:
         trainer = trainer_memory(cfg)
         need += (PROCESS + trainer.host) * cfg.own_ranks / hosts + trainer.published / (1 if cfg.lora.on else hosts)
+        need += versions_in_memory(cfg)
     return need
 
 

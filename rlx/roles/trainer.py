@@ -51,10 +51,12 @@ class Trainer:
         from rlx.train.scores import ScoreKeeper
         from rlx.train.summary import Summary
         from rlx.train.validation import Validation
-        from rlx.weights.broadcast import Broadcast
+        from rlx.weights.broadcast import Broadcast, make_room
         from rlx.weights.hub import TIMEOUT, initial_model
 
         self.cfg, self.paths, self.watch = cfg, paths, watch
+        if place.rank == 0:
+            make_room(cfg, paths)
         wait_for_neighbours(cfg, paths, watch.beat, watch.tick)
         self.mesh = build_mesh(cfg, paths, place, timeout=TIMEOUT, tick=watch.beat_on, alive=watch.waiting)
         warning = too_little(cfg, self.mesh)
@@ -156,12 +158,13 @@ class Trainer:
         The orchestrator continues when it sees the version, so the order of lines in `metrics.jsonl` is always the same.
         """
         version = step + 1
-        # Without servers, only the last version and those of checkpoints are wanted.
-        wanted = self.cfg.publishes(version) or self.checkpoints.due(version)
+        # Without servers, only versions that last are wanted: the last one and those of checkpoints.
+        lasts = self.cfg.lasts(version) or self.checkpoints.due(version)
+        wanted = lasts or self.cfg.publishes(version)
         began = time.perf_counter()
         if wanted:
             with self.watch.working(f"gathering version {version}", step):
-                self.broadcast.gather(version)
+                self.broadcast.gather(version, lasts=lasts)
         if self.metrics is not None:
             ended = time.perf_counter()
             share = (values["time/forward_backward"] + values["time/optimizer"]) / (ended - started)

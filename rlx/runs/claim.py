@@ -41,6 +41,7 @@ from rlx.runs.run import PATIENCE, Run
 from rlx.runs.status import FINAL, read_status
 from rlx.runs.weights import initial_model
 from rlx.waiting import WaitTimeout, wait_for
+from rlx.weights import tmpfs
 
 FILL = 300.0  # seconds for another role to fill the run directory: it hashes the code, perhaps on a slow file system
 MAKING = ".making"  # marks a run directory under construction; a half-made directory counts as free
@@ -318,9 +319,8 @@ def _claim(paths: RunPaths, *, clean: bool, found: Found | None) -> RunLock:
     lock = _alone(paths, found)
     _refuse_taken(paths, clean=clean)  # again, now that the lock keeps others out
     (root / MAKING).touch()
-    for entry in root.iterdir():
-        if entry in (paths.lock, root / MAKING):
-            continue
+    tmpfs.clear(paths.weights)
+    for entry in {*root.iterdir()} - {paths.lock, root / MAKING}:
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
         else:

@@ -22,6 +22,7 @@ from rlx.config.schema import CommandConfig, EvaluatedRun
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths, atomic, write_text
 from rlx.runs.lock import SWEEP
+from rlx.weights import tmpfs
 from rlx.weights.files import WeightsError, verify, versions
 
 LATEST = "latest"
@@ -132,6 +133,7 @@ def rewind(
         if int(folder.name.removeprefix("step_").partition("--")[0]) >= done:
             shutil.rmtree(folder)
     _forget_processes(paths)
+    tmpfs.clear(paths.weights)
     for folder in paths.weights.glob(".step_*"):
         shutil.rmtree(folder)
     for version in versions(paths.weights):

@@ -12,6 +12,7 @@ from rlx.config.inherited import find_weights
 from rlx.config.schema_eval import EvalRoot, PlayWithModel
 from rlx.config.schema_synthesize import SynthesizeRoot
 from rlx.paths import RunPaths
+from rlx.weights import tmpfs
 from rlx.weights.files import ADAPTER_CONFIG, versions
 
 
@@ -28,9 +29,8 @@ def resolve(cfg: EvalRoot) -> EvalRoot:
     there = versions(folder)
     missing = sorted(set(cfg.steps or ()) - set(there) - {0})
     if missing:
-        has = ", ".join(map(str, there)) or "none"
         raise ConfigError(
-            f"{folder} has no complete step_{missing[0]} (steps={cfg.steps}); it has {has}.\n"
+            f"{folder} has no complete step_{missing[0]} (steps={cfg.steps}); {_has(folder, there, missing[0])}.\n"
             "  fix: name some of these; a training keeps its newest versions (weight_broadcast.keep_last) and those of checkpoints"
         )
     cfg = replace(cfg, weights_dir=str(folder), steps=there if cfg.steps is None else sorted(set(cfg.steps)))
@@ -57,10 +57,9 @@ def resolve_step(cfg: SynthesizeRoot) -> SynthesizeRoot:
     there = versions(folder)
     if cfg.step is None and not there:
         raise ConfigError(f"{folder} has no complete step_N.\n  fix: name another weights_dir, or step=0 for the run's initial model")
-    if cfg.step not in (None, 0, *there):
-        has = ", ".join(map(str, there)) or "none"
+    if cfg.step is not None and cfg.step not in (0, *there):
         raise ConfigError(
-            f"{folder} has no complete step_{cfg.step}; it has {has}.\n"
+            f"{folder} has no complete step_{cfg.step}; {_has(folder, there, cfg.step)}.\n"
             "  fix: name one of these; a training keeps its newest versions (weight_broadcast.keep_last) and those of checkpoints"
         )
     if cfg.step == 0 and (run is None or not _is_there(RunPaths(run).initial_model)):
@@ -68,6 +67,12 @@ def resolve_step(cfg: SynthesizeRoot) -> SynthesizeRoot:
     cfg = replace(cfg, weights_dir=str(folder), step=there[-1] if cfg.step is None else cfg.step)
     _check_kind(cfg, folder, [cfg.step] if cfg.step else [])
     return cfg
+
+
+def _has(folder: Path, there: Sequence[int], wanted: int) -> str:
+    """What is there instead of the wanted step, and what became of that one if it was in memory."""
+    why = tmpfs.lost(folder / f"step_{wanted}")
+    return f"it has {', '.join(map(str, there)) or 'none'}" + (f"; {why}" if why else "")
 
 
 def _check_kind(cfg: PlayWithModel, folder: Path, steps: Sequence[int]) -> None:

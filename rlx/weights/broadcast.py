@@ -4,8 +4,9 @@
     while waiting     serve_while: servers that call get the offered version
     within a step     serve, between two micro-batches before the weights change
 
-Over files, `offer`, `serve` and `leave_on_disk` do nothing. From memory, only some versions have files: those of checkpoints, those
-that are evaluated and the last one. The trainer's loop makes the same calls for both.
+Over files, `offer` and `serve` do nothing. From memory, only versions that last have files: those of checkpoints, those that are evaluated
+and the last one. With `weight_broadcast.folder` the files of all others are in a folder in memory. The trainer's loop always makes the same
+calls.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlx.config.chat_format import template_path
+from rlx.config.memory import versions_in_memory
 from rlx.config.schema import Config, TrainingRoot
 from rlx.paths import RunPaths
 from rlx.process import host_name
 from rlx.waiting import Preempted
+from rlx.weights import tmpfs
 from rlx.weights.publish import Publisher
 
 if TYPE_CHECKING:
@@ -34,6 +37,17 @@ Working = Callable[..., AbstractContextManager[Any]]  # (phase, step) → the co
 
 class Called(Preempted):
     """Servers wait for weights, so the trainer stops waiting. Other ranks see a `Preempted` and ask rank 0 for the reason."""
+
+
+def make_room(cfg: TrainingRoot, paths: RunPaths) -> None:
+    """Make the run's folder in memory, if the configuration has one. Rank 0 calls this before it loads anything.
+
+    Deletes that of an attempt that was killed. Raises NoRoom if the versions do not fit.
+    """
+    tmpfs.clear(paths.weights)
+    if cfg.memory_folder is not None:
+        tmpfs.check(cfg.memory_folder, versions_in_memory(cfg))
+        tmpfs.make(paths.weights, cfg.memory_folder)
 
 
 class Broadcast:
@@ -60,6 +74,7 @@ class Broadcast:
             trust_remote_code=cfg.model.trust_remote_code,
             chat_template=None if cfg.model.chat_template is None else template_path(cfg.model.chat_template),
             lora=cfg.lora if cfg.lora.on else None,
+            in_memory=cfg.memory_folder is not None,
         )
         return cls(publisher, _offers_of(cfg, publisher, dtype), working)
 
@@ -71,9 +86,9 @@ class Broadcast:
             "time/send_weights": self.offers.seconds if self.offers is not None else 0.0,
         }
 
-    def gather(self, version: int) -> None:
-        """Copy the current weights and start writing them to files. Raises PublishFailed for the previous version."""
-        self.publisher.gather(version)
+    def gather(self, version: int, *, lasts: bool = True) -> None:
+        """Copy the current weights and start writing them to files (`Publisher.gather`). Raises PublishFailed for the previous version."""
+        self.publisher.gather(version, lasts=lasts)
 
     def announce(self, version: int, *, keep_last: int | None = None, protect: Collection[int] = ()) -> None:
         """Make the gathered version visible once its files are written. Then delete old ones (`Publisher.announce`)."""
@@ -124,12 +139,12 @@ class Broadcast:
         return self.offers is not None and self.offers.called()
 
     def ensure(self, version: int) -> None:
-        """Make sure that the version has files. If not, publish the current weights as that version."""
+        """Make sure that the version is on the disk. If not, publish the current weights as that version."""
         self.publisher.ensure(version)
 
     def leave_on_disk(self, version: int) -> None:
-        """Before the trainer leaves: `ensure` a version that only its memory may have."""
-        if self.offers is not None:
+        """Before the trainer leaves: `ensure` a version that may be in memory alone."""
+        if self.offers is not None or self.publisher.in_memory:
             with self.working(f"writing version {version}"):
                 self.publisher.ensure(version)
 

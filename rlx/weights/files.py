@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from rlx.paths import COMPLETE, RunPaths, listed
-from rlx.weights import spare
+from rlx.weights import spare, tmpfs
 from rlx.weights.sums import sum_of_file
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def verify(path: Path, *, tensors: bool = True) -> dict[str, Any]:
     """
     marker = path / COMPLETE
     if not marker.is_file():
-        raise WeightsError(f"{path}: no file {COMPLETE}; the folder was not finished, or is not a weights folder")
+        raise WeightsError(tmpfs.lost(path) or f"{path}: no file {COMPLETE}; the folder was not finished, or is not a weights folder")
     try:
         manifest = json.loads(marker.read_text())
         files: Mapping[str, Any] = manifest["files"]
@@ -187,6 +187,11 @@ def versions(weights: Path) -> list[int]:
     return sorted(found)
 
 
+def lasts(paths: RunPaths, version: int) -> bool:
+    """Whether a version is complete and on the disk: one in memory ends with the run."""
+    return version in versions(paths.weights) and not paths.weights_of(version).is_symlink()
+
+
 def latest_version(paths: RunPaths) -> int | None:
     """The newest complete policy version on disk; None without one."""
     return max(versions(paths.weights), default=None)
@@ -208,7 +213,7 @@ def prune(paths: RunPaths, keep_last: int, protect: Collection[int] = (), *, reu
             if reuse:
                 spare.keep(doomed, [file.name for file in doomed.glob("*.safetensors") if file.stat().st_size >= ALONE])
             else:
-                shutil.rmtree(doomed)
+                tmpfs.delete(doomed)
     return gone
 
 
@@ -277,11 +282,17 @@ class Written:
     index: dict[str, str]  # the file of each published tensor
 
 
-def begin(paths: RunPaths, version: int) -> None:
-    """Make the empty folder of a version, under a hidden name. Replaces one that a stopped attempt left."""
+def begin(paths: RunPaths, version: int, *, in_memory: bool = False) -> None:
+    """Make the empty folder of a version, under a hidden name. Replaces one that a stopped attempt left.
+
+    `in_memory`: the hidden name is a link to a folder that `tmpfs` makes; everything else is the same.
+    """
     folder = hidden(paths, version)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    abandon(paths, version)
+    if in_memory:
+        folder.symlink_to(tmpfs.fresh(paths.weights, paths.weights_of(version).name))
+    else:
+        folder.mkdir(parents=True)
 
 
 def write(paths: RunPaths, version: int, parts: Mapping[str, Tensors], export: Callable[[Tensors], Tensors]) -> Written:
@@ -323,15 +334,22 @@ def complete(paths: RunPaths, version: int, written: Sequence[Written], static: 
 
 
 def publish(paths: RunPaths, version: int) -> None:
-    """Make a written version visible. Replaces the one of an earlier attempt."""
+    """Make a written version visible. Replaces the one of an earlier attempt, or one in memory."""
     final = paths.weights_of(version)
-    shutil.rmtree(final, ignore_errors=True)
+    if final.is_symlink():
+        final.unlink()  # a server may still read what it leads to, which `tmpfs.clear` deletes
+    else:
+        shutil.rmtree(final, ignore_errors=True)
     hidden(paths, version).rename(final)
 
 
 def abandon(paths: RunPaths, version: int) -> None:
     """Delete a version that was not published."""
-    shutil.rmtree(hidden(paths, version), ignore_errors=True)
+    folder = hidden(paths, version)
+    if folder.is_symlink():
+        tmpfs.delete(folder)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def hidden(paths: RunPaths, version: int) -> Path:

@@ -6,7 +6,8 @@
 host holds all of them if there are several. A thread of each writes them and computes checksums; that of rank 0 also completes the version
 and deletes old ones (`writers.py`). Adapters are small: rank 0 writes them alone.
 Only one version is written at a time: `gather` waits for the previous one. Versions are folders that appear under `weights/`: of the kind
-`files` with a whole model, of the kind `adapter` with adapters alone, if these are trained.
+`files` with a whole model, of the kind `adapter` with adapters alone, if these are trained. Those that need not last may be in memory
+(`tmpfs.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from rlx.parallel.gather import whole_on
 from rlx.parallel.mesh import Mesh, RankLost
 from rlx.paths import RunPaths
-from rlx.weights import files, spare
+from rlx.weights import files, spare, tmpfs
 from rlx.weights.attest import begun
 from rlx.weights.division import Part, by_layer, divide
 from rlx.weights.export import Export
@@ -61,13 +62,15 @@ class Publisher:
         dtype: torch.dtype,
         *,
         writers: Sequence[int] = (0,),
+        in_memory: bool = False,
     ) -> None:
         """`model`: what is trained, or a slot of a shared trainer. `static` holds the files of a model folder besides weights (rank 0's).
 
         `dtype` is that of the published parameters; buffers keep theirs. `writers`: the ranks that write, with rank 0 first.
+        `in_memory`: versions that need not last are written into the run's folder in memory, which exists (`tmpfs.make`).
         """
         self.model: Any = model
-        self.mesh, self.paths, self.static = mesh, paths, static
+        self.mesh, self.paths, self.static, self.in_memory = mesh, paths, static, in_memory
         self.export = Export(model, dtype)
         # Whether copies are compared with the tensors of the device. On a CPU both lie in host memory.
         self.compares = mesh.device.type == "cuda"
@@ -90,11 +93,12 @@ class Publisher:
         trust_remote_code: bool = False,
         chat_template: Path | None = None,
         lora: LoraConfig | None = None,
+        in_memory: bool = False,
     ) -> Publisher:
         """The publisher of a model loaded from `source` (folder or hub name), with that model's configuration and tokenizer.
 
         `chat_template`: a file; the published folders have this template instead of the model's own. `lora`: that of the model's adapters;
-        then these are published without a tokenizer.
+        then these are published without a tokenizer. `in_memory`: see `__init__`.
         """
         static = ModelFiles({})
         if mesh.first and lora is not None:
@@ -107,10 +111,13 @@ class Publisher:
                 static = static.with_chat_template(chat_template)
         # Ranks of one host share its memory and its way to the disk, so one of them writes.
         writers = (0,) if lora is not None else [ranks[0] for ranks in mesh.hosts()]
-        return cls(model, mesh, paths, static, dtype, writers=writers)
+        return cls(model, mesh, paths, static, dtype, writers=writers, in_memory=in_memory)
 
-    def gather(self, version: int) -> None:
-        """Copy the current weights and start writing them. Every rank calls this. Raises PublishFailed for the previous version."""
+    def gather(self, version: int, *, lasts: bool = True) -> None:
+        """Copy the current weights and start writing them. Every rank calls this. Raises PublishFailed for the previous version.
+
+        `lasts`: somebody may want the version when the run has ended, so it is written to the disk in any case.
+        """
         self.wait()
         cuda, rank = self.mesh.device.type == "cuda", self.mesh.rank
         owners = {name: part.writer for part in self._parts for name in part.names}
@@ -124,7 +131,7 @@ class Publisher:
         self.mesh.synchronize()  # until the copies are complete
         self._sums = {name: result() for name, result in sums.items()}
         if rank in self._writers.ranks:
-            self._pending = [self._thread.submit(self._write, version)]
+            self._pending = [self._thread.submit(self._write, version, self.in_memory and not lasts)]
 
     def announce(self, version: int, *, keep_last: int | None = None, protect: Collection[int] = ()) -> None:
         """Make the gathered version visible once it is written. Then delete all except the newest `keep_last` and those in `protect`.
@@ -148,8 +155,9 @@ class Publisher:
         self._pending = []
 
     def ensure(self, version: int) -> None:
-        """Make sure that the version exists. If not, publish the current weights as that version. Every rank calls this."""
-        if self.mesh.any(self.mesh.first and version not in files.versions(self.paths.weights)):
+        """Make sure that the version is on the disk. If not, publish the current weights as that version. Every rank calls this."""
+        self.mesh.agreed(self.wait)
+        if self.mesh.any(self.mesh.first and not files.lasts(self.paths, version)):
             self.gather(version)
             self.announce(version)
         self.mesh.agreed(self.wait)
@@ -168,11 +176,13 @@ class Publisher:
             self._copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
         self._copies[name].copy_(tensor, non_blocking=pinned)
 
-    def _write(self, version: int) -> None:
+    def _write(self, version: int, in_memory: bool) -> None:
         began = time.perf_counter()
         try:
-            self._writers.write(version, lambda: self._write_own(version), self.static)
+            self._writers.write(version, lambda: self._write_own(version), self.static, in_memory=in_memory)
         except Exception as error:
+            if in_memory and isinstance(error, OSError) and error.filename is None:
+                error.filename = str(tmpfs.place(self.paths.weights))  # so that a full one is not taken for the disk
             if self.mesh.first:
                 files.abandon(self.paths, version)
             raise _failed(version, error) from error

@@ -15,24 +15,26 @@ import signal
 from collections.abc import Iterable
 from pathlib import Path
 
+from rlx.weights import tmpfs
+
 LOCAL = frozenset({"ext4", "xfs", "tmpfs"})  # where the kernel of this host knows of everybody who has a file open
 SPARE = ".step_spare"  # beside the versions; hidden, so that no reader takes it for one, and a resumed run deletes it
 
 
 def keep(doomed: Path, names: Iterable[str]) -> None:
-    """Delete the folder, but keep the files of these names for `take`, instead of older ones."""
-    spare, names = doomed.with_name(SPARE), list(names)
-    if names and _file_system(doomed.parent) in LOCAL:
+    """Delete the folder, but keep the files of these names for `take`, instead of older ones. It may be a link to a folder in memory."""
+    spare, names = doomed.resolve().with_name(SPARE), list(names)
+    if names and _file_system(spare.parent) in LOCAL:
         shutil.rmtree(spare, ignore_errors=True)
         spare.mkdir()
         for name in names:
             (doomed / name).rename(spare / name)
-    shutil.rmtree(doomed)
+    tmpfs.delete(doomed)
 
 
 def take(path: Path) -> None:
     """Move the spare file of this name to the new `path`, with whatever it holds, if there is one; delete it if somebody reads it."""
-    spare = path.parent.with_name(SPARE) / path.name
+    spare = path.parent.resolve().with_name(SPARE) / path.name
     if spare.is_file():
         if _unused(spare):
             spare.rename(path)
@@ -41,8 +43,9 @@ def take(path: Path) -> None:
 
 
 def delete(versions: Path) -> None:
-    """Delete what is left. `versions`: the folder of the versions."""
-    shutil.rmtree(versions / SPARE, ignore_errors=True)
+    """Delete what is left, also in memory. `versions`: the folder of the versions."""
+    for folder in (versions, versions / tmpfs.RECORD):
+        shutil.rmtree(folder / SPARE, ignore_errors=True)
 
 
 def _unused(path: Path) -> bool:

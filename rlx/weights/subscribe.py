@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rlx.paths import COMPLETE, RunPaths, listed_with_folder
 from rlx.types import WeightVersion
-from rlx.weights import files
+from rlx.weights import files, tmpfs
 from rlx.weights.offer import read_offer
 
 
@@ -44,7 +44,7 @@ class Subscriber:
         offer = read_offer(self.paths)
         if offer is not None and offer.version == version:
             return offer
-        return version_at(self.paths.weights_of(version), version) if self.on_disk(version) else None
+        return version_at(tmpfs.real(self.paths.weights_of(version)), version) if self.on_disk(version) else None
 
     def check_offered(self, version: int) -> None:
         """Raise FileNotFoundError for a version that `at` does not find, unless the trainer offers versions from memory: over files no

@@ -34,21 +34,23 @@ class Writers:
         self.mesh, self.paths, self.ranks = mesh, paths, tuple(ranks)
         self._group = Subgroup(mesh, ranks)
 
-    def write(self, version: int, write: Callable[[], Written], static: ModelFiles) -> None:
+    def write(self, version: int, write: Callable[[], Written], static: ModelFiles, *, in_memory: bool = False) -> None:
         """Write all files of a version, up to its manifest. `write` writes this rank's safetensors files into the version's folder.
+
+        `in_memory`: that folder is in the memory of rank 0's host (`tmpfs`).
 
         On rank 0 it raises the error of the lowest rank that failed, after all writers have ended: WriterFailed for another rank's,
         RankLost if that rank left. On other ranks it raises their own error.
         """
         if self.mesh.first:
-            self._lead(version, write, static)
+            self._lead(version, write, static, in_memory)
         else:
             self._follow(version, write)
 
-    def _lead(self, version: int, write: Callable[[], Written], static: ModelFiles) -> None:
+    def _lead(self, version: int, write: Callable[[], Written], static: ModelFiles, in_memory: bool) -> None:
         begun = False
         try:
-            files.begin(self.paths, version)
+            files.begin(self.paths, version, in_memory=in_memory)
             begun = True
         finally:
             self._group.hear_first(begun)

@@ -198,50 +198,6 @@ def server_urls(cfg: Config, of: Show) -> Iterator[str]:
             yield f"`inference.base_url` must hold addresses like http://host:port: {of('inference.base_url')}."
 
 
-@rule("weight_broadcast.keep_kv", "inference.vllm")
-def keys_and_values_outside_the_engine(cfg: Config, of: Show) -> Iterator[str]:
-    for name in cfg.inference.vllm:
-        if cfg.weight_broadcast.keep_kv and name.replace("-", "_") in ("kv_transfer_config", "kv_offloading_size"):
-            yield (
-                f"keys and values that are kept outside the engine outlive an update: {of('weight_broadcast.keep_kv')} with "
-                f"{of(f'inference.vllm.{name}')}. Leave out one of the two."
-            )
-
-
-@rule("weight_broadcast.type", "weight_broadcast.in_turn", "hardware", "lora", "inference.base_url")
-def weights_without_files(cfg: Config, of: Show) -> Iterator[str]:
-    kind, hardware = cfg.weight_broadcast.type, cfg.hardware
-    if kind == "filesystem" or not cfg.plays:  # then no version reaches a server
-        return
-    if cfg.lora.on:
-        yield (
-            f"adapters reach the servers as files: {of('weight_broadcast.type')} with {of('lora.rank')}. They are small.\n"
-            "Use weight_broadcast.type=filesystem."
-        )
-    if cfg.inference.base_url:
-        yield (
-            f"servers that the run did not start take weights only from files: {of('weight_broadcast.type')} with "
-            f"{of('inference.base_url')}.\nUse weight_broadcast.type=filesystem."
-        )
-    if cfg.weight_broadcast.in_turn:
-        yield (
-            f"from memory, one transfer serves all servers, and each transfer holds the trainer: {of('weight_broadcast.type')} with "
-            f"{of('weight_broadcast.in_turn')}.\nUse weight_broadcast.type=filesystem, or weight_broadcast.in_turn=false."
-        )
-    if kind in ("nccl", "ipc") and hardware.device == "cpu":
-        yield f"{kind} needs GPUs: {of('weight_broadcast.type')} with {of('hardware.device')}. Use weight_broadcast.type=gloo."
-    elif kind == "nccl" and hardware.shared:
-        yield (
-            f"NCCL has no two processes on one GPU: {of('weight_broadcast.type')} with {of('hardware.shared')}.\n"
-            "Use weight_broadcast.type=ipc."
-        )
-    elif kind == "ipc" and not (hardware.shared and hardware.nodes == 1):
-        yield (
-            f"ipc is for trainer and servers on the same GPUs of one host: {of('weight_broadcast.type')} with {of('hardware.shared')}, "
-            f"{of('hardware.nodes')}.\nUse weight_broadcast.type=nccl."
-        )
-
-
 # hardware
 
 

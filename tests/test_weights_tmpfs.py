@@ -1,0 +1,277 @@
+"""Versions that only the servers need lie in memory: the same for every reader, lost without harm, and deleted by whoever comes last."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from trainer_examples import make_model
+
+from rlx.cli.role import TRAINER
+from rlx.config.checks import weights as rules
+from rlx.config.errors import ConfigError
+from rlx.config.load import compose
+from rlx.config.memory import published_bytes, versions_in_memory
+from rlx.config.roots import EVAL
+from rlx.config.schema import Config
+from rlx.models.policy import PolicyModel
+from rlx.parallel.mesh import one_process
+from rlx.paths import COMPLETE, RunPaths
+from rlx.preflight import doctor
+from rlx.runs.weights import resolve
+from rlx.weights import files, spare, tmpfs
+from rlx.weights.broadcast import Broadcast, make_room
+from rlx.weights.files import ModelFiles, WeightsError, verify
+from rlx.weights.publish import Publisher, PublishFailed
+from rlx.weights.subscribe import Subscriber
+
+GIB = 2**30
+
+
+@pytest.fixture
+def shm(tmp_path: Path) -> Path:
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def publisher(tmp_path: Path, shm: Path) -> Publisher:
+    paths = RunPaths(tmp_path / "mine")
+    tmpfs.make(paths.weights, shm)
+    return Publisher(
+        PolicyModel(make_model()), one_process("cpu"), paths, ModelFiles({"config.json": b"{}"}), torch.float32, in_memory=True
+    )
+
+
+def publish(publisher: Publisher, version: int, *, lasts: bool = False, keep_last: int = 2, protect: tuple[int, ...] = ()) -> Path:
+    """Publish weights that are all `version`."""
+    with torch.no_grad():
+        for _, tensor in publisher.model.named_weights():
+            tensor.fill_(version)
+    publisher.gather(version, lasts=lasts)
+    publisher.announce(version, keep_last=keep_last, protect=protect)
+    publisher.wait()
+    return publisher.paths.weights_of(version)
+
+
+def in_memory(shm: Path) -> list[str]:
+    (own,) = shm.iterdir()
+    return sorted(path.name for path in own.iterdir())
+
+
+def test_versions_that_last_are_on_the_disk_and_all_are_found_in_the_run_directory(publisher: Publisher, shm: Path) -> None:
+    paths, subscriber = publisher.paths, Subscriber(publisher.paths)
+    for version in range(1, 6):
+        folder = publish(publisher, version, lasts=version == 2, protect=(2,))
+        assert folder.is_symlink() == (version != 2)
+        assert verify(folder)["version"] == version
+        assert all((tensor == version).all() for tensor in load_file(folder / "model.safetensors").values())
+        assert (found := subscriber.latest()) is not None
+        assert found == subscriber.at(version)
+        assert Path(found.where) == folder.resolve(), "a server reads it where it is, however its name changes meanwhile"
+    assert files.versions(paths.weights) == [2, 4, 5]
+    assert in_memory(shm) == ["run", "step_4", "step_5"]
+    (own,) = shm.iterdir()
+    assert own.name.startswith("rlx-mine-")
+    assert own.stat().st_mode & 0o777 == 0o700
+    publisher.close()
+    tmpfs.clear(paths.weights)
+    assert [path.name for path in paths.weights.iterdir()] == ["step_2"]
+    assert list(shm.iterdir()) == []
+
+
+def test_a_version_in_memory_goes_to_the_disk_when_a_checkpoint_of_it_is_made_and_its_readers_go_on(publisher: Publisher) -> None:
+    broadcast, paths = Broadcast(publisher), publisher.paths
+    folder = publish(publisher, 3)
+    before, reader = verify(folder), folder.readlink()
+    publisher.gather(3, lasts=False)  # also where it is still being written
+    publisher.announce(3)
+    broadcast.leave_on_disk(3)
+    assert files.lasts(paths, 3)
+    assert not folder.is_symlink()
+    assert verify(folder) == verify(reader) == before
+    number = folder.stat().st_ino
+    broadcast.leave_on_disk(3)
+    assert folder.stat().st_ino == number, "what is on the disk is not written again"
+
+
+def test_what_was_in_memory_is_no_version_after_a_restart_of_the_machine(publisher: Publisher, shm: Path) -> None:
+    paths, subscriber = publisher.paths, Subscriber(publisher.paths)
+    publish(publisher, 1, lasts=True)
+    folder = publish(publisher, 2)
+    (own,) = shm.iterdir()
+    shutil.rmtree(own)
+    assert files.versions(paths.weights) == [1]
+    assert subscriber.at(2) is None
+    assert (found := subscriber.latest()) is not None
+    assert found.version == 1
+    said = rf"step_2 was in memory alone \({own}/step_2\), which is gone or of another host; .*weight_broadcast\.folder"
+    with pytest.raises(WeightsError, match=said):
+        verify(folder)
+    asked = compose([f"weights_dir={paths.weights}", "steps=[2]", "env=sums"], root=EVAL, environ={}).cfg
+    with pytest.raises(ConfigError, match=rf"no complete step_2 \(steps=\[2\]\); it has 1; {said}"):
+        resolve(asked)
+    tmpfs.clear(paths.weights)
+    again = tmpfs.make(paths.weights, shm)
+    assert [path.name for path in paths.weights.glob("step_*")] == ["step_1"]
+    assert list(shm.iterdir()) == [again]
+
+
+def test_a_version_that_cannot_be_written_leaves_nothing_and_names_the_folder(
+    publisher: Publisher, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    (own,) = shm.iterdir()
+    monkeypatch.setattr("rlx.weights.saving.sum_of_bytes", full)
+    publisher.gather(1, lasts=False)
+    with pytest.raises(PublishFailed, match=rf"version 1 .*: OSError: \[Errno 28\] No space left on device: '{own}'\. Free some space"):
+        publisher.wait()
+    assert [path.name for path in publisher.paths.weights.iterdir()] == [tmpfs.RECORD]
+    assert in_memory(shm) == ["run"]
+
+
+def test_the_next_version_overwrites_the_deleted_one_in_memory_and_on_the_disk(
+    publisher: Publisher, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "ALONE", 0)  # so that small files are kept, too
+    monkeypatch.setattr(spare, "LOCAL", {spare._file_system(shm)})
+    numbers = [(publish(publisher, version, keep_last=1) / "model.safetensors").stat().st_ino for version in (1, 2, 3)]
+    assert numbers[2] == numbers[0] != numbers[1]
+    assert in_memory(shm) == [spare.SPARE, "run", "step_3"]
+    first = (publish(publisher, 4, lasts=True, keep_last=1) / "model.safetensors").stat().st_ino
+    publish(publisher, 5, keep_last=1)
+    last = publish(publisher, 6, lasts=True, keep_last=1)
+    assert (last / "model.safetensors").stat().st_ino == first
+    assert all((tensor == 6).all() for tensor in load_file(last / "model.safetensors").values())
+    publisher.close()
+    assert in_memory(shm) == ["run"]
+
+
+def test_a_copy_of_the_run_directory_deletes_its_links_and_not_what_they_lead_to(publisher: Publisher, shm: Path) -> None:
+    publish(publisher, 1)
+    mine, copy = publisher.paths, RunPaths(publisher.paths.root.with_name("copy"))
+    shutil.copytree(mine.root, copy.root, symlinks=True)
+    tmpfs.clear(copy.weights)
+    assert list(copy.weights.iterdir()) == []
+    assert verify(mine.weights_of(1))["version"] == 1
+    tmpfs.make(copy.weights, shm)
+    assert len(list(shm.iterdir())) == 2, "no two runs share a folder"
+
+
+@pytest.mark.parametrize("done", ["link", "folder", "back"])
+def test_an_attempt_that_was_killed_while_it_made_its_folder_leaves_it_to_the_next(tmp_path: Path, shm: Path, done: str) -> None:
+    weights, own = tmp_path / "mine" / "weights", shm / "rlx-mine-0"
+    weights.mkdir(parents=True)
+    (weights / tmpfs.RECORD).symlink_to(own)
+    if done != "link":
+        own.mkdir()
+    if done == "back":
+        (own / tmpfs.BACK).symlink_to(weights)
+    tmpfs.clear(weights)
+    assert list(shm.iterdir()) == list(weights.iterdir()) == []
+    found = tmpfs.make(weights, shm)
+    assert list(shm.iterdir()) == [found]
+    tmpfs.clear(weights)
+    tmpfs.clear(weights)
+    assert list(shm.iterdir()) == list(weights.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "free", "said"),
+    [
+        ("ext4", 9 * GIB, "is not in memory: its file system is ext4"),
+        (
+            "tmpfs",
+            1 * GIB,
+            r"has 1\.0 GiB of room, and the versions that are kept there take 2\.0 GiB\. .* lower weight_broadc",
+        ),
+        ("tmpfs", 9 * GIB, None),
+    ],
+)
+def test_the_trainer_says_at_once_that_its_versions_do_not_fit(
+    shm: Path, monkeypatch: pytest.MonkeyPatch, kind: str, free: int, said: str | None
+) -> None:
+    monkeypatch.setattr(tmpfs, "file_system", lambda _: kind)
+    monkeypatch.setattr(tmpfs.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    if said is None:
+        tmpfs.check(shm, 2 * GIB)
+        return
+    with pytest.raises(tmpfs.NoRoom, match=said):
+        tmpfs.check(shm, 2 * GIB)
+    with pytest.raises(tmpfs.NoRoom, match="does not exist on the trainer's host"):
+        tmpfs.check(shm / "not", 2 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("kind", "total", "said"),
+    [
+        ("nfs4", 2**50, r"the folder is not in memory, its file system is nfs4: weight_broadcast\.folder="),
+        ("tmpfs", 2**16, r"4 versions of 3\.1 MiB do not fit .*its size is 64\.0 KiB; 12\.2 MiB are needed\.(.|\n)*or set weight_broadc"),
+        ("tmpfs", 2**50, None),
+    ],
+)
+def test_a_folder_that_cannot_hold_the_versions_is_refused_before_anything_starts(
+    shm: Path, monkeypatch: pytest.MonkeyPatch, kind: str, total: int, said: str | None
+) -> None:
+    monkeypatch.setattr(rules, "file_system", lambda _: kind)
+    monkeypatch.setattr(rules.shutil, "disk_usage", lambda _: SimpleNamespace(total=total))
+    argv = [f"weight_broadcast.folder={shm}"]
+    if said is None:
+        cfg = compose(argv, environ={}).cfg
+        assert cfg.memory_folder == shm
+        assert versions_in_memory(cfg) == 4 * published_bytes(cfg) > 0
+        assert versions_in_memory(compose([], environ={}).cfg) == 0
+        return
+    with pytest.raises(ConfigError, match=said):
+        compose(argv, environ={})
+    compose([*argv, "dry_run=true"], environ={})  # a plan may be for another machine
+
+
+def test_rlx_doctor_asks_for_room_and_counts_it_as_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def examined(*more: str) -> doctor.Examined:
+        return doctor.Examined(cfg=compose(["model=qwen3_8b", "env=math", *more, "dry_run=true"], environ={}).cfg, run_dir=tmp_path)
+
+    large, without = examined("hardware=node8", "weight_broadcast.folder=/dev/shm"), examined("hardware=node8")
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(total=32 * GIB, free=32 * GIB))
+    found = doctor.shared_memory(large)
+    assert found.state == "failed"
+    assert "versions of the weights take 61.0 GiB there" in found.found
+    assert found.remedy == "mount -o remount,size=63G /dev/shm, or weight_broadcast.folder=null"
+    assert doctor.shared_memory(without).state == "ok"
+    assert isinstance(large.cfg, Config)
+    assert doctor.needed_memory(large.cfg) - doctor.needed_memory(without.cfg) == versions_in_memory(large.cfg)
+
+
+def test_a_role_that_is_started_by_hand_has_nobody_who_deletes_what_it_leaves(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"weight_broadcast\.folder=/dev/shm needs `rlx train`, which deletes what is left there"):
+        TRAINER.run([f"run.dir={tmp_path / 'mine'}", "weight_broadcast.folder=/dev/shm", "dry_run=true"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_the_key_nothing_is_made(tmp_path: Path) -> None:
+    make_room(compose([], environ={}).cfg, RunPaths(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_versions_last_that_are_evaluated_or_the_last_one() -> None:
+    cfg = compose(["max_steps=14", "eval.interval=4", "weight_broadcast.folder=/dev/shm", "dry_run=true"], environ={}).cfg
+    assert [version for version in range(15) if cfg.lasts(version)] == [0, 4, 8, 12, 14]
+    assert all(cfg.publishes(version) for version in range(15)), "servers need every version"
+
+
+def test_a_damaged_version_in_memory_is_seen(publisher: Publisher) -> None:
+    folder = publish(publisher, 1)
+    manifest = json.loads((folder / COMPLETE).read_text())
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.seek(manifest["files"]["model.safetensors"]["size"] - 1)
+        file.write(b"\x01")
+    with pytest.raises(WeightsError, match="is damaged"):
+        verify(folder)
