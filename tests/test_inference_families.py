@@ -26,11 +26,11 @@ from rlx.types import Turn
 UNLIKE_OTHERS = ("llama", "gemma2", "gemma3", "gpt_neox", "olmoe")
 SERVED = [name if name in UNLIKE_OTHERS else pytest.param(name, marks=pytest.mark.nightly) for name in sorted(FAMILIES)]
 COMPARED = {"gpt_neox": 0.618, "olmoe": 0.039, "qwen3_moe": 0.101}  # share of the weights; of all others the whole
-NOT_COMPARED = {  # beside them; the engine packs these, or puts them into another order
+BESIDE_EXPERTS = {f"model.layers.*.{name}" for name in ("mlp.experts", "mlp.gate", *(f"self_attn.{part}_proj" for part in "qkvo"))}
+NOT_COMPARED = {  # the rest: the engine packs it, or puts it into another order
     "gpt_neox": {"gpt_neox.layers.*.attention.query_key_value"},
-    **dict.fromkeys(
-        ("olmoe", "qwen3_moe"), {f"model.layers.*.{name}" for name in ("mlp.experts", "mlp.gate", *(f"self_attn.{p}_proj" for p in "qkvo"))}
-    ),
+    "olmoe": BESIDE_EXPERTS,
+    "qwen3_moe": BESIDE_EXPERTS,
 }
 SIZES = {
     "vocab_size": len(VOCABULARY), "hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "max_position_embeddings": CONTEXT,
