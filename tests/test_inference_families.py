@@ -25,9 +25,10 @@ from rlx.types import Turn
 # Logits by the embedding; windows in some layers; queries, keys and values of a head in turn, and a head of another name; experts.
 UNLIKE_OTHERS = ("llama", "gemma2", "gemma3", "gpt_neox", "olmoe")
 SERVED = [name if name in UNLIKE_OTHERS else pytest.param(name, marks=pytest.mark.nightly) for name in sorted(FAMILIES)]
-COMPARED = {"gpt_neox": 0.618, "olmoe": 0.039, "qwen3_moe": 0.101}  # share of the weights; of all others the whole
+COMPARED = {"gpt2": 0.249, "gpt_neox": 0.618, "olmoe": 0.039, "qwen3_moe": 0.101}  # share of the weights; of all others the whole
 BESIDE_EXPERTS = {f"model.layers.*.{name}" for name in ("mlp.experts", "mlp.gate", *(f"self_attn.{part}_proj" for part in "qkvo"))}
 NOT_COMPARED = {  # the rest: the engine packs it, or puts it into another order
+    "gpt2": {f"transformer.h.*.{name}" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")},
     "gpt_neox": {"gpt_neox.layers.*.attention.query_key_value"},
     "olmoe": BESIDE_EXPERTS,
     "qwen3_moe": BESIDE_EXPERTS,
