@@ -88,8 +88,8 @@ def records(steps: int) -> dict[str, dict[int, dict[str, Any]]]:
     }  # fmt: skip
     orchestrator = {
         step: {
-            "time/step": 8.0, "time/wait_rollouts": 2.0, "perf/inference_tokens_per_second": 50.0, "perf/rollouts_per_second": 5.0,
-            "length/completion_mean": 10.0, "perf/peak_memory_gb": 0.5, "perf/env_worker_memory_gb": 0.25,
+            "time/step": 8.0, "time/wait_rollouts": 2.0, "time/update_weights": 0.04, "perf/inference_tokens_per_second": 50.0,
+            "perf/rollouts_per_second": 5.0, "length/completion_mean": 10.0, "perf/peak_memory_gb": 0.5, "perf/env_worker_memory_gb": 0.25,
         }
         for step in range(steps)
     }  # fmt: skip
@@ -118,6 +118,7 @@ def test_the_whole_loop_in_numbers_and_as_a_table() -> None:
     rows = {name.strip(): value for name, value in rows_of(found, "cuda") if name}
     assert rows["wait for batch"] == "1 s  17%"
     assert rows["wait for rollouts"] == "2 s  25%"
+    assert rows["update servers"] == "40 ms  0%, beside the others"
     assert rows["sampled"] == "50 tokens/s, 5 rollouts/s of 10 tokens"
     json.dumps(found)
 

@@ -55,7 +55,10 @@ OTHERS: dict[str, tuple[type, dict[str, Any]]] = {
     "gemma2": (Gemma2Config, WINDOWS | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.0}),
     "glm4": (Glm4Config, {}),
     "gpt2": (GPT2Config, {"n_inner": 32}),
-    "granite": (GraniteConfig, {"logits_scaling": 3.0, "embedding_multiplier": 2.0, "attention_multiplier": 0.3, "residual_multiplier": 0.5}),
+    "granite": (
+        GraniteConfig,
+        {"logits_scaling": 3.0, "embedding_multiplier": 2.0, "attention_multiplier": 0.3, "residual_multiplier": 0.5},
+    ),
     "mistral": (MistralConfig, {"sliding_window": 5}),
     "olmo2": (Olmo2Config, {}),
     "olmoe": (OlmoeConfig, EXPERTS | {"head_dim": 4}),

@@ -12,7 +12,7 @@ from rlx.cli.display import count
 from rlx.config.memory import size
 from rlx.paths import write_text
 from rlx.plan.explain import table
-from rlx.runs.measured import measured
+from rlx.runs.measured import BESIDE, measured
 
 
 class BenchConsole(Console):
@@ -94,7 +94,9 @@ def _steps(found: Mapping[str, Any]) -> list[list[str]]:
         step = seconds["step"]
         whose = f"{source}'s step" if found["role"] == "rl" else "step"
         rows.append([whose, f"{duration(step)}, the median of {found['steps']} steps after the first {found['warmup']}"])
-        rows += [[f"  {name}", f"{duration(value)}  {value / step:.0%}"] for name, value in seconds.items() if name != "step"]
+        for name, value in seconds.items():
+            if name != "step":
+                rows.append([f"  {name}", f"{duration(value)}  {value / step:.0%}{', beside the others' if name == BESIDE else ''}"])
     return rows
 
 

@@ -18,6 +18,7 @@ Record = Mapping[str, Any]
 Records = Mapping[str, Mapping[int, Record]]  # by source and step
 
 GATHERED = "time/broadcast"  # only the whole run publishes weights
+BESIDE = "update servers"  # while rollouts are played
 STAGES: dict[str, dict[str, str]] = {  # what a step of each source consists of: metric -> name in the table
     "trainer": {
         "time/wait_batch": "wait for batch",
@@ -29,7 +30,7 @@ STAGES: dict[str, dict[str, str]] = {  # what a step of each source consists of:
         "time/wait_rollouts": "wait for rollouts",
         "time/wait_weights": "wait for weights",
         "time/teacher": "wait for the teacher",
-        "time/update_weights": "update servers",
+        "time/update_weights": BESIDE,
     },
 }
 SPEEDS: dict[str, dict[str, dict[str, str]]] = {  # of a benchmark and a source: metric -> name in `bench.json`
