@@ -21,9 +21,10 @@ SPARE = 2  # as much again stays for prompts that are shared, and for rollouts t
 def kv_token_bytes(cfg: PlayRoot) -> float:
     """Bytes of the keys and values of one token, on each device of a replica."""
     model = cfg.model
+    head_dim = model.head_dim or model.hidden_size // model.num_attention_heads
     # If there are fewer key-value heads than devices, heads are copied, never split.
     heads = max(1.0, model.num_key_value_heads / cfg.hardware.tensor_parallel)
-    return 2 * model.num_layers * heads * model.head_width * BYTES[model.dtype]
+    return 2 * model.num_layers * heads * head_dim * BYTES[model.dtype]
 
 
 def kv_cache_bytes(cfg: PlayRoot) -> int:

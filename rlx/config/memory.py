@@ -106,7 +106,8 @@ def size(num_bytes: float) -> str:
 def attention_widths(cfg: CommandConfig) -> tuple[int, int]:
     """Widths of a layer's queries, and of its keys, over all heads."""
     model = cfg.model
-    return model.num_attention_heads * model.head_width, model.num_key_value_heads * model.head_width
+    head = model.head_dim or model.hidden_size // model.num_attention_heads
+    return model.num_attention_heads * head, model.num_key_value_heads * head
 
 
 def attention_parameters(cfg: CommandConfig) -> int:

@@ -55,7 +55,12 @@ class ModelConfig:
     divides_heads: bool = key(
         True, "transformers' plan of the model's family divides attention by heads, as `trainer.tp` needs; false: OLMoE, GPT-2, GPT-OSS"
     )
-    head_dim: int | None = key(None, "width of a head; null: hidden_size / num_attention_heads", low=1)
+    head_dim: int | None = key(
+        None,
+        "width of a head, for the memory estimate of the plan, and because vLLM on a CPU does not compute every width; "
+        "null: hidden_size / num_attention_heads",
+        low=1,
+    )
     vocab_size: int = key(MISSING, "size of the vocabulary, for the memory estimate of the plan", low=2)
     renderer: str = key(
         "auto",
@@ -105,10 +110,6 @@ class ModelConfig:
     )
     trust_remote_code: bool = key(False, "run the model's own code from the Hugging Face hub")
     warm_start: WarmStartConfig | None = key(None, "make the model by supervised training on the environments' examples; null: load it")
-
-    @property
-    def head_width(self) -> int:
-        return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def prepared(self) -> bool:

@@ -264,12 +264,12 @@ def parallel_heads(cfg: Config, of: Show) -> Iterator[str]:
         )
 
 
-@rule("hardware", "model", "inference.base_url")
+@rule("hardware", "inference.base_url", "model.head_dim")
 def heads_on_a_cpu(cfg: Config, of: Show) -> Iterator[str]:
-    if cfg.hardware.device == "cpu" and cfg.num_servers and cfg.model.head_width not in CPU_WIDTHS:
-        given = of("model.head_dim") if cfg.model.head_dim else f"{of('model.hidden_size')} / {of('model.num_attention_heads')}"
+    width = cfg.model.head_dim
+    if cfg.hardware.device == "cpu" and cfg.num_servers and width is not None and width not in CPU_WIDTHS:
         yield (
-            f"vLLM computes no attention with heads {cfg.model.head_width} wide on a CPU: {given}.\n"
+            f"vLLM computes no attention with heads {width} wide on a CPU: {of('model.head_dim')}.\n"
             f"It computes widths of {', '.join(map(str, CPU_WIDTHS))}. Use one of them, another model, or a GPU."
         )
 
