@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from launch_configs import config
+from main_job import ROOT
 
 from rlx.cli.console_bench import rows_of
 from rlx.config.errors import ConfigError
@@ -87,8 +88,8 @@ def records(steps: int) -> dict[str, dict[int, dict[str, Any]]]:
     }  # fmt: skip
     orchestrator = {
         step: {
-            "time/step": 8.0, "time/wait_rollouts": 2.0, "perf/inference_tokens_per_second": 50.0, "perf/rollouts_per_second": 5.0,
-            "length/completion_mean": 10.0, "perf/peak_memory_gb": 0.5, "perf/env_worker_memory_gb": 0.25,
+            "time/step": 8.0, "time/wait_rollouts": 2.0, "time/update_weights": 0.04, "perf/inference_tokens_per_second": 50.0,
+            "perf/rollouts_per_second": 5.0, "length/completion_mean": 10.0, "perf/peak_memory_gb": 0.5, "perf/env_worker_memory_gb": 0.25,
         }
         for step in range(steps)
     }  # fmt: skip
@@ -117,6 +118,7 @@ def test_the_whole_loop_in_numbers_and_as_a_table() -> None:
     rows = {name.strip(): value for name, value in rows_of(found, "cuda") if name}
     assert rows["wait for batch"] == "1 s  17%"
     assert rows["wait for rollouts"] == "2 s  25%"
+    assert rows["update servers"] == "40 ms  0%, beside the others"
     assert rows["sampled"] == "50 tokens/s, 5 rollouts/s of 10 tokens"
     json.dumps(found)
 
@@ -127,6 +129,7 @@ def test_servers_alone_in_numbers_and_as_a_table() -> None:
     assert "mfu" not in found, "a CPU has no known peak"
     assert found["memory"]["inference"]["estimated_gb"] > 0
     rows = {name.strip(): value for name, value in rows_of(found, "cpu") if name}
+    assert rows["first token"] == "125 ms beside the load"
     assert rows["sampled"] == "70 tokens/s, 7 requests/s, 16 in flight"
     assert rows["TFLOP/s"] == "3 each device"
     assert rows["cache"] == "50% in use, 4 decoded, 1 queued, 3 preempted in the run"
@@ -226,22 +229,48 @@ def test_a_server_that_starts_again_does_not_end_the_load_but_one_of_another_run
     assert len(list(read_metrics(paths.metrics))) == (2 if isinstance(error, ServerUnreachable) else 0)
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
-@pytest.mark.parametrize("role", ["rl", "inference"])
-def test_a_real_benchmark_writes_its_numbers_and_no_checkpoint(tmp_path: Path, role: str) -> None:
-    keys = ("bench=true", f"bench_role={role}", "max_steps=4", "orchestrator.batch_size=32", "model.warm_start.steps=1")
-    done = subprocess.run(
-        [sys.executable, "-m", "rlx.cli", "train", *keys, f"run.dir={tmp_path}/run"],
-        capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
+def benchmark(root: Path, role: str, *keys: str) -> tuple[dict[str, Any], str]:
+    """`bench.json` and what the command printed."""
+    keys = ("bench=true", f"bench_role={role}", f"run.dir={root}/run", "model.warm_start.steps=1", *keys)
+    command = [sys.executable, str(ROOT / "train.py"), *keys]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "run" / "bench.json").read_text())
-    assert (found["role"], found["steps"], found["warmup"]) == (role, 1, 3)
+    assert not list((root / "run").glob("checkpoints/step_*"))
+    found = json.loads((root / "run" / "bench.json").read_text())
+    assert found["role"] == role
+    return found, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_real_benchmark_of_the_trainer_has_speed_stages_and_memory(tmp_path: Path) -> None:
+    found, said = benchmark(tmp_path, "trainer", "max_steps=6", "orchestrator.batch_size=32", "seq_len=32", "sampling.max_tokens=12")
+    assert (found["steps"], found["warmup"], found["ranks"]) == (3, 3, 1)
+    assert found["tokens"] == pytest.approx(32 * 32)
+    stages = found["seconds"]["trainer"]
+    assert stages["step"] >= stages["forward and backward"] > stages["optimizer"] > 0
+    assert "gather weights" not in stages
+    weights = 4 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384) + 105 * 128
+    of_token = 6 * weights + 12 * 4 * 128 * 32
+    assert found["tflops"] * 1e12 == pytest.approx(of_token * found["tokens_per_second"], rel=1e-6)
+    assert "mfu" not in found, "a CPU has no known peak"
+    memory = found["memory"]["trainer"]
+    assert memory["peak_gb"] > memory["estimated_gb"] > 0, "the estimate is without Python and its libraries"
+    for words in ("tokens/s", "TFLOP/s", "forward and backward", "optimizer", "the plan estimates", "bench.json"):
+        assert words in said
+    assert "warm start" not in said, "the speed on random tokens does not depend on what the model knows"
+    assert not list((tmp_path / "run").glob("weights/step_*"))
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("role", ["rl", "inference"])
+def test_a_real_benchmark_with_servers_writes_its_numbers(tmp_path: Path, role: str) -> None:
+    found, _ = benchmark(tmp_path, role, "max_steps=4", "orchestrator.batch_size=32")
+    assert (found["steps"], found["warmup"]) == (1, 3)
     assert found["sampled_tokens_per_second"] > 0
     assert found["memory"]["inference"]["peak_gb"] > 0.1
     assert found["tflops"] > 0
-    assert not list((tmp_path / "run").glob("checkpoints/step_*"))
     if role == "rl":
         assert found["tokens_per_rollout"] == 12, "sampling.max_tokens of the default run"
         assert list((tmp_path / "run").glob("weights/step_4"))

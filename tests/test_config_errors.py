@@ -186,6 +186,7 @@ CASES = {
     "liger_two_temperatures": Case(
         "model.logprob_backend=liger model.dtype=bfloat16 hardware=cpu env=[sums,reverse_text] envs.sums.sampling.temperature=0.5"
     ),
+    "heads_that_a_cpu_cannot_serve": Case("model.warm_start.head_dim=24"),
     "tensor_parallel_heads": Case("model=qwen3_8b hardware=node8 hardware.tensor_parallel=3 dry_run=true"),
     "tensor_parallel_gpus": Case("model=qwen3_8b hardware=node8 hardware.gpus_per_node=6 hardware.tensor_parallel=4 dry_run=true"),
     "data_parallel_dense": Case("model=qwen3_8b hardware=node8 hardware.data_parallel=2 dry_run=true"),

@@ -10,9 +10,11 @@ import pytest
 import torch
 from trainer_examples import make_model, make_samples, step_batch
 from transformers import AutoModelForCausalLM
+from transformers.models.cohere import CohereConfig
 from transformers.models.gemma2 import Gemma2Config
 from transformers.models.gemma3 import Gemma3TextConfig
 from transformers.models.glm4 import Glm4Config
+from transformers.models.gpt2 import GPT2Config
 from transformers.models.gpt_neox import GPTNeoXConfig
 from transformers.models.granite import GraniteConfig
 from transformers.models.llama import LlamaConfig
@@ -49,9 +51,14 @@ FIRST: dict[str, tuple[type, dict[str, Any]]] = {
     "gpt_neox": (GPTNeoXConfig, {}),
 }
 OTHERS: dict[str, tuple[type, dict[str, Any]]] = {
+    "cohere": (CohereConfig, {"logit_scale": 0.3}),
     "gemma2": (Gemma2Config, WINDOWS | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.0}),
     "glm4": (Glm4Config, {}),
-    "granite": (GraniteConfig, {"logits_scaling": 3.0}),
+    "gpt2": (GPT2Config, {"n_inner": 32}),
+    "granite": (
+        GraniteConfig,
+        {"logits_scaling": 3.0, "embedding_multiplier": 2.0, "attention_multiplier": 0.3, "residual_multiplier": 0.5},
+    ),
     "mistral": (MistralConfig, {"sliding_window": 5}),
     "olmo2": (Olmo2Config, {}),
     "olmoe": (OlmoeConfig, EXPERTS | {"head_dim": 4}),

@@ -37,7 +37,7 @@ SHAPE = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
-    "head_dim": 16,
+    "head_dim": 32,
 }
 SMALL = WarmStartConfig(steps=5, batch_size=8, **SHAPE)
 

@@ -88,7 +88,8 @@ class Layer(nn.Module):
 
 def engine_model() -> Any:
     model = nn.Module()
-    model.embed_tokens = Layer(weight=(16, 4))  # padded from 13 tokens
+    model.embed_in = Layer(weight=(16, 4))
+    model.embed_in.org_vocab_size = 13  # as vLLM's embeddings have it, which are padded
     model.attn = nn.Module()
     model.attn.qkv_proj = Layer(weight=(8, 4), bias=(8,))
     model.attn.o_proj = Layer(weight=(0,))  # emptied by repacking
@@ -101,7 +102,7 @@ def engine_model() -> Any:
 def written(model: Any, kept: torch.Tensor) -> dict[str, dict[str, Any]]:
     qkv = model.attn.qkv_proj
     tensors = {
-        "embed_tokens.weight": model.embed_tokens.weight[:13], "norm.weight": model.norm.weight, "attn.o_proj.weight": kept,
+        "embed_in.weight": model.embed_in.weight[:13], "norm.weight": model.norm.weight, "attn.o_proj.weight": kept,
         **{f"attn.{p}_proj.weight": qkv.weight[rows] for p, rows in (("q", slice(0, 4)), ("k", slice(4, 6)), ("v", slice(6, 8)))},
         **{f"attn.{p}_proj.bias": qkv.bias[rows] for p, rows in (("q", slice(0, 4)), ("k", slice(4, 6)), ("v", slice(6, 8)))},
     }  # fmt: skip
@@ -118,7 +119,7 @@ def test_every_tensor_is_found_in_the_engines_parameters_and_a_wrong_one_is_name
     assert compare(model, layers, {}, every).share == 0.0
     with torch.no_grad():
         model.attn.qkv_proj.weight[5, 0] += 1
-        model.embed_tokens.weight[14] += 1  # padding
+        model.embed_in.weight[14] += 1  # padding
     with pytest.raises(ValueError, match=r"not those that were trained: 1 of 9 tensors differ: attn\.k_proj\.weight$"):
         compare(model, layers, facts_of, every)
     with torch.no_grad():
@@ -143,7 +144,7 @@ def test_what_is_cut_cast_or_renamed_is_not_compared_and_named_with_its_share() 
         "cut.weight (served under another name or shape)": 16 / total,
         "layers.*.elsewhere.weight (served under another name or shape)": 4 / total,
         "attn.qkv_proj.bias (cast to float32)": 8 / total,
-        "embed_tokens.weight (not among the trained tensors)": 64 / total,
+        "embed_in.weight (not among the trained tensors)": 64 / total,
         "attn.qkv_proj.weight (not among the trained tensors)": 32 / total,
     }
 
@@ -287,14 +288,14 @@ def test_what_the_engine_rearranges_when_it_loads_is_not_compared() -> None:
     model = engine_model()
     qkv = model.attn.qkv_proj.weight
     files = {
-        "embed_tokens.weight": model.embed_tokens.weight[:13].double(),  # cast on loading
+        "embed_in.weight": model.embed_in.weight[:13].double(),  # cast on loading
         "norm.weight": model.norm.weight.flip(0),  # reordered under the same name and shape
         **{f"attn.{p}_proj.weight": qkv[rows] for p, rows in (("q", slice(0, 4)), ("k", slice(4, 6)), ("v", slice(6, 8)))},
         "elsewhere.weight": torch.zeros(4),
     }
     names = faithful(model, {}, {name: tensor.shape for name, tensor in files.items()}, files.items())
-    assert set(names) == {"embed_tokens.weight", *(f"attn.{p}_proj.weight" for p in "qkv")}
-    assert names["embed_tokens.weight"] == facts(model.embed_tokens.weight[:13]), "cast as it is served, so that version 0 can be compared"
+    assert set(names) == {"embed_in.weight", *(f"attn.{p}_proj.weight" for p in "qkv")}
+    assert names["embed_in.weight"] == facts(model.embed_in.weight[:13]), "cast as it is served, so that version 0 can be compared"
     trained = {name: facts(tensor.to(torch.float32)) for name, tensor in files.items()}
     found = compare(model, {}, trained, names)
     assert found.share == pytest.approx((13 * 4 + 8 * 4) / (13 * 4 + 4 + 8 * 4 + 4 + 8 + 8))  # bias and `cut` were not sent
@@ -318,7 +319,7 @@ def workers(ranks: int) -> tuple[list[Any], dict[str, torch.Tensor]]:
     """The models of a tensor-parallel engine's workers, and the tensors of the files."""
     torch.manual_seed(1)
     files = {
-        "embed_tokens.weight": torch.randn(13, 4), "norm.weight": torch.randn(6), "attn.o_proj.weight": torch.randn(6, 16),
+        "embed_in.weight": torch.randn(13, 4), "norm.weight": torch.randn(6), "attn.o_proj.weight": torch.randn(6, 16),
         "attn.q_proj.weight": torch.randn(8, 6), "attn.k_proj.weight": torch.randn(4, 6), "attn.v_proj.weight": torch.randn(4, 6),
         "attn.q_proj.bias": torch.randn(8), "attn.k_proj.bias": torch.randn(4), "attn.v_proj.bias": torch.randn(4),
         "odd.weight": torch.randn(3, 2 * ranks),
@@ -326,15 +327,15 @@ def workers(ranks: int) -> tuple[list[Any], dict[str, torch.Tensor]]:
     models = []
     for rank in range(ranks):
         model = nn.Module()
-        table = torch.zeros(16, 4)
-        table[:13] = files["embed_tokens.weight"]
+        table = torch.cat([files["embed_in.weight"], torch.zeros(3, 4)])
         fused = {kind: torch.cat([files[f"attn.{p}_proj.{kind}"].chunk(ranks)[rank] for p in "qkv"]) for kind in ("weight", "bias")}
-        model.embed_tokens, model.norm, model.odd = Layer(weight=(16 // ranks, 4)), Layer(weight=(6,)), Layer(weight=(3, 2))
+        model.embed_in, model.norm, model.odd = Layer(weight=(16 // ranks, 4)), Layer(weight=(6,)), Layer(weight=(3, 2))
+        model.embed_in.org_vocab_size = 13
         model.attn = nn.Module()
         model.attn.qkv_proj = Layer(weight=fused["weight"].shape, bias=fused["bias"].shape)
         model.attn.o_proj = Layer(weight=(6, 16 // ranks))
         values = {
-            "embed_tokens.weight": table.chunk(ranks)[rank], "norm.weight": files["norm.weight"],
+            "embed_in.weight": table.chunk(ranks)[rank], "norm.weight": files["norm.weight"],
             "attn.o_proj.weight": files["attn.o_proj.weight"].chunk(ranks, 1)[rank],
             "odd.weight": files["odd.weight"].chunk(ranks, 1)[rank],
             "attn.qkv_proj.weight": fused["weight"], "attn.qkv_proj.bias": fused["bias"],
@@ -361,7 +362,7 @@ def test_the_slices_of_tensor_parallel_workers_together_are_what_was_trained_and
     total = sum(tensor.numel() for tensor in files.values())
     assert left_out == {name: size / total for name, size in odd.items()}
     assert share == pytest.approx(1 - sum(odd.values()) / total)
-    for name, rank in (("attn.o_proj", 1), ("embed_tokens", 0), ("odd", ranks - 1)):
+    for name, rank in (("attn.o_proj", 1), ("embed_in", 0), ("odd", ranks - 1)):
         weight = models[rank].get_submodule(name).weight
         with torch.no_grad():
             weight[0, 0] += 1

@@ -12,7 +12,7 @@ from rlx.cli.display import count
 from rlx.config.memory import size
 from rlx.paths import write_text
 from rlx.plan.explain import table
-from rlx.runs.measured import measured
+from rlx.runs.measured import BESIDE, measured
 
 
 class BenchConsole(Console):
@@ -39,8 +39,9 @@ class BenchConsole(Console):
             return "\n".join([*head, *self._unfinished("train")])
         found = measured(self.cfg, self.history.records)
         write_text(self.paths.root / "bench.json", json.dumps(found, indent=1) + "\n")
-        lines = [f"  {line}" for line in table(["measured", "value"], rows_of(found, self.cfg.hardware.device))[1:]]
-        return "\n".join([*head, *lines, *self._kernels(), f"  run       {self.paths.root} (bench.json)"])
+        ends = [line.split(maxsplit=1) for line in [*self._kernels(), f"run {self.paths.root} (bench.json)"]]
+        lines = [f"  {line}" for line in table(["measured", "value"], [*rows_of(found, self.cfg.hardware.device), *ends])[1:]]
+        return "\n".join([*head, *lines])
 
 
 def rows_of(found: Mapping[str, Any], device: str) -> list[list[str]]:
@@ -51,8 +52,9 @@ def rows_of(found: Mapping[str, Any], device: str) -> list[list[str]]:
     if "mfu_of_step" in found:
         rows.append(["  of the step", f"{found['mfu_of_step']:.1%}; {found['mfu_causal_of_step']:.1%}, waiting included"])
     if "tflops" in found:
-        each = f"rank, of {found['ranks']}" if "ranks" in found else "device"
-        rows.append(["TFLOP/s", f"{found['tflops']:.4g} each {each}"])
+        ranks = found.get("ranks", 1)
+        whose = " each device" if "ranks" not in found else f" each of {ranks} ranks" if ranks > 1 else ""
+        rows.append(["TFLOP/s", f"{found['tflops']:.3g}{whose}"])
     rows += _steps(found)
     return rows + _memory(found, device)
 
@@ -64,15 +66,21 @@ def _speeds(found: Mapping[str, Any]) -> list[list[str]]:
     of_cache = []
     if "kv_cache_usage" in found:
         cache = f"{found['kv_cache_usage']:.0%} in use, {found['running']:.4g} decoded, {found['waiting']:.4g} queued"
-        of_cache = [["cache", f"{cache}, {found['preemptions']:.0f} preempted in the run"]]
+        when = " as a step ends" if found["role"] == "rl" else ""
+        of_cache = [["cache", f"{cache}{when}, {found['preemptions']:.0f} preempted in the run"]]
     if found["role"] == "rl":
         trained = f"{count(found['trained_tokens_per_second'])} tokens/s while it computes, {found['tokens']:,.0f} tokens a step"
         rows = [["trained", trained], ["sampled", f"{sampled}rollouts/s of {found['tokens_per_rollout']:,.0f} tokens"]]
-        return [*rows, ["lag", f"{found['lag']:.3g} versions"], *of_cache]
+        return [*rows, ["lag", f"{found['lag']:.3g} version{'' if found['lag'] == 1 else 's'}"], *of_cache]
     prompts = f"{count(found['prompt_tokens_per_second'])} tokens/s, cached ones included"
     rows = [["sampled", f"{sampled}requests/s, {found['in_flight']:.0f} in flight"], ["prompts", prompts]]
-    rows += [["first token", f"{found['first_token_seconds']:.4g} s beside the load"]] if "first_token_seconds" in found else []
-    return [*rows, ["request", f"{found['request_seconds']:.4g} s"], *of_cache]
+    rows += [["first token", f"{duration(found['first_token_seconds'])} beside the load"]] if "first_token_seconds" in found else []
+    return [*rows, ["request", duration(found["request_seconds"])], *of_cache]
+
+
+def duration(seconds: float) -> str:
+    """`12.3 s` or `4.5 ms`."""
+    return f"{seconds:.4g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def _when(found: Mapping[str, Any]) -> str:
@@ -85,8 +93,10 @@ def _steps(found: Mapping[str, Any]) -> list[list[str]]:
     for source, seconds in found["seconds"].items():
         step = seconds["step"]
         whose = f"{source}'s step" if found["role"] == "rl" else "step"
-        rows.append([whose, f"{step:.4g} s, the median of {found['steps']} steps after {found['warmup']}"])
-        rows += [[f"  {name}", f"{value:.4g} s  {value / step:.0%}"] for name, value in seconds.items() if name != "step"]
+        rows.append([whose, f"{duration(step)}, the median of {found['steps']} steps after the first {found['warmup']}"])
+        for name, value in seconds.items():
+            if name != "step":
+                rows.append([f"  {name}", f"{duration(value)}  {value / step:.0%}{', beside the others' if name == BESIDE else ''}"])
     return rows
 
 

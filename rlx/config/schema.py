@@ -277,6 +277,11 @@ class Config(EvaluatedRun):
         return self.bench_role if self.bench else None
 
     @property
+    def on_random_tokens(self) -> bool:
+        """Whether this is a benchmark whose speed does not depend on what the model has learned."""
+        return self.measured in ("trainer", "inference")
+
+    @property
     def fixed_answers(self) -> bool:
         """Whether every answer of the policy has as many tokens as it may have, because a benchmark says so."""
         return self.measured == "rl" and self.bench_length == "fixed"

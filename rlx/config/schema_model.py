@@ -55,7 +55,12 @@ class ModelConfig:
     divides_heads: bool = key(
         True, "transformers' plan of the model's family divides attention by heads, as `trainer.tp` needs; false: OLMoE, GPT-2, GPT-OSS"
     )
-    head_dim: int | None = key(None, "width of a head, for the memory estimate of the plan; null: hidden_size / num_attention_heads", low=1)
+    head_dim: int | None = key(
+        None,
+        "width of a head, for the memory estimate of the plan, and because vLLM on a CPU does not compute every width; "
+        "null: hidden_size / num_attention_heads",
+        low=1,
+    )
     vocab_size: int = key(MISSING, "size of the vocabulary, for the memory estimate of the plan", low=2)
     renderer: str = key(
         "auto",

@@ -68,7 +68,8 @@ def _command(cfg: CommandConfig, spec: ProcessSpec) -> str:
     if spec.role == "prepare" and cfg.model.gguf is not None:
         return f"a model folder of {cfg.model.gguf}, unless it is in the cache"
     if spec.role == "prepare":
-        return f"{'makes' if isinstance(cfg, SftRoot) else 'supervised warm start of'} the model, unless it is in the cache"
+        untrained = isinstance(cfg, SftRoot) or (isinstance(cfg, Config) and cfg.on_random_tokens)
+        return f"{'makes' if untrained else 'supervised warm start of'} the model, unless it is in the cache"
     if spec.role == "trainer" and isinstance(cfg, TrainingRoot):
         copies = cfg.trainer.dp_replicate
         over = f"{cfg.trainer_ranks // copies} ranks" + (f", {copies} copies" if copies > 1 else "")

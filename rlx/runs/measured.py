@@ -17,18 +17,20 @@ from rlx.plan.benchmark import WARMUP
 Record = Mapping[str, Any]
 Records = Mapping[str, Mapping[int, Record]]  # by source and step
 
+GATHERED = "time/broadcast"  # only the whole run publishes weights
+BESIDE = "update servers"  # while rollouts are played
 STAGES: dict[str, dict[str, str]] = {  # what a step of each source consists of: metric -> name in the table
     "trainer": {
         "time/wait_batch": "wait for batch",
         "time/forward_backward": "forward and backward",
         "time/optimizer": "optimizer",
-        "time/broadcast": "gather weights",
+        GATHERED: "gather weights",
     },
     "orchestrator": {
         "time/wait_rollouts": "wait for rollouts",
         "time/wait_weights": "wait for weights",
         "time/teacher": "wait for the teacher",
-        "time/update_weights": "update servers",
+        "time/update_weights": BESIDE,
     },
 }
 SPEEDS: dict[str, dict[str, dict[str, str]]] = {  # of a benchmark and a source: metric -> name in `bench.json`
@@ -110,7 +112,11 @@ def measured(cfg: TrainingRoot, records: Records) -> dict[str, Any]:
             found[f"{name}_of_step"] = found[name] * found["trainer_compute_share"]
     found["seconds"] = {
         source: {"step": median(source, "time/step")}
-        | {label: value for name, label in STAGES.get(source, {}).items() if (value := median(source, name)) is not None}
+        | {
+            label: value
+            for name, label in STAGES.get(source, {}).items()
+            if (name != GATHERED or role == "rl") and (value := median(source, name)) is not None
+        }
         for source in sources
     }
     return found | {"memory": _memory(cfg, role, records)}

@@ -64,8 +64,11 @@ def recipe(config: CommandConfig) -> dict[str, Any]:
 
 
 def envs_of(config: CommandConfig) -> Mapping[str, EnvConfig]:
-    """The environments whose examples the model learns first; none before supervised training, whose own rows train it."""
-    return config.envs if isinstance(config, PlayRoot) and not isinstance(config, SftRoot) else {}
+    """The environments whose examples the model learns first; none before supervised training, whose own rows train it, and none for a
+    benchmark on random tokens."""
+    if not isinstance(config, PlayRoot) or isinstance(config, SftRoot) or (isinstance(config, Config) and config.on_random_tokens):
+        return {}
+    return config.envs
 
 
 def model_folder(name: str, what: dict[str, Any]) -> Path:

@@ -43,6 +43,8 @@ OWNED_BY_RLX = {  # vLLM's argument -> the rlx key that sets it
     "scheduler_cls": "weight_broadcast.keep_kv",
 }
 
+CPU_WIDTHS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of heads that vLLM's attention computes on a CPU
+
 # trainer
 
 
@@ -215,6 +217,16 @@ def parallel_heads(cfg: Config, of: Show) -> Iterator[str]:
         yield (
             f"tensor parallelism must divide the key and value heads or be a multiple of them: {of('model.num_key_value_heads')}, "
             f"{of('hardware.tensor_parallel')}. Choose another hardware.tensor_parallel."
+        )
+
+
+@rule("hardware", "inference.base_url", "model.head_dim")
+def heads_on_a_cpu(cfg: Config, of: Show) -> Iterator[str]:
+    width = cfg.model.head_dim
+    if cfg.hardware.device == "cpu" and cfg.num_servers and width is not None and width not in CPU_WIDTHS:
+        yield (
+            f"vLLM computes no attention with heads {width} wide on a CPU: {of('model.head_dim')}.\n"
+            f"It computes widths of {', '.join(map(str, CPU_WIDTHS))}. Use one of them, another model, or a GPU."
         )
 
 

@@ -77,15 +77,23 @@ def check_packed(model: torch.nn.Module, packed: Mapping[torch.nn.Module, Tensor
         )
 
 
-def check_head(model: torch.nn.Module) -> None:
+def heads(model: torch.nn.Module) -> list[Any]:
+    """The layers that multiply with a packed copy of a vocabulary: vLLM's heads, whatever their model calls them (`lm_head`, `embed_out`).
+
+    A model without one computes its logits with the embedding itself (Gemma 2, Cohere).
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+
+    tables = [layer for layer in model.modules() if isinstance(getattr(layer, "quant_method", None), UnquantizedEmbeddingMethod)]
+    return [layer for layer in tables if isinstance(layer, ParallelLMHead)] or tables
+
+
+def check_heads(model: torch.nn.Module) -> None:
     """Raise ValueError if the packed copy that a CPU head multiplies with has other values than its weight.
 
-    An update of a tied head that forgets the copy would go unnoticed else: the weight is the embedding's, and that was updated.
+    An update that forgets the copy would go unnoticed else: the weight itself is the embedding's, or was loaded.
     """
-    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-
-    head: Any = getattr(model, "lm_head", None)
-    if isinstance(getattr(head, "quant_method", None), UnquantizedEmbeddingMethod) and not _multiplies_with(head, head.weight):
+    if not all(_multiplies_with(head, head.weight) for head in heads(model)):
         raise ValueError("the served weights are not those that were trained: the head multiplies with other values than its weight has")
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from rlx.weights import files
 from rlx.weights.attest import as_checksum, checksum, partial_sum
 
-VOCABULARY = ("embed_tokens.weight", "lm_head.weight")  # may have more rows than tokens
+ROWS = "org_vocab_size"  # attribute of vLLM's embeddings and heads, whose weights may have more rows than tokens
 EXPERT = re.compile(r"(.+\.experts)\.([0-9]+)\.(\w+)\.weight")  # a matrix of one expert: the layer's experts, its number, which matrix
 STACKS = {  # which matrix of an expert is in which stack of all experts, and in which half of the stack's rows
     "gate_proj": ("w13", 0), "up_proj": ("w13", 1), "down_proj": ("w2", None),
@@ -217,6 +217,7 @@ class Engine(NamedTuple):
     """The parameters of one worker, and how vLLM names and joins the tensors of the files."""
 
     parameters: Mapping[str, Tensor]
+    vocabularies: Collection[str]  # those that may have more rows than tokens
     packed: Mapping[str, Sequence[str]]  # names of those that hold several tensors → names of the tensors
     names: Mapping[str, str]  # of the files' tensors → as vLLM renames them
     shapes: Mapping[str, Sequence[int]]  # of the files' tensors, by the new names
@@ -228,6 +229,7 @@ class Engine(NamedTuple):
     ) -> Engine:
         parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         parameters |= {f"{name}.weight": kept[module] for name, module in model.named_modules() if module in kept}
+        vocabularies = {f"{name}.weight" for name, module in model.named_modules(remove_duplicate=False) if hasattr(module, ROWS)}
         names: dict[str, str] = {}
         if (table := getattr(model, "hf_to_vllm_mapper", None)) is not None:
             table = dataclasses.replace(table, orig_to_new_stacked={})  # joined tensors are found by their own names
@@ -235,6 +237,7 @@ class Engine(NamedTuple):
                 (names[name],) = table.apply_list([name]) or (name,)  # the table drops some
         return cls(
             parameters,
+            vocabularies,
             getattr(model, "packed_modules_mapping", {}),
             names,
             {names.get(name, name): shape for name, shape in shapes.items()},
@@ -247,7 +250,7 @@ class Engine(NamedTuple):
         shape = list(self.shapes[name])
         whole = self.parameters.get(name)
         if whole is not None:
-            return _vocabulary(whole, shape, self.split) if name.endswith(VOCABULARY) else _slice(whole, shape, self.split)
+            return _vocabulary(whole, shape, self.split) if name in self.vocabularies else _slice(whole, shape, self.split)
         path, _, leaf = name.rpartition(".")
         layer, _, own = path.rpartition(".")
         for fused, parts in self.packed.items():
@@ -304,7 +307,7 @@ class Engine(NamedTuple):
             path, _, leaf = name.rpartition(".")
             layer, _, own = path.rpartition(".")
             parts = [f"{layer}.{part}.{leaf}" for part in self.packed.get(own, ())]
-            padded = claimed[where] and name.endswith(VOCABULARY)
+            padded = claimed[where] and name in self.vocabularies
             known = name in self.shapes or (parts and all(part in self.shapes for part in parts))
             if not padded and not known and (left := parameter.numel() - claimed[where]) > 0:
                 rest[name] = left * self.split.ranks

@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.mtp_validation import disable_mtp_complete
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from rlx.inference.server.kept import kept_weights
+from rlx.inference.server.kept import heads, kept_weights
 from rlx.inference.server.policy_files import TIED_HEAD
 from rlx.parallel.transfer import Announced, Group, reach_store
 
@@ -34,9 +34,8 @@ def pack(model: torch.nn.Module, packed: dict[torch.nn.Module, torch.nn.Paramete
     """Pack them again, with their new values."""
     for layer in packed:
         layer.quant_method.process_weights_after_loading(layer)  # type: ignore[operator, union-attr]
-    head = getattr(model, "lm_head", None)
-    if device == "cpu" and head is not None:
-        # The head multiplies with a packed copy. `load_weights` does not update it, nor does vLLM's reload if the head is tied.
+    # A CPU head multiplies with a packed copy. `load_weights` does not update it, nor does vLLM's reload if the head is tied.
+    for head in heads(model) if device == "cpu" else ():
         head.quant_method.process_weights_after_loading(head)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from rlx.inference.server import adapter
-from rlx.inference.server.kept import check_head, check_packed, kept_weights, own_copy
+from rlx.inference.server.kept import check_heads, check_packed, kept_weights, own_copy
 from rlx.inference.server.policy_files import TIED_HEAD, tensor_shapes, tensors, twin_of_head, with_head
 from rlx.inference.server.reading import Reading, State
 from rlx.inference.server.served import Compared, Place, Split, compare, faithful, places, storage
@@ -88,7 +88,7 @@ class PolicyWorker:
             trained = trained | {TIED_HEAD: trained[self.twin]}  # it was loaded as the head, too
         with torch.no_grad():
             if self.vllm_config.device_config.device_type == "cpu":
-                check_head(model)
+                check_heads(model)
                 check_packed(model, packed)
             return compare(model, packed, trained, self.comparable, self._split())
 
