@@ -361,7 +361,7 @@ def test_every_rank_reads_its_own_rows_unless_rows_are_fused_in_the_files(tmp_pa
             prepare(tmp_path / name, MODELS[name]())
             caplog.clear()
             model = load_policy(str(tmp_path / name / "model"), mesh, dtype="float32")
-            assert ("rank 0 reads the whole of" in caplog.text) == whole, name
+            assert ("the whole of" in caplog.text) == whole, name
             for key, tensor in AutoModelForCausalLM.from_pretrained(tmp_path / name / "model").state_dict().items():
                 assert torch.equal(model.hf.state_dict()[key].full_tensor(), tensor), key
     finally:
