@@ -1,4 +1,4 @@
-"""Two trainer processes against one, where each rank has one row: dtypes in which gradients are summed, and parameters of one rank alone.
+"""Two trainer processes against one, where each rank has one row: the dtypes of sums, parameters of one rank alone, a compiled layer.
 
 `test_train_ranks.py` has everything that needs no rows made for a rank. Processes are forked, because importing takes longer than the test.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,7 +27,9 @@ from rlx.config.schema import LossTerms
 from rlx.data.packing import pack
 from rlx.losses.base import Objective
 from rlx.losses.grpo import grpo
+from rlx.models.compiled import num_graphs
 from rlx.models.load import load_policy
+from rlx.models.shard import compile_layers
 from rlx.parallel.mesh import Mesh, join
 from rlx.train.step import PolicyTrainer
 from rlx.types import TrainingSample
@@ -40,6 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
     "parameters": {"load": BFLOAT16},
     "parameters_and_reduced": {"load": BFLOAT16 | {"reduce_dtype": "bfloat16"}},
     "copies_reduced": {"load": {"dtype": "float32", "reduce_dtype": "bfloat16"}, "copies": 2},
+    "compiled": {"load": {"dtype": "float32", "compile": True}},  # with the family's own block, which torch can trace
 }
 HALF = (VOCABULARY + 3) // 2  # tokens below have one expert, the others another
 ROUNDING = 2.0**-7  # of the gradients that are summed: each is rounded, and so is the sum, by at most 2^-8 of its size
@@ -59,6 +64,9 @@ def make_divided_model() -> Any:
         hf.model.embed_tokens.weight[:, 0] = torch.where(torch.arange(VOCABULARY) < HALF, 4.0, -4.0)
         hf.model.layers[0].self_attn.o_proj.weight[0] = 0  # attention leaves this sign as it is
     return hf
+
+
+traced = partial(compile_layers, backend="eager")  # torch's default one would take minutes
 
 
 def whole(tensor: Any) -> Tensor:
@@ -83,9 +91,9 @@ def noted() -> Iterator[dict[str, set[torch.dtype]]]:
         yield found
 
 
-def train(folder: Path, mesh: Mesh, load: dict[str, Any], part: int) -> dict[str, Any]:
+def train(folder: Path, mesh: Mesh, load: dict[str, Any], part: int, *, experts: bool) -> dict[str, Any]:
     """The gradients of one step, of the row of rank `part`, summed over the ranks; and how they were summed."""
-    with experts_in_modules():
+    with experts_in_modules() if experts else nullcontext(), patch("rlx.models.load.compile_layers", traced):
         model = load_policy(str(folder / "model"), mesh, **load)
         trainer = PolicyTrainer(model, Objective(grpo, LossTerms(aggregate="token_mean")), torch.optim.SGD(model.parameters()), mesh=mesh)
         (mini_batch,) = pack(step_batch(0, [make_halves()]), rank=part, ranks=RANKS, tokens=100).mini_batches
@@ -95,7 +103,8 @@ def train(folder: Path, mesh: Mesh, load: dict[str, Any], part: int) -> dict[str
     # An optimizer leaves a parameter without a gradient as it is.
     gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
     dtype_of = {parameter.dtype for parameter in model.parameters()} | {gradient.dtype for gradient in gradients.values()}
-    return {"gradients": {k: whole(g).float() for k, g in gradients.items()}, "dtypes": dtypes, "own": dtype_of, "tokens": row.token_ids}
+    found = {"dtypes": dtypes, "own": dtype_of, "tokens": row.token_ids, "graphs": num_graphs() if model.compiled else 0}
+    return found | {"gradients": {name: whole(gradient).float() for name, gradient in gradients.items()}}
 
 
 def work(rank: int, folder: str) -> None:
@@ -105,7 +114,7 @@ def work(rank: int, folder: str) -> None:
     for case, keys in CASES.items():
         store = dist.FileStore(f"{folder}/{case}", RANKS)
         mesh = join(torch.device("cpu"), rank=rank, world_size=RANKS, timeout=120, store=store, copies=keys.get("copies", 1))
-        found[case] = train(Path(folder), mesh, keys["load"], rank)
+        found[case] = train(Path(folder), mesh, keys["load"], rank, experts="compile" not in keys["load"])
         mesh.close()
     torch.save(found, f"{folder}/{rank}.pt")
 
@@ -120,8 +129,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, An
     torch.set_num_threads(1)
     mesh = join(torch.device("cpu"), rank=0, world_size=1, timeout=60)
     try:
+        plain = {"reduce_dtype": "float32", "compile": False}
         parts = {
-            case: [train(folder, mesh, keys["load"] | {"reduce_dtype": "float32"}, part) for part in range(RANKS)]
+            case: [train(folder, mesh, keys["load"] | plain, part, experts="compile" not in keys["load"]) for part in range(RANKS)]
             for case, keys in CASES.items()
         }
     finally:
@@ -155,6 +165,7 @@ def test_gradients_are_summed_in_the_dtype_that_is_asked_for_and_near_those_of_o
         found = rank[case]
         assert found["dtypes"] == {"all_reduce" if "copies" in CASES[case] else "reduce_scatter": {reduced}}
         assert found["own"] == {master}, "parameters and gradients"
+        assert found["graphs"] == int(case == "compiled"), "of one layer"
         for name, gradient in found["gradients"].items():
             one, other = (part["gradients"][name] for part in parts[case])
             rounded = torch.bfloat16 in (reduced, master)
