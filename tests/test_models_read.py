@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import logging
 import resource
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +23,9 @@ from trainer_examples import make_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
 from transformers.models.deepseek_v3 import DeepseekV3Config
+from transformers.models.hrm_text import HrmTextConfig
 
+from rlx.config.memory import size
 from rlx.models.load import check_rotary, load_policy
 from rlx.models.policy import PolicyModel
 from rlx.models.read import _keeps_shards, read_weights
@@ -34,9 +38,10 @@ RANKS = 3
 
 
 def load(rank: int, folder: str, models: list[str]) -> None:
-    """One of several ranks: load each model. If its name has `{rank}`, every rank has its own files. Write the outcomes to a file."""
+    """One of several ranks: load each model, from files of its own if the name has `{rank}`. Write the outcomes and the log to files."""
     torch.set_num_threads(1)
     mesh = join(torch.device("cpu"), rank=rank, world_size=RANKS, timeout=300, store=dist.FileStore(f"{folder}/store", RANKS))
+    logging.getLogger("rlx.trainer").addHandler(logging.FileHandler(f"{folder}/{rank}.log"))
     found: list[dict[str, torch.Tensor] | str] = []
     for name in models:
         try:
@@ -50,6 +55,7 @@ def load(rank: int, folder: str, models: list[str]) -> None:
 
 def outcomes(folder: Path, *models: str) -> list[list]:
     """What each rank found. The processes are forked, because importing takes far longer than the test."""
+    (folder / "store").unlink(missing_ok=True)  # of an earlier call
     mp.start_processes(load, (str(folder), list(models)), nprocs=RANKS, start_method="fork")
     return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
 
@@ -59,14 +65,65 @@ def test_all_ranks_read_the_same_also_one_without_rows_or_all_say_which_files_di
     for rank in range(RANKS):
         make_model(seed=int(rank == 1)).save_pretrained(tmp_path / f"revision_{rank}")
         make_model().save_pretrained(tmp_path / f"format_{rank}")
-    torch.save(load_file(tmp_path / "format_2" / "model.safetensors"), tmp_path / "format_2" / "pytorch_model.bin")
-    (tmp_path / "format_2" / "model.safetensors").unlink()
+    pickle(tmp_path / "format_2")
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "tied").state_dict()
     for rank, (tied, revision, format) in enumerate(outcomes(tmp_path, "tied", "revision_{rank}", "format_{rank}")):
         assert all(torch.equal(tied[key], tensor) for key, tensor in expected.items())
         said = "the files of {}/{}_{} differ between hosts: those of rank {} are not those of rank 0 (of 3 ranks). Give every host the same"
         assert revision.startswith(said.format(tmp_path, "revision", rank, 1))
         assert format.startswith(said.format(tmp_path, "format", rank, 2))
+
+
+def test_rank_0_warns_of_the_memory_that_it_takes_to_read_other_files_than_safetensors(tmp_path: Path):
+    hf = make_model(tie_word_embeddings=True)
+    hf.save_pretrained(tmp_path / "pickled")
+    pickle(tmp_path / "pickled")
+    for (found,) in outcomes(tmp_path, "pickled"):
+        assert all(torch.equal(found[key], tensor) for key, tensor in hf.state_dict().items())
+    first, *others = ((tmp_path / f"{rank}.log").read_text() for rank in range(RANKS))
+    assert others == ["", ""]
+    whole = size(4 * sum(parameter.numel() for parameter in hf.parameters()))
+    assert first.startswith(
+        f"rank 0 of 3 reads the whole of {tmp_path}/pickled and sends the other ranks their shards, which takes {whole} of"
+    )
+    assert f'no safetensors files. Convert it once, `AutoModelForCausalLM.from_pretrained("{tmp_path}/pickled", ' in first
+
+    AutoModelForCausalLM.from_pretrained(tmp_path / "pickled").save_pretrained(tmp_path / "converted")
+    assert outcomes(tmp_path, "converted")[0][0].keys() == found.keys()
+    assert (tmp_path / "0.log").read_text() == first, "the remedy helps"
+
+
+def test_one_process_warns_of_quantized_and_fused_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Of a family that transformers can make plain, which takes a GPU for most."""
+    make_model().save_pretrained(tmp_path / "plain")
+    plain = AutoModelForCausalLM.from_pretrained
+    make_model().save_pretrained(tmp_path / "packed")
+    file = tmp_path / "packed" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda source, **keys: plain(tmp_path / "plain", **keys))
+    load_policy(str(tmp_path / "packed"), one_process("cpu"), dtype="float32")
+    (said,) = caplog.messages
+    assert said.startswith(f"the whole of {tmp_path}/packed is read beside the model, which takes ")
+    assert said.endswith("its weights are quantized. Set model.name to a version of the model with plain safetensors")
+
+    caplog.clear()
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", plain)
+    make_model(HrmTextConfig).save_pretrained(tmp_path / "fused")
+    mesh = join(torch.device("cpu"), rank=0, world_size=1, timeout=60)
+    try:
+        load_policy(str(tmp_path / "fused"), mesh, dtype="float32")
+    finally:
+        mesh.close()
+    (said,) = caplog.messages
+    assert "weight is stored in another layout. transformers stores the family so: its host needs that much free memory" in said
+
+
+def pickle(folder: Path) -> None:
+    """Turn the weights of a model folder into another file than safetensors."""
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
 
 
 def test_weights_that_are_not_whole_or_stay_quantized_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ from rlx.models.layout import Here, Stretch
 from rlx.models.lora import add_adapters, draw_adapters
 from rlx.models.policy import PolicyModel
 from rlx.models.slots import Slot, SlotsLinear, add_slots
-from rlx.parallel.mesh import one_process
+from rlx.parallel.mesh import Mesh, one_process
 from rlx.train.muon import groups_of
 from rlx.train.reference import Reference
 from rlx.train.step import PolicyTrainer
@@ -154,15 +155,63 @@ def test_a_run_whose_loss_is_not_finite_or_fails_does_not_disturb_the_other():
     def broken(tokens: Any, **_: Any) -> Any:
         raise KeyError("no such column")
 
-    for bad in (RUNS[0] | {"lora": LoraConfig(rank=4, alpha=float("inf"))}, RUNS[0] | {"objective": broken}):
+    def detached(tokens: Any, **_: Any) -> Any:
+        found = grpo(tokens)
+        return replace(found, loss=found.loss.detach())
+
+    reasons = {"is inf|is nan": {"lora": LoraConfig(rank=4, alpha=float("inf"))}}
+    reasons |= {"no such column": {"objective": broken}, "something in it is detached": {"objective": detached}}
+    for reason, keys in reasons.items():
+        bad = RUNS[0] | keys
         host = Host()
         host.join(0, bad)
         host.join(1, RUNS[1])
         before = host.weights(0)
         found = host.train({0: 0, 1: 0})
         assert isinstance(found[0], Exception)
+        assert re.search(reason, str(found[0]))
         assert all(torch.equal(tensor, before[name]) for name, tensor in host.weights(0).items())
         same(host.weights(1), alone(RUNS[1], 1)[0])
+
+
+def test_a_run_that_failed_is_left_out_of_its_other_steps_also_if_no_other_run_has_any():
+    def broken(tokens: Any, **_: Any) -> Any:
+        raise KeyError("no such column")
+
+    host = Host()
+    host.join(0, RUNS[0])
+    host.join(1, RUNS[1] | {"objective": broken})  # two mini-batches, twice
+    before = host.weights(1)
+    assert isinstance(host.train({0: 0, 1: 0})[1], KeyError)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in host.weights(1).items())
+    same(host.weights(0), alone(RUNS[0], 1)[0])
+
+
+def test_a_loss_that_fails_on_another_rank_leaves_the_run_as_it_was_on_this_one(monkeypatch: pytest.MonkeyPatch):
+    host = Host()
+    host.join(0, RUNS[0])
+    before = host.weights(0)
+    monkeypatch.setattr(Mesh, "any", lambda self, flag: True)
+    assert "failed on another rank, whose log says why" in str(host.train({0: 0})[0])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in host.weights(0).items())
+
+
+@pytest.mark.parametrize("where", ["loss_of", "update"])
+def test_a_device_without_memory_is_not_the_error_of_one_run(where: str, monkeypatch: pytest.MonkeyPatch):
+    """The trainer ends: what it says of keys that help, and what its supervisor does, are for all of them."""
+    host = Host()
+    for slot, run in enumerate(RUNS):
+        host.join(slot, run)
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    before = host.weights(0)
+    monkeypatch.setattr(host.trainers[1], where, full)
+    with pytest.raises(torch.OutOfMemoryError):
+        host.train({0: 0, 1: 0})
+    moved = [name for name, tensor in host.weights(0).items() if not torch.equal(tensor, before[name])]
+    assert bool(moved) == (where == "update"), "before any other run's step, where it can be"
 
 
 def test_a_stream_of_one_run_is_not_one_of_the_other():

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
+from rlx.models.blocks import Bucket
 from rlx.models.flash import attend_long, flash
-from rlx.models.layout import Bucket, Layout
+from rlx.models.layout import Layout
 from rlx.parallel.row import Row
 
 NAME = "rlx"

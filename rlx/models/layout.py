@@ -3,6 +3,7 @@
 A micro-batch is samples end to end. It can run in these ways, all with the same result:
 - `shared`: positions after a sample's last trainable token are left out. Neighbours with a common beginning (the rollouts of one prompt)
   compute it once: a *trunk* with *branches*. This is exact, because a causal model's state depends only on the past.
+- `fixed`: the same, with the same number of buckets in every row, for compiled layers (`rlx.models.blocks`).
 - `varlen`: without sharing, for torch's FlashAttention with segment boundaries; `mixed`: the same, with long samples by themselves.
 - `rows`: one padded row per sample, for models with layers other than attention (a recurrent layer cannot respect boundaries).
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
@@ -21,60 +22,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlx.models.blocks import TRUNK, Block, Bucket, blocks_of, buckets, to_tensor
 from rlx.models.flash import LONG
 
-Kind = Literal["shared", "varlen", "mixed", "rows"]
+Kind = Literal["shared", "fixed", "varlen", "mixed", "rows"]
 
 MIN_SHARED = 3  # shortest common beginning worth a trunk, tokens: the head of a ChatML turn
 MIN_SHARE = 1 / 16  # of a sample that the beginning must be, because attention in branches costs more than plain causal attention
 READ = 0.9  # a larger share of the computed tokens is not worth a selection
-TREE_TOKENS = 64  # a trunk and its branches form one attention block up to this many tokens in total
-BRANCH_TOKENS = 32  # branches attend in one block up to this many tokens: fewer, larger products
-FILL = 0.75  # a block joins a bucket if it fills at least this share of both sides; the rest is padding
-SLACK = 4  # a block may always be this many tokens shorter
-
-TRUNK = -1  # branch number of a trunk's tokens
-PADDING = -2  # branch number of padded keys
-
-
-@dataclass(slots=True)
-class Bucket:
-    """Attention blocks of similar size, padded to one batch."""
-
-    queries: Tensor  # [S, Q] int64 positions in the computed row, padded by repeating the last
-    keys: Tensor  # [S, L] int64, padded in the same way
-    mask: Tensor | None  # [S, 1, Q, L] bool, True where the query sees the key; None: plain causal with Q = L
-    query_positions: Tensor  # [S or 1, Q] int32
-    key_positions: Tensor  # [S or 1, L] int32
-    longest: int  # largest distance of a query from a key, + 1
-    _windows: dict[int, Tensor] = field(default_factory=dict)
-    _summands: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
-
-    def visible(self, window: int | None) -> Tensor | None:
-        """The mask for a layer that sees only the last `window` tokens; None: plain causal."""
-        if window is None or self.longest <= window:
-            return self.mask
-        if window not in self._windows:
-            self._windows[window] = self.causal() & (self._distance() < window)[:, None]
-        return self._windows[window]
-
-    def summand(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """`visible` as attention on a CPU adds it to the scores: 0, or -inf where a key is hidden. All layers share it."""
-        visible = self.visible(window)
-        if visible is None:
-            return None
-        key = (window, dtype)
-        if key not in self._summands:
-            self._summands[key] = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
-        return self._summands[key]
-
-    def causal(self) -> Tensor:
-        """The mask as a tensor, also for plain causal attention."""
-        return (self._distance() >= 0)[:, None] if self.mask is None else self.mask
-
-    def _distance(self) -> Tensor:
-        """[S or 1, Q, L] of each query from each key. Plain causal attention does without: of 16k tokens alone this would take 1 GiB."""
-        return self.query_positions[:, :, None] - self.key_positions[:, None, :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +106,13 @@ def build_layout(
         return _rows(token_ids, samples, device, slots)
     # Samples of two adapters share nothing, not even equal tokens.
     parts = [samples] if slots is None else _by_slot(samples, slots)
-    if kind == "shared":
+    if kind in ("shared", "fixed"):
         trees = [tree for part in parts for tree in _trees(token_ids, part)]
     else:
         trees = [_Tree([sample], sample[1]) for sample in samples]
     pieces: list[tuple[int, int, int, int]] = []  # computed: (first in the micro-batch, position, length, branch)
     copies: list[tuple[int, int, int]] = []  # not computed again: (first in the micro-batch, first computed token, length)
-    blocks: list[_Block] = []
+    blocks: list[Block] = []
     count = 0
     for tree in trees:
         trunk = (count, tree.trunk)
@@ -171,7 +126,7 @@ def build_layout(
                 pieces.append((start + tree.trunk, tree.trunk, length - tree.trunk, number))
                 branches.append((count, length - tree.trunk))
                 count += length - tree.trunk
-        blocks.extend(_blocks(trunk, branches))
+        blocks.extend(blocks_of(trunk, branches))
     first, position, lengths, branch = np.array(pieces, dtype=np.int64).T
     rows, positions = _ranges(first, lengths), _ranges(position, lengths)
     where = np.full(len(token_ids), -1, dtype=np.int64)
@@ -180,8 +135,8 @@ def build_layout(
         copied, computed, each = np.array(copies, dtype=np.int64).T
         where[_ranges(copied, each)] = _ranges(computed, each)
     layout = Layout(
-        token_ids=_tensor(token_ids[rows].astype(np.int64), device)[None],
-        position_ids=_tensor(positions, device)[None],
+        token_ids=to_tensor(token_ids[rows].astype(np.int64), device)[None],
+        position_ids=to_tensor(positions, device)[None],
         where=where,
         kind=kind,
     )
@@ -190,7 +145,7 @@ def build_layout(
         slot_of = {start: slot for (start, _), slot in zip(samples, slots, strict=True)}
         layout.stretches = _stretches([(slot_of[tree.samples[0][0]], _size(tree)) for tree in trees])
     elif 0 < len(read) < READ * count:
-        layout.read = _tensor(read, device)
+        layout.read = to_tensor(read, device)
     if kind in ("varlen", "mixed"):
         whole = [length for _, length in samples]
         layout.cu_seqlens, layout.max_length = _bounds(whole, device), max(whole)
@@ -198,9 +153,9 @@ def build_layout(
             layout.pieces = tuple(_pieces(whole, device))
     else:
         order = np.empty(count, dtype=np.int64)
-        layout.buckets = tuple(_buckets(blocks, positions, np.repeat(branch, lengths), order, device))
-        layout.order = _tensor(order, device)
-        layout.keys_once = not any(block.before[1] for block in blocks)
+        layout.buckets = tuple(buckets(blocks, positions, np.repeat(branch, lengths), order, device, fixed=kind == "fixed"))
+        layout.order = to_tensor(order, device)
+        layout.keys_once = kind != "fixed" and not any(block.before[1] for block in blocks)
     return layout
 
 
@@ -301,100 +256,4 @@ def _rows(
         where[start : start + length] = np.arange(i * longest, i * longest + length)
     positions = torch.arange(longest, device=device).expand(len(samples), longest)
     stretches = _stretches([(slot, longest) for slot in slots or ()])
-    return Layout(token_ids=_tensor(rows, device), position_ids=positions, where=where, kind="rows", stretches=stretches)
-
-
-@dataclass(slots=True)
-class _Block:
-    """Computed tokens that attend together. Each range is (first, length); keys are those `before`, then the queries."""
-
-    queries: tuple[int, int]
-    before: tuple[int, int]  # the trunk, if it attends in a block of its own
-    plain: bool  # one sequence with a plain causal mask
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Number of queries and of keys."""
-        return self.queries[1], self.before[1] + self.queries[1]
-
-
-def _blocks(trunk: tuple[int, int], branches: list[tuple[int, int]]) -> Iterator[_Block]:
-    """The blocks of a tree. Its branches lie behind its trunk, end to end."""
-    alone = (trunk[0], 0)  # no keys before the queries
-    if not branches:
-        yield _Block(trunk, alone, True)
-        return
-    whole = trunk[1] + sum(length for _, length in branches)
-    if whole <= TREE_TOKENS:
-        yield _Block((trunk[0], whole), alone, False)
-        return
-    yield _Block(trunk, alone, True)
-    first, together = branches[0][0], 0
-    for start, length in branches:
-        if together and together + length > BRANCH_TOKENS:
-            yield _Block((first, together), trunk, False)
-            first, together = start, 0
-        together += length
-    yield _Block((first, together), trunk, False)
-
-
-def _buckets(
-    blocks: list[_Block], positions: np.ndarray, branch: np.ndarray, order: np.ndarray, device: torch.device | str
-) -> Iterator[Bucket]:
-    """Group blocks of similar size and pad them. `positions` and `branch` are [K]. Fills `order` [K] as a side effect."""
-    done = 0
-    for plain in (True, False):
-        todo = sorted((b for b in blocks if b.plain == plain), key=lambda b: b.size, reverse=True)
-        while todo:
-            q, k = todo[0].size
-            take: list[_Block] = []
-            rest: list[_Block] = []
-            for block in todo:
-                queries, keys = block.size
-                fits = queries >= FILL * q - SLACK and FILL * k - SLACK <= keys <= k
-                (take if fits else rest).append(block)
-            todo = rest
-            yield _bucket(take, q, k, done, positions, branch, order, device)
-            done += len(take) * q
-
-
-def _bucket(
-    blocks: list[_Block],
-    q: int,
-    k: int,
-    done: int,
-    positions: np.ndarray,
-    branch: np.ndarray,
-    order: np.ndarray,
-    device: torch.device | str,
-) -> Bucket:
-    """Pad blocks to q queries and k keys each. `done`: rows of the buckets before."""
-    first, queried = np.array([block.queries for block in blocks], dtype=np.int64).T[:, :, None]  # [S, 1] each
-    trunk, led = np.array([block.before for block in blocks], dtype=np.int64).T[:, :, None]
-    place, at = np.arange(q)[None], np.arange(k)[None]
-    real = place < queried
-    queries = first + np.minimum(place, queried - 1)
-    behind = np.minimum(at, led + queried - 1)
-    keys = np.where(behind < led, trunk + behind, first + behind - led)
-    order[queries[real]] = done + np.flatnonzero(real)
-    if blocks[0].plain:  # by index, not by position, so that padded keys lie in the future of every real query
-        query_positions, key_positions, mask, longest = place, at, None, q
-    else:
-        query_positions, key_positions = positions[queries], positions[keys]
-        distance = query_positions[:, :, None] - key_positions[:, None, :]
-        longest = int(distance.max()) + 1
-        key_branch, query_branch = np.where(at < led + queried, branch[keys], PADDING), branch[queries]
-        same = (key_branch[:, None, :] == query_branch[:, :, None]) | (key_branch[:, None, :] == TRUNK)
-        mask = _tensor((same & (distance >= 0))[:, None], device)
-    return Bucket(
-        queries=_tensor(queries, device),
-        keys=_tensor(keys, device),
-        mask=mask,
-        query_positions=_tensor(query_positions.astype(np.int32), device),
-        key_positions=_tensor(key_positions.astype(np.int32), device),
-        longest=longest,
-    )
-
-
-def _tensor(array: np.ndarray, device: torch.device | str) -> Tensor:
-    return torch.from_numpy(array).to(device)
+    return Layout(token_ids=to_tensor(rows, device), position_ids=positions, where=where, kind="rows", stretches=stretches)

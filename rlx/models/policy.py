@@ -91,8 +91,9 @@ class PolicyModel(nn.Module):
             raise ValueError(f"model.attention=varlen needs CUDA, but this is {device.type}; set model.attention=auto or sdpa")
         if self.padded:
             return "rows"
+        in_blocks: Kind = "fixed" if self.compiled else "shared"
         if self.attention == "sdpa" or device.type != "cuda":
-            return "shared"
+            return in_blocks
         config = self.hf.config
         if self.attention == "varlen" and self.widths:
             raise ValueError(f"model.attention=varlen cannot compute {self.widths}; set model.attention=auto or sdpa")
@@ -100,7 +101,7 @@ class PolicyModel(nn.Module):
         sixteen_bit = self.compute_dtype in (torch.bfloat16, torch.float16)
         if self.attention == "varlen" or (sixteen_bit and not bounded and not self.widths):
             return "mixed" if self.long_apart else "varlen"
-        return "shared"
+        return in_blocks
 
     def forward(self, layout: Layout, index: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
         """Score the trainable tokens of one micro-batch.

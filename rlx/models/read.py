@@ -43,11 +43,22 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig, str_to_torch_dtype
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
+from rlx.config.memory import size
 from rlx.models.lora import PARAMETERS
 from rlx.parallel.mesh import Mesh
 
 log = logging.getLogger("rlx.trainer")
 
+# Why a checkpoint is read whole, and what helps.
+NO_SAFETENSORS = "it has no safetensors files"
+QUANTIZED = "its weights are quantized"
+IN_ANOTHER_LAYOUT = "is stored in another layout"
+REMEDIES = {
+    NO_SAFETENSORS: 'Convert it once, `AutoModelForCausalLM.from_pretrained("{source}", dtype="auto").save_pretrained(FOLDER)`, save its '
+    "tokenizer there too, and set model.name=FOLDER",
+    QUANTIZED: "Set model.name to a version of the model with plain safetensors",
+    IN_ANOTHER_LAYOUT: "transformers stores the family so: its host needs that much free memory",
+}
 OTHER_FILES = 512  # that this process may have open beside the weights
 BEGINNING = 4096  # bytes of each tensor that tell whether two hosts have the same files
 
@@ -82,22 +93,16 @@ def _read(hf: Any, source: str, mesh: Mesh, device: torch.device, trust_remote_c
         _allow_open(len(files))
         for path in files:
             stored |= stored_tensors(opened.enter_context(open(path, "rb", buffering=0)))
-        why = None if stored else "it has no safetensors files, or its weights are quantized"
+        why = None if stored else QUANTIZED if getattr(hf.config, "quantization_config", None) else NO_SAFETENSORS
         converted = _converted(hf, mapping, stored)
-        if mesh.grouped:
+        if mesh.grouped and why is None:
             dims = {name: _sharded(tensor) for name, tensor in hf.state_dict().items()}
-            why = why or next(
-                (
-                    f"{name} is stored in another layout"
-                    for name, (parameter, by) in converted.items()
-                    if not _keeps_shards(by, dims.get(parameter, set()))
-                ),
-                None,
-            )
+            moved = (name for name, (parameter, by) in converted.items() if not _keeps_shards(by, dims.get(parameter, set())))
+            why = next((f"{name} {IN_ANOTHER_LAYOUT}" for name in moved), None)
         _same_everywhere(stored, str(why), source, mesh)
         if why is not None:
             if mesh.first:
-                log.info("rank 0 reads the whole of %s and sends the other ranks their shards: %s", source, why)
+                log.warning("%s", _about_whole(hf, source, mesh, why))
             _read_whole(hf, source, mesh, device, trust_remote_code)
             return
         plan = {} if mesh.grouped else hf._get_dtype_plan(hf.dtype)  # FSDP wants one dtype in a unit
@@ -118,6 +123,16 @@ def _read(hf: Any, source: str, mesh: Mesh, device: torch.device, trust_remote_c
     lacking = sorted(hf._finalize_model_loading(hf, loading, info).missing_keys)
     if lacking:
         raise ValueError(f"{source} lacks {len(lacking)} weights of {type(hf).__name__}: {', '.join(lacking[:3])}")
+
+
+def _about_whole(hf: Any, source: str, mesh: Mesh, why: str) -> str:
+    """The warning that a checkpoint is read whole: how much memory that takes, and what helps."""
+    bytes_ = sum(p.numel() * p.element_size() for name, p in hf.named_parameters() if not name.endswith(PARAMETERS))  # of all shards
+    who = f"rank 0 of {mesh.world_size} reads the whole of {source} and sends the other ranks their shards"
+    if mesh.world_size == 1:
+        who = f"the whole of {source} is read beside the model"
+    remedy = next(text for reason, text in REMEDIES.items() if why.endswith(reason))
+    return f"{who}, which takes {size(bytes_)} of host memory more until it is loaded: {why}. {remedy.format(source=source)}"
 
 
 def keep_float32_buffers(hf: Any) -> None:

@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlx.config.load import load_command, to_yaml
+from rlx.config.memory import size
+from rlx.config.rows import BYTES
 from rlx.config.schema import CommandConfig, PlayRoot
 from rlx.config.warm_start import supervised
 from rlx.heartbeat import AtWork, Heartbeat
@@ -108,6 +110,13 @@ def make(config: CommandConfig, what: dict[str, Any], folder: Path, heartbeat: H
         if config.model.gguf is not None:
             from rlx.models.gguf import convert
 
+            needs = size((BYTES["float32"] + BYTES[config.model.dtype]) * config.model.num_parameters)  # transformers reads float32
+            log.warning(
+                "%s is read whole, in this process alone, which takes up to %s of host memory. Done once: it becomes safetensors in the "
+                "cache, of which each trainer process reads its own share",
+                config.model.gguf,
+                needs,
+            )
             with heartbeat.during(f"reading {config.model.gguf}"):
                 convert(Path(config.model.gguf).expanduser(), unfinished, config.model.dtype)
         else:

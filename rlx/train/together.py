@@ -131,9 +131,6 @@ class Together:
             torch.stack(losses).sum().backward()
             del losses, logps, entropies  # they hold the activations of the row during the next forward
         for slot in minis:
-            for parameter in trainers[slot].parameters:
-                if parameter.grad is None:  # without tokens on this rank; alone there is a gradient of zeros
-                    parameter.grad = torch.zeros_like(parameter)
             if self.mesh.any(slot in broken) and slot not in broken:
                 broken[slot] = RuntimeError("the loss of this run failed on another rank, whose log says why")
         return stats, broken
