@@ -268,6 +268,8 @@ def main() -> None:
     parser.add_argument("--loop", choices=("uvloop", "asyncio"), default="uvloop")
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
+    if options.v1 and options.burn:
+        parser.error("--burn is for the classic environment; leave out --v1")
 
     port = mp.get_context("spawn").Value("i", 0)
     server = mp.get_context("spawn").Process(target=serve, args=(port, options.tokens, options.latency), daemon=True)

@@ -155,8 +155,11 @@ def full_disk(error: BaseException, run_dir: Path) -> str | None:
     filename, number = next((each for each in found if isinstance(each[0], str | bytes)), found[0])
     path = Path(os.fsdecode(filename)) if isinstance(filename, str | bytes) else run_dir
     what = "the quota is used up" if number == errno.EDQUOT else "the disk is full"
-    other = "or move the run's directory and set run.dir= to it" if path.is_relative_to(run_dir) else "which is outside the run's directory"
-    return f"{what}: {path} could not be written, {_space(path)}; free some space, {other}; then continue with resume=latest"
+    if path.is_relative_to(run_dir):
+        free = "free some space, or move the run's directory and set run.dir= to it"
+    else:
+        free = "free some space there; it is not in the run's directory"
+    return f"{what}: {path} could not be written, {_space(path)}; {free}; then continue with resume=latest"
 
 
 def disk_is_full(run_dir: Path) -> str | None:

@@ -59,7 +59,7 @@ def test_the_file_that_could_not_be_written_is_named_also_if_an_error_around_it_
     line = full_disk(error, Path("/data/run"))
     assert line is not None
     assert line.startswith("the disk is full: /dev/shm/rlx-run-1 could not be written")
-    assert "which is outside the run's directory; then continue with resume=latest" in line
+    assert "free some space there; it is not in the run's directory; then continue with resume=latest" in line
 
 
 def test_a_quota_is_not_a_disk() -> None:

@@ -155,15 +155,34 @@ def test_the_next_version_overwrites_the_deleted_one_in_memory_and_on_the_disk(
     assert in_memory(shm) == ["run"]
 
 
-def test_a_copy_of_the_run_directory_deletes_its_links_and_not_what_they_lead_to(publisher: Publisher, shm: Path) -> None:
+@pytest.mark.parametrize(("symlinks", "left"), [(True, []), (False, ["step_1"])])
+def test_a_copy_of_the_run_directory_deletes_its_links_and_not_what_they_lead_to(
+    publisher: Publisher, shm: Path, symlinks: bool, left: list[str]
+) -> None:
+    """A copy that follows the links has the versions themselves."""
     publish(publisher, 1)
     mine, copy = publisher.paths, RunPaths(publisher.paths.root.with_name("copy"))
-    shutil.copytree(mine.root, copy.root, symlinks=True)
+    shutil.copytree(mine.root, copy.root, symlinks=symlinks)
     tmpfs.clear(copy.weights)
-    assert list(copy.weights.iterdir()) == []
+    assert [path.name for path in copy.weights.iterdir()] == left
     assert verify(mine.weights_of(1))["version"] == 1
     tmpfs.make(copy.weights, shm)
     assert len(list(shm.iterdir())) == 2, "no two runs share a folder"
+
+
+def test_what_an_attempt_before_one_on_another_host_has_left_is_deleted(tmp_path: Path, shm: Path) -> None:
+    """The attempt on the other host has removed the link to it."""
+    mine, other = tmp_path / "a" / "mine" / "weights", tmp_path / "b" / "mine" / "weights"
+    for weights in (mine, other):
+        tmpfs.make(weights, shm)
+        (weights / "latest").symlink_to("step_12")
+        (weights / tmpfs.RECORD).unlink()
+    kept = [folder for folder in shm.iterdir() if (folder / tmpfs.BACK).read_text() == str(other)]
+    found = tmpfs.make(mine, shm)
+    assert sorted(shm.iterdir()) == sorted([*kept, found])
+    tmpfs.clear(mine)
+    assert (mine / "latest").is_symlink(), "the user's own"
+    assert list(shm.iterdir()) == kept
 
 
 @pytest.mark.parametrize("done", ["link", "folder", "back"])
@@ -174,7 +193,7 @@ def test_an_attempt_that_was_killed_while_it_made_its_folder_leaves_it_to_the_ne
     if done != "link":
         own.mkdir()
     if done == "back":
-        (own / tmpfs.BACK).symlink_to(weights)
+        (own / tmpfs.BACK).write_text(str(weights))
     tmpfs.clear(weights)
     assert list(shm.iterdir()) == list(weights.iterdir()) == []
     found = tmpfs.make(weights, shm)

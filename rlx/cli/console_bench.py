@@ -80,7 +80,9 @@ def _speeds(found: Mapping[str, Any]) -> list[list[str]]:
 
 def duration(seconds: float) -> str:
     """`12.3 s` or `4.5 ms`."""
-    return f"{seconds:.4g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+    if seconds >= 0.9995:
+        return f"{seconds:.4g} s"
+    return f"{1e3 * seconds:.3g} ms"
 
 
 def _when(found: Mapping[str, Any]) -> str:

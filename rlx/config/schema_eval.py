@@ -84,8 +84,8 @@ class PlayWithModel(PlayRoot):
 
     @property
     def follows_engines(self) -> bool:
-        """An endpoint of others does not say how busy it is."""
-        return not self.client.base_url and super().follows_engines
+        """Only the command's own engines: servers that others use, too, are busy with their work, and an endpoint does not say."""
+        return bool(self.num_servers) and super().follows_engines
 
 
 @dataclass

@@ -54,8 +54,8 @@ def _player(name: str, env: vf.Environment, leaf: vf.Environment, sampling: Mapp
         log.warning("envs.%s asks for sampling parameters that training does not use; they are ignored: %s", name, ignored)
     for key in sorted(own.keys() & sampling.keys() - ignored.keys()):
         if own[key] != sampling[key]:
-            said = "envs.%s asks for %s=%s, but the run's is %s, which is used. To have the environment's: envs.%s.sampling.%s=%s"
-            log.warning(said, name, key, own[key], sampling[key], name, key, own[key])
+            said = "the environment %s asks for %s=%s, but the configuration's is %s, which is used (sampling.%s, also in its own section)"
+            log.warning(said, name, key, own[key], sampling[key], key)
     _check_rubrics(name, leaf.rubric)
     names, weights = leaf.rubric._get_reward_func_names(), leaf.rubric._get_reward_weights()
     hook(leaf)

@@ -9,7 +9,6 @@ Shapes: K tokens computed, S blocks of a bucket.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -21,7 +20,7 @@ TREE_TOKENS = 64  # a trunk and its branches form one attention block up to this
 BRANCH_TOKENS = 32  # branches attend in one block up to this many tokens: fewer, larger products
 FILL = 0.75  # a block joins a bucket if it fills at least this share of both sides; the rest is padding
 SLACK = 4  # a block may always be this many tokens shorter
-FIXED = 2  # buckets of each form, plain and masked, if their number is fixed
+PLAIN, MASKED = 2, 6  # buckets of each form if their number is fixed; more of them need less padding, and larger graphs
 LONE = 1024  # tokens of a block that may be alone in its bucket then: an empty one beside it would cost as much
 EXCEEDED = 2**31  # tokens: more than any window
 
@@ -108,14 +107,15 @@ def buckets(
 ) -> Iterator[Bucket]:
     """Group blocks of similar size and pad them. `positions` and `branch` are [K]. Fills `order` [K] as a side effect.
 
-    `fixed`: always `FIXED` buckets of either form. No size is 1, for which torch would compile anew: at least two tokens, and two blocks
+    `fixed`: always `PLAIN` and `MASKED` buckets. No size is 1, for which torch would compile anew: at least two tokens, and two blocks
     unless one is long.
     """
     done = 0
     for plain in (True, False):
         groups = _grouped([block for block in blocks if block.plain == plain])
         if fixed:
-            groups = _merged(groups) + [[] for _ in range(FIXED - len(groups))]
+            most = PLAIN if plain else MASKED
+            groups = _merged(groups, most) + [[] for _ in range(most - len(groups))]
         for group in groups:
             q, k = _widest(group, 2 if fixed else 1)
             if fixed and q < LONE:  # the first token again, which sees only itself, so that its result is the same in every block
@@ -139,13 +139,24 @@ def _grouped(blocks: Sequence[Block]) -> list[list[Block]]:
     return groups
 
 
-def _merged(groups: list[list[Block]]) -> list[list[Block]]:
-    """At most `FIXED` groups, widest first: two become one as long as there are more, each time those whose padding costs least."""
-    while len(groups) > FIXED:
-        pairs = itertools.combinations(range(len(groups)), 2)
-        one, other = min(pairs, key=lambda p: _scores(groups[p[0]] + groups[p[1]]) - _scores(groups[p[0]]) - _scores(groups[p[1]]))
-        rest = [group for number, group in enumerate(groups) if number not in (one, other)]
-        groups = [*rest, groups[one] + groups[other]]
+def _merged(groups: list[list[Block]], most: int) -> list[list[Block]]:
+    """At most `most` groups, widest first: two become one as long as there are more, each time those whose padding costs least.
+
+    The cost is in pairs of a query and a key. A row of 64k tokens may have a hundred groups, so all pairs of groups are compared at once.
+    """
+    groups = [list(group) for group in groups]
+    count = np.array([len(group) for group in groups], dtype=np.float64)
+    q, k = np.array([_widest(group) for group in groups], dtype=np.float64).reshape(-1, 2).T
+    while len(groups) > most:
+        alone = count * q * k
+        together = (count[:, None] + count) * np.maximum(q[:, None], q) * np.maximum(k[:, None], k)
+        cost = together - alone[:, None] - alone
+        cost[np.tril_indices(len(groups))] = np.inf
+        one, other = divmod(int(cost.argmin()), len(groups))
+        groups[one] += groups.pop(other)
+        count[one] += count[other]
+        q[one], k[one] = max(q[one], q[other]), max(k[one], k[other])
+        count, q, k = (np.delete(values, other) for values in (count, q, k))
     return sorted(groups, key=_widest, reverse=True)
 
 
@@ -153,12 +164,6 @@ def _widest(group: Sequence[Block], least: int = 1) -> tuple[int, int]:
     """Queries and keys to which the blocks of a group are padded."""
     queries, keys = zip(*(block.size for block in group), strict=True) if group else ((), ())
     return max([least, *queries]), max([least, *keys])
-
-
-def _scores(group: Sequence[Block]) -> int:
-    """Pairs of a query and a key that a group computes, padding included."""
-    q, k = _widest(group)
-    return len(group) * q * k
 
 
 def _bucket(
@@ -175,7 +180,7 @@ def _bucket(
 ) -> Bucket:
     """Pad blocks to q queries and k keys each. `done`: rows of the buckets before.
 
-    `masked`: layers with a window always mask, whether a row exceeds it or not.
+    `masked`: layers with a window always mask, whether a row exceeds it or not. That takes a mask of all pairs also of a long sample.
     """
     first, queried = np.array([block.queries for block in blocks], dtype=np.int64).T[:, :, None]  # [S, 1] each
     trunk, led = np.array([block.before for block in blocks], dtype=np.int64).T[:, :, None]

@@ -57,7 +57,7 @@ REMEDIES = {
     NO_SAFETENSORS: 'Convert it once, `AutoModelForCausalLM.from_pretrained("{source}", dtype="auto").save_pretrained(FOLDER)`, save its '
     "tokenizer there too, and set model.name=FOLDER",
     QUANTIZED: "Set model.name to a version of the model with plain safetensors",
-    IN_ANOTHER_LAYOUT: "transformers stores the family so: its host needs that much free memory",
+    IN_ANOTHER_LAYOUT: "Checkpoints of this family are stored so, and no key avoids it: the host of rank 0 needs that much free memory",
 }
 OTHER_FILES = 512  # that this process may have open beside the weights
 BEGINNING = 4096  # bytes of each tensor that tell whether two hosts have the same files

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import save_on_cpu
+from torch.fx.experimental import _config as symbols
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from rlx.config.schema import AcConfig
@@ -62,7 +63,20 @@ def compile_layers(model: PolicyModel, **keys: Any) -> None:
     for layer in model.layers:
         # Its forward, not the layer: the hooks of FSDP run around it. Inside they would break the graph, and with recomputed activations
         # nothing at all would be compiled.
-        layer.forward = torch.compile(layer.forward, dynamic=True, **keys)
+        layer.forward = _sizes_apart(torch.compile(layer.forward, dynamic=True, **keys))
+
+
+def _sizes_apart(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Sizes that are equal in one row by chance are not taken for the same in all rows, which would need another graph for the next row.
+
+    torch reads the switch while it traces, which it does at a call. It is that of the whole process, so it is set for the call alone.
+    """
+
+    def forward(*args: Any, **keys: Any) -> Any:
+        with symbols.patch(use_duck_shape=False):  # type: ignore[attr-defined]  # torch installs it
+            return compiled(*args, **keys)
+
+    return forward
 
 
 def shard(

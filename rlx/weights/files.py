@@ -182,8 +182,9 @@ def versions(weights: Path) -> list[int]:
     found = []
     for path in weights.glob("step_*"):
         number = path.name.removeprefix("step_")
-        if number.isdecimal() and listed(path / COMPLETE):
-            found.append(int(number))
+        with contextlib.suppress(PermissionError):  # in the memory of another user's run (`tmpfs.lost` says so)
+            if number.isdecimal() and listed(path / COMPLETE):
+                found.append(int(number))
     return sorted(found)
 
 

@@ -4,13 +4,15 @@
     run.dir/weights/step_12      a version that lasts, on the disk
     run.dir/weights/step_13   →  /dev/shm/rlx-mine-3f9a2c1b/step_13    `fresh`; its name in the run directory is a link
 
-Readers find every version in the run directory. A link that leads nowhere, as after a reboot, is no version. The folder has a link back to
-the run directory (`run`), so a copy of that directory never deletes what belongs to the original.
+Readers find every version in the run directory. A link that leads nowhere, as after a reboot, is no version. The folder names the run
+directory (`run`), so a copy of that directory never deletes what belongs to the original.
 Servers may still read a version when the trainer has ended. So whoever ends the run's processes calls `clear`, as does the next attempt.
 """
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import secrets
 import shutil
 from pathlib import Path
@@ -19,7 +21,7 @@ from rlx.config.memory import size
 from rlx.config.mounts import IN_MEMORY, file_system
 
 RECORD = ".memory"  # beside the versions: a link to the run's folder in memory
-BACK = "run"  # in that folder: a link to the folder of the versions
+BACK = "run"  # in that folder: a file with the path of the versions; not a link, which would lead whoever copies the run in a circle
 
 
 class NoRoom(ValueError):
@@ -43,13 +45,18 @@ def check(folder: Path, need: float) -> None:
 def make(weights: Path, folder: Path) -> Path:
     """Make the run's own folder in `folder`, which only its owner can enter. `weights`: the folder of the run's versions.
 
-    Call `clear` before, for an attempt that was killed may have left one. Raises OSError.
+    Call `clear` before, for an attempt that was killed may have left one. One that it left on this host before an attempt on another host
+    is deleted here. Raises OSError.
     """
     weights.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(f"rlx-{glob.escape(weights.parent.name)}-*"):
+        with contextlib.suppress(PermissionError):  # another user's
+            if (left / BACK).is_file() and _belongs(left, weights):
+                shutil.rmtree(left)
     own = folder / f"rlx-{weights.parent.name}-{secrets.token_hex(4)}"
     (weights / RECORD).symlink_to(own)  # first, so that no kill leaves a folder that nobody knows of
     own.mkdir(mode=0o700)
-    (own / BACK).symlink_to(weights.resolve())
+    (own / BACK).write_text(str(weights.resolve()))
     return own
 
 
@@ -76,8 +83,11 @@ def real(folder: Path) -> Path:
 
 def lost(folder: Path) -> str:
     """Why a version is not there, if it was in memory; else an empty text."""
-    if not folder.is_symlink() or folder.is_dir():
-        return ""
+    try:
+        if not folder.is_symlink() or folder.is_dir():
+            return ""
+    except PermissionError:
+        return f"{folder.name} is in the memory of a run of another user ({folder.readlink()}), who alone can read it"
     return (
         f"{folder.name} was in memory alone ({folder.readlink()}), which is gone or of another host; versions of checkpoints, those "
         "that are evaluated and the last one are on the disk (weight_broadcast.folder)"
@@ -99,18 +109,22 @@ def clear(weights: Path) -> None:
     No process of the run may need a version in memory any more.
     """
     record = weights / RECORD
+    if record.is_dir() and not record.is_symlink():  # of a copied run directory, whose copy followed the links
+        shutil.rmtree(record)
     if not record.is_symlink():
         return
-    for link in weights.iterdir():
-        if link.is_symlink() and link != record:
-            link.unlink()
     own = record.readlink()
+    for link in weights.iterdir():
+        if link.is_symlink() and link.readlink().parent == own:
+            link.unlink()
     if own.is_dir() and _belongs(own, weights):
         shutil.rmtree(own)
     record.unlink()  # last, so that a kill leaves it to the next one
 
 
 def _belongs(own: Path, weights: Path) -> bool:
-    """Whether a folder in memory is that of this run: its link leads here, or it is still empty."""
-    back = own / BACK
-    return back.samefile(weights) if back.exists() else not any(own.iterdir())
+    """Whether a folder in memory is that of this run: it names the run's versions, or is still empty."""
+    try:
+        return Path((own / BACK).read_text()).samefile(weights)
+    except FileNotFoundError:  # no such file, or the run that it names is gone
+        return not any(own.iterdir())

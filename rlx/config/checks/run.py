@@ -220,12 +220,14 @@ def parallel_heads(cfg: Config, of: Show) -> Iterator[str]:
         )
 
 
-@rule("hardware", "inference.base_url", "model.head_dim")
+@rule("hardware", "inference.base_url", "model.head_dim", "model.warm_start")
 def heads_on_a_cpu(cfg: Config, of: Show) -> Iterator[str]:
-    width = cfg.model.head_dim
+    made = cfg.model.warm_start
+    width = made.head_dim if made is not None else cfg.model.head_dim
     if cfg.hardware.device == "cpu" and cfg.num_servers and width is not None and width not in CPU_WIDTHS:
         yield (
-            f"vLLM computes no attention with heads {width} wide on a CPU: {of('model.head_dim')}.\n"
+            f"vLLM computes no attention with heads {width} wide on a CPU: "
+            f"{of('model.head_dim' if made is None else 'model.warm_start.head_dim')}.\n"
             f"It computes widths of {', '.join(map(str, CPU_WIDTHS))}. Use one of them, another model, or a GPU."
         )
 

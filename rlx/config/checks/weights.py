@@ -76,7 +76,7 @@ def versions_of_one_host(cfg: Config, of: Show) -> Iterator[str]:
     if cfg.hardware.nodes > 1:
         yield (
             f"servers on other hosts cannot read what is in the memory of the trainer's host: {said} with {of('hardware.nodes')}.\n"
-            f"Set {NO_FOLDER}; or weight_broadcast.type=nccl, which needs no files."
+            f"Set {NO_FOLDER}; or weight_broadcast.type={'gloo' if cfg.hardware.device == 'cpu' else 'nccl'}, which needs no files."
         )
     if cfg.inference.base_url:
         yield (

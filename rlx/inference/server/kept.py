@@ -91,7 +91,7 @@ def heads(model: torch.nn.Module) -> list[Any]:
 def check_heads(model: torch.nn.Module) -> None:
     """Raise ValueError if the packed copy that a CPU head multiplies with has other values than its weight.
 
-    An update that forgets the copy would go unnoticed else: the weight itself is the embedding's, or was loaded.
+    After an update the weight itself is right, so only the packed copy shows that an update has forgotten it.
     """
     if not all(_multiplies_with(head, head.weight) for head in heads(model)):
         raise ValueError("the served weights are not those that were trained: the head multiplies with other values than its weight has")
