@@ -236,7 +236,7 @@ def test_a_sweep_trains_adapters_of_several_ranks(data: Path) -> None:
 
 @pytest.mark.long
 def test_the_warm_start_of_a_run_is_what_rlx_sft_makes_of_its_demonstrations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = [f"model.warm_start.{key}" for key in ("steps=6", "num_examples=200", "hidden_size=32", "intermediate_size=48", "head_dim=8")]
+    model = [f"model.warm_start.{key}" for key in ("steps=6", "num_examples=200", "hidden_size=32", "intermediate_size=48", "head_dim=32")]
     cfg, prepared = compose(["env=reverse_text", *model]).cfg, tmp_path / "prepared"
     make(cfg, recipe(cfg), prepared, Heartbeat(RunPaths(tmp_path), "prepare"))
 
