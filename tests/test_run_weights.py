@@ -15,7 +15,6 @@ from main_job import MainJob
 from test_run_resume import checkpoints, kill_everything
 
 from rlx.checkpoints.orchestrator import read_state
-from rlx.config.mounts import IN_MEMORY, file_system
 from rlx.paths import COMPLETE, RunPaths
 from rlx.rollout.state import OrchestratorState
 from rlx.weights.files import verify, versions
@@ -148,7 +147,6 @@ def test_over_gloo_two_servers_get_every_version_beside_training_and_evaluations
 
 
 SHM = Path("/dev/shm")
-needs_shm = pytest.mark.skipif(not SHM.is_dir() or file_system(SHM) not in IN_MEMORY, reason="needs /dev/shm in memory")
 
 
 def own_folder(job: MainJob) -> Path:
@@ -162,7 +160,6 @@ def where(job: MainJob) -> dict[int, bool]:
     return {version: paths.weights_of(version).is_symlink() for version in versions(paths.weights)}
 
 
-@needs_shm
 @pytest.mark.long
 def test_with_versions_in_memory_a_run_is_the_same_and_what_lasts_is_on_the_disk_also_after_a_kill(
     start: Callable[..., MainJob],
@@ -201,7 +198,6 @@ def test_with_versions_in_memory_a_run_is_the_same_and_what_lasts_is_on_the_disk
     job.wait_until_nothing_is_left()
 
 
-@needs_shm
 @pytest.mark.long
 def test_a_preempted_run_leaves_the_version_of_its_checkpoint_on_the_disk(start: Callable[..., MainJob]) -> None:
     job = start("run", "orchestrator.batch_size=32", "max_steps=10000", "ckpt.interval=null", f"weight_broadcast.folder={SHM}")

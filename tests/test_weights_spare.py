@@ -35,7 +35,7 @@ print("the same" if seen[:] == before else "changed")
 @pytest.fixture
 def publisher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Publisher:
     monkeypatch.setattr(files, "ALONE", 0)  # so that small files are kept, too
-    monkeypatch.setattr(spare, "LOCAL", {spare._file_system(tmp_path)})
+    monkeypatch.setattr(spare, "LOCAL", {spare.file_system(tmp_path)})
     return Publisher(PolicyModel(make_model()), one_process("cpu"), RunPaths(tmp_path), ModelFiles({}), torch.float32)
 
 

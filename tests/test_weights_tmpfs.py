@@ -142,7 +142,7 @@ def test_the_next_version_overwrites_the_deleted_one_in_memory_and_on_the_disk(
     publisher: Publisher, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "ALONE", 0)  # so that small files are kept, too
-    monkeypatch.setattr(spare, "LOCAL", {spare._file_system(shm)})
+    monkeypatch.setattr(spare, "LOCAL", {spare.file_system(shm)})
     numbers = [(publish(publisher, version, keep_last=1) / "model.safetensors").stat().st_ino for version in (1, 2, 3)]
     assert numbers[2] == numbers[0] != numbers[1]
     assert in_memory(shm) == [spare.SPARE, "run", "step_3"]

@@ -123,7 +123,7 @@ def rank_0_without_a_folder(publisher: Publisher) -> None:
 
 def spare_files_of_both_writers(publisher: Publisher) -> None:
     numbers = []
-    with patch.object(files, "ALONE", 0), patch.object(spare, "LOCAL", {spare._file_system(publisher.paths.root)}):
+    with patch.object(files, "ALONE", 0), patch.object(spare, "LOCAL", {spare.file_system(publisher.paths.root)}):
         for version in (4, 5, 6):
             assert not published(publisher, version)
             if publisher.mesh.first:

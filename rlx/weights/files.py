@@ -182,9 +182,12 @@ def versions(weights: Path) -> list[int]:
     found = []
     for path in weights.glob("step_*"):
         number = path.name.removeprefix("step_")
-        with contextlib.suppress(PermissionError):  # in the memory of another user's run (`tmpfs.lost` says so)
+        try:
             if number.isdecimal() and listed(path / COMPLETE):
                 found.append(int(number))
+        except PermissionError:
+            if not path.is_symlink():  # else it is in the memory of another user's run, as `tmpfs.lost` says
+                raise
     return sorted(found)
 
 

@@ -15,6 +15,7 @@ import signal
 from collections.abc import Iterable
 from pathlib import Path
 
+from rlx.config.mounts import file_system
 from rlx.weights import tmpfs
 
 LOCAL = frozenset({"ext4", "xfs", "tmpfs"})  # where the kernel of this host knows of everybody who has a file open
@@ -24,7 +25,7 @@ SPARE = ".step_spare"  # beside the versions; hidden, so that no reader takes it
 def keep(doomed: Path, names: Iterable[str]) -> None:
     """Delete the folder, but keep the files of these names for `take`, instead of older ones. It may be a link to a folder in memory."""
     spare, names = doomed.resolve().with_name(SPARE), list(names)
-    if names and _file_system(spare.parent) in LOCAL:
+    if names and file_system(spare.parent) in LOCAL:
         shutil.rmtree(spare, ignore_errors=True)
         spare.mkdir()
         for name in names:
@@ -63,14 +64,3 @@ def _unused(path: Path) -> bool:
         return False
     finally:
         os.close(file)
-
-
-def _file_system(folder: Path) -> str:
-    """Its type, as the kernel names it; empty if it is not listed (btrfs, a kernel other than Linux)."""
-    device, mounts = folder.stat().st_dev, Path("/proc/self/mountinfo")
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    for line in mounts.read_text().splitlines() if mounts.exists() else []:
-        mount, _, source = line.partition(" - ")
-        if mount.split()[2] == wanted:
-            return source.split()[0]
-    return ""
