@@ -19,7 +19,7 @@ def test_the_tiny_model_learns_problems_that_it_is_not_trained_on(start, experim
 
 
 def test_adapters_alone_learn_the_default_run(start) -> None:
-    job = start("run", "experiment=reverse_text_lora")
+    job = start("run", "lora.rank=16")
     assert job.wait() == 0, job.text()
     rewards = [r["reward/mean"] for r in job.metrics("orchestrator") if "reward/mean" in r]
     assert len(rewards) == 100

@@ -29,7 +29,7 @@ def test_two_runs_share_a_trainer_and_one_whose_orchestrator_is_killed_resumes_b
         # Without the check of environments, whose results are kept for one run and perhaps not for the other: both join at about one time.
         shared = (f"trainer.shared={tmp_path / 'host'}", "lora.rank=8", "ckpt.interval=2", "launcher.check_envs=false")
         words, sums = tmp_path / "host" / "run_words", tmp_path / "host" / "run_sums"
-        of_words = (*shared, "optim.lr=3e-3", "max_steps=40")
+        of_words = (*shared, "max_steps=40")
         jobs = [MainJob(words, *of_words), MainJob(sums, *shared, "env=sums", "loss=gspo", "lora.alpha=16", "max_steps=6")]
         jobs[0].until(lambda: len(trained(words)) > 4 and len(trained(sums)) > 1, "some steps of both")
         os.kill(read_heartbeats(RunPaths(words))["orchestrator"]["pid"], signal.SIGKILL)

@@ -316,7 +316,7 @@ def _find_origins(
         path = default.config_path
         if path == VARIABLES:
             for variable in variables:
-                origins.note(_flatten(read_variable(variable), variable.key), variable.name)
+                origins.note(_flatten(read_variable(variable), variable.key), variable.name, typed=True)
         elif path == INHERITED:
             for each in inherited:
                 keys = list(_flatten(each.values, "")) if each.values else []
@@ -329,7 +329,7 @@ def _find_origins(
             origins.note(keys, label(loaded, path), of_group="/" in path, shipped=is_shipped(loaded))
             origins.in_files.update(keys)
     for override in values:
-        origins.note(_flatten(value_of(override), override.key_or_group), "command line")
+        origins.note(_flatten(value_of(override), override.key_or_group), "command line", typed=True)
     return origins
 
 

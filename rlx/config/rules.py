@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from rlx.config.declared import Declared
 from rlx.config.roots import has_key
 from rlx.config.signatures import declared_by
 
-Show = Callable[[str], str]
+
+class Show(Protocol):
+    """What a rule may ask about a key."""
+
+    def __call__(self, key: str, /) -> str:
+        """The key with its value and where that was set: `seq_len=64 (conf/model/tiny.yaml)`."""
+
+    def typed(self, key: str, /) -> bool:
+        """Whether the command line or a variable set it, and not a file, which may hold keys for another choice."""
+
+
 Rule = Callable[[Any, Show], Iterator[str]]  # the configuration of any root that has the keys
 UNKNOWN = Declared(uses_ratio=False)  # violates no rule
 OWN_LOSS = "envs.*.loss"  # a rule that reads it is about environments that are trained on

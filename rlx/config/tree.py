@@ -44,15 +44,17 @@ class Origins:
     in_files: set[str] = field(default_factory=set)  # keys that some file sets, even if something else set them later
     of_groups: set[str] = field(default_factory=set)  # keys set last by a group file, not by the user or the primary file
     shipped: set[str] = field(default_factory=set)  # keys set last by a file that ships with rlx
+    typed: set[str] = field(default_factory=set)  # keys set last by the command line or a variable
     secret: frozenset[str] = frozenset()  # keys whose values are not shown
 
-    def note(self, keys: Iterable[str], origin: str, of_group: bool = False, shipped: bool = False) -> None:
+    def note(self, keys: Iterable[str], origin: str, of_group: bool = False, shipped: bool = False, typed: bool = False) -> None:
         """Record that `origin` set `keys`, after any earlier origin."""
         for key in keys:
             self.of_key.pop(key, None)
             self.of_key[key] = origin  # keys set last are at the end
             (self.of_groups.add if of_group else self.of_groups.discard)(key)
             (self.shipped.add if shipped else self.shipped.discard)(key)
+            (self.typed.add if typed else self.typed.discard)(key)
 
     def written(self, key: str) -> str:
         """The whole key that the user wrote when `key` is an unknown section: `trianer.compile` for `trianer`."""

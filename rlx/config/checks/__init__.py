@@ -13,7 +13,7 @@ lacks one.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from rlx.config.checks import (  # noqa: F401  (importing them registers their rules)
@@ -42,22 +42,32 @@ from rlx.config.tree import Origins, Problem
 
 def check(cfg: Any, origins: Origins | None = None, wrong: tuple[str, ...] = ()) -> list[Problem]:
     """The problems that the rules find in a configuration of any root. `wrong`: keys that already have a problem."""
-    origins = origins or Origins()
-
-    def show_key(key: str) -> str:
-        value: object = cfg
-        for part in key.split("."):
-            if isinstance(value, dict) and part not in value:
-                return origins.show(key, _shared_default(cfg, key))
-            value = value[part] if isinstance(value, dict) else getattr(value, part)
-        return origins.show(key, value)
-
+    show = _Shown(cfg, origins or Origins())
     problems = []
     root: type = type(cfg)
     for keys, function in RULES:
         if applies(keys, root) and not any(_overlap(key, bad) for key in keys for bad in wrong):
-            problems += [Problem(text, keys) for text in function(cfg, show_key)]
+            problems += [Problem(text, keys) for text in function(cfg, show)]
     return problems
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """`rules.Show` of one configuration."""
+
+    cfg: Any
+    origins: Origins
+
+    def __call__(self, key: str, /) -> str:
+        value: object = self.cfg
+        for part in key.split("."):
+            if isinstance(value, dict) and part not in value:
+                return self.origins.show(key, _shared_default(self.cfg, key))
+            value = value[part] if isinstance(value, dict) else getattr(value, part)
+        return self.origins.show(key, value)
+
+    def typed(self, key: str, /) -> bool:
+        return key in self.origins.typed
 
 
 def _shared_default(cfg: Any, key: str) -> Any:

@@ -15,8 +15,10 @@ TABLES = ("lm_head", "embed_tokens", "embed_in", "embed_out", "wte")
 
 @rule("lora")
 def without_a_rank(cfg: CommandConfig, of: Show) -> Iterator[str]:
+    # The file of a model or an experiment may say what adapters would get.
     untouched = LoraConfig()
-    changed = [f.name for f in fields(LoraConfig) if f.name != "rank" and getattr(cfg.lora, f.name) != getattr(untouched, f.name)]
+    typed = [f.name for f in fields(LoraConfig) if f.name != "rank" and of.typed(f"lora.{f.name}")]
+    changed = [name for name in typed if getattr(cfg.lora, name) != getattr(untouched, name)]
     if not cfg.lora.on and changed:
         yield f"there are no adapters for {', '.join(of(f'lora.{name}') for name in changed)}: {of('lora.rank')}.\nSet lora.rank=16 or so."
 
