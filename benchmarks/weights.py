@@ -153,14 +153,20 @@ async def measure(paths: RunPaths, folder: Path, rounds: int) -> dict[str, Any]:
     result: dict[str, Any] = {
         name: {key: statistics.median(one[key] for one in measured) for key in measured[0]} for name, measured in found.items()
     }
-    source, copies = paths.weights / f"step_{trainer.version - 1}" / "model.safetensors", []
+    return result | {"bytes": trainer.bytes, "version": trainer.version - 1}
+
+
+def bare(paths: RunPaths, result: dict[str, Any], rounds: int) -> dict[str, Any]:
+    """What the bytes cost alone. The server and the trainer's model are gone by now: a model of a billion parameters needs their memory."""
+    sources = sorted((paths.weights / f"step_{result['version']}").glob("*.safetensors"))
+    copies = []
     for _ in range(rounds):
         began = time.perf_counter()
-        shutil.copyfile(source, paths.root / "copy")
+        for source in sources:
+            shutil.copyfile(source, paths.root / f"copy_{source.name}")
         copies.append(time.perf_counter() - began)
-    result["copy"] = {"all": statistics.median(copies)}
-    result["broadcast"] = {"all": statistics.median(broadcast(trainer.bytes, rounds + 1)[1:])}
-    return result | {"bytes": trainer.bytes}
+    seconds = broadcast(result["bytes"], rounds + 1)[1:]
+    return {"copy": {"all": statistics.median(copies)}, "broadcast": {"all": statistics.median(seconds)}}
 
 
 def main() -> None:
@@ -197,13 +203,14 @@ def main() -> None:
         finally:
             server.kill()
             server.wait()
+        result |= bare(paths, result, options.rounds)
     if options.json:
         print(json.dumps(result))
     print(f"{result['bytes'] / 1e6:.0f} MB, {options.rounds} rounds")
     for name, reference in (("files", "copy"), ("gloo", "broadcast")):
-        one, bare = result[name], result[reference]["all"]
+        one, alone = result[name], result[reference]["all"]
         parts = ", ".join(f"{key} {one[key]:.3f} s" for key in ("held", "write", "server", "ready", "paused") if key in one)
-        print(f"{name}: {one['all']:.3f} s ({parts}), {one['all'] / bare:.2f} x the {reference} ({bare:.3f} s)")
+        print(f"{name}: {one['all']:.3f} s ({parts}), {one['all'] / alone:.2f} x the {reference} ({alone:.3f} s)")
 
 
 if __name__ == "__main__":

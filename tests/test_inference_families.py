@@ -16,9 +16,10 @@ from test_models_families import FAMILIES
 from trainer_examples import make_model
 from transformers import AutoModelForCausalLM
 
-from rlx.config.checks.run import CPU_WIDTHS
 from rlx.config.kv_cache import CPU_BLOCK
+from rlx.config.schema_model import CPU_WIDTHS
 from rlx.inference.protocol import PolicyState
+from rlx.inference.server.start import refuse_widths
 from rlx.models.tiny import VOCABULARY, build_tokenizer
 from rlx.types import Turn
 
@@ -121,6 +122,22 @@ def test_the_widths_of_heads_that_are_refused_are_those_that_the_engine_cannot_c
 
     for dtype in (torch.float32, torch.bfloat16):
         assert tuple(width for width in range(8, 1025, 8) if computes(width, dtype)) == CPU_WIDTHS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [24, 32])
+def test_a_server_on_a_cpu_names_the_heads_that_it_cannot_compute_before_it_loads_the_model(width: int, tmp_path: Path) -> None:
+    """The width is that of the model's own configuration, whatever `model.head_dim` says."""
+    from vllm.config import ModelConfig
+
+    config, keys = FAMILIES["llama"]
+    make_model(config, **{**keys, **SIZES, "head_dim": width}).save_pretrained(tmp_path)
+    model = ModelConfig(model=str(tmp_path), skip_tokenizer_init=True, dtype="float32")
+    if width in CPU_WIDTHS:
+        refuse_widths(model)
+        return
+    with pytest.raises(ValueError, match=f"heads 24 wide on a CPU, and {tmp_path} has such heads"):
+        refuse_widths(model)
 
 
 @pytest.mark.slow

@@ -9,6 +9,9 @@ from typing import Any
 
 from rlx.config.keys import MISSING, key
 
+CPU_WIDTHS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Widths of heads that vLLM's attention computes on a CPU. With others it starts, and ends at its first request."""
+
 
 @dataclass
 class RunConfig:

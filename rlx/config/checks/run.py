@@ -9,6 +9,7 @@ from typing import Any
 from rlx.config.gpus import visible_gpus
 from rlx.config.rules import OWN_LOSS, Show, rule
 from rlx.config.schema import Config, TrainingRoot
+from rlx.config.schema_model import CPU_WIDTHS
 from rlx.config.signatures import is_installed
 
 OWNED_BY_RLX = {  # vLLM's argument -> the rlx key that sets it
@@ -43,7 +44,6 @@ OWNED_BY_RLX = {  # vLLM's argument -> the rlx key that sets it
     "scheduler_cls": "weight_broadcast.keep_kv",
 }
 
-CPU_WIDTHS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of heads that vLLM's attention computes on a CPU
 
 # trainer
 
@@ -220,14 +220,19 @@ def parallel_heads(cfg: Config, of: Show) -> Iterator[str]:
         )
 
 
-@rule("hardware", "inference.base_url", "model.head_dim", "model.warm_start")
+@rule(
+    "hardware", "inference.base_url", "model.head_dim", "model.hidden_size", "model.num_attention_heads",
+    "model.warm_start",
+)  # fmt: skip
 def heads_on_a_cpu(cfg: Config, of: Show) -> Iterator[str]:
     made = cfg.model.warm_start
-    width = made.head_dim if made is not None else cfg.model.head_dim
-    if cfg.hardware.device == "cpu" and cfg.num_servers and width is not None and width not in CPU_WIDTHS:
+    width = made.head_dim if made is not None else cfg.model.head_dim or cfg.model.hidden_size // cfg.model.num_attention_heads
+    if cfg.hardware.device == "cpu" and cfg.num_servers and width not in CPU_WIDTHS:
+        said = of("model.head_dim" if made is None else "model.warm_start.head_dim")
+        if made is None and cfg.model.head_dim is None:
+            said += f", {of('model.hidden_size')}, {of('model.num_attention_heads')}"
         yield (
-            f"vLLM computes no attention with heads {width} wide on a CPU: "
-            f"{of('model.head_dim' if made is None else 'model.warm_start.head_dim')}.\n"
+            f"vLLM computes no attention with heads {width} wide on a CPU: {said}.\n"
             f"It computes widths of {', '.join(map(str, CPU_WIDTHS))}. Use one of them, another model, or a GPU."
         )
 

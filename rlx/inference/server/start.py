@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.network_utils import get_tcp_uri
 from vllm.v1.engine.utils import CoreEngineProcManager
 from vllm.v1.executor import Executor
 
+from rlx.config.schema_model import CPU_WIDTHS
 from rlx.inference.server.adapter import multiply_plainly
 from rlx.inference.server.exchange import exchange_on_cpu
 from rlx.inference.server.kept import keep_weights
@@ -27,6 +28,7 @@ def engine_config(arguments: dict[str, Any], *, cpu: bool, headless: bool = Fals
     config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER, headless=headless)
     keep_running(config.scheduler_config)
     if cpu:
+        refuse_widths(config.model_config)
         keep_freed_memory(one_heap=True)  # a version's packed weights take the place of the old ones
         keep_weights()
         multiply_plainly()
@@ -34,6 +36,16 @@ def engine_config(arguments: dict[str, Any], *, cpu: bool, headless: bool = Fals
         exchange_on_cpu()
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM's CPU platform has just set spawn, which takes 10 s longer
     return config
+
+
+def refuse_widths(model: ModelConfig) -> None:
+    """Raise ValueError if vLLM cannot compute the model's attention on a CPU. It would start, and end at its first request."""
+    width = model.get_head_size()
+    if not (model.use_mla or model.is_attention_free) and width not in CPU_WIDTHS:
+        raise ValueError(
+            f"vLLM computes no attention with heads {width} wide on a CPU, and {model.model} has such heads. "
+            f"It computes widths of {', '.join(map(str, CPU_WIDTHS))}. Use another model, or a GPU"
+        )
 
 
 def headless_engines(arguments: dict[str, Any], *, cpu: bool) -> CoreEngineProcManager:
