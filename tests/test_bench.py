@@ -119,6 +119,8 @@ def test_the_whole_loop_in_numbers_and_as_a_table() -> None:
     assert rows["wait for batch"] == "1 s  17%"
     assert rows["wait for rollouts"] == "2 s  25%"
     assert rows["update servers"] == "40 ms  0%, beside the others"
+    on_policy = {name.strip(): value for name, value in rows_of(found | {"lag": 0.0}, "cuda")}
+    assert on_policy["update servers"] == "40 ms  0%, in the wait for weights"
     assert rows["sampled"] == "50 tokens/s, 5 rollouts/s of 10 tokens"
     json.dumps(found)
 

@@ -92,13 +92,14 @@ def _when(found: Mapping[str, Any]) -> str:
 def _steps(found: Mapping[str, Any]) -> list[list[str]]:
     """Where the time of a step goes, of each role that has one."""
     rows = []
+    when = ", beside the others" if found.get("lag") else ", in the wait for weights"  # on policy, all rollouts wait for it
     for source, seconds in found["seconds"].items():
         step = seconds["step"]
         whose = f"{source}'s step" if found["role"] == "rl" else "step"
         rows.append([whose, f"{duration(step)}, the median of {found['steps']} steps after the first {found['warmup']}"])
         for name, value in seconds.items():
             if name != "step":
-                rows.append([f"  {name}", f"{duration(value)}  {value / step:.0%}{', beside the others' if name == BESIDE else ''}"])
+                rows.append([f"  {name}", f"{duration(value)}  {value / step:.0%}{when if name == BESIDE else ''}"])
     return rows
 
 

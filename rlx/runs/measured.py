@@ -18,7 +18,7 @@ Record = Mapping[str, Any]
 Records = Mapping[str, Mapping[int, Record]]  # by source and step
 
 GATHERED = "time/broadcast"  # only the whole run publishes weights
-BESIDE = "update servers"  # while rollouts are played
+BESIDE = "update servers"  # while rollouts are played, or, on policy, while they wait
 STAGES: dict[str, dict[str, str]] = {  # what a step of each source consists of: metric -> name in the table
     "trainer": {
         "time/wait_batch": "wait for batch",
