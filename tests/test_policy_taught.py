@@ -43,10 +43,14 @@ class Says:
         return self.left.pop(0)
 
 
-def episode_of(chat: Chat, *replies: Reply, context: int = 200) -> TaughtEpisode:
-    policy: Any = TaughtPolicy([SimpleNamespace()], chat, lambda: 7, context)  # type: ignore[arg-type]
+def episode_of(chat: Chat, *replies: Reply, context: int = 200, learn: frozenset[str] = frozenset()) -> TaughtEpisode:
+    policy: Any = TaughtPolicy([SimpleNamespace()], chat, lambda: 7, context, learn=learn)  # type: ignore[arg-type]
     inner: Any = Says(*replies)
     return TaughtEpisode(policy, inner)
+
+
+def rollout_of(*turns: Turn) -> Rollout:
+    return Rollout(task=TASK, member=0, turns=turns, prompt="", completion="", reward=1.0, rewards={}, metrics={}, status="ok", stop="stop")
 
 
 @pytest.mark.parametrize("chat", [tiny_chat(), Chat(small_tokenizer(PLAIN)), Chat(small_tokenizer(HERMES))])
@@ -65,6 +69,27 @@ def test_the_answer_is_what_the_policy_would_have_to_write(chat: Chat):
     assert chat.tokenizer.decode(two.completion_ids, skip_special_tokens=False) == "long", "a cut answer has no end to learn"
     assert set(one.versions.tolist()) == {7}
     assert episode.keep(["r2"]) == (two,)
+
+
+@pytest.mark.parametrize("strategy", ["interleaved", "branching"])
+def test_what_the_environment_answers_a_teacher_is_learned_too_if_the_environment_says_so(strategy: str) -> None:
+    chat, asked = Chat(small_tokenizer(PLAIN)), {"role": "user", "content": "dog"}
+    episode = episode_of(chat, Reply("cba", request_id="r1"), Reply("god", request_id="r2"), learn=frozenset({"user"}))
+
+    async def whole() -> None:
+        first = await episode.respond([USER])
+        await episode.respond([USER, first.message, asked])
+
+    asyncio.run(whole())
+    group = Group(id=0, task=TASK, rollouts=(rollout_of(*episode.turns),), advantages=np.ones(1, np.float32))
+    samples = samples_of(group, strategy=strategy, taught=True, learn={"user": 0.25})
+    learned: dict[float, str] = {}
+    for sample in samples:
+        assert sample.ce_weights is not None
+        for weight in set(sample.ce_weights.tolist()) - {0.0}:
+            ids = sample.token_ids[sample.ce_weights == weight]
+            learned[weight] = learned.get(weight, "") + chat.tokenizer.decode(ids, skip_special_tokens=True)
+    assert {weight: text.split() for weight, text in learned.items()} == {1.0: ["cbagod"], 0.25: ["dog"]}, "the first prompt is not learned"
 
 
 def test_when_every_address_has_failed_the_one_that_answered_last_plays():
@@ -101,9 +126,17 @@ def test_all_addresses_of_a_teacher_play_and_a_failed_rollout_goes_to_another_on
             stack.callback(process.kill)
         wait_for(lambda: all((tmp_path / mode).exists() for mode in ("good", "down")), "the servers", 60)
         good, down = ((tmp_path / mode).read_text() for mode in ("good", "down"))
-        keys = ["envs.reverse_text.played_by=teacher", "loss=sft", "loss.ce_coef=1", "teacher.model=m", f"teacher.api_key={KEY}"]
+        keys = [
+            "envs.reverse_text.played_by=teacher",
+            "envs.reverse_text.learn.user=1",
+            "loss=sft",
+            "loss.ce_coef=1",
+            "teacher.model=m",
+            f"teacher.api_key={KEY}",
+        ]
         cfg = compose(["hardware=cpu", *keys, f"teacher.base_url=[{good},{down.removesuffix('/v1')}]", "teacher.timeout=300"], {}).cfg
         policy: Any = teacher_of(cfg, "reverse_text", tiny_chat(), SimpleNamespace(version=3))
+        assert policy.learn == {"user"}
 
         def at(env: str, index: int, member: int, attempt: int) -> str:
             episode = policy.episode(Task(env=env, example_id=0, index=index, row={}), member, attempt)
@@ -228,10 +261,7 @@ def test_a_teachers_tokens_are_for_cross_entropy_alone():
         temperature=1.0,
         finish_reason="stop",
     )
-    rollout = Rollout(
-        task=TASK, member=0, turns=(turn,), prompt="", completion="", reward=1.0, rewards={}, metrics={}, status="ok", stop="stop"
-    )
-    group = Group(id=0, task=TASK, rollouts=(rollout,), advantages=np.ones(1, np.float32))
+    group = Group(id=0, task=TASK, rollouts=(rollout_of(turn),), advantages=np.ones(1, np.float32))
     (sample,) = samples_of(group, strategy="interleaved", taught=True)
     assert not sample.loss_mask.any()
     assert not sample.advantages.any()

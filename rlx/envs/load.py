@@ -142,7 +142,8 @@ def teacher_of(config: Config, name: str, chat: Chat, generator: Generator) -> P
     addresses = [url.rstrip("/").removesuffix("/v1") for url in t.base_url]
     endpoints = [OpenAIPolicy(f"{address}/v1", t.api_key or "none", str(t.model), **keys) for address in addresses]
     context = min(config.seq_len, config.max_model_len)
-    return TaughtPolicy(endpoints, chat, lambda: int(getattr(generator, "version", 0)), context, t.timeout)
+    learn = frozenset(config.envs[name].learn)
+    return TaughtPolicy(endpoints, chat, lambda: int(getattr(generator, "version", 0)), context, t.timeout, learn)
 
 
 def check_chat(envs: Mapping[str, Environment], config: PlayRoot, chat: Chat) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -41,9 +41,19 @@ class Format(Protocol):
 
 
 def answered(
-    chat: Format, ids: Sequence[int], prompt: Sequence[Message], known: int, tools: list[dict] | None, roles: Collection[str], env: str
+    chat: Format,
+    ids: Sequence[int],
+    prompt: Sequence[Message],
+    said: Iterable[Sequence[Message]],
+    tools: list[dict] | None,
+    roles: Collection[str],
+    env: str,
 ) -> Int | None:
-    """[P] marks of a prompt; None if nothing is marked. `known`: how many messages of the prompt are not new. `roles`: which to mark."""
+    """[P] marks of a prompt; None if nothing is marked.
+
+    `said`: the conversations so far, each up to an answer and with it. A prompt that continues none has nothing new. `roles`: which to mark.
+    """
+    known = max((len(messages) for messages in said if prompt[: len(messages)] == messages), default=len(prompt))
     wanted = [place for place in range(known, len(prompt)) if prompt[place]["role"] in roles]
     if not wanted:
         return None

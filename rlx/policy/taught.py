@@ -18,6 +18,7 @@ import numpy as np
 
 from rlx.data.conversations import RowError
 from rlx.data.masks import answer_after, as_turn
+from rlx.policy.answered import answered
 from rlx.policy.asked import raw_text
 from rlx.policy.base import KnownTurns, Message, PolicyError, PromptTooLong, Reply
 from rlx.policy.chat import Chat, Said, continued
@@ -41,6 +42,7 @@ class TaughtPolicy:
     version: Callable[[], int]  # the version that its servers have
     context_length: int  # of the policy that learns
     timeout: float | None = None  # seconds for a request with its retries if there are several endpoints; None: no such bound
+    learn: frozenset[str] = frozenset()  # roles of the environment's messages that the policy learns, too
     _failed: dict[int, float] = field(default_factory=dict)  # monotonic seconds of an endpoint's last failure, by its place
     _answered: dict[int, float] = field(default_factory=dict)  # the same of its last answer
 
@@ -52,7 +54,7 @@ class TaughtPolicy:
         if place is None:
             places.sort(key=lambda each: self._answered.get(each, -math.inf), reverse=True)
             place = places[attempt % len(places)]
-        return TaughtEpisode(self, self.endpoints[place].episode(task, member, attempt), place)
+        return TaughtEpisode(self, self.endpoints[place].episode(task, member, attempt), place, task.env)
 
     async def ask(self, place: int, request: Callable[[], Awaitable[Reply]]) -> Reply:
         """The answer to a request to the endpoint at this place. Raises PolicyError, also if it takes too long while there are others."""
@@ -76,12 +78,12 @@ class TaughtPolicy:
 class TaughtEpisode(KnownTurns):
     """See `rlx.policy.base.Episode`."""
 
-    __slots__ = ("_said", "inner", "place", "policy")
+    __slots__ = ("_said", "env", "inner", "place", "policy")
 
-    def __init__(self, policy: TaughtPolicy, inner: OpenAIEpisode, place: int = 0) -> None:
+    def __init__(self, policy: TaughtPolicy, inner: OpenAIEpisode, place: int = 0, env: str = "") -> None:
         super().__init__()
         self.policy, self.inner, self.replies = policy, inner, inner.replies
-        self.place = place  # of its endpoint among the policy's
+        self.place, self.env = place, env  # of its endpoint among the policy's; of the environment
         self._said: list[Said] = []
 
     @property
@@ -121,4 +123,7 @@ class TaughtEpisode(KnownTurns):
                 f"{len(prompt)} + {len(answer)} tokens of the teacher's answer; the context is {self.policy.context_length}"
             )
         versions = np.full(len(answer), self.policy.version(), dtype=np.int32)
-        return replace(as_turn(prompt, answer), versions=versions, finish_reason="length" if reply.truncated else "stop")
+        before, learn = (said for said, _, _ in self._said), self.policy.learn
+        marks = answered(chat, prompt, messages, before, tools, learn, self.env) if learn else None
+        how = "length" if reply.truncated else "stop"
+        return replace(as_turn(prompt, answer), versions=versions, finish_reason=how, answered=marks)

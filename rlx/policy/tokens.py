@@ -99,7 +99,8 @@ class TokenEpisode(KnownTurns):
         if shown is not None:
             turn = replace(turn, shown=shown)
         if policy.learn and raw is None and trained:
-            turn = replace(turn, answered=self._answered(ids, prompt, functions))
+            before = (messages for messages, _, _ in self._history)
+            turn = replace(turn, answered=answered(policy.chat, ids, prompt, before, functions, policy.learn, self.task.env))
         if raw is None:
             said = policy.chat.parse(turn, functions)
         else:
@@ -155,13 +156,6 @@ class TokenEpisode(KnownTurns):
         if raw is not None:
             return self.policy.chat.tokenizer.encode(how.text(raw, self.task.row))
         return self.policy.chat.render(how.messages(prompt, self.task.row), tools)
-
-    def _answered(self, ids: list[int], prompt: list[Message], tools: list[dict] | None) -> Int | None:
-        """Marks of what the environment said since an earlier request; None if this prompt continues none."""
-        known = max((len(messages) for messages, _, _ in self._history if prompt[: len(messages)] == messages), default=0)
-        if not known:
-            return None
-        return answered(self.policy.chat, ids, prompt, known, tools, self.policy.learn, self.task.env)
 
 
 @functools.cache
