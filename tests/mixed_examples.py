@@ -36,6 +36,7 @@ class Spec:
     kind: str
     terms: LossTerms
     penalty_of: Callable[[NaiveRollout], list] | None = None
+    reference_teaches: bool = False
 
 
 def terms(aggregate: str = "token_mean", beta: float = 0.0, **keys: Any) -> LossTerms:
@@ -47,6 +48,7 @@ GRPO = Spec(grpo, naive.grpo, "policy", terms("token_mean", beta=0.2, ce_coef=0.
 GRPO_OF_GROUPS = Spec(grpo, naive.grpo, "policy", terms("group_token_mean"))
 GRPO_FIXED = Spec(grpo, naive.grpo, "policy", terms("fixed_length", entropy_coef=0.01))
 OPD = Spec(opd, naive.opd, "ref_kl", terms("token_mean", beta=0.1))
+OPD_FROM_REFERENCE = Spec(opd, naive.opd, "ref_kl", terms("seq_mean"), reference_teaches=True)
 SDFT = Spec(sdft, naive.opd, "ref_kl", terms("token_mean"))
 SFT = Spec(sft, naive.sft, "ce", terms("token_mean", ce_coef=1.0))
 DPPO = Spec(dppo, naive.dppo, "policy", terms("token_mean"))
@@ -59,15 +61,17 @@ MIXES: dict[str, dict[str, Spec]] = {  # objective of each environment; equal on
     "two policy losses and a distillation": {"a": GRPO, "b": GSPO, "c": OPD},
     "self-distillation beside two policy losses": {"a": GRPO, "b": GSPO, "c": SDFT},
     "self-distillation alone": dict.fromkeys("abc", SDFT),
+    "self-distillation beside distillation from the reference": {"a": SDFT, "b": OPD_FROM_REFERENCE, "c": GRPO},
     "aggregates": {"a": GRPO_OF_GROUPS, "b": GRPO_FIXED, "c": DPPO},
 }
 
 
 def mix_of(specs: Mapping[str, Spec]) -> LossMix:
     distinct = _distinct(specs.values())
+    labels = ["+".join(env for env, s in specs.items() if s is spec) for spec in distinct]
     objectives = [
-        Objective(spec.function, spec.terms, max_length=MAX_LENGTH, label="+".join(env for env, s in specs.items() if s is spec))
-        for spec in distinct
+        Objective(spec.function, spec.terms, max_length=MAX_LENGTH, label=label, reference_teaches=spec.reference_teaches)
+        for spec, label in zip(distinct, labels, strict=True)
     ]
     return LossMix(objectives, {env: next(n for n, one in enumerate(distinct) if one is spec) for env, spec in specs.items()})
 
@@ -80,8 +84,8 @@ def _distinct(specs: Any) -> list[Spec]:
     return found
 
 
-def mixed_samples(mix: LossMix, groups: int = 6, seed: int = 0) -> list[TrainingSample]:
-    """Groups of the environments a, b and c in turn, with those streams that the mix reads; some samples have none."""
+def mixed_samples(mix: LossMix, groups: int = 6, seed: int = 0, envs: str = "abc") -> list[TrainingSample]:
+    """Groups of the environments in turn, with those streams that the mix reads; some samples have none."""
     rng = np.random.default_rng(seed + 100)
     samples = []
     for number, sample in enumerate(make_samples(groups=groups, seed=seed)):
@@ -92,11 +96,12 @@ def mixed_samples(mix: LossMix, groups: int = 6, seed: int = 0) -> list[Training
             "ref_kl_weights": rng.choice([0.0, 1.0, 2.0], n),
         }
         chosen = {name: value.astype(np.float32) for name, value in streams.items() if name in mix.streams and number % 4}
-        if "teacher_logprobs" in mix.streams:
+        env = envs[sample.group % len(envs)]
+        if "teacher_logprobs" in mix.objectives[mix.by_env.get(env, 0)].streams:
             chosen["teacher_logprobs"] = np.where(mask, -3 + rng.normal(size=n), np.nan).astype(np.float32)
         # one advantage a rollout, as outcomes give
         advantages = np.where(mask, np.float32(rng.normal()), np.float32(0)) if sample.member != 1 else np.where(mask, np.float32(0.4), 0)
-        samples.append(replace(sample, env="abc"[sample.group % 3], advantages=advantages.astype(np.float32), **chosen))
+        samples.append(replace(sample, env=env, advantages=advantages.astype(np.float32), **chosen))
     return samples
 
 

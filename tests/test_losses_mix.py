@@ -12,12 +12,14 @@ import torch
 from mixed_examples import GRPO, GRPO_OF_GROUPS, MIXES, OPD, SFT, mix_of, mixed_samples, naive_total, taught, terms
 from trainer_examples import gradients, make_model, step_batch
 
+from rlx.config.load import compose
 from rlx.data.packing import pack
 from rlx.losses.base import Objective
 from rlx.losses.grpo import grpo
 from rlx.losses.mix import LossMix
 from rlx.losses.tokens import TokenBatch
 from rlx.models.policy import PolicyModel
+from rlx.train.build import losses_of
 from rlx.train.reference import Reference
 from rlx.train.step import PolicyTrainer
 from rlx.types import MicroBatch, TrainingSample
@@ -159,7 +161,7 @@ def test_a_token_that_the_teacher_did_not_score_is_refused_not_trained():
 @pytest.mark.parametrize("left", ["no sample of the distilled environment", "no sample"])
 def test_a_mini_batch_without_a_token_to_distil_trains_the_others(left: str):
     mix = mix_of({"a": GRPO_OF_GROUPS, "b": OPD_ALONE})
-    samples = [replace(s, env="ab"[s.group % 2]) for s in mixed_samples(mix)]
+    samples = mixed_samples(mix, envs="ab")
     others = [replace(s, teacher_logprobs=None, ref_kl_weights=None) for s in samples if s.env == "a"] if left != "no sample" else []
     hf = make_model()
     trainer = PolicyTrainer(PolicyModel(hf), mix, torch.optim.SGD(hf.parameters(), lr=0.1))
@@ -177,3 +179,13 @@ def test_the_perplexity_of_a_teachers_tokens_is_that_of_a_mean():
     metrics = trainer.train_batch(pack(step_batch(0, [samples]), rank=0, ranks=1, tokens=80, loss_of=mix.loss_of))
     assert metrics["loss/nll"] == pytest.approx(metrics["ce/nll"], rel=1e-5)
     assert metrics["loss/perplexity"] == pytest.approx(np.exp(metrics["ce/nll"]), rel=1e-4)
+
+
+@pytest.mark.parametrize("endpoint", [False, True])
+def test_distillation_reads_the_reference_where_no_endpoint_teaches(endpoint: bool) -> None:
+    """Another environment's samples may bring numbers of self-distillation, which are not its own."""
+    teacher = ["teacher.base_url=[http://127.0.0.1:1/v1]", "teacher.model=m", "teacher.api_key=k"] if endpoint else ["ref.name=a/teacher"]
+    keys = ["env=[sums,reverse_text]", "envs.sums.loss=sdft", "teacher.demonstration=answer", "envs.reverse_text.loss=opd"]
+    mix = losses_of(compose([*keys, *teacher, "inference.max_model_len=200"], {}).cfg)
+    reads = {env: "teacher_logprobs" in mix.objectives[number].streams for env, number in mix.by_env.items()}
+    assert reads == {"sums": True, "reverse_text": endpoint}

@@ -47,18 +47,27 @@ class Objective:
     """A per-token loss with its aggregation, shared terms and diagnostics."""
 
     def __init__(
-        self, function: Callable[[TokenBatch], TokenLoss], terms: LossTerms, *, max_length: int | None = None, label: str | None = None
+        self,
+        function: Callable[[TokenBatch], TokenLoss],
+        terms: LossTerms,
+        *,
+        max_length: int | None = None,
+        label: str | None = None,
+        reference_teaches: bool = False,
     ) -> None:
         """The keys of `function` are already bound. `max_length` is L_max if `terms.max_length` is None.
 
-        `label`: its name in the metrics of a run with several objectives. Raises ValueError for an unknown aggregate, or `fixed_length`
-        without a length.
+        `label`: its name in the metrics of a run with several objectives.
+        `reference_teaches`: the teacher of an objective that distils is the reference model. In a batch with samples that bring a teacher's
+        numbers for another objective, its own tokens have NaN there.
+
+        Raises ValueError for an unknown aggregate, or `fixed_length` without a length.
         """
         if terms.aggregate not in AGGREGATES:
             raise ValueError(f"loss.aggregate is `{terms.aggregate}`; it must be one of {', '.join(AGGREGATES)}")
         self.function, self.terms, self.label = function, terms, label
         self.kind = declared_in(function).kind
-        self.streams = streams_of(self.kind, terms)
+        self.streams = streams_of(self.kind, terms) - ({"teacher_logprobs"} if reference_teaches else set())
         self.max_length = terms.max_length or max_length
         if terms.aggregate == "fixed_length" and not self.max_length:
             raise ValueError("loss.aggregate=fixed_length divides by loss.max_length, which is null; set it, or sampling.max_tokens")
@@ -77,6 +86,8 @@ class Objective:
         counts that disagree, and for a correction by token of a loss by sequence.
         """
         tokens = tokens.in_float64()
+        if "teacher_logprobs" not in self.streams:
+            tokens = replace(tokens, teacher_logp=None)
         main_weights = tokens.ref_kl_weights if self.kind == "ref_kl" else tokens.policy_weights
         main, count = tokens.pick(_both(tokens.sampled, main_weights)), counts.of(self.kind)
         main.check(count.tokens, count.sequences)

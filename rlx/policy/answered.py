@@ -51,7 +51,8 @@ def answered(
 ) -> Int | None:
     """[P] marks of a prompt; None if nothing is marked.
 
-    `said`: the conversations so far, each up to an answer and with it. A prompt that continues none has nothing new. `roles`: which to mark.
+    `said`: the conversations so far, each up to an answer and with it. A prompt that continues none has nothing new.
+    `roles`: which to mark.
     """
     known = max((len(messages) for messages in said if prompt[: len(messages)] == messages), default=len(prompt))
     wanted = [place for place in range(known, len(prompt)) if prompt[place]["role"] in roles]

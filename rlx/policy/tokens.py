@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlx.arrays import Int
 from rlx.config.sampling import biases
 from rlx.policy.answered import answered
 from rlx.policy.asked import before_stop, parameters_of, raw_text

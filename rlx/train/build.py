@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rlx.config.declared import declared_in
 from rlx.config.objectives import trained_by
 from rlx.config.schema import Config, LossTerms, OptimTerms, TrainingRoot, split_terms
 from rlx.config.targets import instantiate
@@ -106,6 +107,9 @@ def losses_of(cfg: TrainingRoot) -> LossMix:
     by_env: dict[str, int] = {}
     for number, (node, envs) in enumerate(trained_by(cfg) if isinstance(cfg, Config) else [(cfg.loss, ())]):
         terms, loss = split_terms(node, LossTerms)
-        objectives.append(Objective(instantiate(loss), terms, max_length=cfg.longest_answer, label="+".join(envs)))
+        function = instantiate(loss)
+        by_reference = isinstance(cfg, Config) and not cfg.teacher.base_url and not declared_in(function).demonstrated
+        label, longest = "+".join(envs), cfg.longest_answer
+        objectives.append(Objective(function, terms, max_length=longest, label=label, reference_teaches=by_reference))
         by_env |= dict.fromkeys(envs, number)
     return LossMix(objectives, by_env)
