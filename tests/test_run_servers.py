@@ -205,10 +205,11 @@ def state_of(endpoint: Endpoint) -> dict[str, Any]:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("transport", ["filesystem", "gloo"])
 def test_a_server_that_is_added_has_the_runs_version_before_it_serves_and_leaves_with_its_file(
-    start: Callable[..., MainJob], tmp_path: Path
+    start: Callable[..., MainJob], tmp_path: Path, transport: str
 ) -> None:
-    job = start("run", *ON_POLICY, "inference.kv_cache_gb=0.25", "max_steps=100000")
+    job = start("run", *ON_POLICY, f"weight_broadcast.type={transport}", "inference.kv_cache_gb=0.25", "max_steps=100000")
     extra = job.run_dir / "endpoints" / "inference_extra.json"
     with server_of(job, tmp_path / "server"):
         file = endpoint_file(RunPaths(tmp_path / "server"), 0)
@@ -216,6 +217,8 @@ def test_a_server_that_is_added_has_the_runs_version_before_it_serves_and_leaves
         assert endpoint is not None
         job.until_step(2)
         assert state_of(endpoint)["version"] == 0
+        if transport == "gloo":
+            shutil.copy2(job.run_dir / "endpoints" / "weights.key", file.parent)
         shutil.copy2(file, extra)
         job.until(lambda: state_of(endpoint)["running"], "a request at the second server")
         assert state_of(endpoint)["version"] > 1
