@@ -146,6 +146,9 @@ CASES = {
     "player_that_is_not_there": Case("envs.reverse_text.played_by=teacher loss=sft loss.ce_coef=1"),
     "player_without_a_name": Case("envs.reverse_text.played_by=teacher loss=sft loss.ce_coef=1 teacher.base_url=[http://host:8000]"),
     "teacher_is_the_policy": Case("loss=opd teacher.base_url=[http://host:8000/v1] inference.base_url=[http://host:8000]"),
+    "teacher_is_a_server_of_the_run": Case(
+        "loss=opd hardware=cpu hardware.inference_replicas=2 inference.port=8000 teacher.base_url=[http://127.0.0.1:8001] dry_run=true"
+    ),
     "teacher_is_the_policy_by_another_name": Case(
         "loss=opd teacher.base_url=['http://[::1]:8000'] inference.base_url=[http://localhost:8000/v1]"
     ),

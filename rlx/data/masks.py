@@ -206,13 +206,19 @@ def _check_complete(message: Message, answer: str, chat: Format) -> None:
     """Raise RowError unless the answer shows the message's text, reasoning and calls: some templates leave out one, without a word."""
     if not any((message.get(key) or "").strip() for key in ("content", "reasoning_content")) and not message.get("tool_calls"):
         raise RowError("an answer says nothing: it has no content, no reasoning and no tool calls, so only the end of the turn is trained")
-    for key in ("content", "reasoning_content"):
-        for piece in THOUGHT.split(message.get(key) or ""):
-            said = piece.strip()
-            # A tokenizer may not have every character, so the text is also compared as it comes out of the tokenizer.
-            if said and said not in answer and chat.text(chat.encode(said)).strip() not in answer:
-                with_calls = " beside a tool call" if message.get("tool_calls") else ""
-                raise RowError(f"the chat template does not show the `{key}` of an answer{with_calls}: {said[:60]!r}")
+    parts = [(key, piece.strip()) for key in ("content", "reasoning_content") for piece in THOUGHT.split(message.get(key) or "")]
+
+    def shows(said: str, pieces: list[str]) -> bool:
+        return answer.count(said) >= sum(piece.count(said) for piece in pieces)  # the reasoning "4" is not the 4 of "It is 4"
+
+    for key, said in parts:
+        if not said or shows(said, [piece for _, piece in parts]):
+            continue
+        # A tokenizer may not have every character, so the text is also compared as it comes out of the tokenizer.
+        spelled = [chat.text(chat.encode(piece)).strip() for _, piece in parts if piece]
+        if not shows(chat.text(chat.encode(said)).strip(), spelled):
+            with_calls = " beside a tool call" if message.get("tool_calls") else ""
+            raise RowError(f"the chat template does not show the `{key}` of an answer{with_calls}: {said[:60]!r}")
     _check_calls(message, answer, chat)
 
 

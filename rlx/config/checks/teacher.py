@@ -45,17 +45,19 @@ def played_by_the_teacher(cfg: Config, of: Show) -> Iterator[str]:
             )
 
 
-@rule("teacher", "inference.base_url")
+@rule("teacher", "inference.base_url", "inference.port", "hardware")
 def teacher_addresses(cfg: Config, of: Show) -> Iterator[str]:
     for url in cfg.teacher.base_url:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             yield f"{of('teacher.base_url')} has an address that is none: {url}. Write http://host:port."
-    own = {_origin(url) for url in cfg.inference.base_url}
+    first = cfg.inference.port
+    started = range(first, first + cfg.hardware.inference_replicas) if first and not cfg.inference.base_url else ()
+    own = {_origin(url) for url in (*cfg.inference.base_url, *(f"http://localhost:{port}" for port in started))}
     if same := [url for url in cfg.teacher.base_url if _origin(url) in own]:
         yield (
             f"the teacher would be the policy itself, so there is nothing to learn from it: {same[0]} is in both "
-            f"{of('teacher.base_url')} and {of('inference.base_url')}.\nGive the teacher servers of its own; or let the policy teach "
+            f"{of('teacher.base_url')} and {of('inference.port' if started else 'inference.base_url')}.\nGive the teacher servers of its own; or let the policy teach "
             "itself with a demonstration in its prompt: loss=sdft teacher.demonstration=COLUMN, without teacher.base_url."
         )
 
