@@ -274,6 +274,22 @@ def test_a_layer_that_was_not_packed_again_is_named() -> None:
         check_packed(model, packed)
 
 
+def test_a_wrong_value_in_one_column_of_a_packed_copy_is_found_in_some_turn() -> None:
+    model = nn.Module()
+    model.layer = Layer(weight=(6, 50))
+    model.layer.quant_method = Multiplies()  # type: ignore[assignment]
+    model.layer.quant_method.pack(model.layer)
+    packed = {model.layer: model.layer.weight}
+    model.layer.copy[2, 7] += 1
+    found = []
+    for turn in range(50):
+        try:
+            check_packed(model, packed, turn)
+        except ValueError:
+            found.append(turn)
+    assert len(found) == 4, "each of the four columns comes by"
+
+
 def test_large_models_are_compared_by_several_threads_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     models, tensors = workers(1)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}

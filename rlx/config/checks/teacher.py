@@ -57,8 +57,9 @@ def teacher_addresses(cfg: Config, of: Show) -> Iterator[str]:
     if same := [url for url in cfg.teacher.base_url if _origin(url) in own]:
         yield (
             f"the teacher would be the policy itself, so there is nothing to learn from it: {same[0]} is in both "
-            f"{of('teacher.base_url')} and {of('inference.port' if started else 'inference.base_url')}.\nGive the teacher servers of its own; or let the policy teach "
-            "itself with a demonstration in its prompt: loss=sdft teacher.demonstration=COLUMN, without teacher.base_url."
+            f"{of('teacher.base_url')} and {of('inference.port' if started else 'inference.base_url')}.\n"
+            "Give the teacher servers of its own; or let the policy teach itself with a demonstration in its prompt: loss=sdft "
+            "teacher.demonstration=COLUMN, without teacher.base_url."
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-COLUMNS = 4  # of each packed weight that are compared: a copy that was not made anew differs in each
+COLUMNS = 4  # of each packed weight that are compared: a copy that was not made anew differs in each. Every version has others
 SHOWN = 5  # names listed in a message
 
 
@@ -65,10 +65,13 @@ def own_copy(packed: Mapping[torch.nn.Module, Tensor]) -> set[torch.nn.Module]:
     return found
 
 
-def check_packed(model: torch.nn.Module, packed: Mapping[torch.nn.Module, Tensor]) -> None:
-    """Raise ValueError if a layer multiplies with other values than its original weight has (`kept_weights`): it was not packed again."""
+def check_packed(model: torch.nn.Module, packed: Mapping[torch.nn.Module, Tensor], turn: int = 0) -> None:
+    """Raise ValueError if a layer multiplies with other values than its original weight has (`kept_weights`): it was not packed again.
+
+    `turn`: number of the comparison, for `COLUMNS` other columns each time.
+    """
     names = {module: name for name, module in model.named_modules()}
-    wrong = [names[layer] for layer, weight in packed.items() if not _multiplies_with(layer, weight)]
+    wrong = [names[layer] for layer, weight in packed.items() if not _multiplies_with(layer, weight, turn)]
     if wrong:
         shown = ", ".join(wrong[:SHOWN]) + (f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else "")
         raise ValueError(
@@ -88,22 +91,23 @@ def heads(model: torch.nn.Module) -> list[Any]:
     return [layer for layer in tables if isinstance(layer, ParallelLMHead)] or tables
 
 
-def check_heads(model: torch.nn.Module) -> None:
+def check_heads(model: torch.nn.Module, turn: int = 0) -> None:
     """Raise ValueError if the packed copy that a CPU head multiplies with has other values than its weight.
 
     After an update the weight itself is right, so only the packed copy shows that an update has forgotten it.
     """
-    if not all(_multiplies_with(head, head.weight) for head in heads(model)):
+    if not all(_multiplies_with(head, head.weight, turn) for head in heads(model)):
         raise ValueError("the served weights are not those that were trained: the head multiplies with other values than its weight has")
 
 
-def _multiplies_with(layer: Any, weight: Tensor) -> bool:
+def _multiplies_with(layer: Any, weight: Tensor, turn: int) -> bool:
     """Whether a few columns of what the layer multiplies with, spread over all, are those of `weight` [out, in].
 
     A product with a vector of one 1 gives a column exactly.
     """
-    columns = sorted({place * (weight.shape[1] - 1) // max(1, COLUMNS - 1) for place in range(COLUMNS)})
-    ones = torch.zeros(len(columns), weight.shape[1], dtype=weight.dtype, device=weight.device)
+    width = weight.shape[1]
+    columns = sorted({(place * (width - 1) // max(1, COLUMNS - 1) + turn) % width for place in range(COLUMNS)})
+    ones = torch.zeros(len(columns), width, dtype=weight.dtype, device=weight.device)
     ones[range(len(columns)), columns] = 1
     found = layer.quant_method.apply(layer, ones).to(weight.dtype)
     finite = found.isfinite()  # 0 * inf is not

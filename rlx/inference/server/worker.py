@@ -39,6 +39,7 @@ class PolicyWorker:
     places: Mapping[str, Place] = MappingProxyType({})  # of tensors that can be written while the engine generates
     trained: dict[str, dict[str, Any]]  # what the manifest says of the tensors that are being read
     reading: Reading
+    turn: int = 0  # comparisons of packed copies so far
 
     def describe_device(self) -> tuple[str, float, float]:
         """The fields of `protocol.Device`."""
@@ -88,8 +89,9 @@ class PolicyWorker:
             trained = trained | {TIED_HEAD: trained[self.twin]}  # it was loaded as the head, too
         with torch.no_grad():
             if self.vllm_config.device_config.device_type == "cpu":
-                check_heads(model)
-                check_packed(model, packed)
+                self.turn += 1
+                check_heads(model, self.turn)
+                check_packed(model, packed, self.turn)
             return compare(model, packed, trained, self.comparable, self._split())
 
     def _split(self) -> Split:
