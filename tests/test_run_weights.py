@@ -210,3 +210,33 @@ def test_a_preempted_run_leaves_the_version_of_its_checkpoint_on_the_disk(start:
     assert not own.exists()
     assert where(job) == {step: False}
     assert verify(RunPaths(job.run_dir).weights_of(step))["version"] == step
+
+
+SERVED_WRONGLY = """
+import sys
+if "rlx.roles.inference" in sys.orig_argv:
+    from rlx.inference.server.worker import PolicyWorker
+    attest, seen = PolicyWorker.attest_policy, [0]
+
+    def wrong(worker, trained):
+        seen[0] += 1
+        if seen[0] == 3:
+            worker.model_runner.get_model().model.norm.weight.data[3] += 1e-3
+        return attest(worker, trained)
+
+    PolicyWorker.attest_policy = wrong
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("transport", ["gloo", pytest.param("filesystem", marks=pytest.mark.nightly)])
+def test_a_version_that_is_served_wrongly_ends_the_run_before_a_rollout_of_it_is_trained(
+    start: Callable[..., MainJob], tmp_path: Path, transport: str
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SERVED_WRONGLY)
+    job = start("run", *ON_POLICY, f"weight_broadcast.type={transport}", "max_steps=8", env={"PYTHONPATH": str(tmp_path)})
+    assert job.wait() == 1, job.text()
+    assert re.search(r"the served weights are not those that were trained: 1 of \d+ tensors differ: model\.norm\.weight", job.text())
+    trained = [record["step"] for record in job.metrics("trainer")]
+    assert trained == [0, 1, 2], "version 3 is the one that was served wrongly"
+    assert all(rollout["versions"] == [step] for step in trained for rollout in job.rollouts(step))
