@@ -159,6 +159,25 @@ def test_a_finished_group_that_waited_too_long_is_dropped() -> None:
     run(main)
 
 
+def test_groups_become_too_old_when_a_batch_is_taken_and_not_when_the_servers_have_a_new_version() -> None:
+    """What is dropped is known before the servers pause for an update, so nothing that they hold then is played in vain."""
+    env = FakeEnv(lambda *_: 0.05)
+    groups = collector(env, max_async_level=1)
+
+    async def main() -> None:
+        await groups.collect()
+        await settled()
+        in_flight = {index for index, _, _ in env.started} - {0, 1, 2, 3}
+        assert len(in_flight) == 4
+        env.version = 1
+        groups.set_version(1)
+        assert groups.tally.dropped["off_policy"] == 0
+        assert set(indices(await groups.collect())) == in_flight
+        await groups.close()
+
+    run(main)
+
+
 def test_never_more_rollouts_in_flight_than_allowed_but_at_least_one_group() -> None:
     env = FakeEnv(lambda *_: 0.002)
     groups = collector(env, max_concurrent=4, num_groups=8)
