@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import threading
 import time
@@ -13,13 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from test_shared_trainer import A, Orchestrator, configure, model, trainer_records, until
+from test_shared_trainer import A, Orchestrator, batch, configure, model, trainer_records, until
 from trainer_examples import make_samples, step_batch
 
 from rlx.checkpoints import folders
 from rlx.checkpoints.trainer import CheckpointFailed
 from rlx.config.load import load_run
 from rlx.data.source import send
+from rlx.metrics import read_metrics
 from rlx.parallel.rendezvous import Place
 from rlx.paths import RunPaths
 from rlx.roles import shared_trainer
@@ -88,6 +90,30 @@ def test_a_run_that_was_started_again_while_it_was_waited_for_leaves_before_it_j
     host.admit(slot, run.paths, token)
     assert again.check()
     assert answered(run.paths).token == again.token
+
+
+def test_speeds_of_a_run_are_those_of_the_whole_common_step(host: Host):
+    large, small = host.join("a"), host.join("b", **{"trainer.num_iterations": 2})
+    large.send([0])
+    small.send([0])
+    began = time.perf_counter()
+    host.train([0, 1])
+    longest = time.perf_counter() - began
+    own, ((common, _),) = trainer_records(large.paths)[0], read_metrics(host.paths.metrics)
+    names = {"perf/tokens_per_second", "perf/tflops", "perf/peak_memory_gb", "perf/imbalance", "perf/imbalance_attention", "perf/runs"}
+    assert names <= common.keys()
+    for record in (own, trainer_records(small.paths)[0]):
+        assert {name: record[name] for name in names} == {name: common[name] for name in names}
+    tokens = {run.name: sum(len(sample.token_ids) for mini in batch(run.name, 0).mini_batches for sample in mini) for run in (large, small)}
+    trained = tokens["a"] + 2 * tokens["b"]
+    assert trained / longest <= common["perf/tokens_per_second"] <= trained / own["time/forward_backward"]
+
+
+def test_the_summary_of_a_run_shows_that_the_trainer_has_too_little_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("rlx.config.limits.free_memory", lambda: 0)
+    host: Host = request.getfixturevalue("host")
+    run = host.join("a")
+    assert "the trainer may run out of memory" in json.loads(run.paths.kernels.read_text())["warning"]
 
 
 def test_the_other_ranks_hear_of_rank_0_although_there_is_nothing_to_do(host: Host, monkeypatch: pytest.MonkeyPatch):
