@@ -102,7 +102,8 @@ METRICS: dict[str, str] = {
     "time/write_weights": "seconds of checksums and files of the previous version, written beside this step; 0 in the first",
     "perf/tokens_per_second": "trained tokens, prompts included, per second of forward, backward and optimizer, without waiting",
     "perf/compute_frac": "share of the trainer's step in forward, backward and optimizer; the rest is waiting and writing",
-    "perf/runs": "runs of a shared trainer whose batches were trained in the same step; their times and speeds are those of that step",
+    "perf/runs": "runs of a shared trainer whose batches were trained in the same step; the other `perf/…` values of each, "
+    "except `perf/compute_frac`, are those of that whole step",
     "perf/tflops": "10¹² floating-point operations of the model per second and rank, by the count of `perf/mfu`; a row without backward "
     "counts its forward alone. With bench_role=inference: of the servers' forward, per device",
     "perf/mfu": "share of the device's dense 16-bit peak; attention counted as if not causal, as most published numbers are. Only on GPUs "

@@ -34,7 +34,7 @@ from rlx.models.lora import peft_config
 from rlx.models.policy import PolicyModel
 from rlx.models.shard import compile_layers
 from rlx.models.slots import Slot
-from rlx.parallel.mesh import Mesh, divide, join
+from rlx.parallel.mesh import Mesh, divide, join, one_process
 from rlx.paths import RunPaths
 from rlx.train.flops import Flops
 from rlx.train.muon import Muon, groups_of
@@ -77,7 +77,7 @@ def train(folder: Path, mesh: Mesh, settings: dict) -> None:
         gradient = parameter.grad
         if gradient is None:  # frozen
             continue
-        gradients[name] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient.clone()
+        gradients[name] = whole_of(gradient).clone()
     optimizer.zero_grad()
     metrics = [trainer.train_minibatch(mini_batch, step=2) for mini_batch in batch.mini_batches]
     out = folder / f"out_{world_size}"
@@ -92,31 +92,68 @@ def train(folder: Path, mesh: Mesh, settings: dict) -> None:
         assert all(others == everyone[0] for others in everyone), "metrics differ between ranks"
 
 
+class Run:
+    """A run of `train_together`, with its adapter in a slot of `whole`, or alone."""
+
+    def __init__(self, slot: int, model: PolicyModel | Slot, whole: PolicyModel, mesh: Mesh) -> None:
+        optimizer = Muon(groups_of(model.layers, model), lr=1e-2) if slot else torch.optim.AdamW(groups_of(model.layers, model), lr=1e-2)
+        objective = Objective(grpo, LossTerms(aggregate="seq_mean", kl=KlTerms(beta=0.1)))
+        self.trainer = PolicyTrainer(model, objective, optimizer, max_norm=0.5, mesh=mesh, reference=Reference(whole, adapters=False))
+        self.samples = make_samples(groups=1 if slot else 5, seed=slot)
+        self.first: dict[str, torch.Tensor] = {}  # the gradients of its first update, not clipped
+        self.update, self.trainer.update = self.trainer.update, self.keep
+
+    def keep(self, *arguments: Any, **keys: Any) -> dict[str, float]:
+        if not self.first:
+            self.first = {name: whole_of(p.grad).clone() for name, p in self.trainer.model.named_parameters() if p.grad is not None}
+        return self.update(*arguments, **keys)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: whole_of(tensor).clone() for name, tensor in self.trainer.model.named_weights()}
+
+
+SLOTS = {0: range(3), 2: range(1, 3)}  # which steps the run in a slot trains: the second joins later
+
+
 def train_together(folder: Path, mesh: Mesh, settings: dict) -> None:
     """Two runs in slots of one model, of unequal size, for three steps of which the second run misses the first."""
     lora = LoraConfig(**settings["lora"])
     model = load_policy(str(folder / "model"), mesh, lora=lora, slots=3, ac=AcConfig(**settings.get("ac", {})), **settings["load"])
-    trainers = {}
-    for slot, groups in (0, 5), (2, 1):
+    runs = {}
+    for slot in SLOTS:
         own = Slot(model, slot)
         own.begin(lora, seed=slot)
-        optimizer = Muon(groups_of(own.layers, own), lr=1e-2) if slot else torch.optim.AdamW(groups_of(own.layers, own), lr=1e-2)
-        objective = Objective(grpo, LossTerms(aggregate="seq_mean", kl=KlTerms(beta=0.1)))
-        trainers[slot] = PolicyTrainer(own, objective, optimizer, max_norm=0.5, mesh=mesh, reference=Reference(model, adapters=False))
-        trainers[slot].samples = make_samples(groups=groups, seed=slot)
+        runs[slot] = Run(slot, own, model, mesh)
     metrics = []
     for step in range(3):
-        batches = {slot: step_batch(step, [each.samples]) for slot, each in trainers.items() if step or not slot}
+        trainers = {slot: run.trainer for slot, run in runs.items() if step in SLOTS[slot]}
+        batches = {slot: step_batch(step, [runs[slot].samples]) for slot in trainers}
         losses = {slot: each.losses.loss_of for slot, each in trainers.items()}
         packed = pack_together(batches, loss_of=losses, **packing(mesh, model, settings))
         metrics += Together(model, mesh).train(packed, trainers, dict.fromkeys(batches, 1)).values()
     out = folder / f"out_{mesh.world_size}"
-    named = {f"{slot} {name}": tensor for slot, each in trainers.items() for name, tensor in each.model.named_weights()}
-    whole = {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for name, tensor in named.items()}
+    named = {f"{slot} {name}": tensor for slot, run in runs.items() for name, tensor in run.weights().items()}
     static = ModelFiles.of_adapters(peft_config(model.hf, lora, str(folder / "model")), folder / "model")
-    Publisher(trainers[2].model, mesh, RunPaths(out), static, torch.float32).ensure(1)
+    Publisher(runs[2].trainer.model, mesh, RunPaths(out), static, torch.float32).ensure(1)
     if mesh.first:
-        torch.save({"gradients": whole, "metrics": metrics}, out / "results.pt")
+        first = {slot: run.first for slot, run in runs.items()}
+        torch.save({"gradients": named, "metrics": metrics, "first": first}, out / "results.pt")
+
+
+def train_alone(folder: Path, slot: int) -> Run:
+    """What `train_together` trains in a slot, with a model of its own, in one process."""
+    mesh, settings = one_process("cpu"), json.loads((folder / "settings.json").read_text())
+    ac = AcConfig(**settings.get("ac", {}))
+    model = load_policy(str(folder / "model"), mesh, lora=LoraConfig(**settings["lora"]), seed=slot, ac=ac, **settings["load"])
+    run = Run(slot, model, model, mesh)
+    for step in SLOTS[slot]:
+        run.trainer.train_batch(pack(step_batch(step, [run.samples]), **packing(mesh, model, settings)))
+    return run
+
+
+def whole_of(tensor: Any) -> torch.Tensor:
+    """A tensor that may be sharded. Every rank calls this."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def packing(mesh: Mesh, model: PolicyModel, settings: dict) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 from trainer_examples import make_sample, make_samples, step_batch
 
 from rlx import arrays
-from rlx.data.packing import pack
+from rlx.data.packing import ONE, pack, pack_together
 from rlx.rollout.samples import samples_of
 from rlx.types import STREAMS, Group, MicroBatch, MiniBatch, RankBatch, Rollout, Task, TrainingSample, Turn
 
@@ -134,6 +134,20 @@ def test_the_imbalance_is_that_of_rows_that_run_at_the_same_time(ranks, cost):
     assert imbalance == pytest.approx(imbalance_of(packed, cost))
     assert attention == pytest.approx(imbalance_of(packed, lambda lengths: sum(n * n for n in lengths)))
     assert ((imbalance, attention) == (1.0, 1.0)) == (ranks == 1)
+
+
+def test_of_runs_packed_together_each_has_the_imbalance_of_the_common_rows():
+    batches = {slot: step_batch(3, [make_samples(groups=groups, seed=slot)]) for slot, groups in ((0, 7), (2, 2))}
+    loss_of = dict.fromkeys(batches, lambda env: ONE)
+    packed = [pack_together(batches, rank=rank, ranks=3, tokens=60, loss_of=loss_of, cost=work) for rank in range(3)]
+    ((imbalance, attention),) = {(part.imbalance, part.attention_imbalance) for own in packed for part in own.values()}
+    for found, cost in ((imbalance, work), (attention, lambda lengths: sum(n * n for n in lengths))):
+        costs = np.zeros((3, len(packed[0][0].mini_batches[0].micro_batches)))  # [ranks, turns]
+        for rank, own in enumerate(packed):
+            for turn, parts in enumerate(zip(*(part.mini_batches[0].micro_batches for part in own.values()), strict=True)):
+                costs[rank, turn] = cost([n for part in parts if part.loss_mask.any() for n in np.diff(part.cu_seqlens).tolist()])
+        assert found == pytest.approx(costs.max(0).sum() / costs.mean(0).sum())
+    assert imbalance > 1
 
 
 def of_skewed_lengths(seed: int = 0) -> list[TrainingSample]:

@@ -11,6 +11,7 @@ from toy_run import FOREVER, Run, starting, toy
 from rlx.config.load import compose
 from rlx.config.memory import size, trainer_memory
 from rlx.config.savings import ran_out, savings, when_out_of_memory
+from rlx.launch.supervisor import Limits
 
 GIB = 2**30
 
@@ -62,6 +63,12 @@ def test_the_advice_names_the_estimate_its_moment_and_the_engine_on_the_same_gpu
     assert f"the estimate was {size(peak)} on each rank" in text
     assert "at its peak when" in text
     assert "inference.gpu_memory_utilization" in text
+
+
+@pytest.mark.usefixtures("known_environments")
+def test_the_supervisor_has_the_advice_for_a_trainer_that_runs_out_of_memory() -> None:
+    cfg = compose(["dry_run=true", "model=qwen3_8b", "hardware=gpu2", "env=math"]).cfg
+    assert "trainer.fsdp_cpu_offload=true" in Limits.of(cfg).when_out_of_memory
 
 
 def test_the_words_of_torch_and_cuda_are_recognized() -> None:

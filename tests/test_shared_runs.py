@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_shared_trainer import A, Orchestrator, configure, model, trainer_records, until
+from test_shared_trainer import A, Orchestrator, batch, configure, model, trainer_records, until
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from trainer_examples import make_samples, step_batch
 
 from rlx.checkpoints import folders
 from rlx.checkpoints.trainer import CheckpointFailed
 from rlx.config.load import load_run
+from rlx.data.packing import pack
 from rlx.data.source import send
+from rlx.metrics import read_metrics
 from rlx.parallel.rendezvous import Place
 from rlx.paths import RunPaths
 from rlx.roles import shared_trainer
@@ -27,6 +32,8 @@ from rlx.roles.shared_trainer import SharedTrainer
 from rlx.runs.members import wait_until_let_go
 from rlx.runs.rewind import rewind
 from rlx.shared.membership import Member, answer, answered, asked_with, is_present
+from rlx.train.build import build
+from rlx.train.checkpoint import Progress, load
 from rlx.train.watch import Watch
 
 pytestmark = pytest.mark.slow
@@ -88,6 +95,58 @@ def test_a_run_that_was_started_again_while_it_was_waited_for_leaves_before_it_j
     host.admit(slot, run.paths, token)
     assert again.check()
     assert answered(run.paths).token == again.token
+
+
+def test_speeds_of_a_run_are_those_of_the_whole_common_step(host: Host):
+    large, small = host.join("a"), host.join("b", **{"trainer.num_iterations": 2})
+    large.send([0])
+    small.send([0])
+    began = time.perf_counter()
+    host.train([0, 1])
+    longest = time.perf_counter() - began
+    own, ((common, _),) = trainer_records(large.paths)[0], read_metrics(host.paths.metrics)
+    names = {"perf/tokens_per_second", "perf/tflops", "perf/peak_memory_gb", "perf/imbalance", "perf/imbalance_attention", "perf/runs"}
+    assert names <= common.keys()
+    for record in (own, trainer_records(small.paths)[0]):
+        assert {name: record[name] for name in names} == {name: common[name] for name in names}
+    tokens = {run.name: sum(len(sample.token_ids) for mini in batch(run.name, 0).mini_batches for sample in mini) for run in (large, small)}
+    trained = tokens["a"] + 2 * tokens["b"]
+    assert trained / longest <= common["perf/tokens_per_second"] <= trained / own["time/forward_backward"]
+
+
+def test_a_run_goes_on_from_its_checkpoint_with_a_trainer_of_its_own(host: Host, model: Path, tmp_path: Path):
+    runs = host.join("a", **{"ckpt.interval": "null"}), host.join("b")
+    for step in range(2):
+        for run in runs:
+            run.send([step])
+        host.train([0, 1])
+    shared = host.members[1]
+    until(lambda: runs[1].trained(2) and shared.go_on() is None and folders.steps(runs[1].paths) == [2], "checkpoint 2")
+    cfg = load_run(configure(tmp_path / "own", **A).root)
+    own = build(cfg, str(model), host.mesh, lambda _: nullcontext(), resumes=True)
+    start = folders.at(runs[1].paths, 2)
+    assert load(start.checkpoint / folders.TRAINER, own) == Progress(2, shared.trainer.updates)
+    for step in (2, 3):
+        names = [name for name, _ in own.model.named_weights()]
+        assert names == [name for name, _ in shared.trainer.model.named_weights()]
+        ours, theirs = (
+            {"model": dict(each.model.named_weights()), "optimizer": get_optimizer_state_dict(each.model, each.optimizer)["state"]}
+            for each in (own, shared.trainer)
+        )
+        near = 1e-5 if step > 2 else 0.0  # what was read is equal; the order of sums differs afterwards
+        torch.testing.assert_close(ours, theirs, rtol=near, atol=near)
+        if step == 2:
+            own.train_batch(pack(batch("b", 2), rank=0, ranks=1, tokens=cfg.micro_batch_tokens))
+            for run in runs:
+                run.send([2])
+            host.train([0, 1])
+
+
+def test_the_summary_of_a_run_shows_that_the_trainer_has_too_little_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("rlx.config.limits.free_memory", lambda: 0)
+    host: Host = request.getfixturevalue("host")
+    run = host.join("a")
+    assert "the trainer may run out of memory" in json.loads(run.paths.kernels.read_text())["warning"]
 
 
 def test_the_other_ranks_hear_of_rank_0_although_there_is_nothing_to_do(host: Host, monkeypatch: pytest.MonkeyPatch):

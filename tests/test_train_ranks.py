@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_worker import ERROR, experts_in_modules, train, train_together
+from rank_worker import ERROR, experts_in_modules, train, train_alone, train_together
 from safetensors.torch import load_file, save_file
 from trainer_examples import make_model, make_samples, step_batch
 from transformers import AutoModelForCausalLM
@@ -275,6 +275,15 @@ def test_gradients_metrics_and_weights_of_several_processes_equal_those_of_one(c
             assert float((trained[1][key] - tensor).norm()) <= 0.1 * float((tensor - start[key]).norm()), key
         else:
             torch.testing.assert_close(trained[1][key], tensor, rtol=1e-3, atol=2e-4, msg=key)
+
+
+@over_ranks(*(case for case in CASES if "together" in CASES[case][1]))
+def test_runs_trained_together_by_several_processes_learn_what_each_learns_alone_in_one(case, ranks, results):
+    found = outcome(results[case], ranks)
+    for slot, first in found["first"].items():
+        run = train_alone(results[case], slot)
+        same({"gradients": first, "metrics": []}, {"gradients": run.first, "metrics": []}, 1e-5)
+        torch.testing.assert_close({n: found["gradients"][f"{slot} {n}"] for n in run.weights()}, run.weights(), rtol=5e-5, atol=5e-5)
 
 
 @pytest.mark.nightly

@@ -61,11 +61,7 @@ def pack(
     everyone = [_all_rows_of(samples, ranks, tokens, loss_of, cost) for samples in batch.mini_batches]
     packed = [_pack_mini_batch(samples, rank, ranks, *rows) for samples, rows in zip(batch.mini_batches, everyone, strict=True)]
     rows = [row for _, own in everyone for row in own]
-    return replace(
-        _rank_batch(batch, packed),
-        imbalance=_imbalance([cost([n for unit in row for n in unit.lengths]) for row in rows], ranks),
-        attention_imbalance=_imbalance([sum(n * n for unit in row for n in unit.lengths) for row in rows], ranks),
-    )
+    return _with_balance(_rank_batch(batch, packed), rows, ranks, cost)
 
 
 def pack_together(
@@ -80,24 +76,28 @@ def pack_together(
     """Pack the batches of several runs, by slot, into common rows, as `pack` packs one.
 
     The result has every run's part: row i of mini-batch j of all runs that have a mini-batch j is one row of the model, in the order of the
-    slots. A run without a sample in a row has a dummy there. Each run's counts are its own, so each is trained as if it were alone.
+    slots. A run without a sample in a row has a dummy there. Each run's counts are its own, so each is trained as if it were alone. What is
+    left of imbalance is that of the common rows, the same for all runs.
     Raises the same errors.
     """
     batches = {slot: _labelled(batch, slot) for slot, batch in sorted(batches.items())}
     minis: dict[int, list[MiniBatch]] = {slot: [] for slot in batches}
+    everyone: list[list[_Unit]] = []  # the rows of all ranks
     for number in range(max(len(batch.mini_batches) for batch in batches.values())):
         samples = {slot: batch.mini_batches[number] for slot, batch in batches.items() if number < len(batch.mini_batches)}
         for sample in chain.from_iterable(samples.values()):
             _check(sample, tokens)
         groups = {slot: _groups(_trained(own), loss_of[slot], cost if ranks > 1 else sum) for slot, own in samples.items()}
-        rows = _rows_of(rank, ranks, _all_rows(list(chain.from_iterable(groups.values())), ranks, tokens))
+        common = _all_rows(list(chain.from_iterable(groups.values())), ranks, tokens)
+        everyone += common
+        rows = _rows_of(rank, ranks, common)
         for slot, own in samples.items():
             streams = _streams_of(_trained(own))
             parts = [[unit for unit in row if unit.samples[0].adapter == slot] for row in rows]
             minis[slot].append(
                 MiniBatch(micro_batches=tuple(_micro_batch(part, streams, slot) for part in parts), counts=_counts(groups[slot]))
             )
-    return {slot: _rank_batch(batch, minis[slot]) for slot, batch in batches.items()}
+    return {slot: _with_balance(_rank_batch(batch, minis[slot]), everyone, ranks, cost) for slot, batch in batches.items()}
 
 
 def check_samples(batch: StepBatch, tokens: int, used: Collection[str]) -> None:
@@ -150,6 +150,15 @@ def _pack_mini_batch(
     return MiniBatch(
         micro_batches=tuple(_micro_batch(row, streams) for row in _rows_of(rank, ranks, rows)),
         counts=_counts(groups),
+    )
+
+
+def _with_balance(batch: RankBatch, rows: list[list[_Unit]], ranks: int, cost: Cost) -> RankBatch:
+    """The batch, with how equal the rows of all ranks are."""
+    return replace(
+        batch,
+        imbalance=_imbalance([cost([n for unit in row for n in unit.lengths]) for row in rows], ranks),
+        attention_imbalance=_imbalance([sum(n * n for unit in row for n in unit.lengths) for row in rows], ranks),
     )
 
 

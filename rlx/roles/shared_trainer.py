@@ -44,7 +44,7 @@ class SharedTrainer:
         from rlx.parallel.mesh import build_mesh
         from rlx.shared.member import Member
         from rlx.train.build import policy_of
-        from rlx.train.flops import Flops
+        from rlx.train.flops import Meter
         from rlx.train.room import too_little
         from rlx.train.together import Together
         from rlx.weights.hub import TIMEOUT, initial_model
@@ -53,9 +53,9 @@ class SharedTrainer:
         self.cfg, self.paths, self.watch, self.slots = cfg, paths, watch, cfg.trainer.max_concurrent_runs
         self.presence = Presence(paths) if place.rank == 0 else None
         self.mesh = build_mesh(cfg, paths, place, timeout=TIMEOUT, tick=watch.beat_on, alive=watch.waiting)
-        too_little(cfg, self.mesh)
+        self.warning = too_little(cfg, self.mesh)
         self.model = policy_of(cfg, initial_model(cfg, paths, self.mesh, watch), self.mesh, watch.working)
-        self.together, self.flops = Together(self.model, self.mesh), Flops.of(self.model.hf)
+        self.together, self.meter = Together(self.model, self.mesh), Meter(self.model, self.mesh)
         self.together.before_row = watch.progressed
         self.members: dict[int, Member] = {}
         self.seen: set[str] = set()  # tokens of all runs that have asked
@@ -167,7 +167,7 @@ class SharedTrainer:
         from rlx.shared.member import Member
 
         with self.watch.working(f"loading {paths.root.name}"):
-            member, why = self.tried(Member, self.cfg, paths, token, slot, self.model, self.mesh, self.watch.beat_on)
+            member, why = self.tried(Member, self.cfg, paths, token, slot, self.model, self.mesh, self.watch.beat_on, self.warning)
         if member is None:
             log.warning("%s is refused: %s", paths.root.name, why)
             self.say(paths, token, "out", why)
@@ -201,20 +201,22 @@ class SharedTrainer:
             ranks=self.mesh.num_data_ranks,
             tokens=tokens,
             loss_of={slot: trainer.losses.loss_of for slot, trainer in trainers.items()},
-            cost=self.flops.work,
+            cost=self.meter.flops.work,
         )
         iterations = {slot: member.cfg.trainer.num_iterations for slot, member in members.items()}
+        began = time.perf_counter()
         outcomes = self.together.train(packed, trainers, iterations)
+        common = self.meter.measure_common(batches, packed, iterations, time.perf_counter() - began)
         for slot, outcome in outcomes.items():
             if isinstance(outcome, Exception):
                 self.put_out(slot, _text(outcome))
                 continue
             with self.watch.working(f"publishing for {members[slot].name}", self.steps):
-                _, why = self.tried(members[slot].after, batches[slot], outcome, len(batches), started)
+                _, why = self.tried(members[slot].after, outcome, common, started)
             if why:
                 self.put_out(slot, why)
         if self.metrics is not None:
-            self.metrics.write(self.steps, {"perf/runs": float(len(batches)), "time/step": time.perf_counter() - started})
+            self.metrics.write(self.steps, common | {"time/step": time.perf_counter() - started})
         self.steps += 1
 
     def let_go(self, slot: int) -> None:

@@ -28,7 +28,6 @@ from rlx.paths import RunPaths, listed, write_text
 from rlx.shared.membership import PutOut, asked_with, is_present
 from rlx.train.build import losses_of, optimizer_of
 from rlx.train.checkpoint import load
-from rlx.train.flops import Meter
 from rlx.train.reference import Reference
 from rlx.train.step import PolicyTrainer
 from rlx.train.summary import Summary
@@ -44,11 +43,20 @@ class Member:
     """A run in a slot. Every rank makes the same calls."""
 
     def __init__(
-        self, host: Config, paths: RunPaths, token: str, slot: int, model: PolicyModel, mesh: Mesh, tick: Callable[[], None]
+        self,
+        host: Config,
+        paths: RunPaths,
+        token: str,
+        slot: int,
+        model: PolicyModel,
+        mesh: Mesh,
+        tick: Callable[[], None],
+        warning: str | None = None,
     ) -> None:
         """Load the run in `paths`, which asks with `token`, from its checkpoint if it resumes.
 
-        `host`: the trainer's configuration. `tick`: called while waiting.
+        `host`: the trainer's configuration. `tick`: called while waiting. `warning`: one of the trainer that the run's summary
+        shows too.
 
         Raises ValueError if the run does not fit the trainer. Errors of building its loss and optimizer pass through.
         """
@@ -77,9 +85,8 @@ class Member:
         self.first = self.step  # steps that were done before
         self.source = OrchestratorSource(paths, mesh, cfg.trainer.batch_timeout)
         self._evaluating = AtWork(paths, "orchestrator", (EVALUATING,))
-        self.meter = Meter(model, mesh)
         self.metrics = MetricsWriter(paths.metrics, "trainer") if mesh.first else None
-        self.summary = Summary(paths, mesh, self.trainer)
+        self.summary = Summary(paths, mesh, self.trainer, warning)
         source = model.base["name"]
 
         def begin() -> ModelFiles:
@@ -174,11 +181,11 @@ class Member:
         self.source.done(self.step)
         return batch
 
-    def after(self, batch: StepBatch, values: dict[str, float], runs: int, started: float) -> None:
+    def after(self, values: dict[str, float], common: dict[str, float], started: float) -> None:
         """Publish the version that a step made, write the step's metrics, and save a checkpoint if one is due.
 
-        `values`: the step's metrics. `runs` were trained together. `started`: `time.perf_counter()` when the common step began. In the
-        order of `rlx.roles.trainer`: the version appears after its metrics. Raises PublishFailed, CheckpointFailed, or RankLost if rank 0
+        `values`: the run's metrics. `common`: those of the whole common step. `started`: `time.perf_counter()` when it began. In the order
+        of `rlx.roles.trainer`: the version appears after its metrics. Raises PublishFailed, CheckpointFailed, or RankLost if rank 0
         has failed. Raises PutOut if the orchestrator is gone: the run's next attempt makes this step again, and may have begun.
         """
         gone = self.mesh.agreed(lambda: self.gone() if self.mesh.first else None)
@@ -187,7 +194,6 @@ class Member:
         step, version = self.step, self.step + 1
         self.summary.after_step(step)
         seconds = values["time/forward_backward"] + values["time/optimizer"]
-        values |= self.meter.measure(batch, seconds, self.cfg.trainer.num_iterations, self.trainer.forward_only)
         began = time.perf_counter()
         self.mesh.agreed(self.publisher.wait)
         self.publisher.gather(version)
@@ -196,8 +202,8 @@ class Member:
         def tell() -> None:
             if self.metrics is not None:
                 times = {"time/wait_batch": started - self.since, "time/broadcast": ended - began, "time/step": ended - self.since}
-                times |= {"time/write_weights": self.publisher.seconds, "time/send_weights": 0.0, "perf/runs": float(runs)}
-                self.metrics.write(step, values | times | {"perf/compute_frac": seconds / (ended - self.since)})
+                times |= {"time/write_weights": self.publisher.seconds, "time/send_weights": 0.0}
+                self.metrics.write(step, values | common | times | {"perf/compute_frac": seconds / (ended - self.since)})
                 self.publisher.announce(version, keep_last=self.cfg.versions_kept, protect=self.checkpoints.protected())
 
         self.mesh.agreed(tell)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -31,7 +31,7 @@ from rlx.models.compiled import num_graphs
 from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import Mesh
 from rlx.process import peak_memory
-from rlx.types import StepBatch
+from rlx.types import RankBatch, StepBatch
 
 OTHER_SLOT = re.compile(r"\.slots\.[1-9]")  # names of the parameters of all adapters but one (`rlx.models.slots`)
 PEAKS = {
@@ -160,6 +160,16 @@ class Meter:
         if self.peak is not None:
             values |= {"perf/mfu": flops / self.peak, "perf/mfu_causal": rate(causal=True) / self.peak}
         return values
+
+    def measure_common(
+        self, batches: Mapping[int, StepBatch], packed: Mapping[int, RankBatch], iterations: Mapping[int, int], seconds: float
+    ) -> dict[str, float]:
+        """Metrics of a common step of several runs, by slot, in common rows. All share its seconds, so the tokens of all count."""
+        minis = [mini for slot, batch in batches.items() for mini in batch.mini_batches * iterations[slot]]
+        values = self.measure(StepBatch(step=0, mini_batches=tuple(minis)), seconds, 1)
+        rows = next(iter(packed.values()))  # the balance of common rows is the same for all
+        balance = {"perf/imbalance": rows.imbalance, "perf/imbalance_attention": rows.attention_imbalance}
+        return values | balance | {"perf/runs": float(len(batches))}
 
     def _memory(self) -> float:
         """Of this rank, GiB."""
