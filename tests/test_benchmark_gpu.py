@@ -36,7 +36,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch):
 def rows_of(tmp_path: Path, *parts: str) -> list[dict]:
     """The rows of parts at small sizes, where only what the script needs can be imported."""
     (tmp_path / "sitecustomize.py").write_text(HIDES)
-    command = [sys.executable, str(SCRIPT), "--small", "--out", str(tmp_path), "--only", *parts]
+    command = [sys.executable, str(SCRIPT), "--small", "--out", str(tmp_path), *(["--only", *parts] if parts else [])]
     env = os.environ | {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -62,6 +62,18 @@ def test_a_step_and_a_written_version_are_measured_without_what_the_script_does_
     numbers = {row["part"] for row in rows if row["number"] is not None}
     assert numbers == {"small_rl", "write", "stager", "send"}
     assert {row["error"].partition(":")[0] for row in rows if "error" in row} == {"RuntimeError"}  # vLLM is absent
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_every_part_runs_through_at_small_sizes(gpu, tmp_path: Path):
+    """What needs CUDA, a device whose peak is known, or vLLM says so; nothing else is missing."""
+    rows = rows_of(tmp_path)
+    assert {row["part"] for row in rows} == gpu.PARTS.keys()
+    needs = ("needs CUDA", "on CUDA only", "peak is not known", "left out without a GPU", "vLLM")
+    unexpected = [row for row in rows if "error" in row and not any(words in row["error"] for words in needs)]
+    assert unexpected == []
 
 
 def test_a_part_that_hangs_or_fails_gives_a_row_with_the_cause_and_keeps_its_rows(gpu, monkeypatch):
