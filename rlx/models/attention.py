@@ -59,7 +59,7 @@ def _window_for_mask(
     batch_size: int, q_length: int, kv_length: int, local_size: int | None = None, device: torch.device | None = None, **_: Any
 ) -> Tensor | None:
     """[B, 1, Q, K] filled with the mask's window; None without a window."""
-    return None if local_size is None else torch.full((batch_size, 1, q_length, kv_length), local_size, device=device)
+    return None if local_size is None else torch.full((batch_size, 1, q_length, kv_length), local_size, dtype=torch.int64, device=device)
 
 
 def packed_attention(
@@ -88,8 +88,10 @@ def packed_attention(
             f"{type(module).__name__} does not pass keyword arguments on to its attention; set model.attention=rows for this model"
         )
     if _calls is not None:
-        _calls.append(Call(module, sliding_window, None if attention_mask is None else int(attention_mask.max())))
-        attention_mask = None
+        masked = None
+        if attention_mask is not None and attention_mask.dtype == torch.int64:  # not a mask that the layer made of it
+            masked, attention_mask = int(attention_mask.max()), None
+        _calls.append(Call(module, sliding_window, masked))
     assert attention_mask is None, "a packed row has no attention mask"
     assert dropout == 0.0, "the policy is trained without dropout"
     grouped = _is_grouped(module, query, key)
