@@ -7,13 +7,15 @@ keyword arguments.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from rlx.models.blocks import Bucket
 from rlx.models.flash import attend_long, flash
@@ -21,6 +23,43 @@ from rlx.models.layout import Layout
 from rlx.parallel.row import Row
 
 NAME = "rlx"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of the attention. Windows count visible tokens; None: all."""
+
+    module: torch.nn.Module
+    window: int | None  # that the layer passed
+    masked: int | None  # of the mask that transformers would have built for the layer
+
+
+_calls: list[Call] | None = None  # None: nobody watches
+
+
+@contextmanager
+def watched() -> Iterator[list[Call]]:
+    """Collects the calls of the attention, in their order.
+
+    Some families have their window only in the mask, which this attention does not use. So transformers is asked for masks meanwhile, and
+    gets numbers in place of them.
+    """
+    global _calls
+    AttentionMaskInterface.register(NAME, _window_for_mask)
+    calls: list[Call] = []
+    _calls = calls
+    try:
+        yield calls
+    finally:
+        _calls = None
+        del AttentionMaskInterface._global_mapping[NAME]
+
+
+def _window_for_mask(
+    batch_size: int, q_length: int, kv_length: int, local_size: int | None = None, device: torch.device | None = None, **_: Any
+) -> Tensor | None:
+    """[B, 1, Q, K] filled with the mask's window; None without a window."""
+    return None if local_size is None else torch.full((batch_size, 1, q_length, kv_length), local_size, dtype=torch.int64, device=device)
 
 
 def packed_attention(
@@ -48,6 +87,11 @@ def packed_attention(
         raise ValueError(
             f"{type(module).__name__} does not pass keyword arguments on to its attention; set model.attention=rows for this model"
         )
+    if _calls is not None:
+        masked = None
+        if attention_mask is not None and attention_mask.dtype == torch.int64:  # not a mask that the layer made of it
+            masked, attention_mask = int(attention_mask.max()), None
+        _calls.append(Call(module, sliding_window, masked))
     assert attention_mask is None, "a packed row has no attention mask"
     assert dropout == 0.0, "the policy is trained without dropout"
     grouped = _is_grouped(module, query, key)

@@ -2,6 +2,9 @@
 
 Only attention mixes tokens, and no attention follows. So the last layer's feed-forward part at a prompt's tokens changes nothing that is
 trained, nor any gradient. In short rows that are mostly prompt it is an eighth of a small model's work.
+
+A model that runs its last layer several times, or attends after it, needs all tokens. Nothing here sees that: the check of a loaded model
+does (`rlx.models.load`), and calls `read_all`.
 """
 
 from __future__ import annotations
@@ -31,16 +34,21 @@ def skip_unread(layer: Any) -> None:
 
 
 def read_all(layer: Any) -> None:
-    """Let a layer compute all tokens again: what is selected anew for each row breaks a compiled layer's graph."""
+    """Let a layer compute all tokens again: where others need them, or where a selection for each row breaks a compiled layer's graph."""
     layer.reads_all = True
 
 
+def leaves_out(layer: Any) -> bool:
+    """Whether a layer leaves out what nobody reads."""
+    return not getattr(layer, "reads_all", True)
+
+
 def _forward(layer: Any, hidden: Tensor, *args: Any, **keys: Any) -> Any:
-    """The layer's own forward. hidden [1, K, D]; the keyword `layout` says what is read of it."""
+    """The layer's own forward; the keyword `layout` says what is read of it. hidden [1, K, D], or [4, 1, K, D] (Gemma 3n)."""
     if layer.reads_all:
         return type(layer).forward(layer, hidden, *args, **keys)
     layout: Layout | None = keys.get("layout")
-    layer.mlp.read, layer.mlp.num_tokens = (None, 0) if layout is None else (layout.read, hidden.shape[1])
+    layer.mlp.read = None if layout is None else layout.read
     try:
         return type(layer).forward(layer, hidden, *args, **keys)
     finally:
@@ -49,7 +57,10 @@ def _forward(layer: Any, hidden: Tensor, *args: Any, **keys: Any) -> Any:
 
 def _pick(mlp: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """[1, K, D] → [1, U, D]."""
-    return inputs if mlp.read is None else (inputs[0].index_select(1, mlp.read), *inputs[1:])
+    if mlp.read is None:
+        return inputs
+    mlp.num_tokens = inputs[0].shape[1]
+    return inputs[0].index_select(1, mlp.read), *inputs[1:]
 
 
 def _spread(mlp: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:

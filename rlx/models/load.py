@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,8 +20,10 @@ from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 from rlx.config.schema import AcConfig, LoraConfig
 from rlx.kernels.logprob import choose_backend
 from rlx.kernels.toolchain import check_triton
+from rlx.models.attention import Call, watched
 from rlx.models.experts import split_experts
 from rlx.models.flash import LONG, cudnn_agrees, install_flash_attention_3, remove_flash_attention_3
+from rlx.models.last import leaves_out, read_all
 from rlx.models.layout import build_layout
 from rlx.models.liger import apply_liger, may_patch
 from rlx.models.lora import PARAMETERS, add_adapters, digest, draw_adapters
@@ -72,7 +75,8 @@ def load_policy(
     Shards over the mesh's `fsdp` axis. One process without a process group needs `dtype` equal to `optimization_dtype`, or adapters.
     `context`: tokens of the longest sample, if it is known.
     Raises ValueError for an unknown dtype, for positions that depend on the packing (`check_rotary`), for a `logprob_backend` or `liger`
-    that cannot be used, for targets of `lora` that the model does not have, or for a model whose packed forward differs from its own.
+    that cannot be used, for targets of `lora` that the model does not have, or for a model whose packed forward differs from its own
+    (`check_packed_forward`).
     """
     for key, name in (("model.dtype", dtype), ("trainer.optimization_dtype", optimization_dtype), ("trainer.reduce_dtype", reduce_dtype)):
         if name not in DTYPES:
@@ -101,7 +105,7 @@ def load_policy(
             if lora is not None and here is None:
                 add_adapters(hf, lora, master)
         model = PolicyModel(hf, attention=attention, compute_dtype=compute, row=mesh.row)
-        model.slots = here
+        model.slots, model.context = here, context
         head = model.head[0]
         has_bias = getattr(head, "bias", None) is not None
         model.logprob_backend = choose_backend(logprob_backend, device, compute, len(head.weight), has_bias=has_bias, softcap=model.softcap)
@@ -214,7 +218,8 @@ def check_packed_forward(model: PolicyModel, device: torch.device | str = "cpu")
     """Raise ValueError unless log-probabilities of two packed sequences equal those of the model's own forward, one at a time.
 
     For a sharded model every rank calls this. `device` is where the model computes. The check catches what no list of architectures could:
-    factors on the logits, layers that ignore segment boundaries, masks of their own.
+    factors on the logits, layers that ignore segment boundaries, masks of their own, windows that are longer than the check's sequences.
+    The last layer leaves nothing out any more (`rlx.models.last`) if that changes what is read.
     """
     vocabulary = model.hf.get_output_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
@@ -224,23 +229,64 @@ def check_packed_forward(model: PolicyModel, device: torch.device | str = "cpu")
     boundaries = [0, *itertools.accumulate(map(len, sequences))]
     trainable = torch.ones(len(ids), dtype=torch.bool)
     trainable[[end - 1 for end in boundaries[1:]]] = False  # nothing follows a sequence's last token
-    device = torch.device(device)
-    layout = build_layout(ids.numpy(), torch.tensor(boundaries).numpy(), trainable.numpy(), model.layout_kind(device), device)
-    labels = torch.cat([ids[1:], ids[:1]])[trainable].to(device)
-    index = torch.from_numpy(layout.where)[trainable].to(device)
+    final = torch.zeros_like(trainable)  # what predicts a sequence's last token: so little of a row that the last layer leaves out the rest
+    final[[end - 2 for end in boundaries[1:]]] = True
+    device, kind = torch.device(device), model.layout_kind(torch.device(device))
+
+    def log_probabilities(trainable: Tensor) -> Tensor:
+        layout = build_layout(ids.numpy(), torch.tensor(boundaries).numpy(), trainable.numpy(), kind, device)
+        labels = torch.cat([ids[1:], ids[:1]])[trainable].to(device)
+        index = torch.from_numpy(layout.where)[trainable].to(device)
+        logp: Tensor = model(layout, index, labels, torch.ones(len(labels), device=device))[0]
+        return logp
+
+    last = model.layers[-1]
+    fewer = None
     with torch.compiler.set_stance("force_eager"):  # compiling is not worth it for a few tokens
-        packed, _ = model(layout, index, labels, torch.ones(len(labels), device=device))
+        with watched() as calls:
+            packed = log_probabilities(trainable)
+        _check_windows(model, calls)
+        if leaves_out(last) and not _attends_once_at_the_end(last, calls):
+            _read_all(model, "the model attends after it, or runs it several times")
+        elif leaves_out(last):
+            fewer = log_probabilities(final)
         # From here on a sharded model's root keeps its parameters gathered; its layers gather theirs themselves.
         with nullcontext() if model.row is None else model.row.kept_whole():
             own = torch.cat([_own_log_probabilities(model.hf, sequence.to(device)) for sequence in sequences])
     free_gathered(model)
     difference, spread = float((packed - own).abs().max()), float(own.std())
-    if not difference <= TOLERANCE[model.compute_dtype] * spread:
+    limit = TOLERANCE[model.compute_dtype] * spread
+    if not difference <= limit:
         raise ValueError(
             f"{type(model.hf).__name__} cannot be trained like this: on {device.type} its packed forward differs from its own by "
             f"{difference:.3g} nats, while log-probabilities spread by {spread:.3g}. Set model.attention=rows; if it is set already, the "
             "model's head is not supported"
         )
+    # Each rank decides for itself, because a rank that computes all tokens is right, too.
+    if fewer is not None and not float((fewer - packed[final[trainable].to(device)]).abs().max()) <= limit:
+        _read_all(model, "others change what is read")
+
+
+def _read_all(model: PolicyModel, reason: str) -> None:
+    log.info("the last layer of %s computes all tokens, also those that are not read: %s", type(model.hf).__name__, reason)
+    read_all(model.layers[-1])
+
+
+def _attends_once_at_the_end(layer: Any, calls: Sequence[Call]) -> bool:
+    """Whether the last of a forward's attention calls is the layer's, and its only one."""
+    parts = set(layer.modules())
+    return [call.module in parts for call in calls] == [False] * (len(calls) - 1) + [True]
+
+
+def _check_windows(model: PolicyModel, calls: Sequence[Call]) -> None:
+    """Raise ValueError if samples may be longer than a window that transformers has in its masks and a layer does not pass on."""
+    for window in sorted({call.masked for call in calls if call.masked is not None and call.masked != call.window}):
+        if model.context is None or model.context > window:
+            raise ValueError(
+                f"{type(model.hf).__name__} has layers with a window of {window} tokens, but does not pass it on to its attention: packed "
+                f"samples would attend beyond it. Set model.attention=rows, or seq_len={window} or less"
+                + ("" if model.context is None else f", not {model.context}")
+            )
 
 
 def _own_log_probabilities(hf: Any, sequence: Tensor) -> Tensor:

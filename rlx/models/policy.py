@@ -70,6 +70,7 @@ class PolicyModel(nn.Module):
         self.head = [hf.get_output_embeddings()]  # in a list, so that it is not registered twice
         self.scores_within_head = False  # whether the head is sharded by itself, so that only its own forward has its parameters
         self.base: dict[str, str] = {}  # of a model with adapters: `name`, `digest` and `dtype` of the frozen model
+        self.context: int | None = None  # tokens of the longest sample, if it is known
         self.slots: Here | None = None  # where its layers find each token's adapter, if it has several (`rlx.models.slots`)
         config = hf.config
         self.logit_scale, self.softcap = logit_scale(config), logit_softcap(config)

@@ -1,0 +1,140 @@
+"""What the check of a loaded model finds: last layers that run again or have several streams, and windows that attention is not told."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from trainer_examples import VOCABULARY, make_model, make_sample, step_batch
+from transformers import AutoModelForCausalLM
+from transformers.models.gemma2 import Gemma2Config
+from transformers.models.gemma3n import Gemma3nTextConfig
+from transformers.models.hrm_text import HrmTextConfig
+from transformers.models.llama import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.mistral import MistralConfig
+from transformers.models.phimoe import PhimoeConfig
+from transformers.models.qwen2 import Qwen2Config
+from transformers.models.qwen2_moe import Qwen2MoeConfig
+from transformers.models.qwen3 import Qwen3Config
+
+from rlx.config.schema import LossTerms
+from rlx.data.packing import pack
+from rlx.losses.base import Objective
+from rlx.losses.sft import sft
+from rlx.models.load import load_policy
+from rlx.models.policy import PolicyModel
+from rlx.parallel.mesh import one_process
+from rlx.train.step import PolicyTrainer
+from rlx.types import TrainingSample
+
+WINDOW = 12  # more than the samples of the check have, less than the tests'
+LOOPED = {"num_hidden_layers": 2, "H_cycles": 2, "L_cycles": 2, "num_key_value_heads": 4, "head_dim": 4}
+STREAMS = {
+    "num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 5,
+    "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8, "laurel_rank": 4, "activation_sparsity_pattern": [0.5] * 4,
+    "intermediate_size": [32] * 4,
+}  # fmt: skip
+EXPERTS = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+WINDOWS: dict[str, tuple[type, dict[str, Any]]] = {
+    "phimoe": (PhimoeConfig, {"num_local_experts": 4, "sliding_window": WINDOW}),
+    "qwen2_moe": (Qwen2MoeConfig, EXPERTS | {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
+}
+
+
+def saved(tmp_path: Path, config: type, **keys: Any) -> str:
+    folder = str(tmp_path / "model")
+    make_model(config, **keys).save_pretrained(folder)
+    return folder
+
+
+def short_answers(longest: int = 20) -> list[TrainingSample]:
+    """Samples that are mostly prompt, so that few of their tokens are read."""
+    rng = np.random.default_rng(0)
+    samples = []
+    for group in range(4):
+        ids = rng.integers(3, VOCABULARY, longest - group).tolist()
+        samples.append(make_sample(group, 0, ids, [len(ids) - 2, len(ids) - 1], rng))
+    return samples
+
+
+def check_gradients(source: str, **keys: Any) -> PolicyModel:
+    """The gradients of one packed row are those of transformers' own forward, one sample at a time."""
+    samples = short_answers()
+    plain = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager").eval()
+    losses = []
+    for sample in samples:
+        log_probs = plain(input_ids=torch.from_numpy(sample.token_ids).long()[None], use_cache=False).logits[0].log_softmax(-1)
+        losses += [-log_probs[t - 1, sample.token_ids[t]] for t in np.flatnonzero(sample.loss_mask)]
+    wanted = torch.stack(losses).mean()
+    wanted.backward()
+
+    mesh = one_process("cpu")
+    model = load_policy(source, mesh, dtype="float32", **keys)
+    trainer = PolicyTrainer(model, Objective(sft, LossTerms(aggregate="token_mean")), torch.optim.SGD(model.parameters()), mesh=mesh)
+    (mini_batch,) = pack(step_batch(0, [samples]), rank=0, ranks=1, tokens=100).mini_batches
+    trainer.accumulate_gradients(mini_batch)
+    scale = max(float(p.grad.abs().max()) for p in plain.parameters() if p.grad is not None)
+    found = dict(model.hf.named_parameters())
+    for name, parameter in plain.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(found[name].grad, parameter.grad, rtol=1e-4, atol=1e-5 * scale, msg=name)
+    return model
+
+
+def test_a_last_layer_that_runs_again_computes_all_tokens(tmp_path: Path, caplog) -> None:
+    with caplog.at_level(logging.INFO, "rlx.trainer"):
+        model = check_gradients(saved(tmp_path, HrmTextConfig, **LOOPED))
+    assert model.layers[-1].reads_all
+    assert "the last layer of HrmTextForCausalLM computes all tokens" in caplog.text
+
+
+def test_a_last_layer_with_several_streams_leaves_out_what_is_not_read(tmp_path: Path) -> None:
+    model = check_gradients(saved(tmp_path, Gemma3nTextConfig, **STREAMS))
+    assert not model.layers[-1].reads_all
+
+
+def feed_forward_first(self: Any, hidden_states: torch.Tensor, position_embeddings: Any = None, **keys: Any) -> torch.Tensor:
+    hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+    normed = self.input_layernorm(hidden_states)
+    return hidden_states + self.self_attn(hidden_states=normed, position_embeddings=position_embeddings, **keys)[0]
+
+
+def test_a_last_layer_that_attends_after_its_feed_forward_part_computes_all_tokens(tmp_path: Path, monkeypatch) -> None:
+    """The order of the calls of attention is as usual, so only the log-probabilities tell it."""
+    source = saved(tmp_path, LlamaConfig)
+    assert not check_gradients(source).layers[-1].reads_all
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", feed_forward_first)
+    assert check_gradients(source).layers[-1].reads_all
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_window_that_attention_is_not_told_is_refused(name: str, tmp_path: Path) -> None:
+    config, keys = WINDOWS[name]
+    source = saved(tmp_path, config, **keys)
+    for context in (None, WINDOW + 1):
+        with pytest.raises(ValueError, match=rf"ForCausalLM.*window of {WINDOW} tokens.*model\.attention=rows.*seq_len={WINDOW}"):
+            load_policy(source, one_process("cpu"), dtype="float32", context=context)
+    load_policy(source, one_process("cpu"), dtype="float32", context=WINDOW)
+    check_gradients(source, attention="rows")
+
+
+@pytest.mark.parametrize(
+    ("config", "keys"),
+    [
+        (Qwen2Config, {"use_sliding_window": False, "sliding_window": WINDOW}),
+        (Qwen3Config, {"use_sliding_window": False, "sliding_window": WINDOW}),
+        (Qwen2MoeConfig, EXPERTS | {"use_sliding_window": False, "sliding_window": WINDOW}),
+        (MistralConfig, {"sliding_window": None}),
+        (MistralConfig, {"sliding_window": WINDOW}),
+        (PhimoeConfig, {"num_local_experts": 4, "sliding_window": None}),
+        (Gemma2Config, {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}),
+        (Gemma2Config, {"sliding_window": WINDOW, "layer_types": ["full_attention"] * 2}),
+    ],
+)
+def test_windows_that_are_unused_or_told_are_trained(config: type, keys: dict[str, Any], tmp_path: Path) -> None:
+    check_gradients(saved(tmp_path, config, **keys))
