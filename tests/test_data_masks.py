@@ -231,6 +231,7 @@ def test_a_template_that_ends_the_conversation_trains_only_the_end_of_the_turn()
         (PLAIN, [asks("go"), says("a<|im_end|>b")], "contains '<|im_end|>', which ends a turn"),
         (HERMES, [asks("go"), says("yes", "because")], "does not show the `reasoning_content` of an answer: 'because'"),
         (HERMES, [asks("go"), says("It is 4", "4")], "does not show the `reasoning_content` of an answer: '4'"),
+        (HERMES, [asks("go"), says("4", "then 4")], "does not show the `reasoning_content` of an answer: 'then 4'"),
         (LLAMA, [asks("go"), says("I call add", None, 1)], "does not show the `content` of an answer beside a tool call: 'I call add'"),
         (LLAMA, [asks("go"), says("", None, 2)], "one call at once"),
         (PLAIN, [asks("go"), says("", None, 1), says("five")], "not show a tool call of an answer: the call of add has the name 'add'"),

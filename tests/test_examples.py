@@ -86,13 +86,14 @@ def look(command: list[str], environ: dict[str, str]) -> None:
     with subprocess.Popen(command, env=environ | {"TERM": "xterm-256color"}, stdin=its, stdout=its, stderr=its) as process:
         try:
             os.close(its)
-            while b"reward" not in seen:
+            while not re.search(rb"reward \d\.\d{3}", seen):  # of the rollouts that were read; the filter's help has the word, too
                 assert time.monotonic() < deadline, seen[-3000:]
                 assert process.poll() is None, seen[-3000:]
                 if select.select([ours], [], [], 1)[0]:
                     with contextlib.suppress(OSError):  # it has closed the terminal
                         seen += os.read(ours, 65536)
             os.write(ours, b"q")
+            deadline = time.monotonic() + 60
             while process.poll() is None:
                 assert time.monotonic() < deadline, "it does not end"
                 if select.select([ours], [], [], 0.1)[0]:

@@ -49,9 +49,9 @@ Layer.set_lora = set_lora
 """
 
 
-def adapter_run(root: Path) -> Run:
+def adapter_run(root: Path, experts: int = 0) -> Run:
     """A run whose server serves adapters."""
-    run = Run(root, tied=True)
+    run = Run(root, tied=True, experts=experts)
     text = run.paths.config.read_text()
     assert "rank: null" in text
     run.paths.config.write_text(text.replace("rank: null", f"rank: {LORA.rank}"))
@@ -71,8 +71,9 @@ def publish(run: Run, version: int) -> Path:
     return run.paths.weights_of(version)
 
 
-def test_the_served_adapter_equals_merged_weights_and_changes_under_requests_in_flight(tmp_path: Path) -> None:
-    run = adapter_run(tmp_path)
+@pytest.mark.parametrize("experts", [0, pytest.param(4, marks=pytest.mark.long)], ids=["dense", "beside experts"])
+def test_the_served_adapter_equals_merged_weights_and_changes_under_requests_in_flight(tmp_path: Path, experts: int) -> None:
+    run = adapter_run(tmp_path, experts)
     folders = {version: publish(run, version) for version in (1, 2)}
     whole = Run(tmp_path / "whole", tied=True).version(3)
 
@@ -136,6 +137,18 @@ def test_the_engine_has_room_for_the_trained_layers_alone(tmp_path: Path) -> Non
     ):
         found: dict[str, Any] = adapter_arguments(lora, model)
         assert (found["max_lora_rank"], found["lora_target_modules"], found["max_loras"]) == (rank, names, 1)
+
+
+def test_the_engine_has_no_room_at_experts_and_a_cpu_that_would_make_some_is_refused(tmp_path: Path) -> None:
+    shapes = {f"model.layers.0.self_attn.{name}.weight": (8, 8) for name in ("q_proj", "o_proj")}
+    shapes |= {f"model.layers.0.mlp.experts.{number}.{name}.weight": (4, 8) for number in range(2) for name in ("gate_proj", "up_proj")}
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / "model.safetensors")
+    assert adapter_arguments(LoraConfig(rank=3), tmp_path, cpu=True)["lora_target_modules"] == ["o_proj", "q_proj"]
+    shapes["model.layers.0.mlp.shared_expert.up_proj.weight"] = (4, 8)
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / "model.safetensors")
+    assert adapter_arguments(LoraConfig(rank=3), tmp_path)["lora_target_modules"] == ["o_proj", "q_proj", "up_proj"]
+    with pytest.raises(ValueError, match=r"adapters of up_proj in a model .*Set lora.target_modules=\[o_proj,q_proj\], or use a GPU"):
+        adapter_arguments(LoraConfig(rank=3), tmp_path, cpu=True)
 
 
 def test_adapters_of_another_model_version_or_rank_are_refused(tmp_path: Path) -> None:

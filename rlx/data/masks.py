@@ -211,7 +211,7 @@ def _check_complete(message: Message, answer: str, chat: Format) -> None:
     def shows(said: str, pieces: list[str]) -> bool:
         return answer.count(said) >= sum(piece.count(said) for piece in pieces)  # the reasoning "4" is not the 4 of "It is 4"
 
-    for key, said in parts:
+    for key, said in sorted(parts, key=lambda part: -len(part[1])):  # what is left out is missing in a shorter part's count, too
         if not said or shows(said, [piece for _, piece in parts]):
             continue
         # A tokenizer may not have every character, so the text is also compared as it comes out of the tokenizer.

@@ -284,8 +284,9 @@ def _check_windows(model: PolicyModel, calls: Sequence[Call]) -> None:
         if model.context is None or model.context > window:
             raise ValueError(
                 f"{type(model.hf).__name__} has layers with a window of {window} tokens, but does not pass it on to its attention: packed "
-                f"samples would attend beyond it. Set model.attention=rows, or seq_len={window} or less"
+                f"samples would attend beyond it. Set seq_len={window} or less"
                 + ("" if model.context is None else f", not {model.context}")
+                + "; or model.attention=rows, if the servers apply the window (vLLM does not for Qwen2-MoE)"
             )
 
 

@@ -206,7 +206,8 @@ class SharedTrainer:
         iterations = {slot: member.cfg.trainer.num_iterations for slot, member in members.items()}
         began = time.perf_counter()
         outcomes = self.together.train(packed, trainers, iterations)
-        common = self.meter.measure_common(batches, packed, iterations, time.perf_counter() - began)
+        seconds, trained = time.perf_counter() - began, [slot for slot, one in outcomes.items() if not isinstance(one, Exception)]
+        common = self.meter.measure_common({slot: batches[slot] for slot in trained}, packed, iterations, seconds)
         for slot, outcome in outcomes.items():
             if isinstance(outcome, Exception):
                 self.put_out(slot, _text(outcome))

@@ -164,7 +164,7 @@ class Meter:
     def measure_common(
         self, batches: Mapping[int, StepBatch], packed: Mapping[int, RankBatch], iterations: Mapping[int, int], seconds: float
     ) -> dict[str, float]:
-        """Metrics of a common step of several runs, by slot, in common rows. All share its seconds, so the tokens of all count."""
+        """Metrics of a common step of several runs, by slot, in common rows: those that were trained. All share its seconds."""
         minis = [mini for slot, batch in batches.items() for mini in batch.mini_batches * iterations[slot]]
         values = self.measure(StepBatch(step=0, mini_batches=tuple(minis)), seconds, 1)
         rows = next(iter(packed.values()))  # the balance of common rows is the same for all

@@ -229,11 +229,13 @@ def heads_on_a_cpu(cfg: Config, of: Show) -> Iterator[str]:
     width = made.head_dim if made is not None else cfg.model.head_dim or cfg.model.hidden_size // cfg.model.num_attention_heads
     if cfg.hardware.device == "cpu" and cfg.num_servers and width not in CPU_WIDTHS:
         said = of("model.head_dim" if made is None else "model.warm_start.head_dim")
-        if made is None and cfg.model.head_dim is None:
+        follows = made is None and cfg.model.head_dim is None
+        if follows:
             said += f", {of('model.hidden_size')}, {of('model.num_attention_heads')}"
         yield (
             f"vLLM computes no attention with heads {width} wide on a CPU: {said}.\n"
-            f"It computes widths of {', '.join(map(str, CPU_WIDTHS))}. Use one of them, another model, or a GPU."
+            f"It computes widths of {', '.join(map(str, CPU_WIDTHS))}. Use one of them, another model, or a GPU"
+            + ("; or set model.head_dim, if the model has other heads than these keys say." if follows else ".")
         )
 
 

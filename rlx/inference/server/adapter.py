@@ -6,6 +6,7 @@ Cached keys and values are dropped as for whole models: vLLM tells them apart by
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from vllm.lora.layers import ColumnParallelLinearWithLoRA, RowParallelLinearWith
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
 
 from rlx.inference.server.served import Compared
 from rlx.paths import COMPLETE
@@ -117,6 +119,20 @@ def multiply_plainly() -> None:
     takes several times as long as the model itself.
     """
     PunicaWrapperCPU.add_lora_linear = _add_adapter
+
+
+def compute_experts_plainly() -> None:
+    """Have the CPU engines that are made in this process, and in those forked from it, compute experts as they do without adapters.
+
+    An engine that serves adapters takes CUDA's operations for experts, in case these have adapters, too. On a CPU they have none
+    (`arguments.adapter_arguments`).
+    """
+    select = unquantized_fused_moe_method.select_unquantized_moe_backend
+
+    def on_cpu(moe_config: Any) -> Any:
+        return select(dataclasses.replace(moe_config, is_lora_enabled=False))
+
+    unquantized_fused_moe_method.select_unquantized_moe_backend = on_cpu
 
 
 def _add_adapter(

@@ -12,8 +12,9 @@ from typing import Any
 
 from rlx.config.kv_cache import CPU_BLOCK, kv_cache_bytes
 from rlx.config.schema import HardwareConfig, LoraConfig, PlayRoot
+from rlx.config.tree import show
 from rlx.inference.server.parts import Meeting
-from rlx.inference.server.policy_files import linear_layers, tensor_shapes
+from rlx.inference.server.policy_files import expert_layers, linear_layers, tensor_shapes
 
 WORKER_EXTENSION = "rlx.inference.server.worker.PolicyWorker"
 CPU_NORMS = "rlx_cpu"  # the name of `norms.py` among the implementations of vLLM's operations
@@ -46,10 +47,19 @@ def environment(config: PlayRoot, present: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name not in present}
 
 
-def adapter_arguments(lora: LoraConfig, model: Path) -> dict[str, Any]:
-    """Arguments for an engine that serves one adapter. It has room only for adapters of the trained layers."""
-    named = lora.target_modules != ["all-linear"]
-    targets = {name.rpartition(".")[2] for name in lora.target_modules} if named else linear_layers(tensor_shapes(model))
+def adapter_arguments(lora: LoraConfig, model: Path, *, cpu: bool = False) -> dict[str, Any]:
+    """Arguments for an engine that serves one adapter. It has room only for adapters of the trained layers.
+
+    Raises ValueError if such an engine cannot compute the model on a CPU.
+    """
+    named, shapes = lora.target_modules != ["all-linear"], tensor_shapes(model)
+    targets = {name.rpartition(".")[2] for name in lora.target_modules} if named else set(linear_layers(shapes))
+    if cpu and (shared := targets & expert_layers(shapes)):  # vLLM makes room at the experts, too, with operations of CUDA's
+        others = ",".join(sorted(targets - shared))
+        raise ValueError(
+            f"vLLM on a CPU cannot serve adapters of {', '.join(sorted(shared))} in a model whose experts have matrices of these names: "
+            f"lora.target_modules={show(lora.target_modules)}. Set lora.target_modules=[{others or 'q_proj,v_proj'}], or use a GPU"
+        )
     return {
         "enable_lora": True,
         "max_loras": 1,
@@ -109,7 +119,7 @@ def engine_arguments(config: PlayRoot, model: str, replica: int, meeting: Meetin
         arguments["gpu_memory_utilization"] = inference.gpu_memory_utilization
     arguments |= data_parallel_arguments(hardware, meeting, part)
     if config.lora.on:
-        arguments |= adapter_arguments(config.lora, Path(model))
+        arguments |= adapter_arguments(config.lora, Path(model), cpu=config.hardware.device == "cpu")
     if config.transfer is not None:
         arguments["weight_transfer_config"] = {"backend": config.transfer}
     arguments |= inference.vllm

@@ -106,7 +106,7 @@ def _multiplies_with(layer: Any, weight: Tensor, turn: int) -> bool:
     A product with a vector of one 1 gives a column exactly.
     """
     width = weight.shape[1]
-    columns = sorted({(place * (width - 1) // max(1, COLUMNS - 1) + turn) % width for place in range(COLUMNS)})
+    columns = sorted({(place * width // COLUMNS + turn) % width for place in range(COLUMNS)})
     ones = torch.zeros(len(columns), width, dtype=weight.dtype, device=weight.device)
     ones[range(len(columns)), columns] = 1
     found = layer.quant_method.apply(layer, ones).to(weight.dtype)

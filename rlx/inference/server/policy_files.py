@@ -21,6 +21,7 @@ Shapes = dict[str, tuple[int, ...]]
 TIED_HEAD = "lm_head.weight"
 CHUNK = 2**24  # bytes compared at a time
 SHOWN = 5  # names listed in a message
+EXPERTS = ".experts."  # in the name of a matrix that belongs to one of several experts
 TABLES = ("lm_head", "embed_tokens", "embed_in", "embed_out", "wte", "wpe")  # matrices that are no layers to adapt
 OF_ADAPTER = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")  # PEFT's names: the layer, and which of the two matrices
 
@@ -121,9 +122,17 @@ def check_shapes(what: str, given: Shapes, served: Shapes, tied: bool) -> None:
 
 
 def linear_layers(shapes: Shapes) -> list[str]:
-    """The last parts of the names of a model's linear layers, as far as its files show them: matrices other than embeddings."""
-    matrices = (name.removesuffix(".weight") for name, shape in shapes.items() if name.endswith(".weight") and len(shape) == 2)
-    return sorted({name.rpartition(".")[2] for name in matrices} - set(TABLES))
+    """The last parts of the names of a model's linear layers, as far as its files show them: matrices other than embeddings and experts."""
+    return sorted({name.rpartition(".")[2] for name in _matrices(shapes) if EXPERTS not in name} - set(TABLES))
+
+
+def expert_layers(shapes: Shapes) -> set[str]:
+    """The last parts of the names of the experts' matrices, where each has its own."""
+    return {name.rpartition(".")[2] for name in _matrices(shapes) if EXPERTS in name}
+
+
+def _matrices(shapes: Shapes) -> list[str]:
+    return [name.removesuffix(".weight") for name, shape in shapes.items() if name.endswith(".weight") and len(shape) == 2]
 
 
 def check_adapter(folder: Path, version: int, served: Shapes, rank: int, model: str | None = None) -> None:

@@ -13,7 +13,7 @@ from vllm.v1.engine.utils import CoreEngineProcManager
 from vllm.v1.executor import Executor
 
 from rlx.config.schema_model import CPU_WIDTHS
-from rlx.inference.server.adapter import multiply_plainly
+from rlx.inference.server.adapter import compute_experts_plainly, multiply_plainly
 from rlx.inference.server.exchange import exchange_on_cpu
 from rlx.inference.server.kept import keep_weights
 from rlx.inference.server.norms import offer_kernels
@@ -32,6 +32,7 @@ def engine_config(arguments: dict[str, Any], *, cpu: bool, headless: bool = Fals
         keep_freed_memory(one_heap=True)  # a version's packed weights take the place of the old ones
         keep_weights()
         multiply_plainly()
+        compute_experts_plainly()
         offer_kernels()
         exchange_on_cpu()
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM's CPU platform has just set spawn, which takes 10 s longer
