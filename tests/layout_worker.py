@@ -1,6 +1,6 @@
-"""One of four ranks of `test_checkpoint_layouts.py`. Usage: layout_worker.py RANK FOLDER LAYOUT…
+"""One of four ranks of `test_checkpoint_layouts.py`. Usage: layout_worker.py RANK FOLDER ADAPTERS LAYOUT…
 
-FOLDER holds the `model`, and the checkpoint `one` of a single process.
+FOLDER holds the `model`, and the checkpoint `one` of a single process. ADAPTERS: their rank; 0 trains the whole model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def state(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
     found = {}
     for name, parameter in trainer.model.named_parameters():
         found[name] = full(parameter.detach())
-        found |= {f"{name} {key}": full(value) for key, value in trainer.optimizer.state[parameter].items() if value.dim()}
+        found |= {f"{name} {key}": full(value) for key, value in trainer.optimizer.state.get(parameter, {}).items() if value.dim()}
     return found
 
 
@@ -65,13 +65,13 @@ def differences(trainer: PolicyTrainer, folder: Path, name: str) -> list[str]:
 
 
 def main() -> None:
-    rank, folder, layouts = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
+    rank, folder, adapters, layouts = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
     torch.set_num_threads(1)
     mesh = join(torch.device("cpu"), rank=rank, world_size=RANKS, timeout=300, store=dist.FileStore(str(folder / "store"), RANKS))
     trainers: dict[str, PolicyTrainer] = {}
     for seed, name in enumerate(layouts, 1):
         divided = divide(mesh, timeout=300, **LAYOUTS[name]) if LAYOUTS[name] else mesh
-        trainers[name] = make_trainer(str(folder / "model"), mesh=divided)
+        trainers[name] = make_trainer(str(folder / "model"), mesh=divided, rank=adapters)
         save(trainers[name], folder, name, seed, divided)
     mesh.barrier()
     wrong: dict[str, Any] = {}
