@@ -11,6 +11,7 @@ import pytest
 import torch
 from inference_server import CONTEXT, EOS, EXACT, MemoryTrainer, Run, from_memory, prompts, running, sample, under_load
 from run_servers import Servers
+from test_inference_adapter import adapter_run, publish
 from test_inference_heads import trained_version
 from test_models_families import FAMILIES
 from trainer_examples import make_model
@@ -101,6 +102,30 @@ def test_versions_of_a_family_are_served_as_they_were_trained(name: str, tmp_pat
         assert state.attested == pytest.approx(COMPARED.get(name, 1.0), abs=1e-3)
         assert {re.split(r"(?<=experts)|\.weight|\.bias", left_out)[0] for left_out in state.not_compared} == NOT_COMPARED.get(name, set())
         assert state.attested + sum(state.not_compared.values()) == pytest.approx(1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"gpt2", "gpt_neox", "glm4"}))  # docs/lora.md has what these lack
+def test_adapters_of_a_family_are_served_as_merged_weights(name: str, tmp_path: Path) -> None:
+    run = adapter_run(tmp_path)
+    save_random(name, run.paths.root / "model")
+    run.models[0] = plain(run.paths.root / "model")
+    folder = publish(run, 1)
+    run.start()
+
+    async def conversation() -> tuple[list[Turn], PolicyState]:
+        async with Servers(run.ready()) as servers:
+            turns = [await sample(servers, ids, seed) for seed, ids in enumerate(prompts(3))]
+            await servers.update(folder, 1)
+            turns += [await sample(servers, ids, seed) for seed, ids in enumerate(prompts(3))]
+            return turns, (await servers.fleet.states())[0]
+
+    turns, state = asyncio.run(conversation())
+    run.stop()
+    assert [set(turn.versions.tolist()) for turn in turns] == [{0}, {0}, {0}, {1}, {1}, {1}]
+    assert run.worst(turns, 1.0) < EXACT
+    assert state.attested == 1.0
 
 
 @pytest.mark.slow
