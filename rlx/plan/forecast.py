@@ -25,7 +25,7 @@ def time_on_cpu(cfg: Config) -> str:
     """What a step of full length costs."""
     parts = " and ".join(f"{_duration(seconds)} to {what}" for what, seconds in _seconds(cfg).items())
     threads = cfg.hardware.cpu_threads
-    return f"at most about {parts}, with {threads} thread{'s' * (threads > 1)} a role and every sequence at full length"
+    return f"at most about {parts}, with {threads} thread{'s' * (threads > 1)} a role, every sequence at full length and one turn a rollout"
 
 
 def _seconds(cfg: Config) -> dict[str, float]:
