@@ -13,7 +13,7 @@ def test_a_run_with_long_steps_on_a_cpu_says_so_at_its_start() -> None:
     (note,) = notes_of(compose(["experiment=sums_smollm2", "hardware.cpu_threads=1", "seed=3"], {}).cfg)
     seconds = 6 * 0.1345e9 * 64 * 128 / 100e9  # 135 million parameters, 64 sequences of 128 tokens
     assert note.startswith(f"a step takes at most about {seconds:.0f} s to train and "), note
-    assert note.endswith("with 1 thread a role and every sequence at full length; 60 steps (docs/models.md)")
+    assert note.endswith("with 1 thread a role, every sequence at full length and one turn a rollout; 60 steps (docs/models.md)")
 
 
 @pytest.mark.parametrize("arguments", [[], ["model=qwen3_8b", "env=math", "hardware=node8", "dry_run=true"]])
