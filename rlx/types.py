@@ -81,6 +81,7 @@ class Rollout:
     others: tuple[Any, ...] = ()  # rollouts: the episode's further trained runs (`agents_per_group`), until the group is made of all
     episode: int | None = None  # which of the group's episodes it is a run of; None: that of its member
     compared: str | None = None  # rollouts of a group with equal marks are compared: the same agent in the same task; None: all are
+    asked: str | None = None  # the same mark where all rollouts of the group are compared, although their tasks may differ
     arrival: int = -1  # number of rollouts of the run that finished before this one; -1: it failed
 
     @property

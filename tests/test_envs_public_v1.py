@@ -182,6 +182,8 @@ def test_each_proposed_problem_has_its_own_group_of_solvers_and_the_proposers_ar
 @pytest.mark.slow
 @pytest.mark.parametrize("same", [True, False])
 def test_a_group_whose_solvers_solve_different_problems_says_so(monkeypatch, caplog, same):
+    from rlx.rollout.groups import Tally, play_group
+
     on_path("proposer_solver", monkeypatch)
     asked = itertools.count()
 
@@ -190,8 +192,15 @@ def test_a_group_whose_solvers_solve_different_problems_says_so(monkeypatch, cap
         return f'{{"problem": "What is 3 + 4, for the {number}th time?", "answer": 7}}' if "word problem" in prompt else "7"
 
     env = load("proposer_solver", {"n": 2}, ["solver"])
-    rollouts = asyncio.run(played(env, Answers(says), task_of(env), [0, 1]))
-    assert [rollout.status for rollout in rollouts] == ["ok", "ok"]
-    assert [rollout.compared for rollout in rollouts] == [None, None]
+    env.policy = policy_of(Answers(says), context_length=8000, sampling={**SAMPLING, "max_tokens": 400})
+
+    async def group() -> list[Rollout]:
+        try:
+            return await play_group(env, task_of(env), 2, 0, Tally())  # every member alone, as a run plays them
+        finally:
+            await env.close()
+
+    rollouts = asyncio.run(group())
+    assert [(rollout.status, rollout.compared, rollout.asked) for rollout in rollouts] == [("ok", None, None)] * 2
     assert [rollout.metrics.get("tasks_differ") for rollout in rollouts] == ([0.0, 0.0] if same else [1.0, 1.0])
-    assert ("episodes of one row gave `solver` different tasks" in caplog.text) is not same
+    assert ("episodes of one row gave an agent different tasks" in caplog.text) is not same

@@ -216,6 +216,16 @@ def test_prompts_and_answers_that_fill_the_context():
     assert rollout.is_truncated
 
 
+def test_a_rollout_is_truncated_if_any_of_its_answers_was_cut_and_not_because_it_had_all_its_turns():
+    """As of classic environments. verifiers looks at the last answer, and counts `max_turns`."""
+    long_at_first = Recorder(lambda prompt: "x" * 30 if "xxxx" not in prompt else "ok")
+    (rollout,) = play(load(agents=("left",), left={"sampling": {"max_tokens": 8}}), long_at_first)
+    assert [turn.finish_reason for turn in rollout.turns] == ["length", "stop"]
+    assert rollout.is_truncated
+    (rollout,) = play(load(agents=("left",), left={"max_turns": 1}), Recorder())
+    assert (rollout.stop, len(rollout.turns), rollout.is_truncated) == ("max_turns", 1, False)
+
+
 def test_a_server_that_fails_is_the_cause_that_is_said():
     class Broken(Recorder):
         async def generate(self, *args: Any) -> Turn:

@@ -130,3 +130,32 @@ def test_each_answer_is_learned_once_with_its_roles_weight(strategy: str):
     assert by_weight == {0.5: "one", 2.0: "seven"}
     assert all(sample.ce_weights is None for sample in samples(turns, strategy, {}))
     assert all(sample.ce_weights is None for sample in samples(turns, strategy, {"tool": 1.0}))
+
+
+class Stopped(StandIn):
+    """Its answers end at a stop string, without an end mark."""
+
+    async def generate(self, *given: Any, **keys: Any) -> Turn:
+        turn = await super().generate(*given, **keys)
+        return replace(turn, completion_ids=turn.completion_ids[:-1], logprobs=turn.logprobs[:-1], versions=turn.versions[:-1])
+
+
+def test_answers_that_a_stop_string_ended_hide_nothing_and_two_requests_of_one_prompt_learn_it_once():
+    chat = tiny_chat()
+    policy = replace(
+        policy_of(Stopped(chat, error=0.0), sampling={"max_tokens": 40, "temperature": 1.0, "stop": ["a"]}, context_length=2000),
+        chat=chat,
+        learn=frozenset({"user"}),
+    )
+    episode = policy.episode(TASK, 0, 0)
+
+    async def whole() -> None:
+        messages: list[Message] = [{"role": "user", "content": "abc"}]
+        for content in ("one", "seven"):
+            reply = await episode.respond(messages)
+            assert reply.message["content"] == ("cb" if content == "one" else "eno"), "cut before the stop string, where it came"
+            messages = [*messages, reply.message, {"role": "user", "content": content}]
+        await asyncio.gather(*(episode.respond(messages) for _ in range(3)))
+
+    asyncio.run(whole())
+    assert [marked(chat, turn) for turn in episode.turns if turn.answered is not None] == ["one", "seven"]

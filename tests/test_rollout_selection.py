@@ -110,6 +110,12 @@ def test_of_equal_sayings_the_preferred_one_stays():
     assert len(select(rollouts, SelectionConfig(duplicates="keep"), 0).kept) == 2
 
 
+def test_what_another_rule_drops_makes_no_duplicate():
+    lonely = [candidate(0, 0, text="same"), candidate(1, 0, text="same"), candidate(1, 1, text="other")]
+    found = select(lonely, SelectionConfig(duplicates="all", per_example=2, exactly=True), 0)
+    assert members(found.kept) == [(1, 0), (1, 1)], "example 0 has too few"
+
+
 def test_duplicates_of_other_examples_are_dropped_only_on_request():
     rollouts = [candidate(0, text="x"), candidate(1, text="x")]
     assert members(select(rollouts, SelectionConfig(duplicates="example"), 0).kept) == [(0, 0), (1, 0)]

@@ -98,5 +98,6 @@ def _rollout(playing: Playing, result: Result) -> Rollout:
         timing=result.timing,
         agent=result.agent,
         compared=result.compared,
+        asked=result.asked,
         others=tuple(_rollout(playing, other) for other in result.others),
     )

@@ -54,7 +54,8 @@ T = TypeVar("T")
 STARTUP_TIMEOUT = 600.0  # seconds for the tool servers that all rollouts share; verifiers gives each 180 to take a port and 180 to answer
 ENDLESS_ROWS = 1000  # tasks of an endless taskset, unless `num_tasks` is set
 POLICY = "policy"  # the model's name in requests
-DIFFER = "tasks_differ"  # metric: 1 if the rollout is compared with others of its group that had another task
+CUT = ("max_input_tokens", "max_output_tokens", "max_total_tokens", "context_length")
+"""How verifiers ends an episode that a length limit cut. It counts `max_turns` as truncated, too, and of answers only the last."""
 
 
 def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], timeout: float, concurrency: int = 1) -> V1Environment:
@@ -112,7 +113,6 @@ class V1Environment:
         self.timeout = timeout
         self.whole = config.agents_per_group == "all"
         self.several = len(env._agent_specs) > 1
-        self._warned = False
         self.reward_raises = config.reward_raises
         self.sources = sources_of(config.id)
         self.failures = FailureLog(log)
@@ -134,19 +134,7 @@ class V1Environment:
     async def play(self, task: Task, members: Sequence[int], attempt: int) -> list[Rollout]:
         """See `rlx.envs.base.Environment`. An episode may take `timeout` seconds, its rewards included."""
         await self._start()
-        rollouts = await together([self._rollout(task, member, attempt) for member in members])
-        return self._compared_with_all(rollouts) if self.several and not self.whole else rollouts
-
-    def _compared_with_all(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The rollouts without marks: all rewards of the group are compared, and if their tasks differ, that is said."""
-        differ = len({rollout.compared for rollout in rollouts} - {None}) > 1
-        if differ and not self._warned:
-            self._warned = True
-            agent, key = self.trained_agent(rollouts[0].task), f"envs.{self.name}.agents_per_group"
-            log.warning(
-                "episodes of one row gave `%s` different tasks. %s=one compares their rewards all the same, =all does not", agent, key
-            )
-        return [replace(rollout, compared=None, metrics={**rollout.metrics, DIFFER: float(differ)}) for rollout in rollouts]
+        return await together([self._rollout(task, member, attempt) for member in members])
 
     def rehearse(self) -> None:
         """Start and stop what the rollouts share, if there is anything, to see that it starts. Raises RuntimeError."""
@@ -270,10 +258,11 @@ class V1Environment:
             status="ok" if math.isfinite(reward) else "error",
             stop=("context_length" if too_long else trace.stop_condition or "") if math.isfinite(reward) else "reward_not_finite",
             error=None if math.isfinite(reward) else f"the reward is {reward}",
-            is_truncated=trace.is_truncated or too_long,
+            is_truncated=too_long or trace.stop_condition in CUT or any(turn.finish_reason == "length" for turn in turns),
             timing=timing,
             agent=trace.agent.name if len(self.agents) > 1 else None,
-            compared=mark_of(trace) if self.several or self.whole else None,
+            compared=mark_of(trace) if self.whole else None,
+            asked=mark_of(trace) if self.several and not self.whole else None,
         )
 
     async def _episode(self, task: Task, client: PolicyClient) -> vf.Episode:

@@ -145,6 +145,7 @@ class Result(msgspec.Struct, array_like=True, gc=False):
     kept: list[str] | None  # the requests to train on; None: all that were made with `trained`
     agent: str | None = None
     compared: str | None = None
+    asked: str | None = None
     others: list[Result] = []
 
 

@@ -213,5 +213,6 @@ def _result(rollout: Rollout, episode: RemoteEpisode | None) -> Result:
         None if episode is None or not episode.kept else episode.kept.pop(0),
         rollout.agent,
         rollout.compared,
+        rollout.asked,
         [_result(other, episode) for other in rollout.others],
     )

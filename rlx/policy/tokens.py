@@ -53,7 +53,7 @@ class TokenPolicy:
 class TokenEpisode(KnownTurns):
     """See `rlx.policy.base.Episode`."""
 
-    __slots__ = ("_biased", "_call_ids", "_history", "_num_requests", "attempt", "member", "policy", "task")
+    __slots__ = ("_biased", "_call_ids", "_history", "_known", "_num_requests", "attempt", "member", "policy", "task")
 
     def __init__(self, policy: TokenPolicy, task: Task, member: int, attempt: int) -> None:
         super().__init__()
@@ -63,6 +63,7 @@ class TokenEpisode(KnownTurns):
         self._biased: dict[str, list[str]] = {}  # what each request that cannot be trained asked for, by its id
         self._call_ids: set[str] = set()
         self._history: list[Said] = []
+        self._known: list[list[Message]] = []  # conversations whose messages no later request marks: of trained requests and their answers
 
     async def respond(
         self,
@@ -92,14 +93,22 @@ class TokenEpisode(KnownTurns):
         shown = None
         if policy.demonstrated is not None and trained:  # before sampling: a row without a demonstration costs no request
             shown = np.asarray(self._shown(ids, prompt, functions, raw, policy.demonstrated), dtype=np.int32)
-        turn = await policy.generator.generate(ids, parameters, request_id, self.task.index)
-        if turn.finish_reason == "abort":
-            raise PolicyError("the server aborted the request")
+        marks, learns = None, bool(policy.learn) and raw is None and trained
+        if learns:  # before sampling: another request with this prompt marks nothing
+            marks = answered(policy.chat, ids, prompt, self._known, functions, policy.learn, self.task.env)
+            self._known.append(prompt)
+        try:
+            turn = await policy.generator.generate(ids, parameters, request_id, self.task.index)
+            if turn.finish_reason == "abort":
+                raise PolicyError("the server aborted the request")
+        except BaseException:
+            if learns:  # whoever asks again marks it
+                self._known.remove(prompt)
+            raise
         if shown is not None:
             turn = replace(turn, shown=shown)
-        if policy.learn and raw is None and trained:
-            before = (messages for messages, _, _ in self._history)
-            turn = replace(turn, answered=answered(policy.chat, ids, prompt, before, functions, policy.learn, self.task.env))
+        if marks is not None:
+            turn = replace(turn, answered=marks)
         if raw is None:
             said = policy.chat.parse(turn, functions)
         else:
@@ -122,6 +131,8 @@ class TokenEpisode(KnownTurns):
             self._history.append(([*prompt, message], turn, functions))
         if trained:
             self.replies.append(message)
+            if learns:
+                self._known.append([*prompt, message])
             biased = biases(parameters) if policy.exact else []
             if biased:
                 self._biased[request_id] = biased

@@ -9,6 +9,7 @@ Batches and policy versions belong to `rlx.rollout.collector`.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 from collections import Counter
@@ -24,6 +25,7 @@ from rlx.types import Rollout, Task
 
 log = logging.getLogger(__name__)
 
+DIFFER = "tasks_differ"  # metric: 1 if the rollout is compared with others of its group that had another task
 LARGEST = (2 - 2**-23) * 2.0**127  # largest float32; advantages go to the trainer in float32
 
 
@@ -126,7 +128,7 @@ async def play_group(
             await asyncio.wait(members)
         played = await asyncio.gather(*members)
         if all(len(rollouts) == 1 for rollouts in played):
-            return [rollout for (rollout,) in played]
+            return _with_all([rollout for (rollout,) in played])
         whole = [rollout for rollouts in played for rollout in rollouts]
         return [replace(rollout, member=member, episode=rollout.member) for member, rollout in enumerate(whole)]
     except BaseException:
@@ -134,6 +136,24 @@ async def play_group(
             member.cancel()
         await asyncio.gather(*members, return_exceptions=True)
         raise
+
+
+def _with_all(rollouts: list[Rollout]) -> list[Rollout]:
+    """A whole group. If all of its rewards are compared although its episodes had different tasks (`Rollout.asked`), that is said."""
+    if not any(rollout.asked for rollout in rollouts):
+        return rollouts
+    differ = len({rollout.asked for rollout in rollouts} - {None}) > 1
+    if differ:
+        _say_different(rollouts[0].task.env)
+    return [replace(rollout, asked=None, metrics={**rollout.metrics, DIFFER: float(differ)}) for rollout in rollouts]
+
+
+@functools.cache
+def _say_different(env: str) -> None:
+    key = f"envs.{env}.agents_per_group"
+    log.warning(
+        "%s: episodes of one row gave an agent different tasks. %s=one compares their rewards all the same, =all does not", env, key
+    )
 
 
 async def _play(

@@ -59,13 +59,14 @@ def select(candidates: Iterable[Candidate], keys: SelectionConfig, seed: int) ->
     seen: set[Any] = set()
     kept: list[Candidate] = []
     for _, one_example in itertools.groupby(sorted(candidates, key=lambda c: c.place), key=lambda c: (c.env, c.index)):
-        left = []
+        left: list[Candidate] = []
+        said: set[Any] = set()
         for candidate in sorted(one_example, key=lambda c: _preference(c, keys.prefer, seed)):
             cause = _cause(candidate, keys)
             if cause is None and keys.duplicates != "keep":
-                said = saying(candidate) if keys.duplicates == "all" else (candidate.env, candidate.index, saying(candidate))
-                cause = DUPLICATE if said in seen else None
-                seen.add(said)
+                this = _sameness(candidate, keys)
+                cause = DUPLICATE if this in seen or this in said else None
+                said.add(this)
             if cause is None:
                 left.append(candidate)
             else:
@@ -75,8 +76,15 @@ def select(candidates: Iterable[Candidate], keys: SelectionConfig, seed: int) ->
             left = []
         surplus = left[keys.per_example :] if keys.per_example is not None else []
         dropped[SURPLUS] += len(surplus)
-        kept += left[: len(left) - len(surplus)]
+        left = left[: len(left) - len(surplus)]
+        seen.update(_sameness(candidate, keys) for candidate in left)  # what another rule drops leaves room for its equals
+        kept += left
     return Selection(sorted(kept, key=lambda c: c.place), +dropped)
+
+
+def _sameness(candidate: Candidate, keys: SelectionConfig) -> Any:
+    """Equal for duplicates."""
+    return saying(candidate) if keys.duplicates == "all" else (candidate.env, candidate.index, saying(candidate))
 
 
 def _cause(candidate: Candidate, keys: SelectionConfig) -> str | None:
