@@ -147,7 +147,9 @@ def test_the_engine_has_no_room_at_experts_and_a_cpu_that_would_make_some_is_ref
     shapes["model.layers.0.mlp.shared_expert.up_proj.weight"] = (4, 8)
     save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / "model.safetensors")
     assert adapter_arguments(LoraConfig(rank=3), tmp_path)["lora_target_modules"] == ["o_proj", "q_proj", "up_proj"]
-    with pytest.raises(ValueError, match=r"adapters of up_proj in a model .*Set lora.target_modules=\[o_proj,q_proj\], or use a GPU"):
+    with pytest.raises(
+        ValueError, match=r"adapters of up_proj in a model .*lora.target_modules=\[all-linear\]. Name layers of the attention"
+    ):
         adapter_arguments(LoraConfig(rank=3), tmp_path, cpu=True)
 
 

@@ -74,11 +74,13 @@ def test_the_answer_is_what_the_policy_would_have_to_write(chat: Chat):
 @pytest.mark.parametrize("strategy", ["interleaved", "branching"])
 def test_what_the_environment_answers_a_teacher_is_learned_too_if_the_environment_says_so(strategy: str) -> None:
     chat, asked = Chat(small_tokenizer(PLAIN)), {"role": "user", "content": "dog"}
-    episode = episode_of(chat, Reply("cba", request_id="r1"), Reply("god", request_id="r2"), learn=frozenset({"user"}))
+    replies = Reply("cba", request_id="r1"), Reply("god", request_id="r2"), Reply("dgo", request_id="r3")
+    episode = episode_of(chat, *replies, learn=frozenset({"user"}))
 
     async def whole() -> None:
         first = await episode.respond([USER])
-        await episode.respond([USER, first.message, asked])
+        for _ in range(2):  # the same question twice
+            await episode.respond([USER, first.message, asked])
 
     asyncio.run(whole())
     group = Group(id=0, task=TASK, rollouts=(rollout_of(*episode.turns),), advantages=np.ones(1, np.float32))
@@ -89,7 +91,9 @@ def test_what_the_environment_answers_a_teacher_is_learned_too_if_the_environmen
         for weight in set(sample.ce_weights.tolist()) - {0.0}:
             ids = sample.token_ids[sample.ce_weights == weight]
             learned[weight] = learned.get(weight, "") + chat.tokenizer.decode(ids, skip_special_tokens=True)
-    assert {weight: text.split() for weight, text in learned.items()} == {1.0: ["cbagod"], 0.25: ["dog"]}, "the first prompt is not learned"
+    assert {weight: text.split() for weight, text in learned.items()} == {1.0: ["cbagoddgo"], 0.25: ["dog"]}, (
+        "the first prompt is not learned"
+    )
 
 
 def test_when_every_address_has_failed_the_one_that_answered_last_plays():

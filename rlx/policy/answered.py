@@ -51,7 +51,7 @@ def answered(
 ) -> Int | None:
     """[P] marks of a prompt; None if nothing is marked.
 
-    `said`: the conversations so far, each up to an answer and with it. A prompt that continues none has nothing new.
+    `said`: the conversations so far, with and without their answers. A prompt that continues none has nothing new.
     `roles`: which to mark.
     """
     known = max((len(messages) for messages in said if prompt[: len(messages)] == messages), default=len(prompt))

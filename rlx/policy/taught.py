@@ -123,7 +123,8 @@ class TaughtEpisode(KnownTurns):
                 f"{len(prompt)} + {len(answer)} tokens of the teacher's answer; the context is {self.policy.context_length}"
             )
         versions = np.full(len(answer), self.policy.version(), dtype=np.int32)
-        before, learn = (said for said, _, _ in self._said), self.policy.learn
+        before = [known for said, _, _ in self._said for known in (said, said[:-1])]  # two requests with one prompt mark it once
+        learn = self.policy.learn
         marks = answered(chat, prompt, messages, before, tools, learn, self.env) if learn else None
         how = "length" if reply.truncated else "stop"
         return replace(as_turn(prompt, answer), versions=versions, finish_reason=how, answered=marks)

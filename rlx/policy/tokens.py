@@ -94,7 +94,7 @@ class TokenEpisode(KnownTurns):
         if policy.demonstrated is not None and trained:  # before sampling: a row without a demonstration costs no request
             shown = np.asarray(self._shown(ids, prompt, functions, raw, policy.demonstrated), dtype=np.int32)
         marks, learns = None, bool(policy.learn) and raw is None and trained
-        if learns:  # before sampling: another request with this prompt marks nothing
+        if learns:  # before sampling, so that of two requests with one prompt the first marks it, whichever is answered first
             marks = answered(policy.chat, ids, prompt, self._known, functions, policy.learn, self.task.env)
             self._known.append(prompt)
         try:

@@ -55,10 +55,9 @@ def adapter_arguments(lora: LoraConfig, model: Path, *, cpu: bool = False) -> di
     named, shapes = lora.target_modules != ["all-linear"], tensor_shapes(model)
     targets = {name.rpartition(".")[2] for name in lora.target_modules} if named else set(linear_layers(shapes))
     if cpu and (shared := targets & expert_layers(shapes)):  # vLLM makes room at the experts, too, with operations of CUDA's
-        others = ",".join(sorted(targets - shared))
         raise ValueError(
             f"vLLM on a CPU cannot serve adapters of {', '.join(sorted(shared))} in a model whose experts have matrices of these names: "
-            f"lora.target_modules={show(lora.target_modules)}. Set lora.target_modules=[{others or 'q_proj,v_proj'}], or use a GPU"
+            f"lora.target_modules={show(lora.target_modules)}. Name layers of the attention alone, like [q_proj,v_proj], or use a GPU"
         )
     return {
         "enable_lora": True,
