@@ -42,20 +42,21 @@ define both
 	$(SLOW)$(1)" || failed=1; \
 	wait $$! || failed=1; \
 	cat $$made/slurm.log; \
+	{ set +x; } 2>/dev/null; if [ -s $$TESTS_FAILED ]; then echo "What failed in this tier:"; cat $$TESTS_FAILED; fi; \
 	exit $$failed
 endef
 
 test: install
-	@failed=0; made=$$(mktemp -d); trap 'rm -rf "$$made"' EXIT; set -x; \
+	@failed=0; made=$$(mktemp -d); export TESTS_FAILED=$$made/failed; trap 'rm -rf "$$made"' EXIT; set -x; \
 	$(FAST) || failed=1; \
 	$(call both, and not long and not nightly)
 
 test-long: install
-	@failed=0; made=$$(mktemp -d); trap 'rm -rf "$$made"' EXIT; set -x; \
+	@failed=0; made=$$(mktemp -d); export TESTS_FAILED=$$made/failed; trap 'rm -rf "$$made"' EXIT; set -x; \
 	$(call both, and long and not nightly)
 
 test-nightly: install
-	@failed=0; made=$$(mktemp -d); trap 'rm -rf "$$made"' EXIT; set -x; \
+	@failed=0; made=$$(mktemp -d); export TESTS_FAILED=$$made/failed; trap 'rm -rf "$$made"' EXIT; set -x; \
 	$(call both, and nightly)
 
 test-fast: install

@@ -31,6 +31,16 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """A tier runs several sessions, whose reports are long: the Makefile names the failures of all of them once more at its end."""
+    if path := os.environ.get("TESTS_FAILED"):
+        with open(path, "a") as file:
+            for kind in ("failed", "error"):
+                for report in terminalreporter.stats.get(kind, []):
+                    crash = getattr(report.longrepr, "reprcrash", None)
+                    file.write(f"{kind.upper()} {report.nodeid} {str(crash.message if crash else report.longrepr).strip()[:400]}\n")
+
+
 @pytest.fixture(scope="session")
 def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache of warm-started models, shared by all processes of a test session. The user's cache is never used.

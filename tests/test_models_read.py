@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import xxhash
 from checkpoint_worker import make_trainer
+from forked import run_ranks
 from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -56,7 +56,7 @@ def load(rank: int, folder: str, models: list[str]) -> None:
 def outcomes(folder: Path, *models: str) -> list[list]:
     """What each rank found. The processes are forked, because importing takes far longer than the test."""
     (folder / "store").unlink(missing_ok=True)  # of an earlier call
-    mp.start_processes(load, (str(folder), list(models)), nprocs=RANKS, start_method="fork")
+    run_ranks(load, (str(folder), list(models)), RANKS)
     return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
 
 

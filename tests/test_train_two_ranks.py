@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from forked import run_ranks
 from rank_worker import experts_in_modules
 from torch import Tensor
 from trainer_examples import VOCABULARY, make_model, make_sample, step_batch
@@ -124,7 +124,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, An
     """By case: what each of two ranks found, and what one process finds in each rank's row."""
     folder = tmp_path_factory.mktemp("two_ranks")
     make_divided_model().save_pretrained(folder / "model")
-    mp.start_processes(work, (str(folder),), nprocs=RANKS, start_method="fork")
+    run_ranks(work, (str(folder),), RANKS)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     mesh = join(torch.device("cpu"), rank=0, world_size=1, timeout=60)
