@@ -13,7 +13,7 @@ from rlx.config.checks.evaluation import metrics_of
 from rlx.config.errors import ConfigError
 from rlx.config.evaluated import environments, evaluated, is_due, section_of
 from rlx.config.load import NOT_SET, compose, load_run
-from rlx.config.roots import EVAL
+from rlx.config.roots import EVAL, SYNTHESIZE
 from rlx.config.schema import Config
 from rlx.envs.base import sampling_of
 from rlx.paths import COMPLETE, RunPaths
@@ -73,7 +73,6 @@ def test_the_nearest_value_counts() -> None:
 
 MIX = {  # of an environment of the mix: keys that its evaluation takes, none at its default
     "agents": ["a"],
-    "agents_per_group": "all",
     "num_tasks": 5,
     "rollout_timeout": 7.0,
     "reward_raises": "zero",
@@ -82,7 +81,6 @@ MIX = {  # of an environment of the mix: keys that its evaluation takes, none at
 }
 OTHER = {  # of its evaluation: their defaults where a value can say so
     "agents": [],
-    "agents_per_group": "one",
     "num_tasks": 1000000,
     "rollout_timeout": 600.0,
     "reward_raises": "fail",
@@ -128,6 +126,21 @@ def test_rlx_eval_of_a_run_takes_what_decides_how_its_environments_are_played(tm
 
     assert played() == MIX
     assert played(*given("envs.reverse_text", OTHER)) == OTHER
+
+
+@pytest.mark.parametrize("root", [EVAL, SYNTHESIZE], ids=["eval", "synthesize"])
+def test_one_run_of_an_episode_is_scored_also_where_all_of_them_train(root: Any, tmp_path: Path) -> None:
+    """The reward of one run would stand beside the conversation of another."""
+    trained = compose(["eval.interval=5", "launcher.check_envs=false", "envs.reverse_text.agents_per_group=all"], {})
+    assert [env.agents_per_group for env in evaluated(trained.cfg).values()] == ["one"]
+    (tmp_path / "weights" / "step_1").mkdir(parents=True)
+    (tmp_path / "config.yaml").write_text(trained.yaml)
+    argv = [f"weights_dir={tmp_path}", "launcher.check_envs=false"]
+    assert compose(argv, {}, root).cfg.envs["reverse_text"].agents_per_group == "one"
+    with pytest.raises(ConfigError, match=r"envs\.reverse_text\.agents_per_group.*one"):
+        compose([*argv, "envs.reverse_text.agents_per_group=all"], {}, root)
+    with pytest.raises(ConfigError, match=r"eval\.envs\.reverse_text\.agents_per_group.*one"):
+        compose(["eval.interval=5", "eval.envs.reverse_text.agents_per_group=all"], {})
 
 
 def test_an_option_of_env_can_be_evaluated_without_training_on_it() -> None:

@@ -36,8 +36,9 @@ class Endpoint:
     After that it repeats the last message of each request.
     """
 
-    def __init__(self, *answers: Any) -> None:
-        self.answers = list(answers)
+    def __init__(self, *answers: Any, signed: str | None = None) -> None:
+        """`signed`: the owner in its list of models; None: it has no such list."""
+        self.answers, self.signed = list(answers), signed
         self.asked: list[dict[str, Any]] = []
 
     async def answer(self, request: web.Request) -> web.Response:
@@ -52,12 +53,18 @@ class Endpoint:
             return web.Response(status=status, text=body)
         return web.json_response(body, status=status, headers={"retry-after-ms": "1"})
 
+    async def list_models(self, request: web.Request) -> web.Response:
+        if self.signed is None:
+            raise web.HTTPNotFound
+        return web.json_response({"object": "list", "data": [{"id": "m", "object": "model", "created": 0, "owned_by": self.signed}]})
+
 
 def play(endpoint: Endpoint, scene: Callable[[OpenAIPolicy], Awaitable[Any]], **keys: Any) -> Any:
     async def whole() -> Any:
         application = web.Application()
         application.router.add_post("/v1/chat/completions", endpoint.answer)
         application.router.add_post("/v1/completions", endpoint.answer)
+        application.router.add_get("/v1/models", endpoint.list_models)
         runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=0)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -105,6 +112,31 @@ def test_a_request_has_its_own_sampling_and_what_says_nothing_is_not_sent() -> N
     assert endpoint.asked[0].keys() == {"model", "messages", "seed", "temperature", "stop", "top_k"}
     assert parameters_of(run) == {"max_tokens": 16, "temperature": 1.0}
     assert parameters_of({"max_tokens": 16, "max_completion_tokens": 4}) == {"max_completion_tokens": 4}
+    assert parameters_of({"response_format": {"type": "json_object"}}) == {"extra_body": {"response_format": {"type": "json_object"}}}
+
+
+@pytest.mark.parametrize(("signed", "sent"), [("vllm", True), ("openai", False), (None, False)])
+def test_a_server_with_defaults_of_its_own_is_told_every_value(signed: str | None, sent: bool) -> None:
+    """vLLM would take `top_k: 20` from the model's `generation_config.json`, and the record would say that there was none."""
+    endpoint = Endpoint(signed=signed)
+    ask(endpoint, sampling={"top_p": 1.0, "top_k": -1, "min_p": 0.0})
+    assert {name: endpoint.asked[0].get(name) for name in ("top_p", "top_k", "min_p")} == (
+        {"top_p": 1.0, "top_k": -1, "min_p": 0.0} if sent else dict.fromkeys(("top_p", "top_k", "min_p"))
+    )
+
+
+TOO_MANY = "This model's maximum context length is 8192 tokens. However, you requested {} output tokens and your prompt contains 8000"
+
+
+def test_an_answer_gets_the_room_that_the_endpoints_context_has_left() -> None:
+    refused = [(400, {"error": {"message": TOO_MANY.format(number)}}) for number in (1024, 512, 256)]
+    endpoint = Endpoint(*refused)
+    assert ask(endpoint, sampling={"max_tokens": 1024}).content == "cba"
+    assert [asked["max_tokens"] for asked in endpoint.asked] == [1024, 512, 256, 128]
+    full = Endpoint(*[(400, {"error": {"message": TOO_MANY.format("n")}})] * 9)
+    with pytest.raises(PromptTooLong, match="maximum context length"):
+        ask(full, sampling={"max_tokens": 64})
+    assert [asked["max_tokens"] for asked in full.asked] == [64, 32, 16]
 
 
 def test_a_raw_prompt_goes_to_the_route_for_text() -> None:
@@ -127,6 +159,23 @@ def test_tools_are_offered_and_calls_read() -> None:
     assert endpoint.asked[0]["tools"] == [TOOL]
     assert endpoint.asked[0]["messages"][1].keys() == {"role", "content", "tool_calls"}
     assert endpoint.asked[0]["messages"][2].keys() == {"role", "tool_call_id", "content"}
+
+
+@pytest.mark.parametrize(
+    ("call", "read"),
+    [
+        ({"id": "x", "function": {"name": "reverse", "arguments": "{}"}}, ("x", "reverse", "{}")),
+        ({"id": "x", "type": None, "function": {"name": "reverse", "arguments": {"text": "ab"}}}, ("x", "reverse", '{"text": "ab"}')),
+        ({"id": None, "type": "function", "function": {"name": "reverse", "arguments": None}}, ("call_0", "reverse", "{}")),
+        ({"id": 7, "type": "", "function": {"name": "reverse", "arguments": "{}"}}, ("7", "reverse", "{}")),
+    ],
+)
+def test_a_call_in_another_servers_form_is_read_and_not_left_out(call: dict[str, Any], read: tuple[str, ...]) -> None:
+    answer = completion(None, "tool_calls", tool_calls=[call])
+    answer["usage"] = {"prompt_tokens": 7}
+    reply = ask(Endpoint((200, answer)), tools=[TOOL])
+    assert [(one.id, one.name, one.arguments) for one in reply.calls] == [read]
+    assert reply.num_tokens == 0
 
 
 def test_half_of_a_surrogate_pair_in_an_answer_is_a_question_mark() -> None:
@@ -153,6 +202,13 @@ def test_an_endpoint_that_is_full_or_fails_is_asked_again() -> None:
         ((400, {"error": {"message": "temperature is wrong"}}), PolicyError, "temperature is wrong"),
         ((200, "<html>hello</html>"), PolicyError, "not a chat completion: <html>hello"),
         ((200, {"id": "c1", "choices": []}), PolicyError, "not a chat completion"),
+        ((200, completion("half", "content_filter")), PolicyError, "broke an answer off: finish_reason=content_filter"),
+        ((200, completion("half", "error")), PolicyError, "broke an answer off: finish_reason=error"),
+        (
+            (200, completion("", "tool_calls", tool_calls=[{"id": "x", "type": "custom", "custom": {"name": "f", "input": "a"}}])),
+            PolicyError,
+            "gave a tool call that calls no function",
+        ),
         (3600.0, PolicyError, r"did not answer in 0\.2 s, tried 2 times"),
     ],
 )

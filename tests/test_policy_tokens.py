@@ -135,6 +135,20 @@ def test_a_stop_string_is_cut_from_the_text_and_not_from_the_tokens() -> None:
     assert ";" not in tiny_chat().tokenizer.decode(stand_in.requests[1]["prompt_ids"])
 
 
+def test_a_stop_string_among_the_first_min_tokens_cuts_nothing() -> None:
+    """vLLM looks for stop strings from there on only, so an earlier one belongs to the answer."""
+
+    class Stopping(StandIn):
+        async def generate(self, prompt_ids: Any, sampling: dict, request_id: str, affinity: int) -> Turn:
+            turn = await super().generate(prompt_ids, sampling, request_id, affinity)
+            return replace(turn, completion_ids=turn.completion_ids[:-1])
+
+    stand_in = Stopping(tiny_chat(), answer=lambda _: "\nab;c;", error=0.0)
+    sampling = {"stop": ["\n", ";"], "min_tokens": 5}
+    assert ask(episode_of(stand_in), [user("abc")], sampling).content == "\nab;c"
+    assert ask(episode_of(stand_in), [user("abc")], {**sampling, "min_tokens": 0}).content == ""
+
+
 def test_a_raw_prompt_gets_no_chat_template() -> None:
     stand_in = StandIn(tiny_chat(), answer=lambda _: "def", error=0.0)
     reply = ask(episode_of(stand_in), [{"role": "text", "content": "abc"}])

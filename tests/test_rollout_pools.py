@@ -42,6 +42,13 @@ def test_a_curriculum_that_the_examples_do_not_have_is_refused() -> None:
         Examples("e", [{"example_id": 0, "x": 1}, {"example_id": 1, "x": "b"}], 0, BufferConfig(), "x")
 
 
+def test_examples_that_share_an_id_are_refused_where_pools_would_confuse_them() -> None:
+    rows = [*ROWS, {"example_id": 103}]
+    Examples("e", rows, 0, BufferConfig())
+    with pytest.raises(ValueError, match=r"envs\.e: rows 3 and 40 of its data have one example_id, 103.*easy_threshold"):
+        Examples("e", rows, 0, POOLS)
+
+
 def test_examples_move_between_pools_and_are_drawn_by_their_shares() -> None:
     examples = Examples("e", ROWS, 0, POOLS)
     assert len(set(drawn(examples, 40))) == 40, "empty pools leave their turns to the normal one"

@@ -19,8 +19,8 @@ OF_THE_RUN = ("seed", "seq_len", "model", "lora", "sampling", "inference.max_mod
 
 An entry of `envs` without `id` says how an environment of the run differs.
 """
-OF_ENV = (  # not its split, weight and group size
-    *("id", "args", "agents", "agents_per_group", "num_tasks"),
+OF_ENV = (  # not its split, weight and group size, nor how many runs of an episode train
+    *("id", "args", "agents", "num_tasks"),
     *("rollout_timeout", "reward_raises", "workers", "python", "sampling"),
 )
 ENDPOINT = ("base_url", "api_key_var", "model")  # keys of an entry in a file of endpoints

@@ -102,10 +102,14 @@ class EvalSampling(EnvSampling):
     temperature: float | None = key(None, "sampling temperature; 0 is greedy; null: as in training", low=0)
 
 
+ONE_SCORED = "of a v1 taskset with several agents: one run of each episode is scored, of the `agents` in turn; `all` is for training"
+
+
 @dataclass
 class ScoredEnvConfig(EnvConfig):
     """One environment of `rlx eval`."""
 
+    agents_per_group: str = key("one", ONE_SCORED, choices=("one",))
     split: str = key("eval", "which data set of the environment to use", choices=("train", "eval"))
     num_examples: int | None = key(None, "how many of its first examples to evaluate on; null: the evaluation's `num_examples`", low=1)
     rollouts_per_example: int | None = key(None, "rollouts of each example; null: the evaluation's `rollouts_per_example`", low=1)
@@ -122,9 +126,7 @@ class EvalEnvConfig(ScoredEnvConfig):
     id: str | None = key(None, "verifiers environment: module name or `owner/name`; null: that of `envs` with this name")  # type: ignore[assignment]
     args: dict[str, Any] = key({}, "arguments of its `load_environment` that differ from those of `envs` with this name")
     agents: list[str] | None = key(None, f"agents of a v1 taskset that are evaluated, in turn; empty: all that it trains; {AS_IN_ENVS}")  # type: ignore[assignment]
-    agents_per_group: str | None = key(  # type: ignore[assignment]
-        None, f"of a v1 taskset with several agents: evaluate one of each episode, or all; {AS_IN_ENVS}", choices=("one", "all")
-    )
+    agents_per_group: str | None = key(None, ONE_SCORED, choices=("one",))  # type: ignore[assignment]
     num_tasks: int | None = key(None, f"use only the first examples (a number above theirs: all); {AS_IN_ENVS}", low=1)
     weight: float | None = key(None, "has no effect: all environments are evaluated in full", low=0)  # type: ignore[assignment]
     curriculum: str | None = key(None, "has no effect: an evaluation plays its first examples in their order")

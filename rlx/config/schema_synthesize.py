@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from rlx.config.keys import key, section
 from rlx.config.schema_eval import PlayWithModel
-from rlx.config.schema_rollout import EnvConfig, EvalSampling
+from rlx.config.schema_rollout import ONE_SCORED, EnvConfig, EvalSampling
 
 
 @dataclass
@@ -39,6 +39,7 @@ class SelectionConfig:
 class SynthesizedEnvConfig(EnvConfig):
     """One environment of `rlx synthesize`."""
 
+    agents_per_group: str = key("one", ONE_SCORED, choices=("one",))
     num_examples: int | None = key(None, "how many of its first examples to play; null: the command's `num_examples`", low=1)
     rollouts_per_example: int | None = key(None, "rollouts of each example; null: the command's `rollouts_per_example`", low=1)
     sampling: EvalSampling = section(EvalSampling)

@@ -47,6 +47,13 @@ class Local(Environment, Protocol):
     policy: Policy | None  # answers the requests; the loader sets it before the first `play`
 
 
+def filled(policy: Policy) -> str:
+    """What ended a rollout whose first prompt leaves no room for an answer."""
+    if policy.context_length:
+        return f"the prompt fills the context of {policy.context_length} tokens; raise seq_len"
+    return "the prompt fills the context of the endpoint's model"
+
+
 def failed(task: Task, member: int, episode: Episode | None, status: Status, stop: str, error: str, timing: Mapping[str, float]) -> Rollout:
     """The rollout of an episode that failed, with its turns and answers so far. `episode`: None if there was none."""
     return Rollout(

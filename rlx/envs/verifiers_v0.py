@@ -20,7 +20,7 @@ import verifiers as vf
 from verifiers.types import State
 
 from rlx.config.schema import EnvConfig
-from rlx.envs.base import REWARD_ERROR, failed, with_raised_reward
+from rlx.envs.base import REWARD_ERROR, failed, filled, with_raised_reward
 from rlx.envs.errors import FailureLog, failure_of, snake, sources_of
 from rlx.envs.messages import recorded
 from rlx.envs.stacks import waits_at
@@ -138,8 +138,7 @@ class VerifiersEnvironment:
         trajectory = trajectory_of(state)
         if not set(trajectory) & set(client.answered):
             if state.get("prompt_too_long"):
-                room = self.policy.context_length
-                return fail("error", "prompt_too_long", f"the prompt fills the context of {room} tokens; raise seq_len")
+                return fail("error", "prompt_too_long", filled(self.policy))
             if client.answered:
                 what = f"none of the {len(client.answered)} requests of the episode is in its trajectory, so nothing can be trained"
                 return fail("error", "no_turns", what)

@@ -35,7 +35,7 @@ from verifiers.v1.utils.loaders import default_harness_id, env_config_type, impo
 from verifiers.v1.utils.loaders import load_environment as load_v1
 
 from rlx.config.schema import EnvConfig
-from rlx.envs.base import RAISED, REWARD_ERROR, failed, with_raised_reward
+from rlx.envs.base import RAISED, REWARD_ERROR, failed, filled, with_raised_reward
 from rlx.envs.errors import Failure, FailureLog, failure_of, in_one_line, snake, sources_of
 from rlx.envs.kinds import module_of
 from rlx.envs.messages import recorded
@@ -223,8 +223,7 @@ class V1Environment:
         if not client.requests.get(trace.id):
             if trace.id in client.too_long:
                 assert self.policy is not None
-                room = self.policy.context_length
-                return fail("error", "prompt_too_long", f"the prompt fills the context of {room} tokens; raise seq_len")
+                return fail("error", "prompt_too_long", filled(self.policy))
             return fail("error", "no_turns", f"the episode ended with {trace.stop_condition} before the agent `{agent}` was asked")
         first = self._trained(task, member, episode, client, played, trace, timing)
         if failure is not None:

@@ -309,10 +309,10 @@ class Link:
             end = start + 4 + int.from_bytes(self._in[start : start + 4], "little")
             if len(self._in) < end:
                 break
-            found.append(self._decode(memoryview(self._in)[start + 4 : end].tobytes()))
+            found.append(memoryview(self._in)[start + 4 : end].tobytes())
             start = end
-        del self._in[:start]
-        return found
+        del self._in[:start]  # before decoding, so that a message that cannot be read takes only those that came with it along
+        return [self._decode(body) for body in found]
 
 
 def _frame(message: Message) -> bytes:

@@ -58,9 +58,17 @@ def _say_unknown(name: str) -> None:
     log.warning("the server has no sampling parameter %r; requests are sent without it", name)
 
 
-def before_stop(text: str, stops: Sequence[str]) -> str:
-    """The text up to the stop string that is complete first, as OpenAI's and vLLM's answers have it."""
-    found = [(text.index(stop) + len(stop), text.index(stop)) for stop in stops if stop in text]
+def before_stop(text: str, stops: Sequence[str], last: int | None = None) -> str:
+    """The text up to the stop string that is complete first, as OpenAI's and vLLM's answers have it.
+
+    `last`: characters of the last token, if only a stop string that this token completes counts: one within the first `min_tokens` tokens
+    stops no answer.
+    """
+    found = []
+    for stop in stops:
+        begin = text.find(stop, 0 if last is None else max(0, len(text) - last - len(stop) + 1))
+        if begin >= 0:
+            found.append((begin + len(stop), begin))
     return text[: min(found)[1]] if found else text
 
 

@@ -6,8 +6,10 @@ request if the server is overloaded or fails, with growing waits.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import functools
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,9 +26,16 @@ log = logging.getLogger(__name__)
 
 UNKNOWN_VERSION = -1  # the endpoint does not say which weights it serves
 HOW = "vLLM returns both for the request's `return_token_ids` and `logprobs`"
-NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_tokens": 0, "stop_token_ids": []}  # these values change nothing and are not sent
+NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_tokens": 0, "stop_token_ids": []}  # what these values ask for is what OpenAI does
 OWN = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias")
 EXTRA = ("top_k", "min_p", "min_tokens", "stop_token_ids", "repetition_penalty")  # parameters of vLLM and SGLang that OpenAI does not have
+FORWARDED = ("response_format", "reasoning_effort")  # what an environment may ask for and rlx's own configuration has no key for
+CUT = ("length", "model_length", "max_tokens")  # finish reasons of an answer that a length limit cut
+BROKEN = ("content_filter", "error", "abort")  # of one that something else cut
+OUTPUT = ("output tokens", "completion", "max_tokens")  # in endpoints' messages that prompt and answer together are too long
+WITH_OWN_DEFAULTS = ("vllm", "sglang")  # how these servers sign their list of models
+LOOK = 20.0  # seconds for that list
+LEAST_ROOM = 16  # new tokens; a prompt that leaves less room fills the context
 REFUSED = (401, 402)  # a wrong key, no credit: no request will ever be answered
 FORBIDDEN = 403  # the key may not do this; but some endpoints refuse a single moderated prompt so
 MANY_FORBIDDEN = 16  # this many 403 in a row are not about single prompts
@@ -44,6 +53,8 @@ class Standing:
     answered: bool = False  # whether it has answered a request
     forbidden: int = 0  # answers 403 since the last request that it answered
     models: set[str] = field(default_factory=set)  # the endpoint's names for what answered, as `gpt-4.1-mini-2025-04-14`
+    own_defaults: bool | None = None  # whether it takes what a request leaves out from the model's generation_config.json; None: not known
+    looking: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by the request that finds it out
 
     def succeed(self, model: str | None) -> None:
         self.answered, self.forbidden = True, 0
@@ -106,6 +117,25 @@ class OpenAIPolicy:
         other.tokens, other.standing = tokens, Standing()
         return other
 
+    async def has_own_defaults(self) -> bool:
+        """Whether the endpoint takes what a request leaves out from the model's `generation_config.json`. Its list of models says so."""
+        import openai
+
+        async with self.standing.looking:
+            if self.standing.own_defaults is None:
+                try:
+                    models = await self.client.with_options(max_retries=0, timeout=LOOK).models.list()
+                except openai.APITimeoutError:
+                    self.standing.own_defaults = False
+                except openai.APIConnectionError:
+                    return False  # the request itself will say so, or succeed later
+                except (openai.APIError, ValueError):  # it has no such list
+                    self.standing.own_defaults = False
+                else:
+                    signed = {getattr(model, "owned_by", None) for model in getattr(models, "data", None) or ()}
+                    self.standing.own_defaults = not signed.isdisjoint(WITH_OWN_DEFAULTS)
+        return self.standing.own_defaults
+
     async def close(self) -> None:
         """Close the connections."""
         await self.client.close()
@@ -153,19 +183,19 @@ class OpenAIEpisode(KnownTurns):
         policy = self.policy
         asked = {**policy.sampling, **{name: value for name, value in (sampling or {}).items() if value is not None}}
         asked["seed"] = request_seed(policy.seed, self.task, self.member, self.attempt, number) % SEEDS
-        parameters = renamed(parameters_of(asked), policy.names)
+        parameters = renamed(parameters_of(asked, all_said=await policy.has_own_defaults()), policy.names)
         if tools:
             parameters["tools"] = [dict(tool) for tool in tools]
         raw = raw_text(messages)
         if policy.tokens:
             parameters |= {"logprobs": True, "extra_body": {**parameters.get("extra_body", {}), "return_token_ids": True}}
         if raw is None:
-            answer = await self._ask(policy.client.chat.completions, parameters | {"messages": [for_endpoint(m) for m in messages]})
+            answer = await self._fitting(policy.client.chat.completions, parameters | {"messages": [for_endpoint(m) for m in messages]})
             reply = reply_of(answer, policy.base_url)
         elif policy.tokens:
             raise PolicyError("an endpoint whose tokens are known answers conversations only, not raw text prompts")
         else:
-            answer = await self._ask(policy.client.completions, parameters | {"prompt": raw})
+            answer = await self._fitting(policy.client.completions, parameters | {"prompt": raw})
             reply = text_reply_of(answer, policy.base_url)
         if policy.tokens:
             reply = replace(reply, turn=turn_of(answer, policy.base_url))
@@ -174,6 +204,21 @@ class OpenAIEpisode(KnownTurns):
             if reply.turn is not None:
                 self._turns[number] = (reply.request_id, reply.turn)
         return reply
+
+    async def _fitting(self, completions: Any, parameters: dict[str, Any]) -> Any:
+        """The endpoint's answer to this request, with fewer new tokens if the context has no room for as many.
+
+        vLLM, OpenAI and others refuse such a request; rlx's own servers give the answer what is left.
+        """
+        while True:
+            try:
+                return await self._ask(completions, parameters)
+            except PromptTooLong as error:
+                name = next((name for name in ("max_completion_tokens", "max_tokens") if name in parameters), None)
+                half = parameters[name] // 2 if name is not None else 0
+                if name is None or half < LEAST_ROOM or not any(words in str(error) for words in OUTPUT):
+                    raise
+                parameters = parameters | {name: half}
 
     async def _ask(self, completions: Any, parameters: dict[str, Any]) -> Any:
         """The endpoint's answer, after its retries. `completions`: one of the two routes, for conversations or for raw text."""
@@ -208,15 +253,19 @@ class OpenAIEpisode(KnownTurns):
         return answer
 
 
-def parameters_of(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a chat completion request for sampling parameters by vLLM's names."""
-    said = {name: value for name, value in sampling.items() if name not in NEUTRAL or value != NEUTRAL[name]}
-    for name in said.keys() - {*OWN, *EXTRA}:
+def parameters_of(sampling: Mapping[str, Any], *, all_said: bool = False) -> dict[str, Any]:
+    """The arguments of a chat completion request for sampling parameters by vLLM's names.
+
+    `all_said`: also those that ask for what OpenAI does by default. Some endpoints refuse to hear them; vLLM and SGLang would otherwise
+    take the value from the model's `generation_config.json`.
+    """
+    said = {name: value for name, value in sampling.items() if all_said or name not in NEUTRAL or value != NEUTRAL[name]}
+    for name in said.keys() - {*OWN, *EXTRA, *FORWARDED}:
         _say_unknown(name)
     if "max_completion_tokens" in said:
         said.pop("max_tokens", None)
     parameters = {name: said[name] for name in OWN if name in said}
-    if extra := {name: said[name] for name in EXTRA if name in said}:
+    if extra := {name: said[name] for name in (*EXTRA, *FORWARDED) if name in said}:
         parameters["extra_body"] = extra
     return parameters
 
@@ -235,22 +284,42 @@ def for_endpoint(message: Message) -> Message:
 
 
 def reply_of(answer: Any, base_url: str) -> Reply:
-    """A chat completion as a reply. Raises PolicyError if the answer is not a chat completion."""
+    """A chat completion as a reply. Raises PolicyError if the answer is not a chat completion, or not a whole one."""
     choices = getattr(answer, "choices", None)
     if not choices or choices[0].message is None:
         raise PolicyError(f"{base_url} gave an answer that is not a chat completion: {str(answer)[:200]}")
-    choice, usage = choices[0], answer.usage
-    message = choice.message
-    calls = [call for call in message.tool_calls or () if call.type == "function" and call.function.name]
+    message = choices[0].message
     return Reply(
         content=utf8(message.content or ""),
         reasoning=utf8(getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None)),
-        calls=tuple(Call(call.id, utf8(call.function.name), utf8(call.function.arguments)) for call in calls),
-        truncated=choice.finish_reason == "length",
-        request_id=answer.id or "",
-        num_prompt_tokens=usage.prompt_tokens if usage else 0,
-        num_tokens=usage.completion_tokens if usage else 0,
+        calls=tuple(_call(call, number, base_url) for number, call in enumerate(message.tool_calls or ())),
+        **_ended(answer, base_url),
     )
+
+
+def _call(call: Any, number: int, base_url: str) -> Call:
+    """A tool call of a message. Some endpoints leave out its type or its id, or give the arguments as an object."""
+    function = getattr(call, "function", None)
+    kind, name = getattr(call, "type", None) or "function", getattr(function, "name", None)
+    if kind != "function" or not name:
+        raise PolicyError(f"{base_url} gave a tool call that calls no function: {str(call)[:200]}")
+    arguments = getattr(function, "arguments", None)
+    text = arguments if isinstance(arguments, str) else json.dumps({} if arguments is None else arguments)
+    given = getattr(call, "id", None)
+    return Call(f"call_{number}" if given in (None, "") else str(given), utf8(name), utf8(text))
+
+
+def _ended(answer: Any, base_url: str) -> dict[str, Any]:
+    """How an answer ended, and its size, as fields of a reply. Raises PolicyError if something else than a length limit cut it."""
+    reason, usage = answer.choices[0].finish_reason, answer.usage
+    if reason in BROKEN:
+        raise PolicyError(f"{base_url} broke an answer off: finish_reason={reason}")
+    return {
+        "truncated": reason in CUT,
+        "request_id": answer.id or "",
+        "num_prompt_tokens": getattr(usage, "prompt_tokens", None) or 0,
+        "num_tokens": getattr(usage, "completion_tokens", None) or 0,
+    }
 
 
 def turn_of(answer: Any, base_url: str) -> Turn:
@@ -282,14 +351,7 @@ def text_reply_of(answer: Any, base_url: str) -> Reply:
     choices = getattr(answer, "choices", None)
     if not choices or not isinstance(getattr(choices[0], "text", None), str):
         raise PolicyError(f"{base_url} gave an answer that is not a completion: {str(answer)[:200]}")
-    usage = answer.usage
-    return Reply(
-        content=utf8(choices[0].text),
-        truncated=choices[0].finish_reason == "length",
-        request_id=answer.id or "",
-        num_prompt_tokens=usage.prompt_tokens if usage else 0,
-        num_tokens=usage.completion_tokens if usage else 0,
-    )
+    return Reply(content=utf8(choices[0].text), **_ended(answer, base_url))
 
 
 @functools.cache

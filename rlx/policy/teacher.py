@@ -40,6 +40,10 @@ class TeacherError(RuntimeError):
     """The teacher refused a request, or does not fit the policy."""
 
 
+class NotYet(Exception):
+    """A server answers, but not with the weights that the run has."""
+
+
 class _Entry(msgspec.Struct):
     logprob: float
 
@@ -164,7 +168,7 @@ class Teacher:
             asked_to_wait = 0.0
             try:
                 if self._version is not None and (late := await self._late(server)):
-                    raise aiohttp.ClientError(late)
+                    raise NotYet(late)
                 async with self._request(server, path, body) as answer:
                     content = await answer.read()
                     if answer.status < 400:
@@ -173,6 +177,10 @@ class Teacher:
                     if answer.status not in (408, 409, 425, 429) and answer.status < 500:
                         raise TeacherError(f"the teacher refused a request: {trouble}")
                     asked_to_wait = _seconds(answer.headers.get("Retry-After"))
+            except NotYet as error:
+                trouble = f"{address} cannot be asked yet: {error}"
+            except aiohttp.ConnectionTimeoutError:
+                trouble = f"{address} cannot be reached: no connection in {CONNECT:g} s"
             except TimeoutError:
                 trouble = f"{address} did not answer in {self.timeout:g} s (teacher.timeout)"
             except aiohttp.ClientError as error:
@@ -188,7 +196,9 @@ class Teacher:
         """Why one of the run's servers must not be asked: after a restart it has the initial weights for a while."""
         assert self._version is not None
         async with self._request(server, "/policy", None) as answer:
-            has = _decoded(await answer.read(), PolicyState, server.url).version if answer.status == 200 else -1
+            if answer.status != 200:
+                return f"{server.url}/policy answered {answer.status}: {_said(await answer.read())}"
+            has = _decoded(await answer.read(), PolicyState, server.url).version
         return "" if has >= self._version() else f"it has version {has} of the weights, the run has {self._version()}"
 
     def _request(self, server: Endpoint, path: str, body: Any) -> Any:

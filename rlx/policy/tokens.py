@@ -115,7 +115,12 @@ class TokenEpisode(KnownTurns):
             said = Reply(policy.chat.tokenizer.decode(turn.completion_ids, skip_special_tokens=True))
         content = said.content
         if turn.finish_reason == "stop" and turn.completion_ids[-1] not in parameters["stop_token_ids"]:
-            content = before_stop(content, parameters.get("stop", ()))
+            last = None
+            if parameters["min_tokens"] > 0:
+                sampled = turn.completion_ids
+                whole, but_one = (policy.chat.tokenizer.decode(part, skip_special_tokens=True) for part in (sampled, sampled[:-1]))
+                last = len(whole) - len(but_one)
+            content = before_stop(content, parameters.get("stop", ()), last)
         reply = Reply(
             content,
             said.reasoning,

@@ -32,7 +32,9 @@ class Examples:
     def __init__(
         self, name: str, rows: Sequence[Mapping[str, Any]], seed: int, buffer: BufferConfig, curriculum: str | None = None
     ) -> None:
-        """`curriculum`: see `EnvConfig`. Raises ValueError if an example lacks that column, or if its values cannot be sorted."""
+        """`curriculum`: see `EnvConfig`. Raises ValueError if an example lacks that column, if its values cannot be sorted, or if examples
+        that are pooled cannot be told apart.
+        """
         self.name, self.rows, self.seed, self.buffer = name, rows, seed, buffer
         self.pooled = buffer.easy_threshold is not None or buffer.hard_threshold is not None
         self.size = len(rows)
@@ -42,7 +44,17 @@ class Examples:
         self._counts = [self.size, 0, 0]
         self._places = [0, 0, 0]  # by pool: where its next example is searched, counted over all epochs
         self._credit = [0.0, 0.0, 0.0]
-        self._row_of = {int(row["example_id"]): number for number, row in enumerate(rows)} if self.pooled else {}
+        self._row_of = self._rows_by_id() if self.pooled else {}
+
+    def _rows_by_id(self) -> dict[int, int]:
+        found: dict[int, int] = {}
+        for number, row in enumerate(self.rows):
+            if (first := found.setdefault(int(row["example_id"]), number)) != number:
+                raise ValueError(
+                    f"envs.{self.name}: rows {first} and {number} of its data have one example_id, {row['example_id']}, so a reward would "
+                    "put the wrong row into a pool. Number the rows apart, or unset orchestrator.buffer.easy_threshold and hard_threshold"
+                )
+        return found
 
     def draw(self) -> int:
         """The row of the next example to play."""
