@@ -6,6 +6,7 @@ import pytest
 
 from rlx.cli.train import run
 from rlx.config.load import compose
+from rlx.config.roots import SFT
 from rlx.plan.forecast import notes_of
 
 
@@ -14,6 +15,15 @@ def test_a_run_with_long_steps_on_a_cpu_says_so_at_its_start() -> None:
     seconds = 6 * 0.1345e9 * 64 * 128 / 100e9  # 135 million parameters, 64 sequences of 128 tokens
     assert note.startswith(f"a step takes at most about {seconds:.0f} s to train and "), note
     assert note.endswith("with 1 thread a role, every sequence at full length and one turn a rollout; 60 steps (docs/models.md)")
+
+
+def test_supervised_training_with_long_steps_says_so_too() -> None:
+    arguments = ["model=smollm2_135m", "data=fake", "data.batch_size=32", "seq_len=512", "hardware.cpu_threads=2"]
+    cfg = compose(arguments, {}, SFT).cfg
+    (note,) = notes_of(cfg)
+    seconds = 6 * 0.1345e9 * 32 * 512 / 200e9
+    assert note == f"a step takes at most about {seconds:.0f} s to train, with 2 threads a role, every row full; 100 steps (docs/models.md)"
+    assert notes_of(compose(["data=fake", "data.batch_size=8"], {}, SFT).cfg) == []
 
 
 @pytest.mark.parametrize("arguments", [[], ["model=qwen3_8b", "env=math", "hardware=node8", "dry_run=true"]])

@@ -180,6 +180,7 @@ def _batch_of_rows(cfg: SftRoot) -> list[str]:
             ["micro-batches", f"at most {per_rank:,} per {_unit(cfg)}, each one row of {row:,} tokens, on {_ranks(cfg)}"],
             ["", f"rows of {row:,} tokens: {why(cfg)}"],
             ["optimizer steps", f"{cfg.num_updates} per step; {cfg.max_steps * cfg.num_updates:,} in the run"],
+            *([["time on CPU", time_on_cpu(cfg)]] if cfg.hardware.device == "cpu" else []),
             ["validation", val],
             *([["evaluations", _evaluations(cfg)]] if cfg.plays else []),
         ],
