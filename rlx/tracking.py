@@ -79,6 +79,13 @@ class Progress:
             self._services.setdefault(service, {})["forwarded"] = offset
             self._write()
 
+    def rewound(self, service: str) -> int | None:
+        """The first step that a service gets once more, because the run went back to a checkpoint since the last call; None: it did not."""
+        step = self._services.get(service, {}).pop("rewound", None)
+        if step is not None:
+            self._write()
+        return step
+
     def _write(self) -> None:
         write_text(self.path, json.dumps(self._services) + "\n")
 
@@ -233,6 +240,9 @@ class Tensorboard:
         self._dtypes = _import("tensorboard.compat.proto.types_pb2", "tensorboard")
         self.samples, self.interval = options.samples, options.interval
         self._writer = writer.EventFileWriter(str(paths.root / "tensorboard"))
+        if (step := Progress(paths).rewound(self.name)) is not None:  # TensorBoard then forgets what it has from this step on
+            session = self._events.SessionLog(status=self._events.SessionLog.START)
+            self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, session_log=session))
 
     def scalars(self, step: int, values: Mapping[str, float], seconds: float) -> None:
         self._add(step, [self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in values.items()], seconds)
@@ -293,4 +303,4 @@ def _message(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
     calls = [f"{call['function']['name']}({call['function']['arguments']})" for call in message.get("tool_calls") or ()]
-    return " ".join([text, *calls]).strip()
+    return " ".join([message.get("reasoning_content") or "", text, *calls]).strip()

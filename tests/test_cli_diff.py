@@ -37,6 +37,24 @@ def test_runs_of_one_configuration_do_not_differ(tmp_path: Path, capsys: pytest.
     assert "metrics: 2 records, bitwise equal except for wall-clock times" in shown
 
 
+def test_the_order_in_which_roles_wrote_their_records_is_no_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An evaluator beside the trainer writes when it is done."""
+    for name in ("a", "b"):
+        paths = run(tmp_path / name, (0.25, 0.5, 0.75))
+        lines = paths.metrics.read_text().splitlines(keepends=True)
+        evaluations = [json.dumps({"step": step, "source": "eval", "time": 1.0, "eval/e/avg@1": 0.5}) + "\n" for step in (0, 2)]
+        lines = [evaluations[0], *lines, evaluations[1]] if name == "a" else [*lines[:1], *evaluations, *lines[1:]]
+        paths.metrics.write_text("".join(lines))
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert "metrics: 5 records, bitwise equal" in capsys.readouterr().out
+    lines = paths.metrics.read_text().splitlines(keepends=True)
+    paths.metrics.write_text("".join(line for line in lines if '"step": 2, "source": "eval"' not in line))
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    shown = capsys.readouterr().out
+    assert "last step of the eval: 2 → 0" in shown
+    assert "absent" not in shown, "the last step that both have is compared"
+
+
 def test_every_kind_of_difference_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path / "a")
     other = run(tmp_path / "b", (0.25, 0.625, 0.75), seed=1, optim={"_target_": "torch.optim.AdamW", "lr": 1e-4})

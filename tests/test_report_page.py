@@ -225,6 +225,19 @@ def test_a_sweep_names_the_runs_that_failed(tmp_path: Path) -> None:
     assert "not like for like" in page
 
 
+def test_a_sweep_of_supervised_runs_has_no_rewards_and_shows_losses(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        paths = make(tmp_path / "sweep" / f"seed={seed}", [], seed=seed)
+        for step in range(6):
+            MetricsWriter(paths.metrics, "trainer").write(step, {"loss/nll": 2.0 - step / 10})
+        MetricsWriter(paths.metrics, "val").write(6, {"val/loss": 1.5})
+    page = page_of(tmp_path / "sweep")
+    assert "The completed runs have no rewards, so there are no final scores." in page
+    assert "No run is completed yet" not in page
+    assert "Negative log-probability" in page
+    assert "Validation loss" in page
+
+
 def test_runs_whose_configuration_is_not_readable_are_not_lumped_together(tmp_path: Path) -> None:
     for path in sorted(sweep(tmp_path / "sweep").iterdir()):
         (path / "config.yaml").write_text("from: another version")

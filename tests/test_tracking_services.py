@@ -20,7 +20,7 @@ from rlx.metrics import MetricsWriter
 from rlx.parallel.rendezvous import Place
 from rlx.paths import RunPaths
 from rlx.runs.rewind import trim_metrics
-from rlx.tracking import Progress, Tracker, open_tracker, tracked, tracks
+from rlx.tracking import Progress, Tracker, _cell, open_tracker, tracked, tracks
 from rlx.waiting import wait_for
 
 RECORD = {
@@ -272,6 +272,29 @@ def test_tensorboard_files_hold_scalars_and_samples_and_need_no_torch(tmp_path: 
     text = events.Tensors("rollouts/0")[0].tensor_proto.string_val[0].decode()
     assert "user: abc" in text
     assert "assistant: &lt;b&gt;cba&lt;/b&gt;" in text
+
+
+def test_tensorboard_forgets_what_an_attempt_sent_before_it_went_back_to_a_checkpoint(tmp_path: Path) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    config, paths = Config(max_steps=4), RunPaths(tmp_path)
+    config.logger.tensorboard = TensorboardConfig(samples=0)
+    for attempt, steps in enumerate((range(4), range(2, 4))):
+        for step in steps:
+            MetricsWriter(paths.metrics, "trainer").write(step, {"loss/total": float(step + 10 * attempt)})
+        tracker = open_tracker(config, paths)
+        assert tracker is not None
+        tracker.close()
+        if attempt == 0:
+            trim_metrics(paths, 2)
+    events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss/total")] == [(0, 0.0), (1, 1.0), (2, 12.0), (3, 13.0)]
+    assert Progress(paths).rewound("tensorboard") is None, "only once"
+
+
+def test_samples_show_what_the_model_thought() -> None:
+    thought = {"role": "assistant", "content": "", "reasoning_content": "Let me think"}
+    assert _cell([thought]) == "assistant: Let me think"
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zstandard
+from test_rollout_play import outcome
 from view_run import rollout, write_run, write_step
 
 from rlx.cli import main
@@ -20,6 +21,7 @@ from rlx.policy.transcript import Transcript
 from rlx.rollout.index import RolloutIndex, index_of, read_index
 from rlx.rollout.play import Job, Records
 from rlx.rollout.record import read_rollouts
+from rlx.rollout.results import write_results
 from rlx.rollout.selection import Candidate
 from rlx.rollout.synthesis import candidate_of
 from rlx.runs.rollouts import Rollouts, Table
@@ -283,6 +285,23 @@ def test_results_of_verifiers_own_commands_are_read(tmp_path: Path, capsys: pyte
     assert "gsm8k" in out
     assert main(["show", str(folder), "count=1"]) == 0
     assert capsys.readouterr().out == "gsm8k, example 0   reward 1.000   no stop condition\n  1+1\n  2\n"
+
+
+def test_a_rollout_without_an_answer_hides_no_other_and_what_is_not_known_meets_no_condition(tmp_path: Path):
+    """Results of evaluations have no version, and no tokens where an endpoint returns none."""
+    run = RunPaths(tmp_path)
+    folder = run.evaluation_of("math", "m", 3)
+    answers = [
+        outcome(0, 0),
+        outcome(0, 1, num_tokens=None, status="error", stop="prompt_too_long", error="too long"),
+        outcome(1, 0),
+        outcome(1, 1),
+    ]
+    write_results(folder, [answers[:2], answers[2:]], {"env_id": "math", "model": "m"}, 0.5)
+    found = Rollouts(run.root).whole()
+    assert len(found) == 4
+    assert [len(select(found, condition)) for condition in ("tokens<9", "tokens!=9", "version<5", "member<9", "error")] == [3, 3, 0, 4, 1]
+    assert sort(found, select(found, ""), "tokens").tolist()[-1] == 1
 
 
 def test_without_a_terminal_the_commands_print_plain_text(paths: RunPaths, capsys: pytest.CaptureFixture[str]):

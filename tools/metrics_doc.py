@@ -14,6 +14,9 @@ or `val`), `time` (seconds since the epoch), then the names below with numbers. 
 histograms of the rollouts that were trained on: `distribution/reward`, `distribution/advantage` and `distribution/completion_length`.
 A killed run forwards the lines that were not forwarded when it resumes. Histograms and sampled rollouts are forwarded once, when their step
 was played; what a kill lost there is in the run's `rollouts/`.
+TensorBoard forgets the steps that a run repeats after it went back to a checkpoint; W&B keeps both values of such a step.
+A step with several optimizer steps (`trainer.num_minibatches`, `trainer.num_iterations`) has the mean of theirs, each with equal weight;
+`…_max` and `…_min` are the extremes and `time/…` the sum. So `ce/tokens` is the mean of an optimizer step.
 `time`, `time/…` and `perf/…` are wall-clock times and rates; all other fields are reproducible.
 
 Generated from `rlx/metrics.py` by `make docs`.

@@ -12,7 +12,7 @@ from rlx.metrics import METRICS
 from rlx.report.chart import Chart, Line
 from rlx.report.gather import Facts
 
-TRAINER, ORCHESTRATOR, INFERENCE, EVAL = "trainer", "orchestrator", "inference", "eval"
+TRAINER, ORCHESTRATOR, INFERENCE, EVAL, VALIDATION = "trainer", "orchestrator", "inference", "eval", "val"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,21 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
             title="Loss",
             source=TRAINER,
             metrics={"loss/total": "total", "loss/kl": "KL term", "loss/entropy": "entropy term"},
-            about="What is minimised, and its weighted terms. Its size says little: advantages have mean 0.",
+            about="What is minimised, and its weighted terms. A policy loss says little by its size: advantages have mean 0.",
+        ),
+        Panel(
+            title="Negative log-probability",
+            source=TRAINER,
+            metrics={"loss/nll": "of the trained tokens"},
+            about="Mean over the tokens that supervised training learns, nats.",
+            in_sweep="loss/nll",
+        ),
+        Panel(
+            title="Validation loss",
+            source=VALIDATION,
+            metrics={"val/loss": "of the validation rows"},
+            about="Mean over their learned tokens, nats.",
+            in_sweep="val/loss",
         ),
         Panel(
             title="Gradient norm",

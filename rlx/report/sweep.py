@@ -93,6 +93,8 @@ def _ended(found: Sequence[Facts]) -> str:
 def _final(sweep: Sweep) -> str:
     scored = [setting for setting in sweep.settings if setting.scored]
     if not scored:
+        if any(facts.ended_well for setting in sweep.settings for facts in setting.runs):
+            return note(["The completed runs have no rewards, so there are no final scores. The charts below show their losses."])
         return note(["No run is completed yet, so there are no final scores."])
     everything = [score for setting in scored for score in setting.scored]
     ends = [end for s in scored if (i := s.iqm) is not None for end in (i.low, i.high) if end is not None]

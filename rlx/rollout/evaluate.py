@@ -37,7 +37,7 @@ from rlx.paths import RunPaths, listed
 from rlx.rollout.batch import means
 from rlx.rollout.models import check_version
 from rlx.rollout.play import GLANCE, Job, Player, jobs_of
-from rlx.rollout.results import Outcome, outcome_of, write_results
+from rlx.rollout.results import Outcome, attempts, outcome_of, write_results
 from rlx.rollout.scores import average, passes
 from rlx.types import Rollout, Task
 from rlx.weights.subscribe import Subscriber
@@ -254,7 +254,7 @@ def score_metrics(name: str, examples: Sequence[Sequence[Outcome]], pass_thresho
     rewards = [[outcome.reward for outcome in example] for example in examples]
     outcomes = [outcome for example in examples for outcome in example]
     estimates = {f"avg@{len(examples[0])}": average(rewards)}
-    estimates |= {f"pass@{k}": one for k, one in passes(rewards, pass_threshold).items()}
+    estimates |= {f"pass@{k}": one for k, one in passes(attempts(examples), pass_threshold).items()}
     values: dict[str, float] = {}
     for metric, one in estimates.items():
         values |= {metric: one.mean, f"{metric}_low": one.low, f"{metric}_high": one.high}

@@ -88,7 +88,8 @@ class _Line(msgspec.Struct):
     def length(self) -> int:
         if self.num_tokens is not None:
             return self.num_tokens
-        return int((self.token_usage or {}).get("output_tokens", NONE))
+        found = (self.token_usage or {}).get("output_tokens")
+        return NONE if found is None else int(found)  # null: the rollout had no answer, or its endpoint says no tokens
 
 
 _DECODER = msgspec.json.Decoder(_Line)

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from rlx.paths import atomic
-from rlx.rollout.scores import passes
+from rlx.rollout.scores import FAILED, passes
 from rlx.types import Rollout, Status
 
 RESULTS, METADATA = "results.jsonl", "metadata.json"
@@ -79,6 +79,11 @@ def outcome_of(rollout: Rollout) -> Outcome:
     )
 
 
+def attempts(examples: Sequence[Sequence[Outcome]]) -> list[list[float]]:
+    """[N][n] rewards for `passes`: a rollout that failed scores 0 in a mean, and passes nothing, not even a threshold of 0."""
+    return [[FAILED if outcome.failed else outcome.reward for outcome in example] for example in examples]
+
+
 def _finite(values: Mapping[str, float]) -> dict[str, float]:
     """The values without NaN and infinity, which JSON cannot hold: they would come back as `None`, and make every mean NaN."""
     return {name: value for name, value in values.items() if math.isfinite(value)}
@@ -96,7 +101,7 @@ def write_results(folder: Path, examples: Sequence[Sequence[Outcome]], facts: Ma
         temporary.write_bytes(b"".join(encoder.encode(_line(outcome)) + b"\n" for outcome in outcomes))
     rewards = [[outcome.reward for outcome in example] for example in examples]
     numbers = [outcome.rewards | outcome.metrics for outcome in outcomes]
-    estimates = passes(rewards, pass_threshold)
+    estimates = passes(attempts(examples), pass_threshold)
     metadata = {
         **facts,
         "num_examples": len(examples),

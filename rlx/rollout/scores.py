@@ -84,10 +84,13 @@ def average(rewards: Sequence[Sequence[float]]) -> Estimate:
     return estimate([float(np.mean(one)) for one in rewards], sum(map(len, rewards)))
 
 
+FAILED = -math.inf
+
+
 def passes(rewards: Sequence[Sequence[float]], threshold: float) -> dict[int, Estimate]:
     """pass@k for every reported k: the mean over examples of `pass_at_k`. A rollout passes if its reward is at least `threshold`.
 
-    `rewards` [N][n]; every example has the same number of rollouts.
+    `rewards` [N][n]; every example has the same number of rollouts. A rollout that failed has `FAILED`, which passes no threshold.
     """
     rollouts = len(rewards[0])
     assert all(len(one) == rollouts for one in rewards), "examples with different numbers of rollouts"

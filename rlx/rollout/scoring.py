@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ def plot(file: Path, rows: Sequence[Row]) -> None:
         score = score_of(mine[0])
         steps = [row["step"] for row in mine]
         axes.plot(steps, [row[score] for row in mine], marker="o", markersize=4, label=f"{env} {score}")
-        low, high = ([float(row[f"{score}{end}"]) for row in mine] for end in ("_low", "_high"))
+        low, high = ([float(row.get(f"{score}{end}", math.nan)) for row in mine] for end in ("_low", "_high"))
         axes.fill_between(steps, low, high, alpha=0.2, linewidth=0)
     axes.set_xlabel("step")
     axes.set_ylabel("score (95 % interval over examples)")

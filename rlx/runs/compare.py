@@ -98,6 +98,7 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[
 def _metrics(a: Run, b: Run) -> Section:
     """The first step at which the two files differ, and the differences at the last common step. Ignores wall-clock fields."""
     there, here = (_records(run) for run in (a, b))
+    ends = [{source: {r["step"] for r in records if r["source"] == source} for source in SOURCES} for records in (there, here)]
     if there == here:
         return Section("metrics", [], f"{len(here)} records, bitwise equal except for wall-clock times")
     lines = []
@@ -106,16 +107,12 @@ def _metrics(a: Run, b: Run) -> Section:
             at = one or other
             lines.append(f"first record that differs: step {at['step']} of the {at['source']}")
             break
-    tables = [
-        {source: max((r["step"] for r in records if r["source"] == source), default=None) for source in SOURCES}
-        for records in (there, here)
-    ]
     for source in SOURCES:
-        ends = [table[source] for table in tables]
-        if ends[0] != ends[1]:
-            lines.append(f"last step of the {source}: {ends[0]} → {ends[1]}")
-        last = min((end for end in ends if end is not None), default=None)
-        if last is not None and None not in ends:
+        mine, other = (found[source] for found in ends)
+        if max(mine, default=None) != max(other, default=None):
+            lines.append(f"last step of the {source}: {max(mine, default=None)} → {max(other, default=None)}")
+        if mine & other:
+            last = max(mine & other)
             lines += _last_step(source, last, *(_record(records, source, last) for records in (there, here)))
     return Section("metrics", lines)
 
@@ -124,10 +121,12 @@ SOURCES = ("orchestrator", "trainer", "inference", "eval", "val")
 
 
 def _records(run: Run) -> list[dict[str, Any]]:
-    return [
+    """The records by step: roles write them in whatever order they come to it."""
+    records = [
         {name: value for name, value in record.items() if name != "time" and not name.startswith(("time/", "perf/"))}
         for record, _ in read_metrics(run.paths.metrics)
     ]
+    return sorted(records, key=lambda record: (record["step"], SOURCES.index(record["source"]) if record["source"] in SOURCES else -1))
 
 
 def _record(records: list[dict[str, Any]], source: str, step: int) -> dict[str, Any]:

@@ -200,18 +200,19 @@ def trim_metrics(paths: RunPaths, steps: int, warn: Callable[[str], None] = say)
     if missing:
         warn(f"{paths.metrics} has no record of step{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:8]))}: lost in a crash")
     if len(kept) < len(lines):
-        _forget_forwarded(paths, kept, ends)
+        _forget_forwarded(paths, kept, ends, steps)
         with atomic(paths.metrics) as temporary:
             temporary.write_bytes(b"".join(kept))
 
 
-def _forget_forwarded(paths: RunPaths, kept: Sequence[bytes], ends: Sequence[int]) -> None:
-    """Recompute the trackers' forwarded byte counts for a metrics file that holds only the kept lines."""
+def _forget_forwarded(paths: RunPaths, kept: Sequence[bytes], ends: Sequence[int], steps: int) -> None:
+    """Recompute the trackers' forwarded byte counts for a metrics file that holds only the kept lines, of the first `steps` steps."""
     if not paths.tracking.exists():
         return
     services = json.loads(paths.tracking.read_text())
     for service in services.values():
         service["forwarded"] = sum(len(line) for line, end in zip(kept, ends, strict=True) if end <= service.get("forwarded", 0))
+        service["rewound"] = min(steps, service.get("rewound", steps))
     write_text(paths.tracking, json.dumps(services) + "\n")
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlx.config.tree import closest
+from rlx.rollout.index import NONE
 from rlx.runs.rollouts import Table
 
 NUMBERS = {  # name in a filter -> column
@@ -61,10 +62,18 @@ def _meets(table: Table, condition: str) -> NDArray[np.bool_]:
     elif sign is None:
         raise ValueError(f"{condition!r} needs a value, such as {name}{'=math' if name in TEXTS else '=3'}")
     elif name in NUMBERS:
-        found = _number(table.columns[NUMBERS[name]], condition, sign, value)
+        found = _number(_known(table, name), condition, sign, value)
     else:
         found = _text(table, TEXTS[name], condition, sign, value)
     return ~found if negated else found
+
+
+def _known(table: Table, name: str) -> NDArray:
+    """A column of numbers, with NaN where a file does not say: an evaluation has no group, an endpoint's answer no tokens."""
+    column = table.columns[NUMBERS[name]]
+    if column.dtype.kind == "f" or name == "example":
+        return column
+    return np.where(column == NONE, np.nan, column)
 
 
 def _number(column: NDArray, condition: str, sign: str, value: str) -> NDArray[np.bool_]:
@@ -76,7 +85,7 @@ def _number(column: NDArray, condition: str, sign: str, value: str) -> NDArray[n
                 # Rewards are stored as float32, so 0.1 must match its nearest float32.
                 one = float(np.float32(low)) if column.dtype == np.float32 else float(low)
                 found |= (column >= float(low)) & (column <= float(high)) if dots else column == one
-            return ~found if sign == "!=" else found
+            return ~found & ~np.isnan(column) if sign == "!=" else found
         limit = np.float32(value) if column.dtype == np.float32 else float(value)
     except ValueError:
         raise ValueError(f"{condition!r}: {value} is no number") from None
@@ -106,7 +115,7 @@ def sort(table: Table, rows: NDArray[np.int64], by: str, descending: bool = Fals
         rank[sorted(range(len(table.names)), key=lambda i: table.names[i])] = np.arange(len(table.names))
         keys = rank[table.columns[TEXTS[by]][rows]].astype(np.float64)
     elif by in NUMBERS:
-        keys = table.columns[NUMBERS[by]][rows].astype(np.float64)
+        keys = _known(table, by)[rows].astype(np.float64)
     else:
         near = closest(by, list(SORTS), 1)
         raise ValueError(f"{by!r} is no column.{f' Did you mean {near[0]}?' if near else ''} Columns: {', '.join(SORTS)}")

@@ -39,8 +39,10 @@ PEAKS = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
     "H100": 989e12,
+    "H200 NVL": 835e12,
     "H200": 989e12,
     "L40S": 362e12,
+    "GB200": 2500e12,
     "B200": 2250e12,
 }
 """Dense bfloat16 operations per second, by a part of the device's name; the first that fits (NVIDIA's data sheets)."""
