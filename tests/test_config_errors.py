@@ -120,6 +120,9 @@ CASES = {
     ),
     "objective_out_of_range": Case("loss.eps_low=1.5 loss.eps_high=0 advantage.ddof=8"),
     "kl_target_without_weight": Case("loss.kl.target_kl=0.01"),
+    "kl_target_of_some_tokens": Case("env=[sums,reverse_text] loss.kl.beta=0.1 loss.kl.target_kl=0.01 envs.sums.loss_weights.ref_kl=0"),
+    "decay_of_a_constant_rate": Case("scheduler.decay_steps=20 scheduler.min_lr=1e-9"),
+    "rate_that_rises": Case("scheduler.type=cosine scheduler.min_lr=1e-2"),
     "terms_of_the_loss": Case(
         "loss.kl.beta=much loss.kl.estimator=k4 loss.kl.gamma=1 loss.correction=is loss.dual_clip=1 loss.proximal=old"
     ),

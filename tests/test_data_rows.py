@@ -130,6 +130,12 @@ def test_the_forms_of_a_row(row: dict[str, Any], messages: list | None, first: i
     assert (conversation.first, conversation.tools) == (first, None)
 
 
+def test_reasoning_is_read_by_each_of_its_names_and_a_weight_of_1_is_none() -> None:
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        read = read_conversation({"messages": [ASKED, {**SAID, name: "so", "weight": 1}]})
+        assert read.messages[1] == {**SAID, "reasoning_content": "so"}
+
+
 def test_tools_and_calls_are_read_in_both_forms() -> None:
     function = ADD["function"]
     flat = {"id": "a", "name": "add", "arguments": {"x": None}}
@@ -155,6 +161,9 @@ def test_tools_and_calls_are_read_in_both_forms() -> None:
         ({"messages": [ASKED, {"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "a tool call has no name"),
         ({"messages": [{**ASKED, "tool_calls": [{"name": "add"}]}]}, "of role user has `tool_calls`"),
         ({"messages": [ASKED], "tools": "add(x)"}, "tools is a text that is not JSON"),
+        ({"messages": [ASKED, SAID], "functions": [{"name": "add"}]}, "it has `functions`, the older form of tools"),
+        ({"messages": [ASKED, {**SAID, "function_call": {"name": "add", "arguments": "{}"}}]}, "has `function_call`, the older form"),
+        ({"messages": [ASKED, {**SAID, "weight": 0}]}, "an answer has `weight` 0, and every answer behind the prompt is trained alike"),
     ],
 )
 def test_a_row_that_is_no_conversation_says_why(row: dict[str, Any], reason: str) -> None:

@@ -209,6 +209,16 @@ def test_a_dry_run_explains_the_step(data: Path, capsys: pytest.CaptureFixture) 
     assert "at most 768 = 8 × seq_len 96" in said
 
 
+def test_validation_on_rows_that_are_trained_on_is_said(data: Path, capsys: pytest.CaptureFixture) -> None:
+    for val, seen in (("{data}/train.jsonl", True), ("{data}/tr*.jsonl", True), ("{data}/val.jsonl", False)):
+        (data / "val.jsonl").write_text((data / "train.jsonl").read_text())
+        assert main([*command(data, "run", "dry_run=true", f"val.name={val.format(data=data)}")[3:]]) == 0
+        assert ("data.name has these rows, too, so val/loss does not say" in capsys.readouterr().out) == seen
+    parts = ["data.split='train[10:]'", f"val.name={data}/train.jsonl", "val.split='train[:10]'"]
+    assert main([*command(data, "run", "dry_run=true", *parts)[3:]]) == 0
+    assert "has these rows" not in capsys.readouterr().out
+
+
 def test_a_cluster_trains_on_all_its_gpus(data: Path, capsys: pytest.CaptureFixture) -> None:
     keys = (
         "launcher=slurm",

@@ -28,10 +28,8 @@ from rlx.losses.reinforce import reinforce
 from rlx.losses.rloo import rloo
 from rlx.losses.sapo import sapo
 from rlx.losses.sft import sft
-from rlx.models.policy import PolicyModel
 from rlx.models.shard import PRODUCTS, checkpoint_activations
 from rlx.parallel.mesh import Mesh
-from rlx.train.muon import Muon, groups_of
 from rlx.train.optim import NotFiniteError, clip_gradients, learning_rate
 from rlx.train.step import merge_metrics
 from rlx.types import RankBatch
@@ -356,28 +354,6 @@ def test_bounds_on_sequences_that_are_tighter_than_the_measured_mismatch_are_tol
     assert told(gspo, 2, 0.003, proximal="recompute") is None
     assert told(partial(gspo, eps_low=0.1, eps_high=0.1), 2, 0.003) is None
     assert told(grpo, 2, 0.3) is None
-
-
-def test_muon_steps_as_torchs_on_the_matrices_of_layers_and_as_adamw_on_the_rest():
-    hf, other = make_model(), make_model()
-    keys = {"lr": 1e-2, "weight_decay": 0.1}
-    groups = groups_of(PolicyModel(hf).layers, hf)
-    ours = Muon(groups, betas=(0.9, 0.95), **keys)
-    matrices, rest = ([p for p in other.parameters() if any(p.shape == q.shape and torch.equal(p, q) for q in g["params"])] for g in groups)
-    assert len(matrices) == 2 * 7, "of two layers"
-    theirs = [
-        torch.optim.Muon(matrices, nesterov=True, adjust_lr_fn="match_rms_adamw", **keys),
-        torch.optim.AdamW(rest, betas=(0.9, 0.95), **keys),
-    ]
-    for seed in range(3):
-        for model, optimizers in ((hf, [ours]), (other, theirs)):
-            generator = torch.Generator().manual_seed(seed)
-            for parameter in model.parameters():
-                parameter.grad = torch.randn(parameter.shape, generator=generator)
-            for optimizer in optimizers:
-                optimizer.step()
-    for (name, a), b in zip(hf.named_parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7, msg=name)
 
 
 @pytest.mark.parametrize("what", ["tokens", "sequences", "groups"])

@@ -32,7 +32,12 @@ class TrainerConfig:
     )
     num_minibatches: int = key(1, "minibatches of a batch, one optimizer step each", low=1)
     num_iterations: int = key(1, "passes of the optimizer over every batch", low=1)
-    optimization_dtype: str = key("float32", "dtype of the master parameters and optimizer state", choices=("float32", "bfloat16"))
+    optimization_dtype: str = key(
+        "float32",
+        "dtype of the master parameters and optimizer state. `bfloat16` rounds away an update below about 1/500 of a weight, so it takes "
+        "learning rates of 1e-4 and more",
+        choices=("float32", "bfloat16"),
+    )
     reduce_dtype: str = key("float32", "dtype of gradient reduction", choices=("float32", "bfloat16"))
     ac: AcConfig = section(AcConfig)
     ac_offloading: bool = key(False, "keep in host memory what checkpointed layers (`ac`) store for backward")
@@ -127,7 +132,7 @@ class KlTerms:
         "k2", "estimator of a token's KL: `k1`, `k2` or `k3`; GRPO's paper has k3, k2 has the correct gradient", choices=("k1", "k2", "k3")
     )
     target_kl: float | None = key(None, "adjust beta so that the KL, in nats per token, reaches this; null: beta stays constant", above=0)
-    gain: float = key(0.1, "K of that controller: one optimizer step changes beta by at most the fraction K/5", above=0)
+    gain: float = key(0.1, "K of that controller: one optimizer step changes beta by at most the fraction K/5", above=0, high=4)
 
 
 @dataclass

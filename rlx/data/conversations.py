@@ -51,8 +51,10 @@ def read_conversation(row: Mapping[str, Any], *, fills: bool = False) -> Convers
     if not messages:
         raise RowError("it has no messages")
     read = [_message(message, fills) for message in messages]
-    tools = row.get("tools")
-    return Conversation(messages=read, first=first, tools=_tools(tools if tools is not None else row.get("tool_defs"), fills))
+    tools = row.get("tools") if row.get("tools") is not None else row.get("tool_defs")
+    if tools is None and row.get("functions"):
+        raise RowError("it has `functions`, the older form of tools; write them as `tools` in OpenAI's form")
+    return Conversation(messages=read, first=first, tools=_tools(tools, fills))
 
 
 def _messages_of(row: Mapping[str, Any]) -> tuple[list[Any], int]:
@@ -94,7 +96,16 @@ def _message(message: Any, fills: bool) -> Message:
     if role not in ROLES:
         raise RowError(f"a message has the role {role!r}; known are {', '.join(ROLES)} and {AS_SYSTEM}")
     read: Message = {"role": role, "content": _text(message.get("content"))}
+    if message.get("function_call"):
+        raise RowError("a message has `function_call`, the older form of a call; write it as `tool_calls` in OpenAI's form")
+    if role == "assistant" and message.get("weight") not in (None, 1):
+        raise RowError(
+            f"an answer has `weight` {message['weight']}, and every answer behind the prompt is trained alike; to train only some, "
+            "give the row a `prompt`, which is not trained, and a `completion`"
+        )
     reasoning = message.get("reasoning_content") or message.get("reasoning")
+    if not reasoning and isinstance(message.get("thinking"), str):
+        reasoning = message["thinking"]
     if reasoning:
         if not isinstance(reasoning, str):
             raise RowError(f"`reasoning_content` is of type {type(reasoning).__name__}; it must be a text")

@@ -36,6 +36,11 @@ def check_rows(cfg: SftRoot) -> list[str]:
         taken = cfg.max_steps * cfg.data.batch_size * weights[key] / sum(weights.values())
         return f"; {cfg.max_steps:,} steps pass over it {taken / rows:.2f} times"
 
+    def seen(each: DataSetConfig) -> str:
+        """Whether the rows of the validation set are trained on, too."""
+        twin = next((key for key in weights if _overlap(sets[key], each)), None)
+        return f". {twin} has these rows, too, so val/loss does not say how the policy does on others" if twin is not None else ""
+
     lines, problems = [], []
     for key, each in sets.items():
         try:
@@ -53,7 +58,25 @@ def check_rows(cfg: SftRoot) -> list[str]:
         else:
             form = f"prompt of {first.first} messages, completion" if first.first else f"{len(first.messages)} messages"
             form += ", tools" if first.tools else ""
-            lines.append(f"{key}: {len(rows):,} rows of {each.name}; the first: {form}{passes(key, len(rows))}")
+            more = seen(each) if key == "val.name" else passes(key, len(rows))
+            lines.append(f"{key}: {len(rows):,} rows of {each.name}; the first: {form}{more}")
     if problems:
         raise ConfigError(problems)
     return lines
+
+
+def _overlap(trained: DataSetConfig, held_out: DataSetConfig) -> bool:
+    """Whether the two have rows in common, as far as their names say. Two different parts of one split may be apart."""
+    from rlx.data.rows import files_of
+
+    def whole(split: str) -> str:
+        return split.partition("[")[0]
+
+    one, other = files_of(trained.name), files_of(held_out.name)
+    same = (
+        (trained.name, trained.subset) == (held_out.name, held_out.subset)
+        if one is None or other is None
+        else not {file.resolve() for file in one}.isdisjoint(file.resolve() for file in other)
+    )
+    parts = "[" in trained.split and "[" in held_out.split and trained.split != held_out.split
+    return same and whole(trained.split) == whole(held_out.split) and not parts

@@ -26,6 +26,8 @@ from rlx.train.step import PolicyTrainer
 
 log = logging.getLogger("rlx.trainer")
 
+SEEN = 1e-4  # a learning rate whose updates by Adam still change most weights of a usual size in bfloat16
+
 
 def build(
     cfg: TrainingRoot, source: str, mesh: Mesh, working: Callable[[str], AbstractContextManager[None]], *, resumes: bool = False
@@ -52,6 +54,13 @@ def build(
         reference = Reference(frozen, sync_interval=cfg.ref.sync_interval, alpha=cfg.ref.alpha, teacher=cfg.ref.name is not None)
         reference.check_vocabulary(model)
     optim_terms, optim = split_terms(cfg.optim, OptimTerms)
+    if cfg.trainer.optimization_dtype == "bfloat16" and lora is None and optim.get("lr", SEEN) < SEEN and mesh.first:
+        log.warning(
+            "trainer.optimization_dtype=bfloat16 rounds away an update below about 1/500 of a weight; with optim.lr=%g most are smaller. "
+            "Keep float32 masters (the default; model.dtype=bfloat16 computes in 16 bits all the same), or use a rate of about %g",
+            optim["lr"],
+            SEEN,
+        )
     return PolicyTrainer(
         model,
         losses_of(cfg),

@@ -60,7 +60,7 @@ class Muon(torch.optim.Optimizer):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
         momentum = state["momentum_buffer"].lerp_(gradient, 1 - self.momentum)
-        update = gradient.lerp(momentum, self.momentum) if self.nesterov else momentum
+        update = gradient.lerp(momentum, self.momentum) if self.nesterov else momentum.clone()  # torch divides a bfloat16 one in place
         whole = update.full_tensor() if isinstance(update, DTensor) else update
         step: Tensor = _zeropower_via_newtonschulz(whole, (DEFAULT_A, DEFAULT_B, DEFAULT_C), self.ns_steps, 1e-7)
         if isinstance(update, DTensor):

@@ -290,6 +290,23 @@ def kl_target_of_several(cfg: Config, of: Show) -> Iterator[str]:
         )
 
 
+@rule("loss", "envs", OWN_LOSS)
+def kl_target_of_some_tokens(cfg: Config, of: Show) -> Iterator[str]:
+    for name, env in cfg.envs.items():
+        place = f"envs.{name}.loss" if env.loss else "loss"
+        if kl_of(loss_of(cfg, name)).get("target_kl") is None:
+            continue
+        weights = env.loss_weights
+        for which in [
+            which for which, other in (("policy", weights.get("policy") == 0), ("ref_kl", weights.get("ref_kl", 1) != 1)) if other
+        ]:
+            yield (
+                f"the KL is measured over all tokens of the policy's loss, each counting once, so it cannot steer a term over others: "
+                f"{of(f'{place}.kl.target_kl')} with {of(f'envs.{name}.loss_weights.{which}')}.\n"
+                f"Set {place}.kl.target_kl=null, or remove the weight."
+            )
+
+
 @rule("loss", "ref", "envs")
 def reference(cfg: TrainingRoot, of: Show) -> Iterator[str]:
     if cfg.ref.name is not None and cfg.ref.sync_interval is not None:

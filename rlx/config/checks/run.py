@@ -321,6 +321,23 @@ def gpus_present(cfg: Config, of: Show) -> Iterator[str]:
 # the run
 
 
+@rule("scheduler", "optim")
+def learning_rates(cfg: TrainingRoot, of: Show) -> Iterator[str]:
+    schedule, peak = cfg.scheduler, cfg.optim.get("lr")
+    if schedule.type == "constant":
+        for name, idle in (("decay_steps", schedule.decay_steps is None), ("min_lr", schedule.min_lr == 0)):
+            if not idle:
+                yield (
+                    f"a constant learning rate does not decay, so {of(f'scheduler.{name}')} has no effect with {of('scheduler.type')}.\n"
+                    "Set scheduler.type=cosine or linear, or leave it out."
+                )
+    elif isinstance(peak, int | float) and schedule.min_lr > peak:
+        yield (
+            f"the learning rate would rise at the end: {of('scheduler.min_lr')} > {of('optim.lr')}. "
+            "Set scheduler.min_lr to a tenth of optim.lr, or to 0."
+        )
+
+
 @rule("resume", "clean", "run", "dry_run")
 def resuming(cfg: Config, of: Show) -> Iterator[str]:
     if cfg.resume is None:
