@@ -33,7 +33,8 @@ from rlx.plan.explain import table
 from rlx.plan.make import make_plan
 from rlx.plan.place import require_one_host
 from rlx.plan.record import ProcessSpec
-from rlx.runs.claim import create, differences, looks_like_run, writing
+from rlx.runs.claim import create, looks_like_run, writing
+from rlx.runs.differences import differences
 from rlx.runs.history import final_reward
 from rlx.runs.jobs import ENDED, GONE, is_alive, job_of, max_array_size, queue
 from rlx.runs.lock import SWEEP, RunLock
