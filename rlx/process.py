@@ -224,13 +224,32 @@ def say_full_disk(main: Callable[[], int]) -> int:
 
 
 def end_at_once(main: Callable[[], int]) -> NoReturn:
-    """Run a role's `main` (`say_full_disk`), then end the process without waiting for threads: a reward function may hang in one, and
-    vLLM's do not end by themselves."""
-    code = say_full_disk(main)
+    """Run a role's `main` (`say_full_disk`), then end the process with its exit code. Any exception is printed with its traceback: code 1.
+
+    Waits for no thread and runs no `atexit` function: `main` has finished what matters. A reward function may hang in a thread, vLLM's
+    threads do not end by themselves, and a thread of torch's gloo that outlives its process group sometimes aborts an interpreter that
+    shuts down, after all work is done (pytorch issue 190489).
+    """
+    try:
+        code = say_full_disk(main)
+    except SystemExit as leaving:
+        code = _code_of(leaving)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # the log may be on a full disk
+            stream.flush()
     os._exit(code)
+
+
+def _code_of(leaving: SystemExit) -> int:
+    """The exit code that Python gives a process for this exception. Prints the message of `sys.exit("a message")`."""
+    if leaving.code is None or isinstance(leaving.code, int):
+        return (leaving.code or 0) & 0xFF
+    print(leaving.code, file=sys.stderr)
+    return 1
 
 
 @contextmanager

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from test_eval_command import config_of
-from test_rollout_play import Env, outcome
+from test_rollout_play import Env, Model, outcome
 
 from rlx.config.errors import ConfigError
 from rlx.config.schema import RunConfig
+from rlx.heartbeat import Heartbeat
+from rlx.inference.protocol import PolicyState
 from rlx.metrics import MetricsWriter
-from rlx.paths import RunPaths
+from rlx.paths import COMPLETE, RunPaths
 from rlx.plan.make import make_plan
-from rlx.roles.evaluator import has_finished
+from rlx.roles.evaluator import Evaluator, has_finished
+from rlx.rollout.models import Origin, Served
 from rlx.rollout.play import Records
 from rlx.rollout.results import Outcome, outcome_of
 from rlx.rollout.scored import PLAYED
 from rlx.rollout.tasks import keep_digests
 from rlx.runs.claim import create
-from rlx.types import Task
+from rlx.types import Rollout, Task
 
 
 def test_a_resumed_evaluation_may_have_other_operational_keys_and_no_others(tmp_path: Path) -> None:
@@ -54,6 +59,77 @@ def test_a_resumed_evaluation_does_not_mix_two_data_sets(tmp_path: Path) -> None
     with pytest.raises(ValueError, match="the examples of sums are not those"):
         keep_digests(paths, envs, kept=has_finished(paths))
     assert paths.data.read_text() == before
+
+
+class Versioned(Model):
+    """A model with one version, whose weights have a digest."""
+
+    def __init__(self, digest: str | None) -> None:
+        self.digest = digest
+
+    async def versions(self, wanted: Sequence[int]) -> Sequence[int]:
+        return [28]
+
+    async def reach(self, version: int) -> None:
+        pass
+
+    async def origin(self) -> Origin:
+        return Origin("m", "weights/step_28", 1.0, self.digest)
+
+
+class Killed(Env):
+    """Nothing is played beyond half of the examples."""
+
+    async def play(self, task: Task, members: Sequence[int], attempt: int) -> list[Rollout]:
+        if task.index >= 5:
+            await asyncio.sleep(3600)
+        return await super().play(task, members, attempt)
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "again"),
+    [("a", "a", 10), ("a", "b", 20), (None, "b", 10), ("a", None, 10)],
+    ids=["same weights", "other weights", "not noted before", "not known now"],
+)
+def test_a_resumed_evaluation_plays_again_what_other_weights_of_the_version_have_played(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, first: str | None, then: str | None, again: int
+) -> None:
+    cfg, paths, killed, env = config_of("env=sums", "num_examples=10", "rollouts_per_example=2"), RunPaths(tmp_path), Killed(), Env()
+
+    async def evaluate(env: Any, digest: str | None, seconds: float) -> None:
+        role = Evaluator(cfg, paths, {"sums": env}, Versioned(digest), Heartbeat(paths, "evaluator"))  # type: ignore[arg-type]
+        async with asyncio.timeout(seconds):
+            await role.run()
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(evaluate(killed, first, 1.0))
+    folder = paths.evaluation_of("sums", cfg.model.name, 28)
+    assert len((folder / PLAYED).read_text().splitlines()) == 10
+    asyncio.run(evaluate(env, then, 60.0))
+    assert len(env.asked) == again
+    said = "version 28 of the weights has changed since an earlier attempt (digest a in"
+    assert (said in caplog.text) == (again == 20)
+    assert sorted(file.name for file in folder.iterdir()) == ["metadata.json", "results.jsonl"]
+
+
+def test_the_digest_of_served_weights_is_that_of_their_manifest_and_of_version_0_that_of_the_model(tmp_path: Path) -> None:
+    def digest(version: int, weights: Path, identity: str = "i") -> str | None:
+        state = PolicyState(version=version, model="/m", context_length=64, weights=str(weights), identity=identity)
+        fleet = SimpleNamespace(version=version, states=lambda: asyncio.sleep(0, [state]))
+        served = Served(config_of("env=sums"), fleet, None)  # type: ignore[arg-type]
+        return asyncio.run(served.origin()).digest
+
+    folder = tmp_path / "step_28"
+    folder.mkdir()
+    (folder / COMPLETE).write_text('{"version": 28, "tensors": {"w": {"sum": "1"}}}')
+    old = digest(28, folder)
+    assert old is not None
+    assert digest(28, folder, identity="") == old
+    (folder / COMPLETE).write_text('{"version": 28, "tensors": {"w": {"sum": "2"}}}')
+    assert digest(28, folder) != old
+    assert digest(0, tmp_path / "a") == digest(0, tmp_path / "b") != digest(0, tmp_path / "a", identity="j")
+    assert digest(28, tmp_path / "elsewhere") is not None
+    assert digest(28, tmp_path / "elsewhere", identity="") is None
 
 
 def test_a_metric_that_is_not_finite_does_not_prevent_resuming(tmp_path: Path) -> None:

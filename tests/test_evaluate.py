@@ -30,6 +30,7 @@ from rlx.rollout.evaluate import Evaluations, check_version
 from rlx.rollout.record import read_rollouts
 from rlx.runs.rewind import trim_metrics
 from rlx.types import Rollout, Task, Turn, WeightVersion
+from rlx.waiting import Preempted
 
 sys.path.insert(0, OUTSIDE)
 
@@ -278,17 +279,48 @@ def test_a_resumed_run_plays_the_missed_evaluation_and_then_goes_on_as_before(tm
     assert reproducible(paths) == reproducible(whole), "the order of the records as well"
 
 
-def test_a_preemption_gives_up_the_evaluation_of_the_last_version(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Slow(Servers):
-        async def generate(self, *arguments: Any) -> Turn:
-            if self.version == 1 and "eval_" in arguments[2]:
-                RunPaths(tmp_path).ask_to_give_way()
-                await asyncio.sleep(3600)
-            return await super().generate(*arguments)
+class Slow(Servers):
+    """Asks the run to give way while version 1 is evaluated, which never ends."""
 
-    paths, _ = play(tmp_path, evaluating(max_steps=1), Slow())
+    def __init__(self, paths: RunPaths) -> None:
+        super().__init__()
+        self.paths = paths
+
+    async def generate(self, *arguments: Any) -> Turn:
+        if self.version == 1 and "eval_" in arguments[2]:
+            self.paths.ask_to_give_way()
+            await asyncio.sleep(3600)
+        return await super().generate(*arguments)
+
+
+class Saving(StandInTrainer):
+    """Completes the run's last checkpoint, a moment after the orchestrator's part of it is there."""
+
+    async def checkpoint(self, step: int) -> None:
+        await super().checkpoint(step)
+        await asyncio.sleep(1)
+        part = f"orchestrator/{STATE}"
+        content = (writing(self.paths, step) / part).read_bytes()
+        finish(self.paths, step, {part: {"size": len(content), "xxh3": xxhash.xxh3_64(content).hexdigest()}}, {})
+
+
+def test_a_preemption_gives_up_the_evaluation_of_the_last_version(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    paths, _ = play(tmp_path, evaluating(max_steps=1), Slow(RunPaths(tmp_path)))
     assert [record["step"] for record in metrics(paths, "eval")] == [0]
     assert "version 1 is not evaluated: the run is preempted" in caplog.text
+
+
+def test_a_run_whose_last_evaluation_was_given_up_is_preempted_and_plays_it_when_it_resumes(
+    tmp_path: Path,
+) -> None:
+    paths, config = RunPaths(tmp_path), evaluating(max_steps=1, ckpt__interval=1)
+    with pytest.raises(Preempted):
+        play(tmp_path, config, Slow(paths), trainer=Saving(paths, config, late=1))
+    assert [record["step"] for record in metrics(paths, "eval")] == [0]
+    paths.preempt.unlink()
+    write_start(paths, Start(step=1, checkpoint=paths.checkpoint_of(1)))
+    play(tmp_path, config, trainer=Resumed(paths, config, 1))
+    assert [record["step"] for record in metrics(paths, "eval")] == [0, 1]
 
 
 def test_an_environment_without_evaluation_data_is_evaluated_on_its_training_examples_with_a_word(

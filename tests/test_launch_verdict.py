@@ -123,6 +123,7 @@ CASES = [
     ("no step yet", seen(), {"told": True, "begun": False}, Verdict(state="preempted", say=NOTHING)),
     ("too late", seen(0), {"told": True, "overdue": 9.0}, Verdict(state="preempted", say="inference_0, orchestrator did not leave in 9 s")),
     ("all have left", seen(LEFT, LEFT), {"told": True}, PREEMPTED),
+    ("the trainer is done, and the last evaluation was given up", seen(0, LEFT), {"told": True}, PREEMPTED),
     ("torchrun's ranks have left with 0", seen(0, LEFT), {"told": True, "left": True}, PREEMPTED),
     ("the checkpoint is written: no process is needed", seen(LEFT, -9), {"told": True, "left": True}, PREEMPTED),
     ("told, but the run had just ended", seen(0, 0), {"told": True}, COMPLETED),

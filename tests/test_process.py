@@ -90,6 +90,61 @@ def test_a_role_that_a_full_disk_ends_says_one_line_last_and_leaves_with_1(
     assert say_full_disk(lambda: 75) == 75
 
 
+ENDS = """
+import atexit, logging, os, sys, threading, time
+from rlx.process import end_at_once
+atexit.register(os.abort)
+threading.Thread(target=time.sleep, args=(600,)).start()
+logging.basicConfig(stream=sys.stdout)
+def main():
+    print("the last line")
+    {body}
+end_at_once(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "last"),
+    [
+        ("return 0", 0, ""),
+        ("return 75", 75, ""),
+        ("sys.exit(3)", 3, ""),
+        ("sys.exit()", 0, ""),
+        ("sys.exit('the reason')", 1, "the reason"),
+        ("raise ValueError('the reason')", 1, "ValueError: the reason"),
+    ],
+)
+def test_neither_a_thread_nor_the_end_of_the_interpreter_changes_how_a_role_ends(body: str, code: int, last: str) -> None:
+    done = subprocess.run([sys.executable, "-c", ENDS.format(body=body)], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (code, "the last line\n")
+    assert done.stderr.rstrip().rpartition("\n")[2] == last
+    assert ("Traceback" in done.stderr) == ("raise" in body)
+
+
+TRAINERS = """
+import atexit, os, runpy, sys
+import rlx.train.role
+atexit.register(os.abort)
+rlx.train.role.begin = lambda *rest: sys.exit(75)
+runpy.run_module(sys.argv[1], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("role", ["rlx.roles.trainer", "rlx.roles.shared_trainer"])
+def test_a_trainer_ends_before_the_interpreter_shuts_down(role: str) -> None:
+    done = subprocess.run([sys.executable, "-c", TRAINERS, role], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 75, done.stderr
+
+
+PROBE = "import atexit, os, sys; atexit.register(os.abort); from rlx.parallel.probe import _rank; _rank(0, 1, 'gloo', sys.argv[1])"
+
+
+def test_a_rank_of_the_probe_of_gpus_ends_before_the_interpreter_shuts_down(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", PROBE, str(tmp_path)], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert float((tmp_path / "seconds").read_text()) > 0
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "disk"

@@ -67,13 +67,20 @@ def test_on_policy_training_is_the_same_with_and_without_evaluations_also_after_
 
 
 @pytest.mark.nightly
-def test_a_run_that_was_killed_in_its_last_evaluation_is_resumed_and_plays_it(start):
+@pytest.mark.parametrize("how", ["killed", "preempted"])
+def test_a_run_that_ended_in_its_last_evaluation_is_resumed_and_plays_it(start, how):
     last = (*SHORT, "eval.interval=6", "eval.eval_base=false", "eval.num_examples=null", "eval.rollouts_per_example=8")
-    killed = start("killed", *last)
-    killed.until(lambda: 6 in checkpoints(killed), "checkpoint 6")
-    kill_everything(killed)
-    assert killed.metrics("eval") == [], "it was killed before its evaluation had ended"
-    again = start("killed", *last, "resume=latest")
+    ended = start("ended", *last)
+    if how == "killed":
+        ended.until(lambda: 6 in checkpoints(ended), "checkpoint 6")
+        kill_everything(ended)
+    else:  # perhaps before its last checkpoint is complete, which is waited for
+        ended.until(lambda: (ended.run_dir / "weights" / "step_6" / "COMPLETE").is_file(), "version 6")
+        (ended.run_dir / "preempt").touch()
+        assert ended.wait() == 75, ended.text()
+        assert 6 in checkpoints(ended)
+    assert ended.metrics("eval") == [], "it ended before its evaluation"
+    again = start("ended", *last, "resume=latest")
     assert again.wait() == 0, again.text()
     assert [record["step"] for record in again.metrics("eval")] == [6]
     assert [record["step"] for record in again.metrics("trainer")] == list(range(6)), "nothing was trained again"

@@ -255,6 +255,38 @@ def test_roles_of_one_configuration_share_a_directory_and_another_is_refused(tmp
         join(replace(cfg, seq_len=4096), [], make_plan(cfg, root))
 
 
+@pytest.mark.parametrize("left", ["metrics.jsonl", "checkpoints/step_2", "weights/step_1"])
+def test_a_role_joins_a_run_that_has_begun_only_while_another_of_its_roles_lives(tmp_path: Path, left: str) -> None:
+    cfg = settled(tmp_path / "run")
+    plan = make_plan(cfg, tmp_path / "run")
+    paths, prepared = join(cfg, [], plan)
+    prepared.close()  # like `rlx prepare`, which ends before the others start
+    _, first = join(cfg, [], plan)
+    (paths.root / left).mkdir(parents=True) if "/" in left else (paths.root / left).write_text("{}\n")
+    if left.startswith("weights"):
+        (paths.root / left / "COMPLETE").touch()
+    _, restarted = join(cfg, [], plan)
+    first.close()
+    _, again = join(cfg, [], plan)
+    for lock in (restarted, again):
+        lock.close()
+    refused: list[ConfigError] = []
+
+    def start() -> None:
+        with pytest.raises(ConfigError) as error:
+            join(cfg, [], plan)
+        refused.append(error.value)
+
+    threads = [threading.Thread(target=start) for _ in range(3)]  # who is refused at the same time is no living role
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(refused) == 3
+    assert f"{paths.root} holds a run whose roles have all ended" in str(refused[0])
+    assert f"rlx train --config-dir {paths.root} --config-name config resume=latest" in str(refused[0])
+
+
 def test_roles_that_start_at_once_make_one_directory(tmp_path: Path) -> None:
     cfg = settled(tmp_path / "run")
     outcomes: list[RunPaths] = []

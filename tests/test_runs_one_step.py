@@ -11,7 +11,7 @@ import pytest
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose, to_yaml
 from rlx.config.objectives import loss_of
-from rlx.runs.one_step import changes, other_objective
+from rlx.runs.one_step import changes, label_of, other_objective
 
 EQUAL = "this is the run's own objective, so both sides are equal"
 MIX = ("env=[sums,reverse_text]", "envs.sums.loss=dppo")
@@ -65,3 +65,12 @@ def test_an_objective_whose_ratios_are_all_1_at_the_recorded_weights_is_noticed(
 def test_an_override_of_an_environment_that_says_nothing_is_refused(tmp_path: Path, overrides: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         other_objective(run_of(tmp_path, *MIX), overrides)
+
+
+def test_objectives_of_one_name_from_two_folders_have_a_folder_of_results_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = ([f"--config-dir={tmp_path / name}", "loss=mine"] for name in ("one", "other"))
+    assert label_of(one) != label_of(other)
+    assert label_of(one).startswith("loss=mine-")
+    assert label_of(["loss=mine"]) == "loss=mine"
+    monkeypatch.chdir(tmp_path)
+    assert label_of(["--config-dir", "one", "loss=mine"]) == label_of(one), "the same folder, written in another way"

@@ -8,6 +8,7 @@ import math
 import shutil
 import weakref
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -211,6 +212,47 @@ def test_adapters_of_a_run_in_bfloat16_are_compared_from_a_checkpoint_and_withou
     found = compare(cfg, cfg, paths, Begin(model=initial, step=0, checkpoint=tmp_path / "saved"), 0)
     assert found.cosines == [pytest.approx(1.0)]
     assert found.recorded.gradient_norms == found.other.gradient_norms
+
+
+@pytest.fixture
+def kl_sides(tmp_path: Path) -> Callable[..., list[list[float]]]:
+    """Weights of the tokens under the run's objective and under another, at a policy that has left its reference."""
+    for name, seed in (("initial", 0), ("policy", 1)):
+        make_model(seed=seed).save_pretrained(tmp_path / name)
+    samples = [replace(sample, env=["reverse_text", "sums"][sample.group % 2]) for sample in make_samples()]
+    assert {sample.env for sample in samples} == {"reverse_text", "sums"}
+    paths = RunPaths(tmp_path / "run")
+
+    def sides(recorded: Sequence[str], other: Sequence[str], beta: float | None = None) -> list[list[float]]:
+        of_one = [sample if any("sums" in line for line in recorded) else replace(sample, env="reverse_text") for sample in samples]
+        record_batch(paths.recorded_of(0), step_batch(0, [of_one]))
+        begin = Begin(model=str(tmp_path / "policy"), step=0, reference=str(tmp_path / "initial"))
+        found = compare(compose(recorded, {}).cfg, compose([*recorded, *other], {}).cfg, paths, begin, 0, beta=beta)
+        return [side.weights[~np.isnan(side.weights)].tolist() for side in (found.recorded, found.other)]
+
+    return sides
+
+
+def test_a_kl_weight_that_adapts_is_the_recorded_one_wherever_the_kl_term_is_the_same(kl_sides: Callable[..., list[list[float]]]) -> None:
+    adapts = ["loss.kl.beta=0.1", "loss.kl.target_kl=0.05"]
+    (at_30, at_50), (at_10, _) = kl_sides(["loss.kl.beta=0.3"], ["loss.kl.beta=0.5"]), kl_sides(["loss.kl.beta=0.1"], [])
+    assert at_10 != at_30 != at_50 != at_10
+    assert kl_sides(adapts, [], beta=0.3) == [at_30, at_30]
+    assert kl_sides(adapts, ["envs.reverse_text.loss.kl.beta=0.5"], beta=0.3) == [at_30, at_50]
+    assert kl_sides(adapts, ["loss.kl.target_kl=null"], beta=0.3) == [at_30, at_10]
+
+
+def test_another_kl_weight_of_one_environment_is_the_one_that_its_key_says(kl_sides: Callable[..., list[list[float]]]) -> None:
+    (at_10, at_50) = kl_sides(["loss.kl.beta=0.1"], ["loss.kl.beta=0.5"])
+    assert at_10 != at_50
+    assert kl_sides(["loss.kl.beta=0.1"], ["envs.reverse_text.loss.kl.beta=0.5"], beta=0.1) == [at_10, at_50]
+
+
+def test_the_objectives_of_a_mix_keep_a_kl_weight_each(kl_sides: Callable[..., list[list[float]]]) -> None:
+    mix = ["env=[reverse_text,sums]", "loss.kl.beta=0.02", "envs.sums.loss.kl.beta=0.1"]
+    own = kl_sides(mix, [])
+    assert own != kl_sides([*mix, "envs.sums.loss.kl.beta=0.02"], [])
+    assert kl_sides(mix, [], beta=0.02) == own
 
 
 def replayed(root: Path, *arguments: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rlx.config.keys import key, section
 from rlx.config.schema_eval import PlayWithModel
@@ -67,6 +67,11 @@ class SynthesizeRoot(SelectionConfig, PlayWithModel):
     @property
     def num_servers(self) -> int:
         return super().num_servers if self.play else 0
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """Those keys that may change when a synthesis resumes and say what is played, chosen and written."""
+        return {name: getattr(self, name) for name in self.may_change if name not in PlayWithModel.may_change}
 
     @property
     def counted(self) -> str:

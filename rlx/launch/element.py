@@ -15,6 +15,7 @@ from rlx.launch.local import launch
 from rlx.launch.supervisor import Limits
 from rlx.paths import RunPaths
 from rlx.runs.claim import new_attempt
+from rlx.runs.completed import has_done
 from rlx.runs.lock import RunLock
 from rlx.runs.rewind import has_begun, rewind
 from rlx.runs.status import Cause, Status, read_status
@@ -29,7 +30,7 @@ def main(run_dir: str) -> int:
         return 1
     # The directory may have waited in the pool for days without a lock, so its state may have changed.
     status = read_status(paths)
-    if status is not None and status.state == "completed" and status.max_steps >= cfg.total_steps:
+    if has_done(paths, status, cfg):
         return 0
     if has_begun(paths):
         try:

@@ -3,7 +3,8 @@
     outputs/<sweep>/<the run's overrides>/   a run directory like any other
 
 Starting the same sweep again does the remaining work: completed runs are skipped, queued and running ones are left alone, and all
-others resume from their last checkpoint. Keys may change as when one run resumes: more steps, and completed runs go on.
+others resume from their last checkpoint. Keys may change as when one run resumes: with more steps, or other versions to evaluate,
+completed runs go on.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from rlx.plan.explain import table
 from rlx.plan.make import make_plan
 from rlx.plan.place import require_one_host
 from rlx.plan.record import ProcessSpec
-from rlx.runs.claim import create, differences, looks_like_run, writing
+from rlx.runs.claim import create, looks_like_run, writing
+from rlx.runs.completed import has_done
+from rlx.runs.differences import differences
 from rlx.runs.history import final_reward
 from rlx.runs.jobs import ENDED, GONE, is_alive, job_of, max_array_size, queue
 from rlx.runs.lock import SWEEP, RunLock
@@ -101,7 +104,7 @@ def find_states(elements: Sequence[Element]) -> dict[str, str] | None:
             others.append(f"{paths.root}: {'; '.join(changed[:3])}")
             continue
         job = job_of(paths)
-        completed = status is not None and status.state == "completed" and status.max_steps >= element.cfg.total_steps
+        completed = has_done(paths, status, element.cfg)
         if job is not None and not completed:
             if jobs is None:
                 jobs = _queue(paths, job)

@@ -80,7 +80,8 @@ class Evaluator:
 
     async def _evaluate(self, version: int) -> None:
         """Evaluate the version that the model has now, and write its record."""
-        self.now = now = Scored(self.config, self.paths, self.envs, version, self.model)
+        digest = (await self.model.origin()).digest
+        self.now = now = Scored(self.config, self.paths, self.envs, version, self.model, digest)
         if now.player.finished:
             log.info("version %d: %d rollouts are done already", version, now.player.finished)
         await now.play()

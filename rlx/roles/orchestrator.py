@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlx.advantages.base import GroupScores
 from rlx.advantages.shaping import shape
-from rlx.checkpoints.folders import Start, read_start
-from rlx.checkpoints.orchestrator import Snapshots, read_state
+from rlx.checkpoints.folders import Start, read_start, steps
+from rlx.checkpoints.orchestrator import POLL, Snapshots, read_state
 from rlx.concurrent import at_most, first_failure
 from rlx.config.load import load_run
 from rlx.config.schema import Config
@@ -55,6 +56,7 @@ from rlx.shared.membership import Member, PutOut
 from rlx.stacks import explain_with
 from rlx.tracking import Tracker, open_tracker
 from rlx.types import Group, Rollout
+from rlx.waiting import Preempted
 
 log = logging.getLogger("rlx.orchestrator")
 
@@ -139,9 +141,14 @@ class Orchestrator:
                 await asyncio.to_thread(self.tracker.close)
 
     async def _work_until_preempted(self) -> None:
-        """All the work. During a preemption an error does not end us, because the trainer's checkpoint still needs our part."""
+        """All the work. Raises Preempted if a resumed run is to end it.
+
+        During a preemption an error does not end us, because the trainer's checkpoint still needs our part.
+        """
         try:
             await self._work()
+        except Preempted:
+            raise
         except Exception:
             if not listed(self.paths.preempt):
                 raise
@@ -157,6 +164,19 @@ class Orchestrator:
         if self.member is not None:
             parts.append(self.member.ended())  # nobody else of this run would notice that its last checkpoint failed
         await first_failure(*parts, forever=[self.fleet.held()])
+        if self.evaluations.gave_up and await self._has_last_checkpoint():
+            log.info("the run is left as preempted: resumed from checkpoint %d, it has only this evaluation to play", self.config.max_steps)
+            raise Preempted
+
+    async def _has_last_checkpoint(self) -> bool:
+        """Whether the checkpoint of the last step is complete. One that is due is waited for, as long as a preemption gives the roles."""
+        due = self.config.ckpt.interval is not None and not self.config.bench
+        deadline = time.monotonic() + (self.config.launcher.preempt_grace if due else 0.0)
+        while self.config.max_steps not in steps(self.paths):
+            if time.monotonic() >= deadline:
+                return False
+            await asyncio.sleep(POLL)
+        return True
 
     async def _train(self) -> None:
         clock = StepClock(self.collector)

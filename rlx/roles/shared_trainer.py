@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +23,7 @@ from rlx.config.schema import Config
 from rlx.metrics import MetricsWriter, read_metrics
 from rlx.parallel.rendezvous import Place
 from rlx.paths import RunPaths, listed, write_text
-from rlx.process import say_full_disk
+from rlx.process import end_at_once
 from rlx.shared.membership import Presence, State, answer, answered, asking, is_present
 from rlx.train.role import begin
 from rlx.train.watch import Watch
@@ -297,4 +296,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(say_full_disk(main))
+    end_at_once(main)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +26,7 @@ from rlx.inference.endpoints import wait_for_neighbours
 from rlx.metrics import MetricsWriter
 from rlx.parallel.rendezvous import Place
 from rlx.paths import RunPaths, write_text
-from rlx.process import say_full_disk
+from rlx.process import end_at_once
 from rlx.tracking import tracked
 from rlx.train.role import begin
 from rlx.train.watch import Watch
@@ -237,4 +236,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(say_full_disk(main))
+    end_at_once(main)

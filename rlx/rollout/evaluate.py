@@ -88,6 +88,7 @@ class Evaluations:
         self.servers = servers or (lambda: len(config.inference.base_url) or config.hardware.inference_replicas)
         self.metrics = MetricsWriter(paths.metrics, "eval")
         self._missed = self._find_missed(max(0, oldest)) if self.specs else []
+        self.gave_up = False  # whether `finish` ended without the last evaluation
         self._now: Evaluation | None = None
         retries = config.orchestrator.max_retries
         most, check = self._room, self._check
@@ -141,7 +142,10 @@ class Evaluations:
         self._now = self._playing = None
 
     async def finish(self) -> None:
-        """`leave` the last version. During a preemption its evaluation is given up, because there would be nothing left to resume."""
+        """`leave` the last version. During a preemption its evaluation is given up, and `gave_up` says so.
+
+        A resumed run plays it, if there is a checkpoint of the last step.
+        """
         leaving = asyncio.ensure_future(self.leave())
         try:
             while not leaving.done() and not listed(self.paths.preempt):
@@ -149,6 +153,7 @@ class Evaluations:
             if leaving.done() or self._now is None:
                 await leaving
             else:
+                self.gave_up = True
                 log.warning("version %d is not evaluated: the run is preempted, and all its steps are done", self._now.version)
         finally:
             leaving.cancel()

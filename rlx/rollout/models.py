@@ -23,7 +23,7 @@ from rlx.envs.base import Local, sampling_of
 from rlx.envs.load import give_policy
 from rlx.inference.endpoints import find_servers, present_servers
 from rlx.inference.fleet import Fleet
-from rlx.inference.protocol import InferenceError
+from rlx.inference.protocol import InferenceError, PolicyState
 from rlx.inference.sampler import Sampler
 from rlx.inference.telling import AT_ONCE, Manner
 from rlx.paths import RunPaths
@@ -34,7 +34,7 @@ from rlx.policy.openai import UNKNOWN_VERSION, OpenAIPolicy
 from rlx.rollout import concurrency
 from rlx.rollout.concurrency import Playing
 from rlx.types import Rollout
-from rlx.weights.subscribe import Subscriber, saved
+from rlx.weights.subscribe import Subscriber, digest_at, saved
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ class Origin:
     model: str | None = None  # the servers' model (a folder, several joined with commas), or the endpoint's name for what it served
     weights: str | None = None  # the folder of the served version; None: an endpoint
     attested: float | None = None  # share of the weights that the servers compared with the trainer's; None: version 0, or an endpoint
+    digest: str | None = None  # tells these weights from others of the same version; None: an endpoint, or servers that do not say
 
 
 class Model(Protocol):
@@ -62,7 +63,7 @@ class Model(Protocol):
         ...
 
     async def origin(self) -> Origin:
-        """What has played this version. Ask when the version has been played: an endpoint says it with its answers."""
+        """What plays this version. Ask again when it has been played: an endpoint says its model with its answers."""
         ...
 
     def away(self) -> float:
@@ -105,7 +106,8 @@ class Served:
         if any(state.version != self.fleet.version for state in states):
             raise InferenceError(f"the servers have versions {[state.version for state in states]} instead of {self.fleet.version}")
         model, weights = (", ".join(sorted({getattr(state, name) for state in states})) for name in ("model", "weights"))
-        return Origin(model, weights, min(state.attested for state in states) if self.fleet.version else None)
+        attested = min(state.attested for state in states) if self.fleet.version else None
+        return Origin(model, weights, attested, await asyncio.to_thread(_digest_of, states))
 
     def away(self) -> float:
         return self.sampler.away
@@ -232,6 +234,20 @@ async def connect_endpoint(
             raise
         raise PolicyError(f"{error}; its key is ${client.api_key_var} (client.api_key_var)") from error
     return ApiModel(policies)
+
+
+def _digest_of(states: Sequence[PolicyState]) -> str | None:
+    """A digest of the weights that servers have: of a version's manifest where this host can read it, else of the model and the place.
+
+    None if the servers do not say which model they have.
+    """
+    found = set()
+    for state in states:
+        digest = digest_at(state.weights) if state.version else None
+        if digest is None and not state.identity:
+            return None
+        found.add(digest or (f"{state.identity} {state.weights}" if state.version else state.identity))
+    return ", ".join(sorted(found))
 
 
 def check_model(wanted: str, served: Sequence[str], weights_dir: str | None) -> None:

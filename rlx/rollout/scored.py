@@ -1,6 +1,7 @@
 """One version of a model, evaluated on several environments by `rlx eval`: what is played, what was played already, and its scores.
 
 eval/<env>--<model>/step_N/played.jsonl     one finished rollout a line, appended; deleted when the version has its record
+eval/<env>--<model>/step_N/played_by.txt    digest of the weights that played them; deleted with it
 eval/<env>--<model>/step_N/results.jsonl, metadata.json     in verifiers' layout, at the end
 """
 
@@ -15,7 +16,7 @@ from rlx.concurrent import first_failure
 from rlx.config.evaluated import evaluated
 from rlx.config.schema_eval import EvalRoot
 from rlx.envs.base import Environment
-from rlx.paths import RunPaths
+from rlx.paths import RunPaths, write_text
 from rlx.rollout.batch import RewardErrors
 from rlx.rollout.evaluate import facts_of, write_scores
 from rlx.rollout.models import Model, Origin
@@ -25,14 +26,16 @@ from rlx.types import Rollout
 
 log = logging.getLogger("rlx.evaluator")
 
-PLAYED = "played.jsonl"
+PLAYED, PLAYED_BY = "played.jsonl", "played_by.txt"
 
 
 class Scored:
     """The evaluation of one version."""
 
-    def __init__(self, config: EvalRoot, paths: RunPaths, envs: Mapping[str, Environment], version: int, model: Model) -> None:
-        """Reads the rollouts that an earlier attempt has finished."""
+    def __init__(
+        self, config: EvalRoot, paths: RunPaths, envs: Mapping[str, Environment], version: int, model: Model, digest: str | None = None
+    ) -> None:
+        """Reads the rollouts that an earlier attempt has finished with the same weights. `digest`: theirs (`Origin`); None: not known."""
         self.config, self.paths, self.envs, self.version, self.model = config, paths, envs, version, model
         self.specs = evaluated(config)
         self.began = time.monotonic()
@@ -42,6 +45,8 @@ class Scored:
         self._succeeded = dict.fromkeys(self.specs, False)
         self._records, self._outcomes = {}, {}
         for name in self.specs:
+            if digest is not None:
+                self._note_weights(name, digest)
             records = Records(self._folder(name) / PLAYED, Outcome)
             known = {(one.place, one.rollout): one for one in records.read()}
             self._records[name], self._outcomes[name] = records, known
@@ -95,6 +100,20 @@ class Scored:
         for records in self._records.values():
             records.close()
             records.path.unlink()
+            records.path.with_name(PLAYED_BY).unlink(missing_ok=True)
+
+    def _note_weights(self, name: str, digest: str) -> None:
+        """Note which weights play. Discards what an earlier attempt played with others: training may have written the version anew."""
+        played, note = self._folder(name) / PLAYED, self._folder(name) / PLAYED_BY
+        before = note.read_text().strip() if note.is_file() else digest
+        if before != digest and played.is_file() and (lines := played.read_bytes().count(b"\n")):
+            log.warning(
+                "version %d of the weights has changed since an earlier attempt (digest %s in %s, now %s): the %d rollouts of %s that were "
+                "played with the old ones are discarded and played again",
+                *(self.version, before, note, digest, lines, name),
+            )
+            played.unlink()
+        write_text(note, f"{digest}\n")
 
     def _jobs(self) -> Iterator[Job]:
         """The jobs of all environments in turn."""

@@ -26,17 +26,17 @@ from rlx.config.roots import root_of
 from rlx.config.schema import CommandConfig, Config, RunConfig
 from rlx.config.schema_eval import PlayWithModel
 from rlx.config.schema_synthesize import SynthesizeRoot
-from rlx.config.secret import hidden, hide_lines, secrets_of
+from rlx.config.secret import hide_lines, secrets_of
 from rlx.paths import RunPaths, listed, write_text
 from rlx.plan.record import ProcessSpec, write_plan
 from rlx.process import full_disk
-from rlx.runs.differences import NOT_COMPARED, change_note, changed_keys, differing
+from rlx.runs.differences import NOT_COMPARED, change_note, changed_keys, differences, differing
 from rlx.runs.jobs import is_alive, job_of
 from rlx.runs.lock import RunLock
 from rlx.runs.members import check_shared, member_of, members_in, wait_until_let_go
 from rlx.runs.provenance import write_provenance
 from rlx.runs.replay import check_replay
-from rlx.runs.rewind import LATEST, Found, check_room, find_fork, is_fork, lacks_last_evaluation, rewind, say, source_of
+from rlx.runs.rewind import LATEST, Found, check_room, find_fork, is_fork, lacks_last_evaluation, refuse_ended, rewind, say, source_of
 from rlx.runs.run import PATIENCE, Run
 from rlx.runs.status import FINAL, read_status
 from rlx.runs.weights import initial_model
@@ -45,9 +45,6 @@ from rlx.weights import tmpfs
 
 FILL = 300.0  # seconds for another role to fill the run directory: it hashes the code, perhaps on a slow file system
 MAKING = ".making"  # marks a run directory under construction; a half-made directory counts as free
-# Keys that may change when a run resumes in its own directory: how long, where and how it is observed, but not what it learns.
-WHERE = ("launcher", "slurm", "kubernetes", "hardware", "inference", "weight_broadcast")
-MAY_CHANGE = (*NOT_COMPARED, *WHERE, "max_steps", "steps", "ckpt", "logger")
 
 C = TypeVar("C", bound=CommandConfig)
 
@@ -187,7 +184,7 @@ def changes(cfg: CommandConfig) -> list[str]:
 def join(cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> tuple[RunPaths, RunLock]:
     """Join the run directory of other roles of the same run, or create it. Returns the lock held shared.
 
-    Raises ConfigError if it holds a run with another configuration.
+    Raises ConfigError if it holds a run with another configuration, or one whose roles have all ended.
     """
     paths = _paths(cfg)
     if cfg.resume is not None:
@@ -206,6 +203,7 @@ def join(cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpe
             if not listed(paths.lock):  # not a run; with a lock, another role fills the directory at this moment, or has filled it
                 raise
         lock = RunLock(paths)
+        refuse_ended(paths, lock)
 
         # If several roles start at once, one fills the directory and the others wait for it.
         def ready() -> bool:
@@ -216,9 +214,9 @@ def join(cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpe
         _wait_until_filled(ready, paths)
         lock.share()
     here, there = asdict(cfg), asdict(load_command(paths.root))
-    differences = [line for line in differing(there, here) if re.split("[.:]", line)[0] not in NOT_COMPARED]
-    if differences:
-        shown = "".join(f"\n  {line}" for line in differences[:8]) + ("\n  …" if len(differences) > 8 else "")
+    others = [line for line in differing(there, here) if re.split("[.:]", line)[0] not in NOT_COMPARED]
+    if others:
+        shown = "".join(f"\n  {line}" for line in others[:8]) + ("\n  …" if len(others) > 8 else "")
         raise ConfigError(
             f"run.dir={paths.root} holds a run with another configuration (there ≠ here):{shown}\n"
             "  fix: give the same overrides, or another run.dir="
@@ -280,15 +278,6 @@ def new_attempt(paths: RunPaths) -> int:
     link.symlink_to(paths.logs(number).name)
     os.replace(link, paths.latest_logs)
     return number
-
-
-def differences(before: CommandConfig, cfg: CommandConfig) -> list[str]:
-    """The keys in which a run's configuration differs from `cfg` and that may not change when it resumes. Secrets are not compared."""
-    if type(before) is not type(cfg):
-        return [f"it is a directory of rlx {root_of(before).command}"]
-    free = (*MAY_CHANGE, *cfg.may_change)
-    lines = differing(asdict(before), asdict(hidden(cfg)))
-    return [line for line in lines if not any(re.match(rf"{re.escape(key)}[.:]", line) for key in free)]
 
 
 def looks_like_run(paths: RunPaths) -> bool:

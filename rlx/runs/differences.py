@@ -8,12 +8,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlx.config.roots import ROOTS
+from rlx.config.roots import ROOTS, root_of
 from rlx.config.schema import CommandConfig
 from rlx.config.secret import hidden
 from rlx.config.tree import secret_keys
 
 NOT_COMPARED = ("run", "dry_run", "clean", "resume")  # keys that do not change what a run computes
+# Keys that may change when a run resumes in its own directory: how long, where and how it is observed, but not what it learns.
+WHERE = ("launcher", "slurm", "kubernetes", "hardware", "inference", "weight_broadcast")
+MAY_CHANGE = (*NOT_COMPARED, *WHERE, "max_steps", "steps", "ckpt", "logger")
 SECRET = {key for root in ROOTS for key in secret_keys(root.schema)}
 
 
@@ -38,3 +41,12 @@ def change_note(root: Path, changed: Sequence[str]) -> str:
         f"resuming with other values than before: {', '.join(changed)}\n"
         f"  to keep the run's own: --config-dir {root} --config-name config resume=latest"
     )
+
+
+def differences(before: CommandConfig, cfg: CommandConfig) -> list[str]:
+    """The keys in which a run's configuration differs from `cfg` and that may not change when it resumes. Secrets are not compared."""
+    if type(before) is not type(cfg):
+        return [f"it is a directory of rlx {root_of(before).command}"]
+    free = (*MAY_CHANGE, *cfg.may_change)
+    lines = differing(asdict(before), asdict(hidden(cfg)))
+    return [line for line in lines if not any(re.match(rf"{re.escape(key)}[.:]", line) for key in free)]

@@ -5,6 +5,7 @@ Every problem is a ConfigError before anything is loaded.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -205,7 +206,15 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def label_of(overrides: Sequence[str]) -> str:
-    """A folder's name for the other objective: `loss=gspo,loss.eps_low=0.001`."""
+    """A folder's name for the other objective: `loss=gspo,loss.eps_low=0.001`. With folders of the user's own, a hash of these follows.
+
+    `loss=mine` of one folder is another objective than that of another folder.
+    """
     from rlx.config.sweeps import element_name
 
-    return element_name(_split(overrides)[1])
+    flags, lines = _split(overrides)
+    name = element_name(lines)
+    if not flags:
+        return name
+    own = [part if part in FLAGS else str(Path(part).expanduser().absolute()) for part in flags]
+    return f"{name}-{hashlib.sha256(chr(0).join(own).encode()).hexdigest()[:8]}"

@@ -21,11 +21,12 @@ from rlx.config.load import load_command
 from rlx.config.schema import CommandConfig, EvaluatedRun
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths, atomic, write_text
-from rlx.runs.lock import SWEEP
+from rlx.runs.lock import SWEEP, RunLock
 from rlx.weights import tmpfs
 from rlx.weights.files import WeightsError, verify, versions
 
 LATEST = "latest"
+GLIMPSE = 0.2  # seconds: a role that is refused at the same time holds the lock for a moment, which does not mean that the run lives
 
 
 def is_fork(resume: str | None) -> bool:
@@ -153,6 +154,23 @@ def _forget_processes(paths: RunPaths) -> None:
 def has_begun(paths: RunPaths) -> bool:
     """Whether an attempt has written records or checkpoints; if so, the next attempt needs `rewind` first."""
     return paths.metrics.exists() or any(paths.checkpoints.glob("step_*"))
+
+
+def refuse_ended(paths: RunPaths, lock: RunLock) -> None:
+    """Raise ConfigError if a run has begun and all its roles have ended. A role that joins it starts at version 0, whatever is there.
+
+    It would write records of the same steps again, and the servers would sample with the newest version of the roles before it. `lock`:
+    the directory's, not held yet. Where it does not show processes of other hosts, roles may live there, and nothing is refused.
+    """
+    there = versions(paths.weights)
+    if not (has_begun(paths) or there) or not lock.take(GLIMPSE) or not lock.sees_other_hosts:
+        return
+    lock.close()
+    what = f"it has policy versions up to {there[-1]}" if there else f"it has records, {paths.metrics}, or checkpoints"
+    raise ConfigError(
+        f"{paths.root} holds a run whose roles have all ended: {what}, and a role started separately begins at version 0.\n"
+        f"  fix: continue it with `rlx train --config-dir {paths.root} --config-name config resume=latest`; or give another run.dir="
+    )
 
 
 def check_room(start: Start | None, max_steps: int | None) -> None:

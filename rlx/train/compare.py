@@ -26,6 +26,7 @@ from torch import Tensor
 
 from rlx.arrays import Float, Int
 from rlx.config.schema import Config
+from rlx.config.schema_trainer import KlTerms
 from rlx.data.packing import pack
 from rlx.data.source import read_recorded
 from rlx.losses.diagnostics import Stats, completed
@@ -143,15 +144,14 @@ def compare(
         trainer.train_batch(packed, iterations=cfg.trainer.num_iterations)
         if trainer.reference is not None:
             trainer.reference.after_step(earlier, trainer.model)
-    if beta is not None:
-        _set_beta(trainer.losses, beta)
     second = make(other)
     if begin.step < step or begin.checkpoint is not None:
         second.model.load_state_dict(trainer.model.state_dict())
         if second.reference is not None and trainer.reference is not None and other.ref == recorded.ref:
             second.reference.model.load_state_dict(trainer.reference.model.state_dict())
-    if beta is not None and other.loss.get("kl") == recorded.loss.get("kl"):
-        _set_beta(second.losses, beta)
+    if beta is not None and trainer.losses.adapts:  # then there is one objective; of several, `beta` would be that of the first alone
+        for one in (trainer, second):
+            _set_beta(one.losses, trainer.losses.objectives[0].terms.kl, beta)
     for side in (trainer, second):
         for layer in adapted(side.model).values():
             layer.dropout = 0.0  # each side would draw its own masks
@@ -163,9 +163,10 @@ def compare(
     return _together(batch, first, last, cosines)
 
 
-def _set_beta(losses: LossMix, beta: float) -> None:
+def _set_beta(losses: LossMix, kl: KlTerms, beta: float) -> None:
+    """Give the objectives with the KL term `kl` the weight that it had. Others have another term, whose weight is that of their keys."""
     for objective in losses.objectives:
-        if objective.terms.kl.beta:
+        if objective.terms.kl == kl:
             objective.controller.beta = beta
 
 

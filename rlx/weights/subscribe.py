@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
+import xxhash
+
 from rlx.paths import COMPLETE, RunPaths, listed_with_folder
 from rlx.types import WeightVersion
 from rlx.weights import files, tmpfs
@@ -67,3 +69,9 @@ class Subscriber:
 def saved(weights_dir: str, version: int) -> WeightVersion:
     """A version among those in `weights_dir`, the folder of any run's weights."""
     return version_at(Path(weights_dir) / f"step_{version}", version)
+
+
+def digest_at(where: str) -> str | None:
+    """Tells a saved version from another with the same number and place: a digest of its manifest. None if this host finds none there."""
+    marker = Path(where) / COMPLETE
+    return xxhash.xxh3_64_hexdigest(marker.read_bytes()) if marker.is_file() else None
