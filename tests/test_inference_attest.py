@@ -8,11 +8,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from inference_server import EXACT, START, MemoryTrainer, Run, from_memory, prompts, sample
+from inference_server import EXACT, START, MemoryTrainer, Run, from_memory, prompts, sample, split_over_two
 from run_servers import Servers
 from safetensors.torch import load_file
 
-from rlx.config.load import load_run, to_yaml
 from rlx.inference.endpoints import Endpoint
 from rlx.inference.protocol import InferenceError, PolicyState, UpdateRefused
 from rlx.types import Turn
@@ -59,13 +58,6 @@ def wrong(model, packed, device):
 worker.tensors, worker.pack = noted, wrong
 {START}
 """
-
-
-def split_over_two(run: Run) -> Run:
-    config = load_run(run.paths.root)
-    config.hardware.tensor_parallel = 2
-    run.paths.config.write_text(to_yaml(config))
-    return run
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from inference_server import EXACT, MemoryTrainer, Run, from_memory, prompts, running, sample, under_load
+from inference_server import EXACT, START, MemoryTrainer, Run, from_memory, prompts, running, sample, split_over_two, under_load
 from run_servers import Servers
 
-from rlx.inference.protocol import InferenceError, WeightsGone
+from rlx.inference.endpoints import Endpoint
+from rlx.inference.protocol import InferenceError, PolicyState, UpdateRefused, WeightsGone
 from rlx.inference.telling import Manner
 from rlx.parallel.transfer import Announced, Group
 from rlx.types import Turn
@@ -18,6 +20,18 @@ from rlx.waiting import UNFIT
 from rlx.weights.subscribe import Subscriber
 
 pytestmark = pytest.mark.slow
+
+VANISHES = f"""
+from rlx.inference.server import worker
+tensors, tried = worker.tensors, []
+def first(folder):
+    if folder.name == 'step_2' and not tried:
+        tried.append(folder)
+        raise FileNotFoundError('it was deleted')
+    return tensors(folder)
+worker.tensors = first
+{START}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -135,3 +149,36 @@ def test_a_tensor_that_changed_on_its_way_ends_the_server(run: Run, monkeypatch:
     asyncio.run(conversation())
     assert run.process is not None
     assert run.process.wait(60) == UNFIT
+
+
+@pytest.mark.long
+def test_two_workers_survive_a_broken_transfer_and_a_folder_that_vanishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both workers fail. The executor reads one of their answers, so what comes after would get the answers of what came before."""
+    run = split_over_two(from_memory(Run(tmp_path, tied=True)))
+    trainer, send = MemoryTrainer(run), Group.send
+    run.start(VANISHES)
+
+    def breaks(group: Group, announced: Announced, tensors: Any) -> None:
+        group.abort()
+        raise RuntimeError("lost")
+
+    async def conversation(endpoints: list[Endpoint]) -> tuple[list[Turn], PolicyState]:
+        async with Servers(endpoints, request_timeout=120, restart_timeout=5) as client:
+            await client.fleet.wait_ready(300)
+            trainer.offer(1)
+            monkeypatch.setattr(Group, "send", breaks)
+            with pytest.raises(WeightsGone, match="did not arrive"):
+                await trainer.update(client)
+            monkeypatch.setattr(Group, "send", send)
+            await trainer.update(client)
+            turns = [await sample(client, prompts(1)[0], 0)]
+            with pytest.raises(UpdateRefused, match="version 1 is still served: FileNotFoundError: it was deleted"):
+                await client.update(run.version(2), 2)
+            await client.update(run.version(2), 2)
+            return [*turns, await sample(client, prompts(1)[0], 0)], (await client.fleet.states())[0]
+
+    turns, state = asyncio.run(conversation(run.ready()))
+    run.stop()
+    assert (state.version, state.attested) == (2, 1.0)
+    assert [set(turn.versions.tolist()) for turn in turns] == [{1}, {2}]
+    assert run.worst(turns, 1.0) < EXACT

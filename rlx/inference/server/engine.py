@@ -26,8 +26,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from rlx.inference.protocol import FLOAT, INT, Completion, GenerateRequest, PolicyState, pack_ids
-from rlx.inference.server.adapter import POLICY
+from rlx.inference.server.adapter import every_request_with_adapter
 from rlx.inference.server.core import DataParallelCore, InProcessCore, SeparateCore, Sink
+from rlx.inference.server.orders import Disobeyed, obeyed
 from rlx.inference.server.policy_files import Shapes, check_adapter, check_policy, check_shapes, tensor_shapes, twin_of_head
 from rlx.inference.server.reading import read
 from rlx.inference.server.sampling import refuse_what_ends_an_engine, sampling_params
@@ -226,8 +227,8 @@ class PolicyEngine:
                     await asyncio.to_thread(check_adapter, folder, version, self.served, self.rank, self.identity)
                 else:
                     await asyncio.to_thread(check_policy, folder, version, self.served, self._tied)
-                    await read(self.core.collective_rpc_async, folder)
-            except (ValueError, KeyError, TypeError, OSError) as error:
+                    await read(self._workers, folder)
+            except (ValueError, KeyError, TypeError, OSError, Disobeyed) as error:
                 raise BadWeights(f"version {version} was refused, version {self.version} is still served: {error}") from error
             try:
                 await self._drain(in_flight.drain_tokens)
@@ -270,7 +271,7 @@ class PolicyEngine:
                 sums = await self._receive(call, version, in_flight, timeout)
                 if sums.keys() != given.keys():
                     raise ValueError(f"the trainer's checksums lack or add tensors: {sorted(sums.keys() ^ given.keys())[:5]}")
-                found: list[Compared] = await self.core.collective_rpc_async("attest_policy", None, (sums,))
+                found: list[Compared] = await self._workers("attest_policy", sums)
                 await self._resume(version, where, found)
             except Gone:
                 raise
@@ -299,7 +300,7 @@ class PolicyEngine:
                     paused = True
                 self._partly |= begins
                 sums = arguments.pop("sums", None)
-                await self.core.collective_rpc_async(order, None, (), arguments)
+                await self._workers(order, **arguments)
                 if sums is not None:
                     return sums
                 await asyncio.to_thread(call.done)
@@ -310,7 +311,7 @@ class PolicyEngine:
                 why = f"{text}. No version came in the next {timeout:g} s (weight_broadcast.timeout)"
                 self._limit = asyncio.get_running_loop().call_later(timeout, self._fail, why)
             with contextlib.suppress(Exception):
-                await self.core.collective_rpc_async("abandon_transfer", None, ())
+                await self._workers("abandon_transfer")
                 if paused and not self._partly:
                     await self.core.resume_scheduler_async()
                 await asyncio.to_thread(call.done, text)
@@ -322,13 +323,17 @@ class PolicyEngine:
             started = time.perf_counter()
             try:
                 shapes = await asyncio.to_thread(tensor_shapes, self.model)
-            except (ValueError, OSError) as error:
+                if shapes != self.served:
+                    raise ValueError(f"{self.model} has changed since this server started")
+                if not self.rank:
+                    await read(self._workers, self.model)
+            except (ValueError, OSError, Disobeyed) as error:
                 raise BadWeights(f"the initial model was refused, version {self.version} is still served: {error}") from error
-            if shapes != self.served:
-                raise BadWeights(f"version {self.version} is still served: {self.model} has changed since this server started")
-            if not self.rank:
-                await read(self.core.collective_rpc_async, self.model)
             await self._load(self.model, 0, started)
+
+    async def _workers(self, method: str, *arguments: Any, **named: Any) -> list[Any]:
+        """Call a method of all workers. Raises Disobeyed when all have answered, if any failed."""
+        return await obeyed(self.core.collective_rpc_async, method, *arguments, **named)
 
     async def _drain(self, tokens: int) -> None:
         """If all requests in flight are running and each has at most `tokens` tokens left, admit no more and wait for them."""
@@ -347,7 +352,7 @@ class PolicyEngine:
         try:
             await self._pause(keep_kv)
             method, *what = ("load_adapter", str(folder) if version else None) if self.rank else ("load_policy",)
-            found: list[Compared] = await self.core.collective_rpc_async(method, None, tuple(what))  # by each worker
+            found: list[Compared] = await self._workers(method, *what)
             await self._resume(version, str(folder), found)
         except Exception as error:
             raise self._break(f"version {version} from {folder}", error) from error
@@ -400,16 +405,6 @@ class PolicyEngine:
             self._said = self.left_out
             shares = sorted(self.left_out.items(), key=lambda item: -item[1])
             log.warning("not compared: %s", ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares))
-
-
-def every_request_with_adapter(processor: Any) -> None:
-    """Have the engine answer every request with the policy's adapter, also those of vLLM's own routes."""
-    process = processor.process_inputs
-
-    def with_adapter(*args: Any, **keys: Any) -> Any:
-        return process(*args, **keys | {"lora_request": POLICY})
-
-    processor.process_inputs = with_adapter
 
 
 def _what(adapter: bool) -> str:

@@ -16,6 +16,7 @@ import torch
 
 from rlx.inference.server import adapter
 from rlx.inference.server.kept import check_heads, check_packed, kept_weights, own_copy
+from rlx.inference.server.orders import Obedient
 from rlx.inference.server.policy_files import TIED_HEAD, tensor_shapes, tensors, twin_of_head, with_head
 from rlx.inference.server.reading import Reading, State
 from rlx.inference.server.served import Compared, Place, Split, compare, faithful, places, storage
@@ -25,8 +26,8 @@ from rlx.process import peak_memory
 from rlx.weights.hub import fetch
 
 
-class PolicyWorker:
-    """Methods for `collective_rpc`. vLLM already uses the names `update_weights` and `reload_weights`."""
+class PolicyWorker(Obedient):
+    """Methods for `collective_rpc`, mostly through `obey`. vLLM already uses the names `update_weights` and `reload_weights`."""
 
     vllm_config: Any
     model_runner: Any
@@ -51,6 +52,8 @@ class PolicyWorker:
     def begin_reading(self, folder: str) -> None:
         """Start to read a Hugging Face folder, while the engine goes on with its steps (`reading.py`)."""
         path = Path(folder)
+        if hasattr(self, "reading"):
+            self.reading.wait()  # of a version that was given up, because another worker could not even begin to read it
         manifest = path / COMPLETE  # before the tensors: the folder may be deleted meanwhile, and its files overwritten
         written = json.loads(manifest.read_text()).get("tensors", {}) if manifest.exists() else {}
         self.trained = self.sums if path == self.initial and not written else written
