@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -129,26 +130,42 @@ def test_short_requests_that_came_after_a_broken_transfer_do_not_hold_up_the_nex
     assert run.worst(turns, 1.0) < EXACT
 
 
-def test_a_tensor_that_changed_on_its_way_ends_the_server(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last test: it breaks the server."""
+def refuses_what_changed_on_its_way(run: Run, version: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server of the run ends over this tensor of this version."""
     trainer = MemoryTrainer(run)
-    trainer.offer(8)
+    trainer.offer(version)
     send = Group.send
 
     def damaged(group: Group, announced: Announced, tensors: Any) -> None:
-        send(group, announced, ((name, tensor + (name == "model.norm.weight")) for name, tensor in tensors))
+        assert name in announced.names
+        send(group, announced, ((sent, tensor + (sent == name)) for sent, tensor in tensors))
 
     monkeypatch.setattr(Group, "send", damaged)
 
     async def conversation() -> None:
         async with Servers(run.ready(), request_timeout=120, restart_timeout=5) as client:
             await client.fleet.wait_ready(300)
-            with pytest.raises(InferenceError, match=r"1 of \d+ tensors differ: model\.norm\.weight"):
+            with pytest.raises(InferenceError, match=rf"1 of \d+ tensors differ: {re.escape(name)}"):
                 await trainer.update(client)
 
     asyncio.run(conversation())
     assert run.process is not None
     assert run.process.wait(60) == UNFIT
+
+
+def test_a_tensor_that_changed_on_its_way_ends_the_server(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last test of the shared server: it breaks it."""
+    refuses_what_changed_on_its_way(run, 8, "model.norm.weight", monkeypatch)
+
+
+@pytest.mark.long
+def test_a_tensor_that_the_engine_packs_and_that_changed_on_its_way_ends_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody can compare it once it is served."""
+    run = from_memory(Run(tmp_path, tied=True, experts=4))
+    run.start()
+    refuses_what_changed_on_its_way(run, 1, "model.layers.0.mlp.experts.0.gate_proj.weight", monkeypatch)
 
 
 @pytest.mark.long
