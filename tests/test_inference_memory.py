@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -199,3 +200,42 @@ def test_two_workers_survive_a_broken_transfer_and_a_folder_that_vanishes(tmp_pa
     assert (state.version, state.attested) == (2, 1.0)
     assert [set(turn.versions.tolist()) for turn in turns] == [{1}, {2}]
     assert run.worst(turns, 1.0) < EXACT
+
+
+@pytest.mark.long
+def test_half_of_a_version_waits_for_a_trainer_in_a_long_step_and_ends_a_server_that_gets_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights are not wrong, so the exit code lets it be started again."""
+    run, limit = from_memory(Run(tmp_path, tied=True)), 3.0
+    trainer, send = MemoryTrainer(run), Group.send
+    run.start()
+
+    def breaks(group: Group, announced: Announced, tensors: Any) -> None:
+        send(group, announced, tensors)
+        raise RuntimeError("lost")
+
+    async def conversation() -> Turn:
+        async with Servers(run.ready(), request_timeout=120, restart_timeout=5, look=0.2, run="mine") as client:
+            await client.fleet.wait_ready(300)
+
+            async def broken(version: int) -> None:
+                trainer.offer(version)
+                monkeypatch.setattr(Group, "send", breaks)
+                with pytest.raises(WeightsGone, match="did not arrive"):
+                    await trainer.update(client, limit)
+                monkeypatch.setattr(Group, "send", send)
+
+            await broken(1)
+            steps, until = trainer.offers.send, time.monotonic() + 2 * limit
+            monkeypatch.setattr(trainer.offers, "send", lambda: steps() if time.monotonic() > until else None)
+            await trainer.update(client, limit)
+            turn = await sample(client, prompts(1)[0], 0)
+            await broken(2)
+            return turn
+
+    turn = asyncio.run(conversation())
+    assert set(turn.versions.tolist()) == {1}
+    assert run.process is not None
+    assert run.process.wait(60) == 1
+    assert "No version came in the next 3 s (weight_broadcast.timeout)" in run.log.read_text()
