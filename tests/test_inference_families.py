@@ -53,14 +53,22 @@ def plain(folder: Path) -> Any:
 
 
 @torch.no_grad()
-def save_random(name: str, folder: Path) -> None:
-    """A random model of the family with its tokenizer, in place of what is in the folder. Its biases and norms are random, too."""
-    config, keys = FAMILIES[name]
-    model = make_model(config, **{**keys, **SIZES})
+def moved(hf: Any) -> Any:
+    """With other biases and norms."""
     torch.manual_seed(1)
-    for parameter in model.parameters():
+    for parameter in hf.parameters():
         if parameter.ndim == 1:
             parameter.add_(0.1 * torch.randn_like(parameter))
+    return hf
+
+
+def save_random(name: str, folder: Path, new: bool = False) -> None:
+    """A random model of the family with its tokenizer, in place of what is in the folder. Its biases and norms are random, too, unless
+    it is `new`: as transformers makes it."""
+    config, keys = FAMILIES[name]
+    model = make_model(config, **{**keys, **SIZES})
+    if not new:
+        moved(model)
     for file in folder.iterdir():
         file.unlink()
     model.save_pretrained(folder)
@@ -102,6 +110,30 @@ def test_versions_of_a_family_are_served_as_they_were_trained(name: str, tmp_pat
         assert state.attested == pytest.approx(COMPARED.get(name, 1.0), abs=1e-3)
         assert {re.split(r"(?<=experts)|\.weight|\.bias", left_out)[0] for left_out in state.not_compared} == NOT_COMPARED.get(name, set())
         assert state.attested + sum(state.not_compared.values()) == pytest.approx(1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_biases_of_a_new_model_that_the_engine_reorders_do_not_end_its_server_once_they_are_trained(tmp_path: Path) -> None:
+    """At first all are 0, so their order does not show."""
+    run = from_memory(Run(tmp_path, tied=False))
+    source = run.paths.root / "model"
+    save_random("gpt_neox", source, new=True)
+    run.models[0], run.models[1] = plain(source), moved(plain(source))
+    run.start()
+    trainer = MemoryTrainer(run)
+
+    async def conversation() -> tuple[Turn, PolicyState]:
+        async with Servers(run.ready()) as servers:
+            trainer.offer(1)
+            await trainer.update(servers)
+            return await sample(servers, prompts(1)[0], 0), (await servers.fleet.states())[0]
+
+    turn, state = asyncio.run(conversation())
+    run.stop()
+    assert set(turn.versions.tolist()) == {1}
+    assert run.worst([turn], 1.0) < EXACT
+    assert state.attested == pytest.approx(COMPARED["gpt_neox"], abs=1e-3)
 
 
 @pytest.mark.slow
