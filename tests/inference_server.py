@@ -200,6 +200,14 @@ def from_memory(run: Run) -> Run:
     return run
 
 
+def split_over_two(run: Run) -> Run:
+    """Have the run's server divide the model between two workers."""
+    config = load_run(run.paths.root)
+    config.hardware.tensor_parallel = 2
+    run.paths.config.write_text(to_yaml(config))
+    return run
+
+
 class MemoryTrainer:
     """The trainer's end of transfers from memory (`from_memory`). It sends the weights of `run.version`."""
 
@@ -215,10 +223,11 @@ class MemoryTrainer:
         self.offers.source.model = self.model(version)
         self.offers.offer(version)
 
-    async def update(self, client: Servers) -> None:
+    async def update(self, client: Servers, timeout: float = 300.0) -> None:
+        """`timeout`: the server's `weight_broadcast.timeout`, in seconds."""
         found = Subscriber(self.run.paths).latest()
         assert found is not None
-        telling = asyncio.create_task(client.fleet.update(found, 300.0))
+        telling = asyncio.create_task(client.fleet.update(found, timeout))
         while not telling.done():
             await asyncio.to_thread(self.offers.send)
             await asyncio.sleep(0.002)

@@ -8,11 +8,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from inference_server import EXACT, START, MemoryTrainer, Run, from_memory, prompts, sample
+from inference_server import EXACT, START, MemoryTrainer, Run, from_memory, prompts, sample, split_over_two
 from run_servers import Servers
 from safetensors.torch import load_file
 
-from rlx.config.load import load_run, to_yaml
 from rlx.inference.endpoints import Endpoint
 from rlx.inference.protocol import InferenceError, PolicyState, UpdateRefused
 from rlx.types import Turn
@@ -21,73 +20,90 @@ from rlx.weights.files import header
 from rlx.weights.saving import save
 
 pytestmark = pytest.mark.slow
+STALE = "the head multiplies with other values than its weight has"
 
+# Files are loaded by the module `worker`, what comes from memory by `transfer`: each program names its ROOM.
 PERTURBED = f"""
-from rlx.inference.server import worker
-pack = worker.pack
+from rlx.inference.server import ROOM as room
+pack = room.pack
 def wrong(model, packed, device):
     model.model.norm.weight[3] += 1e-3
     pack(model, packed, device)
-worker.pack = wrong
+room.pack = wrong
 {START}
 """
 STALE_HEAD = f"""
-from rlx.inference.server import worker
-worker.pack = lambda model, packed, device: [layer.quant_method.process_weights_after_loading(layer) for layer in packed]
+from rlx.inference.server import ROOM as room
+room.pack = lambda model, packed, device: [layer.quant_method.process_weights_after_loading(layer) for layer in packed]
 {START}
 """
 SKIPPED = f"""
-from rlx.inference.server import worker
-tensors, read = worker.tensors, worker.Reading
+from rlx.inference.server import transfer, worker
+tensors, read, receive, received = worker.tensors, worker.Reading, transfer.GlooEngine.receive_weights, []
 def earlier(folder, entries, written, *rest):
     skipped = folder.name == 'step_2'
     return read(folder, tensors(folder.parent / 'step_1') if skipped else entries, {{}} if skipped else written, *rest)
-worker.Reading = earlier
+def first(engine, info):
+    received.append(info)
+    if len(received) == 1:
+        return receive(engine, info)
+    for _ in engine.group.receive(transfer.Announced(info.names, info.dtypes, info.shapes)):
+        pass
+worker.Reading, transfer.GlooEngine.receive_weights = earlier, first
 {START}
 """
 WRONG_SLICE = f"""
-from rlx.inference.server import worker
-pack, tensors, loaded = worker.pack, worker.tensors, []
-def noted(folder):
-    loaded.append(folder.name)
-    return tensors(folder)
+from rlx.inference.server import ROOM as room
+pack, loaded = room.pack, []
 def wrong(model, packed, device):
     from vllm.distributed import get_tensor_model_parallel_rank
-    if loaded[-1:] == ['step_2'] and get_tensor_model_parallel_rank() == 1:
+    loaded.append(model)
+    if len(loaded) == 2 and get_tensor_model_parallel_rank() == 1:
         model.model.layers[2].self_attn.o_proj.weight[0, 0] += 1e-3
     pack(model, packed, device)
-worker.tensors, worker.pack = noted, wrong
+room.pack = wrong
 {START}
 """
 
 
-def split_over_two(run: Run) -> Run:
-    config = load_run(run.paths.root)
-    config.hardware.tensor_parallel = 2
-    run.paths.config.write_text(to_yaml(config))
-    return run
+def started(run: Run, memory: bool, program: str = START) -> MemoryTrainer | None:
+    """Start a server of the run. Returns the trainer that sends its versions; None if they are files."""
+    trainer = MemoryTrainer(from_memory(run)) if memory else None
+    run.start(program.replace("ROOM", "transfer" if memory else "worker"))
+    return trainer
+
+
+async def take(run: Run, servers: Servers, trainer: MemoryTrainer | None, version: int) -> None:
+    """Have the servers take a version."""
+    if trainer is None:
+        await servers.update(run.version(version), version)
+    else:
+        trainer.offer(version)
+        await trainer.update(servers)
 
 
 @pytest.mark.parametrize(
-    ("program", "complaint"),
+    ("memory", "program", "complaint"),
     [
-        (STALE_HEAD, "the head multiplies with other values than its weight has"),
-        pytest.param(PERTURBED, r"1 of \d+ tensors differ: model\.norm\.weight", marks=pytest.mark.long),
-        pytest.param(SKIPPED, r"\d\d of \d\d tensors differ", marks=pytest.mark.long),
+        pytest.param(False, STALE_HEAD, STALE, id="files-stale tied head"),
+        pytest.param(False, PERTURBED, r"1 of \d+ tensors differ: model\.norm\.weight", id="files-one tensor", marks=pytest.mark.long),
+        pytest.param(False, SKIPPED, r"\d\d of \d\d tensors differ", id="files-a version skipped", marks=pytest.mark.long),
+        pytest.param(True, STALE_HEAD, STALE, id="gloo-stale tied head"),
+        pytest.param(True, PERTURBED, r"1 of \d+ tensors differ: model\.norm\.weight", id="gloo-one tensor", marks=pytest.mark.nightly),
+        pytest.param(True, SKIPPED, r"\d\d of \d\d tensors differ", id="gloo-a version skipped", marks=pytest.mark.long),
     ],
-    ids=["stale tied head", "one tensor", "a version skipped"],
 )
-def test_weights_that_are_not_those_that_were_trained_end_the_server(tmp_path: Path, program: str, complaint: str) -> None:
+def test_weights_that_are_not_those_that_were_trained_end_the_server(tmp_path: Path, memory: bool, program: str, complaint: str) -> None:
     run = Run(tmp_path, tied=True)
-    run.start(program)
+    trainer = started(run, memory, program)
 
     async def conversation(endpoints: list[Endpoint]) -> None:
         async with Servers(endpoints, request_timeout=20, restart_timeout=1) as servers:
             await servers.fleet.wait_ready(60)
             if program == SKIPPED:
-                await servers.update(run.version(1), 1)
+                await take(run, servers, trainer, 1)
             with pytest.raises(InferenceError, match=rf"failed midway.*{complaint}"):
-                await servers.update(run.version(2), 2)
+                await take(run, servers, trainer, 2)
 
     asyncio.run(conversation(run.ready()))
     assert run.process is not None
@@ -95,19 +111,20 @@ def test_weights_that_are_not_those_that_were_trained_end_the_server(tmp_path: P
 
 
 @pytest.mark.long
-def test_every_slice_of_a_tensor_parallel_engine_is_compared_and_a_wrong_one_ends_the_server(tmp_path: Path) -> None:
+@pytest.mark.parametrize("memory", [False, True], ids=["files", "gloo"])
+def test_every_slice_of_a_tensor_parallel_engine_is_compared_and_a_wrong_one_ends_the_server(tmp_path: Path, memory: bool) -> None:
     """Of version 1 all slices are right; of version 2 one value of the second worker is wrong."""
     run = split_over_two(Run(tmp_path, tied=True))
-    run.start(WRONG_SLICE)
+    trainer = started(run, memory, WRONG_SLICE)
     complaint = r"1 of \d+ tensors differ: model\.layers\.2\.self_attn\.o_proj\.weight"
 
     async def conversation(endpoints: list[Endpoint]) -> tuple[Turn, PolicyState]:
         async with Servers(endpoints, request_timeout=120, restart_timeout=1) as servers:
             await servers.fleet.wait_ready(60)
-            await servers.update(run.version(1), 1)
+            await take(run, servers, trainer, 1)
             found = await sample(servers, prompts(1)[0], 0), (await servers.fleet.states())[0]
             with pytest.raises(InferenceError, match=rf"failed midway.*{complaint}"):
-                await servers.update(run.version(2), 2)
+                await take(run, servers, trainer, 2)
             return found
 
     turn, state = asyncio.run(conversation(run.ready()))
@@ -162,8 +179,7 @@ def test_a_tensor_damaged_in_its_file_is_refused_while_the_old_version_serves_an
 def test_the_first_update_does_not_read_the_initial_model_again(tmp_path: Path, memory: bool) -> None:
     """The server has read its files at the start, so it generates and compares without them. Reading them in the pause would hold it."""
     run = Run(tmp_path, tied=True)
-    trainer = MemoryTrainer(from_memory(run)) if memory else None
-    run.start()
+    trainer = started(run, memory)
 
     async def conversation(endpoints: list[Endpoint]) -> tuple[Turn, PolicyState]:
         async with Servers(endpoints, request_timeout=120, restart_timeout=1) as servers:
@@ -172,11 +188,7 @@ def test_the_first_update_does_not_read_the_initial_model_again(tmp_path: Path, 
             assert initial
             for file in initial:
                 file.unlink()
-            if trainer is None:
-                await servers.update(run.version(1), 1)
-            else:
-                trainer.offer(1)
-                await trainer.update(servers)
+            await take(run, servers, trainer, 1)
             return await sample(servers, prompts(1)[0], 0), (await servers.fleet.states())[0]
 
     turn, state = asyncio.run(conversation(run.ready()))

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from inference_server import CONTEXT, EOS, EXACT, MemoryTrainer, Run, from_memory, prompts, running, sample, under_load
+from inference_server import CONTEXT, EOS, EXACT, MemoryTrainer, Run, from_memory, prompts, running, same, sample, under_load
 from run_servers import Servers
 from test_inference_adapter import adapter_run, publish
 from test_inference_heads import trained_version
 from test_models_families import FAMILIES
 from trainer_examples import make_model
 from transformers import AutoModelForCausalLM
+from transformers.models.deepseek_v2 import DeepseekV2Config
 
 from rlx.config.kv_cache import CPU_BLOCK
 from rlx.config.schema_model import CPU_WIDTHS
@@ -39,6 +41,15 @@ SIZES = {
     "vocab_size": len(VOCABULARY), "hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "max_position_embeddings": CONTEXT,
     "eos_token_id": EOS, "bos_token_id": None, "initializer_range": 0.1,
 }  # fmt: skip
+LATENT = {  # the widths that vLLM computes on a CPU
+    "deepseek_v2": (
+        DeepseekV2Config,
+        {
+            "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": None,
+            "first_k_dense_replace": 99, "n_routed_experts": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
+        },
+    )
+}  # fmt: skip
 
 
 @torch.no_grad()
@@ -53,14 +64,22 @@ def plain(folder: Path) -> Any:
 
 
 @torch.no_grad()
-def save_random(name: str, folder: Path) -> None:
-    """A random model of the family with its tokenizer, in place of what is in the folder. Its biases and norms are random, too."""
-    config, keys = FAMILIES[name]
-    model = make_model(config, **{**keys, **SIZES})
+def moved(hf: Any) -> Any:
+    """With other biases and norms."""
     torch.manual_seed(1)
-    for parameter in model.parameters():
+    for parameter in hf.parameters():
         if parameter.ndim == 1:
             parameter.add_(0.1 * torch.randn_like(parameter))
+    return hf
+
+
+def save_random(name: str, folder: Path, new: bool = False) -> None:
+    """A random model of the family with its tokenizer, in place of what is in the folder. Its biases and norms are random, too, unless
+    it is `new`: as transformers makes it."""
+    config, keys = (FAMILIES | LATENT)[name]
+    model = make_model(config, **{**keys, **SIZES, **({"head_dim": 64} if name in LATENT else {})})
+    if not new:
+        moved(model)
     for file in folder.iterdir():
         file.unlink()
     model.save_pretrained(folder)
@@ -102,6 +121,64 @@ def test_versions_of_a_family_are_served_as_they_were_trained(name: str, tmp_pat
         assert state.attested == pytest.approx(COMPARED.get(name, 1.0), abs=1e-3)
         assert {re.split(r"(?<=experts)|\.weight|\.bias", left_out)[0] for left_out in state.not_compared} == NOT_COMPARED.get(name, set())
         assert state.attested + sum(state.not_compared.values()) == pytest.approx(1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_biases_of_a_new_model_that_the_engine_reorders_do_not_end_its_server_once_they_are_trained(tmp_path: Path) -> None:
+    """At first all are 0, so their order does not show."""
+    run = from_memory(Run(tmp_path, tied=False))
+    source = run.paths.root / "model"
+    save_random("gpt_neox", source, new=True)
+    run.models[0], run.models[1] = plain(source), moved(plain(source))
+    run.start()
+    trainer = MemoryTrainer(run)
+
+    async def conversation() -> tuple[Turn, PolicyState]:
+        async with Servers(run.ready()) as servers:
+            trainer.offer(1)
+            await trainer.update(servers)
+            return await sample(servers, prompts(1)[0], 0), (await servers.fleet.states())[0]
+
+    turn, state = asyncio.run(conversation())
+    run.stop()
+    assert set(turn.versions.tolist()) == {1}
+    assert run.worst([turn], 1.0) < EXACT
+    assert state.attested == pytest.approx(COMPARED["gpt_neox"], abs=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_a_dense_model_with_latent_attention_serves_a_version_as_a_server_that_began_with_it(tmp_path: Path) -> None:
+    """The engine decodes with matrices that it derives from a weight. On a CPU its log-probabilities are not those of transformers
+    (docs/models.md). Those of version 1, from files, are compared with another server's; version 2, from memory, is version 0 once more."""
+    runs = [from_memory(Run(tmp_path / name, tied=False)) for name in ("updated", "began")]
+    source, other = (run.paths.root / "model" for run in runs)
+    save_random("deepseek_v2", source)
+    runs[0].models[0] = runs[0].models[2] = plain(source)
+    folder = trained_version(runs[0], 1)
+    shutil.copytree(folder, other, dirs_exist_ok=True)
+
+    async def conversation(run: Run) -> list[list[Turn]]:
+        trainer = MemoryTrainer(run)
+        async with Servers(run.ready()) as servers:
+            found = [[await sample(servers, ids, seed) for seed, ids in enumerate(prompts(3))]]
+            if run is runs[0]:
+                await servers.update(folder, 1)
+                found.append([await sample(servers, ids, seed) for seed, ids in enumerate(prompts(3))])
+                trainer.offer(2)
+                await trainer.update(servers)
+                found.append([await sample(servers, ids, seed) for seed, ids in enumerate(prompts(3))])
+            return found
+
+    found = []
+    for run in runs:
+        run.start()
+        found += asyncio.run(conversation(run))
+        run.stop()
+    version_0, version_1, version_2, began = found
+    assert [same(*turns) for turns in zip(version_1, began, strict=True)] == [True] * 3
+    assert [same(*turns) for turns in zip(version_0, version_2, strict=True)] == [True] * 3
 
 
 @pytest.mark.slow

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from inference_server import EXACT, MemoryTrainer, Run, from_memory, prompts, running, sample, under_load
+from inference_server import EXACT, START, MemoryTrainer, Run, from_memory, prompts, running, sample, split_over_two, under_load
 from run_servers import Servers
 
-from rlx.inference.protocol import InferenceError, WeightsGone
+from rlx.inference.endpoints import Endpoint
+from rlx.inference.protocol import InferenceError, PolicyState, UpdateRefused, WeightsGone
 from rlx.inference.telling import Manner
 from rlx.parallel.transfer import Announced, Group
 from rlx.types import Turn
@@ -18,6 +22,18 @@ from rlx.waiting import UNFIT
 from rlx.weights.subscribe import Subscriber
 
 pytestmark = pytest.mark.slow
+
+VANISHES = f"""
+from rlx.inference.server import worker
+tensors, tried = worker.tensors, []
+def first(folder):
+    if folder.name == 'step_2' and not tried:
+        tried.append(folder)
+        raise FileNotFoundError('it was deleted')
+    return tensors(folder)
+worker.tensors = first
+{START}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -115,23 +131,111 @@ def test_short_requests_that_came_after_a_broken_transfer_do_not_hold_up_the_nex
     assert run.worst(turns, 1.0) < EXACT
 
 
-def test_a_tensor_that_changed_on_its_way_ends_the_server(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last test: it breaks the server."""
+def refuses_what_changed_on_its_way(run: Run, version: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server of the run ends over this tensor of this version."""
     trainer = MemoryTrainer(run)
-    trainer.offer(8)
+    trainer.offer(version)
     send = Group.send
 
     def damaged(group: Group, announced: Announced, tensors: Any) -> None:
-        send(group, announced, ((name, tensor + (name == "model.norm.weight")) for name, tensor in tensors))
+        assert name in announced.names
+        send(group, announced, ((sent, tensor + (sent == name)) for sent, tensor in tensors))
 
     monkeypatch.setattr(Group, "send", damaged)
 
     async def conversation() -> None:
         async with Servers(run.ready(), request_timeout=120, restart_timeout=5) as client:
             await client.fleet.wait_ready(300)
-            with pytest.raises(InferenceError, match=r"1 of \d+ tensors differ: model\.norm\.weight"):
+            with pytest.raises(InferenceError, match=rf"1 of \d+ tensors differ: {re.escape(name)}"):
                 await trainer.update(client)
 
     asyncio.run(conversation())
     assert run.process is not None
     assert run.process.wait(60) == UNFIT
+
+
+def test_a_tensor_that_changed_on_its_way_ends_the_server(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last test of the shared server: it breaks it."""
+    refuses_what_changed_on_its_way(run, 8, "model.norm.weight", monkeypatch)
+
+
+@pytest.mark.long
+def test_a_tensor_that_the_engine_packs_and_that_changed_on_its_way_ends_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody can compare it once it is served."""
+    run = from_memory(Run(tmp_path, tied=True, experts=4))
+    run.start()
+    refuses_what_changed_on_its_way(run, 1, "model.layers.0.mlp.experts.0.gate_proj.weight", monkeypatch)
+
+
+@pytest.mark.long
+def test_two_workers_survive_a_broken_transfer_and_a_folder_that_vanishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both workers fail. The executor reads one of their answers, so what comes after would get the answers of what came before."""
+    run = split_over_two(from_memory(Run(tmp_path, tied=True)))
+    trainer, send = MemoryTrainer(run), Group.send
+    run.start(VANISHES)
+
+    def breaks(group: Group, announced: Announced, tensors: Any) -> None:
+        group.abort()
+        raise RuntimeError("lost")
+
+    async def conversation(endpoints: list[Endpoint]) -> tuple[list[Turn], PolicyState]:
+        async with Servers(endpoints, request_timeout=120, restart_timeout=5) as client:
+            await client.fleet.wait_ready(300)
+            trainer.offer(1)
+            monkeypatch.setattr(Group, "send", breaks)
+            with pytest.raises(WeightsGone, match="did not arrive"):
+                await trainer.update(client)
+            monkeypatch.setattr(Group, "send", send)
+            await trainer.update(client)
+            turns = [await sample(client, prompts(1)[0], 0)]
+            with pytest.raises(UpdateRefused, match="version 1 is still served: FileNotFoundError: it was deleted"):
+                await client.update(run.version(2), 2)
+            await client.update(run.version(2), 2)
+            return [*turns, await sample(client, prompts(1)[0], 0)], (await client.fleet.states())[0]
+
+    turns, state = asyncio.run(conversation(run.ready()))
+    run.stop()
+    assert (state.version, state.attested) == (2, 1.0)
+    assert [set(turn.versions.tolist()) for turn in turns] == [{1}, {2}]
+    assert run.worst(turns, 1.0) < EXACT
+
+
+@pytest.mark.long
+def test_half_of_a_version_waits_for_a_trainer_in_a_long_step_and_ends_a_server_that_gets_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights are not wrong, so the exit code lets it be started again."""
+    run, limit = from_memory(Run(tmp_path, tied=True)), 3.0
+    trainer, send = MemoryTrainer(run), Group.send
+    run.start()
+
+    def breaks(group: Group, announced: Announced, tensors: Any) -> None:
+        send(group, announced, tensors)
+        raise RuntimeError("lost")
+
+    async def conversation() -> Turn:
+        async with Servers(run.ready(), request_timeout=120, restart_timeout=5, look=0.2, run="mine") as client:
+            await client.fleet.wait_ready(300)
+
+            async def broken(version: int) -> None:
+                trainer.offer(version)
+                monkeypatch.setattr(Group, "send", breaks)
+                with pytest.raises(WeightsGone, match="did not arrive"):
+                    await trainer.update(client, limit)
+                monkeypatch.setattr(Group, "send", send)
+
+            await broken(1)
+            steps, until = trainer.offers.send, time.monotonic() + 2 * limit
+            monkeypatch.setattr(trainer.offers, "send", lambda: steps() if time.monotonic() > until else None)
+            await trainer.update(client, limit)
+            turn = await sample(client, prompts(1)[0], 0)
+            await broken(2)
+            return turn
+
+    turn = asyncio.run(conversation())
+    assert set(turn.versions.tolist()) == {1}
+    assert run.process is not None
+    assert run.process.wait(60) == 1
+    assert "No version came in the next 3 s (weight_broadcast.timeout)" in run.log.read_text()

@@ -78,7 +78,7 @@ def test_a_damaged_tensor_refuses_the_version_wherever_it_belongs(tmp_path: Path
     places = {"q": Place(torch.zeros(8, 8), 0, None), "up": Place(torch.zeros(20, 8), 20 * rank, 0)}
     workers = [Reading(tmp_path, tensors(tmp_path), written, places, Split(number, 2)) for number in (rank, 1 - rank)]
 
-    async def call(method: str, _: Any, arguments: tuple[Any, ...]) -> list[Any]:
+    async def call(method: str, *arguments: Any) -> list[Any]:
         return [tuple(one.state) for one in workers] if method == "reading_state" else []
 
     with pytest.raises(ValueError, match=rf"expected checksum {written[name]['sum']}, found \w{{16}}; the tensor {name} is damaged"):

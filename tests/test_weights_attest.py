@@ -274,6 +274,22 @@ def test_what_the_engine_rearranges_when_it_loads_is_not_compared() -> None:
     assert found.left_out["norm.weight"][0] == "rearranged by the engine"
 
 
+def test_a_tensor_of_equal_values_is_compared_only_if_the_rest_of_its_module_has_not_moved() -> None:
+    """As the biases of a new GPT-NeoX: the engine reorders them with their weight, which shows only once they were trained."""
+    model = engine_model()
+    with torch.no_grad():
+        model.attn.qkv_proj.bias.zero_()
+        model.norm.weight.fill_(1)
+    qkv = model.attn.qkv_proj
+    rows = {"q": slice(0, 4), "k": slice(4, 6), "v": slice(6, 8)}
+    files = {f"attn.{p}_proj.weight": qkv.weight[mine].clone() for p, mine in rows.items()}
+    files |= {f"attn.{p}_proj.bias": qkv.bias[mine].clone() for p, mine in rows.items()} | {"norm.weight": torch.ones(4)}
+    shapes = {name: tensor.shape for name, tensor in files.items()}
+    assert set(faithful(model, {}, shapes, files.items())) == set(files), "a norm of ones has nothing beside it"
+    files["attn.k_proj.weight"] = files["attn.k_proj.weight"].flip(0)
+    assert set(files) - set(faithful(model, {}, shapes, files.items())) == {"attn.k_proj.weight", "attn.k_proj.bias"}
+
+
 def test_the_manifest_of_a_version_has_the_sums_of_what_is_in_its_file(tmp_path: Path) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

@@ -33,7 +33,6 @@ from rlx.parallel.rendezvous import TOKEN
 from rlx.paths import RunPaths
 from rlx.process import SUPERVISOR, die_with_parent, end_at_once, importing
 from rlx.stacks import answer
-from rlx.waiting import UNFIT
 from rlx.weights.hub import fetch
 
 if TYPE_CHECKING:
@@ -47,7 +46,8 @@ WARM_UP = 30  # steps of an engine in which kernels may still be compiled
 
 
 def main() -> int:
-    """Serve. Returns the exit code: 1 if the engine or the port failed, UNFIT for wrong weights, 143 or 130 after a signal to stop."""
+    """Serve. Returns the exit code: 1 if the engine or the port failed or no version came after half of one, `waiting.UNFIT` for wrong
+    weights, 143 or 130 after a signal to stop."""
     die_with_parent()
     os.register_at_fork(after_in_child=die_with_parent)  # vLLM's engine processes
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -211,8 +211,9 @@ async def watch(
             return stopped.result()
         if engine.broken.done():
             await asyncio.sleep(0.1)  # the client of the failed update reads the answer first
-            print(f"{engine.broken.result()}\nThe model is only partly updated, so this server ends.", file=sys.stderr)
-            return UNFIT
+            why, code = engine.broken.result()
+            print(f"{why}\nThe model is only partly updated, so this server ends.", file=sys.stderr)
+            return code
         if engine.llm.errored and lost is not None:  # the engines here may fail first, because one elsewhere is gone
             await asyncio.wait([lost], timeout=LAST_WORDS)
         if lost is not None and lost.done():

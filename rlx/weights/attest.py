@@ -77,19 +77,15 @@ def partial_sum(part: Tensor, whole: Sequence[int], start: int, dim: int) -> int
     """What a part of a tensor adds to the checksum of the whole one: the parts' sums, modulo 2^64, are its checksum (`as_checksum`).
 
     `part` is the slice of a tensor of the shape `whole` that begins at `start` in the dimension `dim` (0 or 1). Returns None if it does not
-    begin and end at multiples of 8 bytes.
+    begin and end at multiples of 8 bytes (`has_sum`).
     """
     if not part.numel():  # of a worker whose slice is padding alone
         return 0
-    rows = whole[0] if len(whole) > 1 else 1
-    words, rest = divmod(torch.Size(whole).numel() // max(rows, 1) * part.itemsize, 8)  # in a row of the whole tensor
-    if len(whole) == 1 or dim == 1:
-        first_row, (first, unaligned) = 0, divmod(start * (torch.Size(whole[2:]).numel() if dim == 1 else 1) * part.itemsize, 8)
-    else:
-        first_row, first, unaligned = start, 0, 0
-    data = part.detach().contiguous().reshape(part.shape[0] if len(whole) > 1 else 1, -1).view(torch.uint8)
-    if rest or unaligned or data.shape[1] % 8:
+    if not has_sum(part, whole, start, dim):
         return None
+    words, first = (size // 8 for size in _bytes(part, whole, start, dim)[:2])
+    first_row = start if len(whole) > 1 and dim == 0 else 0
+    data = part.detach().contiguous().reshape(part.shape[0] if len(whole) > 1 else 1, -1).view(torch.uint8)
     total = 0
     places = first + torch.arange(data.shape[1] // 8, device=data.device)
     for number, block in enumerate(data.view(torch.int64).split(step := max(1, PART // max(1, len(places))))):
@@ -97,6 +93,20 @@ def partial_sum(part: Tensor, whole: Sequence[int], start: int, dim: int) -> int
         word = row[:, None] * words + places
         total += int((block * _factor(word % ROW) * _factor(word // ROW)).sum())
     return total % 2**64
+
+
+def has_sum(part: Tensor, whole: Sequence[int], start: int, dim: int) -> bool:
+    """Whether `partial_sum` can sum such a part."""
+    return not part.numel() or not any(size % 8 for size in _bytes(part, whole, start, dim))
+
+
+def _bytes(part: Tensor, whole: Sequence[int], start: int, dim: int) -> tuple[int, int, int]:
+    """Of a row of the whole tensor, before the part in its rows, and of a row of the part."""
+    rows, mine = (whole[0], part.shape[0]) if len(whole) > 1 else (1, 1)
+    inner = torch.Size(whole[2:]).numel() if dim == 1 else 1
+    before = start * inner if len(whole) == 1 or dim == 1 else 0
+    row = torch.Size(whole).numel() // max(rows, 1)
+    return row * part.itemsize, before * part.itemsize, part.numel() // mine * part.itemsize
 
 
 def as_checksum(total: int) -> str:

@@ -150,3 +150,13 @@ def _add_adapter(
         return
     for part, a, b in zip(y.split(list(output_slices), dim=1), lora_a_stacked, lora_b_stacked, strict=True):
         part.add_((x @ a[0, 0].T) @ b[0, 0].T, alpha=scale)
+
+
+def every_request_with_adapter(processor: Any) -> None:
+    """Have the engine answer every request with the policy's adapter, also those of vLLM's own routes."""
+    process = processor.process_inputs
+
+    def with_adapter(*args: Any, **keys: Any) -> Any:
+        return process(*args, **keys | {"lora_request": POLICY})
+
+    processor.process_inputs = with_adapter

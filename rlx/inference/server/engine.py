@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from vllm.exceptions import VLLMValidationError
@@ -26,13 +26,16 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from rlx.inference.protocol import FLOAT, INT, Completion, GenerateRequest, PolicyState, pack_ids
-from rlx.inference.server.adapter import POLICY
+from rlx.inference.server.adapter import every_request_with_adapter
 from rlx.inference.server.core import DataParallelCore, InProcessCore, SeparateCore, Sink
+from rlx.inference.server.half import Half
+from rlx.inference.server.orders import Disobeyed, obeyed
 from rlx.inference.server.policy_files import Shapes, check_adapter, check_policy, check_shapes, tensor_shapes, twin_of_head
 from rlx.inference.server.reading import read
 from rlx.inference.server.sampling import refuse_what_ends_an_engine, sampling_params
 from rlx.inference.server.served import Compared, settle
 from rlx.inference.server.start import engine_config
+from rlx.waiting import UNFIT
 from rlx.weights.files import identity
 from rlx.weights.mailbox import Call, Gone, Interrupted
 from rlx.weights.offer import read_secret
@@ -60,6 +63,13 @@ class Broken(RuntimeError):
     """A failed update left a model that is partly old and partly new. The process must end."""
 
 
+class Ending(NamedTuple):
+    """Why the process must end with a model that is only partly updated."""
+
+    why: str
+    code: int  # UNFIT: another start would hide a defect; 1: the next version may well arrive
+
+
 @dataclass(frozen=True, slots=True)
 class InFlight:
     """What an update does with the requests in flight."""
@@ -84,13 +94,12 @@ class PolicyEngine:
         self.attested = 0.0
         self.left_out: dict[str, float] = {}  # what was not compared, and why → its share
         self._said: dict[str, float] = {}  # the latest warning about it
-        self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why the process must end
+        self.broken: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()  # the process must end
         self._updating = asyncio.Lock()
         self.secret: Path | None = None  # the file with the secret of messages between the trainer and this server
         self.asking = False  # for weights, for which the trainer must first be ready
         self._name = uuid.uuid4().hex  # in the trainer's mailbox
-        self._partly = False  # the model is partly old and partly new, and the engine is paused
-        self._limit: asyncio.TimerHandle | None = None  # how long it may stay so after a transfer that broke
+        self._half = Half(self._give_up)  # whether the model is partly old and partly new, and the engine is paused
         self._numbers = itertools.count()
         self._open = asyncio.Event()  # set while new requests are admitted
         self._open.set()
@@ -191,7 +200,7 @@ class PolicyEngine:
     @property
     def waited_for(self) -> int:
         """Requests that the engine has to answer; 0 while it is changed to another version."""
-        return 0 if self._updating.locked() or self._partly else len(self.core.sinks)
+        return 0 if self._updating.locked() or self._half.partly else len(self.core.sinks)
 
     def state(self) -> PolicyState:
         core = self.core
@@ -226,8 +235,8 @@ class PolicyEngine:
                     await asyncio.to_thread(check_adapter, folder, version, self.served, self.rank, self.identity)
                 else:
                     await asyncio.to_thread(check_policy, folder, version, self.served, self._tied)
-                    await read(self.core.collective_rpc_async, folder)
-            except (ValueError, KeyError, TypeError, OSError) as error:
+                    await read(self._workers, folder)
+            except (ValueError, KeyError, TypeError, OSError, Disobeyed) as error:
                 raise BadWeights(f"version {version} was refused, version {self.version} is still served: {error}") from error
             try:
                 await self._drain(in_flight.drain_tokens)
@@ -245,7 +254,7 @@ class PolicyEngine:
         midway nothing is generated until another version is loaded, for at most `timeout` seconds.
         """
         async with self._updating:
-            if version == self.version and not self._partly:
+            if version == self.version and not self._half.partly:
                 return
             started = time.perf_counter()
             try:
@@ -265,12 +274,13 @@ class PolicyEngine:
             workers = self.llm.vllm_config.parallel_config.world_size_across_dp
             try:
                 self.asking = True
+                self._half.stop()  # a trainer that is lost does not keep the server waiting: that raises Gone
                 await asyncio.to_thread(call.ask, self._name, version, workers, together)
                 self.asking, checked = False, time.perf_counter()
                 sums = await self._receive(call, version, in_flight, timeout)
                 if sums.keys() != given.keys():
                     raise ValueError(f"the trainer's checksums lack or add tensors: {sorted(sums.keys() ^ given.keys())[:5]}")
-                found: list[Compared] = await self.core.collective_rpc_async("attest_policy", None, (sums,))
+                found: list[Compared] = await self._workers("attest_policy", sums)
                 await self._resume(version, where, found)
             except Gone:
                 raise
@@ -280,6 +290,7 @@ class PolicyEngine:
                 self.asking = False
                 call.end()  # a thread that still waits would keep this process from ending
                 self._open.set()
+                self._half.run(timeout)
             self._report(started, checked)
             with contextlib.suppress(Interrupted):  # the trainer need not wait for this
                 await asyncio.to_thread(call.done)
@@ -293,25 +304,22 @@ class PolicyEngine:
                 begins = order == "start_weight_update"
                 # Data-parallel engines wait for each other in every step. One that waits for another's part of a group would stop both.
                 if not paused and (begins or (several and order == "init_weight_transfer_engine")):
-                    self._give_time()  # before requests are waited for
                     await self._drain(in_flight.drain_tokens)
                     await self._pause(in_flight.keep_kv)
                     paused = True
-                self._partly |= begins
+                self._half.partly |= begins
                 sums = arguments.pop("sums", None)
-                await self.core.collective_rpc_async(order, None, (), arguments)
+                await self._workers(order, **arguments)
                 if sums is not None:
                     return sums
                 await asyncio.to_thread(call.done)
         except Exception as error:
             text = f"version {version} did not arrive ({order or 'no order'}): {type(error).__name__}: {error}"
             log.warning("%s", text)
-            if self._partly and self._limit is None:
-                why = f"{text}. No version came in the next {timeout:g} s (weight_broadcast.timeout)"
-                self._limit = asyncio.get_running_loop().call_later(timeout, self._fail, why)
+            self._half.broke(text, timeout)
             with contextlib.suppress(Exception):
-                await self.core.collective_rpc_async("abandon_transfer", None, ())
-                if paused and not self._partly:
+                await self._workers("abandon_transfer")
+                if paused and not self._half.partly:
                     await self.core.resume_scheduler_async()
                 await asyncio.to_thread(call.done, text)
             raise Gone(text) from error
@@ -322,32 +330,36 @@ class PolicyEngine:
             started = time.perf_counter()
             try:
                 shapes = await asyncio.to_thread(tensor_shapes, self.model)
-            except (ValueError, OSError) as error:
+                if shapes != self.served:
+                    raise ValueError(f"{self.model} has changed since this server started")
+                if not self.rank:
+                    await read(self._workers, self.model)
+            except (ValueError, OSError, Disobeyed) as error:
                 raise BadWeights(f"the initial model was refused, version {self.version} is still served: {error}") from error
-            if shapes != self.served:
-                raise BadWeights(f"version {self.version} is still served: {self.model} has changed since this server started")
-            if not self.rank:
-                await read(self.core.collective_rpc_async, self.model)
             await self._load(self.model, 0, started)
+
+    async def _workers(self, method: str, *arguments: Any, **named: Any) -> list[Any]:
+        """Call a method of all workers. Raises Disobeyed when all have answered, if any failed."""
+        return await obeyed(self.core.collective_rpc_async, method, *arguments, **named)
 
     async def _drain(self, tokens: int) -> None:
         """If all requests in flight are running and each has at most `tokens` tokens left, admit no more and wait for them."""
         sinks = list(self.core.sinks.values())
         config = self.llm.vllm_config  # each engine of the server has a scheduler of its own
         fit = len(sinks) <= config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size
-        running = fit and not self._partly  # after a transfer that broke, the engine is paused
+        running = fit and not self._half.partly  # after a transfer that broke, the engine is paused
         if sinks and running and all(sink.max_tokens - len(sink.token_ids) <= tokens for sink in sinks):
             self._open.clear()
             await asyncio.wait([sink.done for sink in sinks])
 
     async def _load(self, folder: Path, version: int, started: float, keep_kv: bool = False) -> None:
         if self.broken.done():
-            raise Broken(self.broken.result())
+            raise Broken(self.broken.result().why)
         checked = time.perf_counter()
         try:
             await self._pause(keep_kv)
             method, *what = ("load_adapter", str(folder) if version else None) if self.rank else ("load_policy",)
-            found: list[Compared] = await self.core.collective_rpc_async(method, None, tuple(what))  # by each worker
+            found: list[Compared] = await self._workers(method, *what)
             await self._resume(version, str(folder), found)
         except Exception as error:
             raise self._break(f"version {version} from {folder}", error) from error
@@ -358,7 +370,7 @@ class PolicyEngine:
 
         With `keep_kv`, the running requests keep theirs, and no other request finds them (`scheduler.py`).
         """
-        self._give_time()
+        self._half.stop()
         await self.core.pause_scheduler_async("keep", not keep_kv)
         await self.core.settle()
         if not keep_kv:
@@ -371,14 +383,8 @@ class PolicyEngine:
         engines = self.llm.vllm_config.parallel_config.data_parallel_size
         (self.attested, self.left_out), self.weights = settle(found, engines), where
         self.core.version = version
-        self._partly = False
+        self._half.whole()
         await self.core.resume_scheduler_async()
-
-    def _give_time(self) -> None:
-        """Another version comes after a transfer that broke. If that breaks too, the time begins anew."""
-        if self._limit is not None:
-            self._limit.cancel()
-            self._limit = None
 
     def _break(self, what: str, error: Exception) -> Broken:
         message = f"loading {what} failed midway: {type(error).__name__}: {error}"
@@ -386,9 +392,12 @@ class PolicyEngine:
         self._fail(message)
         return Broken(message)
 
-    def _fail(self, why: str) -> None:
+    def _give_up(self, why: str) -> None:
+        self._fail(why, 1)
+
+    def _fail(self, why: str, code: int = UNFIT) -> None:
         if not self.broken.done():
-            self.broken.set_result(why)
+            self.broken.set_result(Ending(why, code))
 
     def _report(self, started: float, checked: float) -> None:
         log.info(
@@ -400,16 +409,6 @@ class PolicyEngine:
             self._said = self.left_out
             shares = sorted(self.left_out.items(), key=lambda item: -item[1])
             log.warning("not compared: %s", ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares))
-
-
-def every_request_with_adapter(processor: Any) -> None:
-    """Have the engine answer every request with the policy's adapter, also those of vLLM's own routes."""
-    process = processor.process_inputs
-
-    def with_adapter(*args: Any, **keys: Any) -> Any:
-        return process(*args, **keys | {"lora_request": POLICY})
-
-    processor.process_inputs = with_adapter
 
 
 def _what(adapter: bool) -> str:

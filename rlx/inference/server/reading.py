@@ -59,6 +59,10 @@ class Reading:
     def state(self) -> State:
         return State(not self._thread.is_alive(), self._why)
 
+    def wait(self) -> None:
+        """Return when nothing is read or written any more."""
+        self._thread.join()
+
     def _run(self, entries: Iterable[tuple[str, Tensor]]) -> None:
         try:
             with torch.no_grad():
@@ -87,16 +91,16 @@ class Reading:
 
 
 async def read(call: Callable[..., Awaitable[Any]], folder: Path) -> None:
-    """Have all workers read a version while they generate. `call`: the engine's `collective_rpc_async`.
+    """Have all workers read a version while they generate. `call` calls a method of all of them (`orders.obeyed`).
 
     Raises ValueError if a worker refuses it.
     """
-    await call("begin_reading", None, (str(folder),))
+    await call("begin_reading", str(folder))
     states: Sequence[State] = [State(False, "")]
     seconds, longest = POLL
     while not all(state.done for state in states):
         await asyncio.sleep(seconds)
         seconds = min(2 * seconds, longest)
-        states = [State(*state) for state in await call("reading_state", None, ())]
+        states = [State(*state) for state in await call("reading_state")]
     if refused := [state.why for state in states if state.why]:
         raise ValueError(refused[0])

@@ -79,11 +79,16 @@ def faithful(
 
     `tensors`: the tensors that the engine has just loaded. `shapes`: all their shapes. `kept`: original weights of layers whose own weight
     is a packed copy, which cannot be read (`kept.kept_weights`). The sums are those of whole tensors, also for a worker that has a slice.
+    A tensor of equal values, as a new model's biases, is the same in any order. It counts only if no other tensor of its module has moved.
     """
     engine = Engine.of(model, kept, shapes, split)
 
+    uniform: set[str] = set()
+
     def same(entry: tuple[str, Tensor]) -> tuple[str, dict[str, Any]] | None:
         name, tensor = entry
+        if _uniform(tensor):
+            uniform.add(name)
         place = engine.find(name)
         if place is None:
             return None
@@ -96,7 +101,15 @@ def faithful(
         whole = found if dim is None else checksum(tensor.to(served.dtype))
         return name, {"shape": list(tensor.shape), "dtype": str(served.dtype).removeprefix("torch."), "sum": whole}
 
-    return dict(one for one in each(same, tensors, _host_bytes(engine.parameters.values())) if one is not None)
+    found = dict(one for one in each(same, tensors, _host_bytes(engine.parameters.values())) if one is not None)
+    moved = {name.rpartition(".")[0] for name in shapes if name not in found}
+    return {name: fact for name, fact in found.items() if name not in uniform or name.rpartition(".")[0] not in moved}
+
+
+def _uniform(tensor: Tensor) -> bool:
+    """Whether all values are equal."""
+    flat = tensor.reshape(-1)
+    return len(flat) > 1 and bool(flat[0] == flat[-1]) and bool((flat == flat[0]).all())
 
 
 def places(

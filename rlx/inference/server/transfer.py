@@ -3,6 +3,7 @@
 `GlooEngine` is a weight transfer engine like vLLM's own `nccl` and `ipc`, but through host memory, on any device. Every worker has one.
 Tensors are loaded as they arrive. If the transfer breaks midway, the engine stays paused, because its model is partly old and partly new;
 the same or a newer version can be loaded again.
+What vLLM renames, casts or rearranges cannot be compared once it is served, so its checksum is computed as it arrives (`arrived`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from rlx.inference.server.kept import heads, kept_weights
 from rlx.inference.server.policy_files import TIED_HEAD
 from rlx.parallel.transfer import Announced, Group, reach_store
+from rlx.weights.attest import checksum
 
 
 def unpack(packed: dict[torch.nn.Module, torch.nn.Parameter]) -> None:
@@ -84,6 +86,8 @@ class GlooEngine(WeightTransferEngine[GlooInit, GlooUpdate]):
     group: Group | None = None
     twin: str | None = None  # the tensor that is also loaded as the head (`PolicyWorker.twin`)
     places: Mapping[str, torch.Tensor] = MappingProxyType({})  # of tensors that are served as they are sent: see `Group.receive`
+    attested: Mapping[str, str] = MappingProxyType({})  # tensors that are compared as they are served, and in which dtype
+    arrived: Mapping[str, str] = MappingProxyType({})  # checksums of the others, as they came
 
     def init_transfer_engine(self, init_info: GlooInit) -> None:
         self.shutdown()
@@ -93,6 +97,7 @@ class GlooEngine(WeightTransferEngine[GlooInit, GlooUpdate]):
         self.group = Group(store, init_info.name, rank, init_info.world_size, init_info.timeout)
 
     def start_weight_update(self) -> None:
+        self.arrived = {}
         self.packed = kept_weights(self.model)
         if self.packed:
             unpack(self.packed)
@@ -106,17 +111,21 @@ class GlooEngine(WeightTransferEngine[GlooInit, GlooUpdate]):
         assert self.group is not None, "init_weight_transfer_engine comes first"
         announced = Announced(update_info.names, update_info.dtypes, update_info.shapes)
         twin = self.twin if TIED_HEAD not in announced.names else None
+        dtypes = dict(zip(announced.names, announced.dtypes, strict=True))
+        arrived: dict[str, str] = {}
         try:
             with torch.no_grad(), disable_mtp_completeness_check():
                 load: Any = self.model.load_weights
                 places = {name: place for name, place in self.places.items() if name != twin} if self.packed else {}
                 for part in self.group.receive(announced, places):
+                    arrived |= {name: checksum(tensor) for name, tensor in part if self.attested.get(name) != dtypes[name]}
                     if not self.packed:  # vLLM keeps them until it has all of a layer
                         part = [(name, tensor.clone()) for name, tensor in part]
                     load(part + [(TIED_HEAD, tensor) for name, tensor in part if name == twin])
         except BaseException:
             self.shutdown()  # the trainer notices, too
             raise
+        self.arrived = arrived
 
     def finish_weight_update(self) -> None:
         with torch.no_grad():

@@ -16,17 +16,19 @@ import torch
 
 from rlx.inference.server import adapter
 from rlx.inference.server.kept import check_heads, check_packed, kept_weights, own_copy
+from rlx.inference.server.orders import Obedient
 from rlx.inference.server.policy_files import TIED_HEAD, tensor_shapes, tensors, twin_of_head, with_head
 from rlx.inference.server.reading import Reading, State
-from rlx.inference.server.served import Compared, Place, Split, compare, faithful, places, storage
+from rlx.inference.server.served import Compared, Place, Split, compare, faithful, places, refuse, storage
 from rlx.inference.server.transfer import GlooEngine, forget_reload, pack, unpack
 from rlx.paths import COMPLETE
 from rlx.process import peak_memory
+from rlx.weights.attest import has_sum
 from rlx.weights.hub import fetch
 
 
-class PolicyWorker:
-    """Methods for `collective_rpc`. vLLM already uses the names `update_weights` and `reload_weights`."""
+class PolicyWorker(Obedient):
+    """Methods for `collective_rpc`, mostly through `obey`. vLLM already uses the names `update_weights` and `reload_weights`."""
 
     vllm_config: Any
     model_runner: Any
@@ -51,6 +53,8 @@ class PolicyWorker:
     def begin_reading(self, folder: str) -> None:
         """Start to read a Hugging Face folder, while the engine goes on with its steps (`reading.py`)."""
         path = Path(folder)
+        if hasattr(self, "reading"):
+            self.reading.wait()  # of a version that was given up, because another worker could not even begin to read it
         manifest = path / COMPLETE  # before the tensors: the folder may be deleted meanwhile, and its files overwritten
         written = json.loads(manifest.read_text()).get("tensors", {}) if manifest.exists() else {}
         self.trained = self.sums if path == self.initial and not written else written
@@ -82,7 +86,10 @@ class PolicyWorker:
             return self.attest_policy(self.trained)
 
     def attest_policy(self, trained: dict[str, Any]) -> Compared:
-        """Compare the served weights with what was trained (`compare`)."""
+        """Compare the served weights with what was trained (`compare`), and what cannot be compared with it as it arrived."""
+        if isinstance(self.weight_transfer_engine, GlooEngine):
+            arrived, self.weight_transfer_engine.arrived = self.weight_transfer_engine.arrived, {}
+            refuse([name for name, found in arrived.items() if found != trained[name]["sum"]], len(trained))
         model = self.model_runner.get_model()
         packed = kept_weights(model)
         if self.twin in trained and TIED_HEAD not in trained:
@@ -110,6 +117,7 @@ class PolicyWorker:
             with set_current_vllm_config(self.vllm_config), torch.no_grad():
                 forget_reload(model, self.vllm_config.model_config)
         self._weight_update_active = False
+        self.weight_transfer_engine.arrived = {}  # files may be loaded next
         self.weight_transfer_engine.reset_weight_update_target()
         self.weight_transfer_engine.shutdown()
 
@@ -131,6 +139,11 @@ class PolicyWorker:
         if isinstance(self.weight_transfer_engine, GlooEngine):
             self.weight_transfer_engine.twin = self.twin
             self.weight_transfer_engine.places = {name: place.served for name, place in every.items() if place.dim is None}
+            self.weight_transfer_engine.attested = {
+                name: str(served.dtype).removeprefix("torch.")
+                for name, (served, start, dim) in every.items()
+                if dim is None or has_sum(served, shapes[name], start, dim)
+            }
 
     def load_adapter(self, folder: str | None) -> Compared:
         """Replace the served adapter by the one in a PEFT folder, or by zeros: None, version 0. Then compare it with the folder's manifest.
