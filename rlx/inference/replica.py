@@ -53,6 +53,7 @@ class Replica:
         self.claimed = False  # for the run, and without another run's weights
         self.silent_since: float | None = None  # monotonic time of the first of its latest failures to answer
         self.hung = False  # it took a connection and did not answer
+        self.late = False  # it answered, but did not load the latest version that it was told in time
         self.said = ""  # the latest warning about it
         self._asked: float | None = None  # monotonic time of its latest word that it waits for the trainer, unless it said otherwise since
         self.updating = asyncio.Lock()
@@ -68,11 +69,12 @@ class Replica:
     @property
     def gone(self) -> bool:
         """Whether there is no use in waiting for it."""
-        return self.hung or (self.silent_since is not None and time.monotonic() - self.silent_since > GONE)
+        return self.hung or self.late or (self.silent_since is not None and time.monotonic() - self.silent_since > GONE)
 
     def told(self, state: PolicyState) -> PolicyState:
         """Keep in mind what the server says of itself."""
         self._asked = time.monotonic() if state.asking else None
+        self.late &= not state.asking
         self.initial = state.identity
         return state
 
