@@ -13,7 +13,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
 import aiohttp
 import msgspec
@@ -78,6 +78,7 @@ class Fleet:
         self.look_up: Callable[[int], WeightVersion | None] = lambda version: None  # where else a version is now: `Subscriber.at`
         self._weights: WeightVersion | None = None  # the weights of `version`; None for version 0
         self._patience = 600.0  # seconds for the latest update
+        self._told = 0  # the version of the latest update, whether or not it is complete
         self._servers = [Replica(endpoint) for endpoint in endpoints]
         self._restart_timeout = restart_timeout
         self._manner = manner
@@ -122,10 +123,18 @@ class Fleet:
         while servers wait until the trainer is ready to send.
         """
         servers, self._patience = [server for server in self._servers if server.serves] or self._servers, timeout
-        self._limit = Limit(weights, timeout)
+        self._limit, self._told = Limit(weights, timeout), weights.version
+
+        def tell(server: Replica, together: int) -> Awaitable[None]:
+            return self._tell(server, weights, together)
+
         try:
-            how = tell_in_turn if self._manner.in_turn else tell_all
-            missing = await how(servers, lambda server, together: self._tell(server, weights, together), self._limit)
+            if weights.kind == "memory":
+                # Between two updates the trainer may never be able to send (sharded, and with its next batch ready): they join now.
+                joining = [one for one in self._servers if one not in servers and one.claimed and not one.gone]
+                missing = await tell_all(servers, tell, self._limit, beside=joining)
+            else:
+                missing = await (tell_in_turn if self._manner.in_turn else tell_all)(servers, tell, self._limit)
         finally:
             self._limit = None
         for server, why in missing:
@@ -272,7 +281,7 @@ class Fleet:
                 raise StaleServer(f"{server.endpoint.name} has version {state.version} now, and version {self.version} is played")
             doing, limit = f"load version {self.version}", self._restart_timeout
             async with asyncio.timeout(limit):
-                strange = state.version > self.version or (self._run and state.version and not server.claimed)
+                strange = state.version > max(self.version, self._told) or (self._run and state.version and not server.claimed)
                 if strange and not server.serves:
                     if state.running or state.waiting:  # they may be this run's own: the server was taken away and is back
                         raise StaleServer(f"{server.endpoint.name} still answers earlier requests; it joins when they have ended")
@@ -299,7 +308,7 @@ class Fleet:
             server.hung, server.said = False, ""
             if not server.serves:
                 server.serves, server.late = True, False
-                log.info("%s serves version %d", server.endpoint.name, self.version)
+                log.info("%s serves version %d", server.endpoint.name, max(self.version, state.version))
                 self._tell_samplers()
 
     def _compare(self, server: Replica, state: PolicyState) -> None:

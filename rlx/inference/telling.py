@@ -64,14 +64,17 @@ class Limit:
         )
 
 
-async def tell_all(servers: Sequence[Replica], tell: Tell, limit: Limit, others: bool = False) -> Missing:
+async def tell_all(servers: Sequence[Replica], tell: Tell, limit: Limit, others: bool = False, beside: Sequence[Replica] = ()) -> Missing:
     """Tell these servers concurrently. Once one has the version, those that do not answer or missed the trainer are left out: returned.
     So are those without an answer at the limit.
 
     `others`: a server that is not among these has the version, so all of these may be left out. Otherwise the first error is raised.
+    `beside`: servers that are told as well and not waited for, whatever becomes of them.
     Raises UpdateRefused, and InferenceError if a server fails.
     """
-    telling = {asyncio.ensure_future(tell(server, len(servers))): server for server in servers}
+    together = len(servers) + len(beside)
+    telling = {asyncio.ensure_future(tell(server, together)): server for server in servers}
+    telling_beside = [asyncio.ensure_future(tell(server, together)) for server in beside]
     waiting, loaded = set(telling), others
     missing: Missing = []
     late: list[Replica] = []
@@ -104,9 +107,9 @@ async def tell_all(servers: Sequence[Replica], tell: Tell, limit: Limit, others:
             raise missed[0] if missed else limit.missed(late) if late else missing[0][1]
         return missing
     finally:
-        for task in telling:
-            task.cancel()
-        await asyncio.gather(*telling, return_exceptions=True)
+        for task in (*telling, *telling_beside):
+            task.cancel()  # a server ends what it has begun
+        await asyncio.gather(*telling, *telling_beside, return_exceptions=True)
 
 
 async def tell_in_turn(servers: Sequence[Replica], tell: Tell, limit: Limit) -> Missing:
