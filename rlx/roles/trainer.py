@@ -219,7 +219,9 @@ class Trainer:
         self.watch.progressed()
         if not self.updated:
             self.watch.give_up_with(self.mesh)
+            phase = self.watch.phase
             self.broadcast.serve()
+            self.watch.beat(phase)  # the step goes on
 
 
 def main() -> int:
