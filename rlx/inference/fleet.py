@@ -42,7 +42,7 @@ from rlx.inference.protocol import (
 )
 from rlx.inference.replica import Replica
 from rlx.inference.telling import AT_ONCE, Limit, Manner, tell_all, tell_in_turn
-from rlx.types import WeightVersion
+from rlx.types import InitialModel, WeightVersion
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +76,7 @@ class Fleet:
         self.version = 0
         self.on_change: Callable[[Sequence[Endpoint], Collection[str]], None] = lambda serving, lost: None  # `Sampler.use`
         self.look_up: Callable[[int], WeightVersion | None] = lambda version: None  # where else a version is now: `Subscriber.at`
+        self.trained: Callable[[], InitialModel | None] = lambda: None  # what the trainer began with, once it says so: `Subscriber.initial`
         self._weights: WeightVersion | None = None  # the weights of `version`; None for version 0
         self._patience = 600.0  # seconds for the latest update
         self._told = 0  # the version of the latest update, whether or not it is complete
@@ -208,10 +209,9 @@ class Fleet:
                 if tick is not None:
                     tick()
                 await asyncio.sleep(PAUSE)
-            first = self._servers[0]
-            if not adopt and server.serves and state.identity and first.initial and state.identity != first.initial:
+            if not adopt and server.serves and (other := server.differs_from(self._servers[:1])) is not None:
                 raise InferenceError(
-                    f"{server.endpoint.name} began with other weights than {first.endpoint.name}: its model is {state.model}. "
+                    f"{server.endpoint.name} began with other weights than {other.endpoint.name}: its model is {state.model}. "
                     "All servers of a run need the model that it trains"
                 )
             if state.version > self.version and not adopt:
@@ -224,8 +224,12 @@ class Fleet:
             (self.version,) = have
 
     async def held(self) -> None:
-        """Runs for ever. Raises TakenServer once another run has claimed a server on which this run plays."""
+        """Runs for ever. Raises TakenServer once another run has claimed a server on which this run plays, and InferenceError once the
+        trainer says that it began with another model than the servers (`trained`)."""
+        trained: InitialModel | None = None
         while self._taken is None:
+            if trained is None and (trained := await asyncio.to_thread(self.trained)) is not None:
+                replica.check_initial([one for one in self._servers if one.serves], trained)
             await asyncio.sleep(PAUSE)
         raise self._taken
 
@@ -288,7 +292,8 @@ class Fleet:
                     await self._reset(server)
                     state = await self._state(server)
                 server.claimed = True
-                self._compare(server, state)
+                if not self.version and not server.serves:
+                    replica.check_joins(server, [one for one in self._servers if one.serves])
                 if state.version < self.version:
                     await self._restore(server)
         except (InferenceError, TimeoutError, msgspec.MsgspecError) as error:
@@ -310,20 +315,6 @@ class Fleet:
                 server.serves, server.late = True, False
                 log.info("%s serves version %d", server.endpoint.name, max(self.version, state.version))
                 self._tell_samplers()
-
-    def _compare(self, server: Replica, state: PolicyState) -> None:
-        """Raise StaleServer if a server that is to join at version 0 began with other weights than those that serve.
-
-        Later versions are compared with what was trained when they are loaded, so only version 0 could be another model unnoticed.
-        """
-        if self.version or server.serves or not state.identity:
-            return
-        for other in self._servers:
-            if other.serves and other.initial and other.initial != state.identity:
-                raise StaleServer(
-                    f"{server.endpoint.name} does not join at version 0: the weights of its model {state.model} are not those that "
-                    f"{other.endpoint.name} began with. Start it with the run's model"
-                )
 
     def _leave_out(self, server: Replica, why: str) -> None:
         if server.serves:
