@@ -95,6 +95,24 @@ def test_a_server_that_is_killed_in_mid_transfer_comes_back_and_gets_the_version
     job.wait_until_nothing_is_left()
 
 
+@pytest.mark.nightly
+def test_a_server_that_is_stopped_in_mid_transfer_is_killed_and_comes_back_and_gets_the_version(
+    start: Callable[..., MainJob], tmp_path: Path
+) -> None:
+    job = stopped_midway(start, tmp_path / "hook", "max_steps=5", "inference.hung_timeout=20")
+    os.kill(job.pids()["inference"], signal.SIGSTOP)
+    (tmp_path / "hook" / "go").touch()
+    assert job.wait() == 0, job.text()
+    (restart,) = job.status()["restarts"]
+    assert "(inference.hung_timeout=20)" in restart["reason"]
+    trained = job.metrics("trainer")
+    assert [record["step"] for record in trained] == list(range(5))
+    assert max(record["mismatch/kl"] for record in trained) < 1e-6
+    for step in range(5):
+        assert {version for rollout in job.rollouts(step) for version in rollout["versions"]} == {step}
+    job.wait_until_nothing_is_left()
+
+
 @pytest.mark.long
 def test_a_trainer_that_is_killed_in_mid_transfer_ends_the_run_as_its_cause(start: Callable[..., MainJob], tmp_path: Path) -> None:
     job = stopped_midway(start, tmp_path / "hook", "max_steps=5")
