@@ -67,7 +67,9 @@ def test_in_turn_a_server_that_hangs_costs_its_own_time_alone() -> None:
     play(scene, Stand(), Stand(), look=60, manner=IN_TURN)
 
 
-def test_a_transfer_that_breaks_at_its_own_limit_ends_the_update_before_the_fleets_does_and_the_next_one_serves_the_rest() -> None:
+def test_a_transfer_that_breaks_at_its_own_limit_ends_the_update_before_the_fleets_does_and_the_next_one_serves_the_rest(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """The transfer ends `timeout` seconds after a server began to hang, which is later than `timeout` seconds after the fleet began."""
 
     async def scene(client: Servers, hangs: Stand, left: Stand) -> None:
@@ -78,6 +80,7 @@ def test_a_transfer_that_breaks_at_its_own_limit_ends_the_update_before_the_flee
         await asyncio.wait_for(client.fleet.update(in_memory(1), 20.0), 60)
         assert time.monotonic() - began < 10, "it has had its time, and does not get it again"
         assert (client.fleet.version, client.fleet.size, hangs.version, left.version) == (1, 1, 0, 1)
+        assert f"version 1 is served without {hangs.endpoint.name}: {hangs.endpoint.name} answers, but loads no version" in caplog.text
         hangs.stuck = False
         await until(lambda: client.fleet.size == 2)
 

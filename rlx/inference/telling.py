@@ -96,7 +96,8 @@ async def tell_all(servers: Sequence[Replica], tell: Tell, limit: Limit, others:
                 for task in [task for task in waiting if telling[task].gone]:
                     waiting.discard(task)
                     task.cancel()
-                    missing.append((telling[task], ServerUnreachable(f"{telling[task].endpoint.name} does not answer")))
+                    what = "answers, but loads no version: its engine hangs (see its log)" if telling[task].late else "does not answer"
+                    missing.append((telling[task], ServerUnreachable(f"{telling[task].endpoint.name} {what}")))
             if waiting and limit.over:
                 late = [telling[task] for task in waiting]
                 missing += [(server, limit.missed([server])) for server in late]
