@@ -51,6 +51,7 @@ class RunPaths:
     latest_logs = _At("logs/latest")
     endpoints = _At("endpoints")  # files in which processes publish their bound ports: `inference_0.json`
     offer = _At("endpoints/weights.json")  # where servers get the policy version that the trainer has in memory (`rlx.weights.offer`)
+    trained_initial = _At("endpoints/initial_model.json")  # with which weights the trainer began (`rlx.weights.initial`)
     offer_secret = _At("endpoints/weights.key")  # signs what trainer and servers tell each other then; mode 0600, new with every attempt
     preempt = _At("preempt")  # exists while the machine is about to be taken away: roles write a checkpoint and leave with exit code 75
     heartbeats = _At("heartbeats")

@@ -286,3 +286,12 @@ class WeightVersion:
     version: int
     kind: Literal["files", "adapter", "memory"]
     where: str  # the folder; of an adapter: in PEFT's format, for the model that the servers started with
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InitialModel:
+    """The model with which a trainer began: version 0, which nobody sends."""
+
+    identity: str  # `weights.files.identity`, as servers report theirs
+    where: str  # the folder
+    host: str

@@ -34,6 +34,7 @@ class Stand:
         self.refused = 0  # requests with another key
         self.waiting = 0  # requests in its queue
         self.hangs = False  # `/policy` and `/devices` are not answered
+        self.stuck = False  # it answers, but loads nothing: its engine hangs
         self.identity = "a"  # of version 0
         self.asking = False  # it waits for the trainer
         self.now = 0.0  # seconds, for the holder
@@ -135,6 +136,8 @@ class Stand:
         await asyncio.sleep(self.delay)
         self.updating -= 1
         self.updates.append(asked)
+        while self.stuck:
+            await asyncio.sleep(0.01)
         if self.gone:
             self.gone -= 1
             return web.json_response({"error": "the trainer has another version"}, status=410)

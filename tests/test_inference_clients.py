@@ -294,8 +294,8 @@ def test_time_in_which_the_servers_wait_for_the_trainers_step_does_not_count():
     async def scene(client: Servers, first: Stand, second: Stand) -> None:
         first.asking = second.asking = True
         await client.update(Path("weights"), 1, timeout=2.0)
-        first.asking = False
-        await until(lambda: not client.fleet._servers[0].asks)
+        first.asking = second.asking = False
+        await until(lambda: not any(server.asks for server in client.fleet._servers))
         with pytest.raises(ServerUnreachable, match=r"weight_broadcast\.timeout"):
             await client.update(Path("weights"), 2, timeout=2.0)
 

@@ -95,6 +95,67 @@ def test_a_server_that_is_killed_in_mid_transfer_comes_back_and_gets_the_version
     job.wait_until_nothing_is_left()
 
 
+@pytest.mark.nightly
+def test_a_server_that_is_stopped_in_mid_transfer_is_killed_and_comes_back_and_gets_the_version(
+    start: Callable[..., MainJob], tmp_path: Path
+) -> None:
+    job = stopped_midway(start, tmp_path / "hook", "max_steps=5", "inference.hung_timeout=20")
+    os.kill(job.pids()["inference"], signal.SIGSTOP)
+    (tmp_path / "hook" / "go").touch()
+    assert job.wait() == 0, job.text()
+    (restart,) = job.status()["restarts"]
+    assert "(inference.hung_timeout=20)" in restart["reason"]
+    trained = job.metrics("trainer")
+    assert [record["step"] for record in trained] == list(range(5))
+    assert max(record["mismatch/kl"] for record in trained) < 1e-6
+    for step in range(5):
+        assert {version for rollout in job.rollouts(step) for version in rollout["versions"]} == {step}
+    job.wait_until_nothing_is_left()
+
+
+HANGS = """
+import sys
+if "rlx.roles.inference" in sys.orig_argv and sys.orig_argv[-1] == "1":
+    import time
+    from rlx.inference.server.transfer import GlooEngine
+    from rlx.inference.server.worker import PolicyWorker
+
+    def third_time(method):
+        seen = [0]
+
+        def hangs(*args, **keys):
+            seen[0] += 1
+            if seen[0] == 3:
+                time.sleep(3600)
+            return method(*args, **keys)
+
+        return hangs
+
+    GlooEngine.receive_weights = third_time(GlooEngine.receive_weights)
+    PolicyWorker.load_policy = third_time(PolicyWorker.load_policy)
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("transport", ["gloo", "filesystem"])
+def test_a_server_whose_engine_hangs_in_an_update_is_left_out_and_the_run_goes_on_with_the_other(
+    start: Callable[..., MainJob], tmp_path: Path, transport: str
+) -> None:
+    """It still sends heartbeats and answers the orchestrator."""
+    (tmp_path / "sitecustomize.py").write_text(HANGS)
+    two = ("hardware.inference_replicas=2", "inference.kv_cache_gb=0.25")
+    update = (f"weight_broadcast.type={transport}", "weight_broadcast.timeout=20")
+    job = start("run", *ON_POLICY, *two, *update, "max_steps=6", env={"PYTHONPATH": str(tmp_path)})
+    assert job.wait() == 0, job.text()
+    log = (job.run_dir / "logs/attempt_0/orchestrator.log").read_text()
+    assert re.search(r"version 3 is served without inference server http://\S+:", log), log[-3000:]
+    trained = job.metrics("trainer")
+    assert [record["step"] for record in trained] == list(range(6))
+    assert max(record["mismatch/kl"] for record in trained) < 1e-6
+    assert "restarted" not in job.text()
+    job.wait_until_nothing_is_left()
+
+
 @pytest.mark.long
 def test_a_trainer_that_is_killed_in_mid_transfer_ends_the_run_as_its_cause(start: Callable[..., MainJob], tmp_path: Path) -> None:
     job = stopped_midway(start, tmp_path / "hook", "max_steps=5")

@@ -89,6 +89,21 @@ def test_servers_that_call_during_a_wait_interrupt_it_and_get_the_version(broadc
     assert phases == ["sending version 3, step 3"]
 
 
+def test_servers_that_call_within_a_step_get_the_version_while_heartbeats_go_on(broadcast: Make) -> None:
+    """Such a transfer may take `weight_broadcast.timeout`, which is longer than a process may be silent."""
+    weights, phases = broadcast(True)
+    assert weights.offers is not None
+    weights.offer(3)
+    phases.clear()
+    weights.serve()
+    assert phases == [], "nobody has called"
+    server = Server(weights.offers.paths, 3)
+    wait_for(weights.offers.called, "the server's call", 20)
+    weights.serve()
+    assert server.ended().error is None
+    assert phases == ["sending version 3, step 3"]
+
+
 def test_servers_that_have_called_get_the_version_also_where_the_batch_is_there_already(broadcast: Make) -> None:
     weights, _ = broadcast(True)
     assert weights.offers is not None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -11,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -47,9 +50,19 @@ GROUPS: dict[str, Group | None] = {}  # of the servers, which keep them between 
 class Server(threading.Thread):
     """The server's end, with one worker: asks once, and takes what the trainer sends. `tensors`: what arrived."""
 
-    def __init__(self, paths: RunPaths, version: int, name: str = "a", together: int = 1, dies_after: int | None = None) -> None:
+    def __init__(
+        self,
+        paths: RunPaths,
+        version: int,
+        name: str = "a",
+        together: int = 1,
+        dies_after: int | None = None,
+        hangs_after: int | None = None,
+    ) -> None:
+        """`dies_after`, `hangs_after`: the number of the part that it takes last. Hanging stops the whole process."""
         super().__init__(daemon=True)
-        self.paths, self.version, self.server, self.together, self.dies_after = paths, version, name, together, dies_after
+        self.paths, self.version, self.server, self.together = paths, version, name, together
+        self.dies_after, self.hangs_after = dies_after, hangs_after
         self.tensors: dict[str, torch.Tensor] = {}
         self.sums: dict | None = None
         self.error: Exception | None = None
@@ -72,6 +85,8 @@ class Server(threading.Thread):
                         if count == self.dies_after:
                             group.abort()
                             return
+                        if count == self.hangs_after:
+                            os.kill(os.getpid(), signal.SIGSTOP)
                         self.tensors |= {name: tensor.clone() for name, tensor in part}
                 self.sums = arguments.get("sums")
                 call.done()
@@ -230,6 +245,40 @@ def test_a_server_that_is_lost_midway_does_not_keep_the_others_from_the_version(
         offers.send()
     assert again.error is None
     assert all(torch.equal(again.tensors[name], tensor) for name, tensor in offers.source.model.named_weights())
+
+
+def stopped_server(root: Path) -> None:
+    Server(RunPaths(root), 1, "stopped", hangs_after=0).join()
+
+
+def test_a_server_that_is_stopped_midway_holds_the_trainer_for_its_limit_and_the_next_call_gets_the_version(tmp_path: Path) -> None:
+    """The head is larger than what the sockets of a connection hold, so it cannot leave."""
+    paths, limit = RunPaths(tmp_path), 4.0
+    paths.endpoints.mkdir(parents=True)
+    model = PolicyModel(make_model(vocab_size=1_100_000, tie_word_embeddings=False))
+    weights = dict(model.named_weights())
+    assert weights["lm_head.weight"].nbytes >= 1 << 26
+    offers = Offers(model, one_process("cpu"), paths, torch.float32, limit)
+    offers.offer(1)
+    stopped = mp.get_context("spawn").Process(target=stopped_server, args=(tmp_path,), daemon=True)
+    stopped.start()
+    try:
+        wait_for(offers.called, "the call", TIMEOUT)
+        began = time.monotonic()
+        offers.send()
+        assert psutil.Process(stopped.pid).status() == psutil.STATUS_STOPPED
+        assert limit - 1 < time.monotonic() - began < 10 * limit
+        assert offers._sender is None
+        left = Server(paths, 1, "left")
+        wait_for(offers.called, "the other call", TIMEOUT)
+        offers.send()
+        assert left.ended().error is None
+        assert all(torch.equal(left.tensors[name], tensor) for name, tensor in weights.items())
+    finally:
+        stopped.kill()
+        stopped.join()
+        offers.close()
+        GROUPS.clear()
 
 
 def test_a_server_that_called_and_died_is_not_waited_for_long(offers: Offers, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,7 +193,12 @@ class InferenceConfig:
 
 @dataclass
 class UpdateConfig:
-    timeout: float = key(600.0, "seconds for one update of all servers", above=0)
+    timeout: float = key(
+        600.0,
+        "seconds for one update of all servers, and for a transfer from memory without progress; then the servers that have the version "
+        "go on without the others (docs/weights.md)",
+        above=0,
+    )
 
     @property
     def without_files(self) -> str | None:

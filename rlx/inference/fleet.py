@@ -13,7 +13,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
 import aiohttp
 import msgspec
@@ -41,8 +41,8 @@ from rlx.inference.protocol import (
     names_version,
 )
 from rlx.inference.replica import Replica
-from rlx.inference.telling import AT_ONCE, Manner, tell_all, tell_in_turn
-from rlx.types import WeightVersion
+from rlx.inference.telling import AT_ONCE, Limit, Manner, tell_all, tell_in_turn
+from rlx.types import InitialModel, WeightVersion
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +76,10 @@ class Fleet:
         self.version = 0
         self.on_change: Callable[[Sequence[Endpoint], Collection[str]], None] = lambda serving, lost: None  # `Sampler.use`
         self.look_up: Callable[[int], WeightVersion | None] = lambda version: None  # where else a version is now: `Subscriber.at`
+        self.trained: Callable[[], InitialModel | None] = lambda: None  # what the trainer began with, once it says so: `Subscriber.initial`
         self._weights: WeightVersion | None = None  # the weights of `version`; None for version 0
         self._patience = 600.0  # seconds for the latest update
+        self._told = 0  # the version of the latest update, whether or not it is complete
         self._servers = [Replica(endpoint) for endpoint in endpoints]
         self._restart_timeout = restart_timeout
         self._manner = manner
@@ -89,7 +91,7 @@ class Fleet:
         self._adopted = False  # the versions are somebody else's
         self._session: aiohttp.ClientSession | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._limit: tuple[asyncio.Timeout, float] | None = None  # of the update in progress, and its seconds
+        self._limit: Limit | None = None  # of the update in progress
 
     async def __aenter__(self) -> Fleet:
         connector, timeout = aiohttp.TCPConnector(limit=0, keepalive_timeout=300), aiohttp.ClientTimeout(total=None, sock_connect=CONNECT)
@@ -115,32 +117,30 @@ class Fleet:
     async def update(self, weights: WeightVersion, timeout: float = 600.0) -> None:
         """Update all servers to a version, without losing a request. Returns when all servers that answer have it.
 
-        A server that does not answer is skipped if another one has the version. It gets the version before it serves again.
+        A server that does not answer or is too late is left out if another one has the version. It gets it before it serves again.
         The version's files must stay until the next update, because a server that restarts loads them.
         Raises UpdateRefused if a server rejects the weights, WeightsGone if the trainer does not have them any more, and ServerUnreachable
-        or InferenceError if a server fails or does not finish in `timeout` seconds. These do not count while no server answers, nor while
-        the servers wait until the trainer is ready to send.
+        or InferenceError if a server fails or none finishes in time (`telling.Limit`). Time does not count while no server answers, nor
+        while servers wait until the trainer is ready to send.
         """
         servers, self._patience = [server for server in self._servers if server.serves] or self._servers, timeout
+        self._limit, self._told = Limit(weights, timeout), weights.version
+
+        def tell(server: Replica, together: int) -> Awaitable[None]:
+            return self._tell(server, weights, together)
+
         try:
-            async with asyncio.timeout(timeout) as limit:
-                self._limit = (limit, timeout)
-                how = tell_in_turn if self._manner.in_turn else tell_all
-                missing = await how(servers, lambda server, together: self._tell(server, weights, together), self._count_anew)
-        except TimeoutError:
-            raise ServerUnreachable(
-                f"not all servers had version {weights.version} after {timeout:g} s (weight_broadcast.timeout)"
-            ) from None
+            if weights.kind == "memory":
+                # Between two updates the trainer may never be able to send (sharded, and with its next batch ready): they join now.
+                joining = [one for one in self._servers if one not in servers and one.claimed and not one.gone]
+                missing = await tell_all(servers, tell, self._limit, beside=joining)
+            else:
+                missing = await (tell_in_turn if self._manner.in_turn else tell_all)(servers, tell, self._limit)
         finally:
             self._limit = None
         for server, why in missing:
             self._leave_out(server, f"version {weights.version} is served without {server.endpoint.name}: {why}")
         self._weights, self.version = weights, weights.version
-
-    def _count_anew(self) -> None:
-        """The time of the update in progress begins anew."""
-        if self._limit is not None:
-            self._limit[0].reschedule(asyncio.get_running_loop().time() + self._limit[1])
 
     async def restore(self, endpoint: Endpoint) -> None:
         """Update the server at `endpoint` to the run's version if it restarted. Raises StaleServer if that fails."""
@@ -209,10 +209,9 @@ class Fleet:
                 if tick is not None:
                     tick()
                 await asyncio.sleep(PAUSE)
-            first = self._servers[0]
-            if not adopt and server.serves and state.identity and first.initial and state.identity != first.initial:
+            if not adopt and server.serves and (other := server.differs_from(self._servers[:1])) is not None:
                 raise InferenceError(
-                    f"{server.endpoint.name} began with other weights than {first.endpoint.name}: its model is {state.model}. "
+                    f"{server.endpoint.name} began with other weights than {other.endpoint.name}: its model is {state.model}. "
                     "All servers of a run need the model that it trains"
                 )
             if state.version > self.version and not adopt:
@@ -225,8 +224,12 @@ class Fleet:
             (self.version,) = have
 
     async def held(self) -> None:
-        """Runs for ever. Raises TakenServer once another run has claimed a server on which this run plays."""
+        """Runs for ever. Raises TakenServer once another run has claimed a server on which this run plays, and InferenceError once the
+        trainer says that it began with another model than the servers (`trained`)."""
+        trained: InitialModel | None = None
         while self._taken is None:
+            if trained is None and (trained := await asyncio.to_thread(self.trained)) is not None:
+                replica.check_initial([one for one in self._servers if one.serves], trained)
             await asyncio.sleep(PAUSE)
         raise self._taken
 
@@ -274,21 +277,23 @@ class Fleet:
     async def _check(self, server: Replica) -> None:
         """Bring one server up to date. Leave it out while it does not answer. A failure is logged once."""
         others = any(other.serves for other in self._servers if other is not server)
-        limit = self._hung if others else self._restart_timeout
+        doing, limit = "report its version", self._hung if others else self._restart_timeout
         try:
             async with asyncio.timeout(limit):
                 state = await self._state(server)
             if self._adopted and state.version != self.version:
                 raise StaleServer(f"{server.endpoint.name} has version {state.version} now, and version {self.version} is played")
-            async with asyncio.timeout(self._restart_timeout):
-                strange = state.version > self.version or (self._run and state.version and not server.claimed)
+            doing, limit = f"load version {self.version}", self._restart_timeout
+            async with asyncio.timeout(limit):
+                strange = state.version > max(self.version, self._told) or (self._run and state.version and not server.claimed)
                 if strange and not server.serves:
                     if state.running or state.waiting:  # they may be this run's own: the server was taken away and is back
                         raise StaleServer(f"{server.endpoint.name} still answers earlier requests; it joins when they have ended")
                     await self._reset(server)
                     state = await self._state(server)
                 server.claimed = True
-                self._compare(server, state)
+                if not self.version and not server.serves:
+                    replica.check_joins(server, [one for one in self._servers if one.serves])
                 if state.version < self.version:
                     await self._restore(server)
         except (InferenceError, TimeoutError, msgspec.MsgspecError) as error:
@@ -297,9 +302,7 @@ class Fleet:
                 if server.claimed and server.serves:
                     self._taken = error
                 server.claimed = False
-            text = (
-                str(error) or f"{server.endpoint.name} did not report its version in {self._hung if others else self._restart_timeout:g} s"
-            )
+            text = str(error) or f"{server.endpoint.name} did not {doing} in {limit:g} s"
             others = any(other.serves for other in self._servers if other is not server)  # again: their checks run beside this one
             if others and server.gone:
                 self._leave_out(server, text)
@@ -309,23 +312,9 @@ class Fleet:
         else:
             server.hung, server.said = False, ""
             if not server.serves:
-                server.serves = True
-                log.info("%s serves version %d", server.endpoint.name, self.version)
+                server.serves, server.late = True, False
+                log.info("%s serves version %d", server.endpoint.name, max(self.version, state.version))
                 self._tell_samplers()
-
-    def _compare(self, server: Replica, state: PolicyState) -> None:
-        """Raise StaleServer if a server that is to join at version 0 began with other weights than those that serve.
-
-        Later versions are compared with what was trained when they are loaded, so only version 0 could be another model unnoticed.
-        """
-        if self.version or server.serves or not state.identity:
-            return
-        for other in self._servers:
-            if other.serves and other.initial and other.initial != state.identity:
-                raise StaleServer(
-                    f"{server.endpoint.name} does not join at version 0: the weights of its model {state.model} are not those that "
-                    f"{other.endpoint.name} began with. Start it with the run's model"
-                )
 
     def _leave_out(self, server: Replica, why: str) -> None:
         if server.serves:
@@ -366,6 +355,7 @@ class Fleet:
             if status == 422:
                 raise UpdateRefused(f"{server.endpoint.name}: {failure_of(answer).error}")
             if status == 200:
+                server.late = False
                 return
             # A server whose load failed midway says which version it has, and ends. Any other 5xx may pass (a proxy, a busy host).
             if status < 500 or names_version(answer) or time.monotonic() > deadline:
@@ -398,7 +388,8 @@ class Fleet:
             except ServerUnreachable:
                 if time.monotonic() > deadline:
                     raise
-                self._count_anew()
+                if self._limit is not None:
+                    self._limit.anew()
                 await asyncio.sleep(PAUSE)
 
     async def _ask(self, server: Replica, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from typing import TypeVar
 
 import msgspec
 
 from rlx.inference.endpoints import Endpoint
-from rlx.inference.protocol import Device, PolicyState, ServerUnreachable
+from rlx.inference.protocol import Device, InferenceError, PolicyState, ServerUnreachable, StaleServer
+from rlx.types import InitialModel
 
 T = TypeVar("T")
 _devices = msgspec.json.Decoder(list[Device])
@@ -43,16 +44,40 @@ def memory_of(devices: Sequence[Device]) -> dict[str, float]:
     return {"perf/peak_memory_gb": highest.peak_memory_gb} | card
 
 
+def check_joins(server: Replica, serving: Sequence[Replica]) -> None:
+    """Raise StaleServer if a server that is to join at version 0 began with other weights than those that serve.
+
+    Later versions are compared with what was trained when they are loaded, so only version 0 could be another model unnoticed.
+    """
+    if (other := server.differs_from(serving)) is not None:
+        raise StaleServer(
+            f"{server.endpoint.name} does not join at version 0: the weights of its model {server.model} are not those that "
+            f"{other.endpoint.name} began with. Start it with the run's model"
+        )
+
+
+def check_initial(servers: Sequence[Replica], trained: InitialModel) -> None:
+    """Raise InferenceError if a server began with other weights than the trainer: all rollouts of version 0 would be another model's."""
+    for server in servers:
+        if server.initial and server.initial != trained.identity:
+            raise InferenceError(
+                f"{server.endpoint.name} began with other weights than the trainer: its model is {server.model} (identity "
+                f"{server.initial}), that of the trainer on {trained.host} is {trained.where} (identity {trained.identity}). Give all "
+                "hosts the same: a folder on a shared file system (model.name), or the same revision of a hub name in their caches"
+            )
+
+
 class Replica:
     """One replica."""
 
     def __init__(self, endpoint: Endpoint, serves: bool = True) -> None:
         self.endpoint = endpoint
         self.serves = serves  # samplers use it
-        self.initial = ""  # its word of version 0's weights: `PolicyState.identity`
+        self.initial = self.model = ""  # its word of version 0's weights, and of where they lie: `identity` and `model` of `PolicyState`
         self.claimed = False  # for the run, and without another run's weights
         self.silent_since: float | None = None  # monotonic time of the first of its latest failures to answer
         self.hung = False  # it took a connection and did not answer
+        self.late = False  # it answered, but did not load the latest version that it was told in time
         self.said = ""  # the latest warning about it
         self._asked: float | None = None  # monotonic time of its latest word that it waits for the trainer, unless it said otherwise since
         self.updating = asyncio.Lock()
@@ -68,13 +93,18 @@ class Replica:
     @property
     def gone(self) -> bool:
         """Whether there is no use in waiting for it."""
-        return self.hung or (self.silent_since is not None and time.monotonic() - self.silent_since > GONE)
+        return self.hung or self.late or (self.silent_since is not None and time.monotonic() - self.silent_since > GONE)
 
     def told(self, state: PolicyState) -> PolicyState:
         """Keep in mind what the server says of itself."""
         self._asked = time.monotonic() if state.asking else None
-        self.initial = state.identity
+        self.late &= not state.asking
+        self.initial, self.model = state.identity, state.model
         return state
+
+    def differs_from(self, others: Iterable[Replica]) -> Replica | None:
+        """The first of these servers that began with other weights, if both say so."""
+        return next((other for other in others if self.initial and other.initial and self.initial != other.initial), None)
 
     @property
     def asks(self) -> bool:

@@ -51,7 +51,7 @@ class Trainer:
         from rlx.train.summary import Summary
         from rlx.train.validation import Validation
         from rlx.weights.broadcast import Broadcast, make_room
-        from rlx.weights.hub import TIMEOUT, initial_model
+        from rlx.weights.hub import TIMEOUT, initial_model, tell_initial
 
         self.cfg, self.paths, self.watch = cfg, paths, watch
         if place.rank == 0:
@@ -60,7 +60,10 @@ class Trainer:
         self.mesh = build_mesh(cfg, paths, place, timeout=TIMEOUT, tick=watch.beat_on, alive=watch.waiting)
         warning = too_little(cfg, self.mesh)
         name = initial_model(cfg, paths, self.mesh, watch)
-        self.step_trainer = build(cfg, name, self.mesh, watch.working, resumes=(start := read_start(paths)) is not None)
+        start = read_start(paths)
+        if start is None:
+            tell_initial(name, paths, self.mesh)
+        self.step_trainer = build(cfg, name, self.mesh, watch.working, resumes=start is not None)
         self.model, self.reference = self.step_trainer.model, self.step_trainer.reference
         self.summary = Summary(paths, self.mesh, self.step_trainer, warning)
         self.source = source_of(cfg, paths, self.mesh, name, self.step_trainer.losses.streams)
@@ -218,7 +221,9 @@ class Trainer:
         self.watch.progressed()
         if not self.updated:
             self.watch.give_up_with(self.mesh)
+            phase = self.watch.phase
             self.broadcast.serve()
+            self.watch.beat(phase)  # the step goes on
 
 
 def main() -> int:

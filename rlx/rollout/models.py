@@ -188,7 +188,8 @@ async def connect_servers(
         Sampler(endpoints, config.inference.request_timeout, patience, restore=fleet.restore, run=run) as sampler,
     ):
         fleet.on_change = sampler.use
-        fleet.look_up = Subscriber(paths).at
+        published = Subscriber(paths)
+        fleet.look_up, fleet.trained = published.at, published.initial
         if chat is not None:
             give_policy(envs, config, chat, sampler)
         await fleet.wait_ready(config.inference.startup_timeout, tick=tick, adopt=adopt)

@@ -40,6 +40,11 @@ class Watch:
         if self.heartbeat is not None:
             self.heartbeat.beat(phase, step)
 
+    @property
+    def phase(self) -> str:
+        """The current phase; empty without a heartbeat."""
+        return self.heartbeat.phase if self.heartbeat is not None else ""
+
     def beat_on(self) -> None:
         """Report the same phase again while waiting. Raises errors of background threads."""
         if self.heartbeat is not None:

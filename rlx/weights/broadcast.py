@@ -133,7 +133,9 @@ class Broadcast:
     def serve(self) -> None:
         """Send the offered version to the servers that called, where the weights are still its own: between two micro-batches."""
         if self.offers is not None and not self.mesh.grouped and self._called():  # gathering would disturb sharded layers here
-            self.offers.send()
+            version = self.offers.version
+            with self.working(f"sending version {version}", version):
+                self.offers.send()
 
     def _called(self) -> bool:
         return self.offers is not None and self.offers.called()

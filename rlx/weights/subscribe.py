@@ -14,8 +14,9 @@ from pathlib import Path
 import xxhash
 
 from rlx.paths import COMPLETE, RunPaths, listed_with_folder
-from rlx.types import WeightVersion
+from rlx.types import InitialModel, WeightVersion
 from rlx.weights import files, tmpfs
+from rlx.weights.initial import read_initial
 from rlx.weights.offer import read_offer
 
 
@@ -29,6 +30,10 @@ class Subscriber:
 
     def __init__(self, paths: RunPaths) -> None:
         self.paths = paths
+
+    def initial(self) -> InitialModel | None:
+        """What the trainer began with; None until it says so."""
+        return read_initial(self.paths)
 
     def latest(self) -> WeightVersion | None:
         """The newest version that appeared; None without one."""

@@ -1,0 +1,112 @@
+"""Version 0, which no one sends: trainer and servers compare the models that each found on its own host."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from run_servers import Servers
+from server_stand_in import Stand, play, until
+from trainer_examples import make_model
+
+from rlx.inference.endpoints import Endpoint
+from rlx.inference.protocol import InferenceError
+from rlx.paths import RunPaths
+from rlx.types import InitialModel
+from rlx.weights.files import identity
+from rlx.weights.initial import read_initial, write_initial
+
+
+def test_the_trainer_says_what_servers_say_of_the_same_weights_in_another_folder_and_in_other_files(tmp_path: Path) -> None:
+    model = make_model()
+    model.save_pretrained(tmp_path / "folder")
+    model.save_pretrained(tmp_path / "blobs", max_shard_size="20KB")
+    cached = tmp_path / "cache" / "snapshots" / "1a2b"  # as the hub's cache: links
+    cached.mkdir(parents=True)
+    for file in (tmp_path / "blobs").iterdir():
+        (cached / file.name).symlink_to(file)
+    assert len(list(cached.glob("*.safetensors"))) > 1
+    paths = RunPaths(tmp_path / "run")
+    assert read_initial(paths) is None
+    write_initial(paths, cached)
+    said = read_initial(paths)
+    assert said is not None
+    assert said.identity == identity(tmp_path / "folder")
+    assert said.where == str(cached)
+    dict(model.named_parameters())["model.norm.weight"].data[0] += 1
+    model.save_pretrained(tmp_path / "other")
+    assert identity(tmp_path / "other") != said.identity
+
+
+def test_what_the_trainer_of_another_attempt_began_with_is_ignored_and_a_model_that_no_server_loads_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model().save_pretrained(tmp_path / "folder")
+    paths = RunPaths(tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    write_initial(paths, tmp_path / "empty")
+    assert not paths.trained_initial.exists()
+    write_initial(paths, tmp_path / "folder")
+    monkeypatch.setenv("RLX_RUN_TOKEN", "the next attempt")
+    assert read_initial(paths) is None
+
+
+def test_a_run_ends_when_the_trainer_began_with_another_model_than_a_server_that_serves() -> None:
+    async def scene(client: Servers, *stands: Stand) -> None:
+        await client.fleet.wait_ready(60)
+        playing = asyncio.ensure_future(client.fleet.held())
+        await asyncio.sleep(0.3)
+        assert not playing.done(), "the trainer has not said anything yet"
+        client.fleet.trained = lambda: InitialModel(identity="b", where="/cache/of/trainer", host="node2")
+        with pytest.raises(InferenceError) as caught:
+            await asyncio.wait_for(playing, 30)
+        for part in (stands[0].endpoint.url, "model (identity a)", "the trainer on node2 is /cache/of/trainer (identity b)", "model.name"):
+            assert part in str(caught.value)
+
+    play(scene, Stand(), look=60)
+
+
+def test_a_run_goes_on_if_the_trainer_has_the_servers_model_also_beside_a_server_that_may_not_join(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def whole() -> None:
+        async with Stand() as first, Stand() as other:
+            other.identity = "b"
+            found: list[Endpoint] = [first.endpoint]
+            async with Servers(found, 60, look=0.02, find=lambda: list(found)) as client:
+                await client.fleet.wait_ready(60)
+                found.append(other.endpoint)
+                await until(lambda: "does not join at version 0" in caplog.text)
+                client.fleet.trained = lambda: InitialModel(identity="a", where="/somewhere/else", host="node2")
+                playing = asyncio.ensure_future(client.fleet.held())
+                await asyncio.sleep(0.5)
+                assert not playing.done()
+                playing.cancel()
+
+    asyncio.run(whole())
+
+
+OTHER_MODEL = """
+import sys
+if "rlx.roles.trainer" in sys.orig_argv:
+    import rlx.weights.initial
+    rlx.weights.initial.identity = lambda folder: "0123"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.nightly
+def test_a_run_whose_trainer_found_another_model_ends_with_both_folders(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    same = start("same", "orchestrator.batch_size=32", "max_steps=1")
+    (tmp_path / "sitecustomize.py").write_text(OTHER_MODEL)
+    job = start("other", "orchestrator.batch_size=32", "max_steps=1000", env={"PYTHONPATH": str(tmp_path)})
+    assert job.wait() == 1, job.text()
+    assert "began with other weights than the trainer" in job.text()
+    assert "(identity 0123)" in job.text()
+    assert same.wait() == 0, same.text()
+    said = json.loads((same.run_dir / "endpoints/initial_model.json").read_text())
+    assert said["identity"] == identity(Path((same.run_dir / "initial_model.txt").read_text().strip()))
+    job.wait_until_nothing_is_left()
