@@ -73,7 +73,7 @@ def model_folder(named: Path | None) -> Path:
 
 def trainer(folder: Path, options: argparse.Namespace) -> None:
     import torch
-    from trainer import bare_step
+    from trainer import padded_step
     from transformers import AutoModelForCausalLM
 
     from rlx.config.schema import LossTerms
@@ -98,7 +98,7 @@ def trainer(folder: Path, options: argparse.Namespace) -> None:
     seconds: dict[str, list[tuple[float, float]]] = {"bare Hugging Face loop": [], "rlx trainer, packing included": []}
     for step in range(options.steps + 1):
         times = [clocks()]
-        bare_step(bare, optimizer, samples)
+        padded_step(bare, optimizer, samples)
         times.append(clocks())
         ours.train_minibatch(pack(batch, rank=0, ranks=1, tokens=options.row).mini_batches[0], step=0)
         times.append(clocks())
