@@ -12,8 +12,8 @@ import pytest
 from rlx.config.checks.evaluation import metrics_of
 from rlx.config.errors import ConfigError
 from rlx.config.evaluated import environments, evaluated, is_due, section_of
-from rlx.config.load import NOT_SET, compose, load_run
-from rlx.config.roots import EVAL, SYNTHESIZE
+from rlx.config.load import NOT_SET, compose, load_command, load_run
+from rlx.config.roots import EVAL, SYNTHESIZE, TRAIN
 from rlx.config.schema import Config
 from rlx.envs.base import sampling_of
 from rlx.paths import COMPLETE, RunPaths
@@ -141,6 +141,16 @@ def test_one_run_of_an_episode_is_scored_also_where_all_of_them_train(root: Any,
         compose([*argv, "envs.reverse_text.agents_per_group=all"], {}, root)
     with pytest.raises(ConfigError, match=r"eval\.envs\.reverse_text\.agents_per_group.*one"):
         compose(["eval.interval=5", "eval.envs.reverse_text.agents_per_group=all"], {})
+
+
+@pytest.mark.parametrize("root", [EVAL, SYNTHESIZE, TRAIN], ids=["eval", "synthesize", "train"])
+def test_the_directory_of_an_older_version_that_inherited_all_runs_is_still_read(root: Any, tmp_path: Path) -> None:
+    argv = ["eval.interval=5", "eval.envs.reverse_text.num_examples=3"] if root is TRAIN else ["env=reverse_text", "dry_run=true"]
+    made = compose(["launcher.check_envs=false", *argv], {}, root)
+    now = "agents_per_group: null" if root is TRAIN else "agents_per_group: one"
+    (tmp_path / "config.yaml").write_text(made.yaml.replace(now, "agents_per_group: all"))
+    assert "agents_per_group: all" in (tmp_path / "config.yaml").read_text()
+    assert load_command(tmp_path) == made.cfg
 
 
 def test_an_option_of_env_can_be_evaluated_without_training_on_it() -> None:

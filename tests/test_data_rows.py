@@ -134,6 +134,8 @@ def test_reasoning_is_read_by_each_of_its_names_and_a_weight_of_1_is_none() -> N
     for name in ("reasoning_content", "reasoning", "thinking"):
         read = read_conversation({"messages": [ASKED, {**SAID, name: "so", "weight": 1}]})
         assert read.messages[1] == {**SAID, "reasoning_content": "so"}
+    read = read_conversation({"prompt": [ASKED, {**SAID, "weight": 0}, ASKED], "completion": [{**SAID, "weight": 1}]})
+    assert read.messages == [ASKED, SAID, ASKED, SAID], "what the prompt says is trained by nobody"
 
 
 def test_tools_and_calls_are_read_in_both_forms() -> None:

@@ -120,9 +120,8 @@ def test_a_server_with_defaults_of_its_own_is_told_every_value(signed: str | Non
     """vLLM would take `top_k: 20` from the model's `generation_config.json`, and the record would say that there was none."""
     endpoint = Endpoint(signed=signed)
     ask(endpoint, sampling={"top_p": 1.0, "top_k": -1, "min_p": 0.0})
-    assert {name: endpoint.asked[0].get(name) for name in ("top_p", "top_k", "min_p")} == (
-        {"top_p": 1.0, "top_k": -1, "min_p": 0.0} if sent else dict.fromkeys(("top_p", "top_k", "min_p"))
-    )
+    every = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert {name: endpoint.asked[0].get(name) for name in every} == (every if sent else dict.fromkeys(every))
 
 
 TOO_MANY = "This model's maximum context length is 8192 tokens. However, you requested {} output tokens and your prompt contains 8000"

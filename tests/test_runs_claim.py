@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from rlx.config.load import compose, load_run
 from rlx.config.schema import Config, RunConfig
 from rlx.config.schema_synthesize import SynthesizeRoot
 from rlx.config.secret import hide_lines
+from rlx.heartbeat import Heartbeat
 from rlx.paths import RunPaths
 from rlx.plan.make import make_plan
 from rlx.runs import claim
@@ -285,6 +287,32 @@ def test_a_role_joins_a_run_that_has_begun_only_while_another_of_its_roles_lives
     assert len(refused) == 3
     assert f"{paths.root} holds a run whose roles have all ended" in str(refused[0])
     assert f"rlx train --config-dir {paths.root} --config-name config resume=latest" in str(refused[0])
+
+
+def test_a_role_joins_where_a_lock_of_another_host_is_not_seen_but_its_heartbeat_is(tmp_path: Path) -> None:
+    """Lustre with `localflock` and NFS with `local_lock` keep locks to a host, and say nothing of it."""
+    cfg = settled(tmp_path / "run")
+    plan = make_plan(cfg, tmp_path / "run")
+    paths, lock = join(cfg, [], plan)
+    lock.close()
+    paths.metrics.write_text("{}\n")
+    elsewhere, ended = Heartbeat(paths, "trainer"), threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(0.1):
+            elsewhere.beat("training")
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        time.sleep(0.3)
+        _, joined = join(cfg, [], plan)
+        joined.close()
+    finally:
+        ended.set()
+        thread.join()
+    with pytest.raises(ConfigError, match="whose roles have all ended"):
+        join(cfg, [], plan)
 
 
 def test_roles_that_start_at_once_make_one_directory(tmp_path: Path) -> None:

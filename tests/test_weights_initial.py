@@ -88,6 +88,21 @@ def test_a_run_goes_on_if_the_trainer_has_the_servers_model_also_beside_a_server
     asyncio.run(whole())
 
 
+def test_servers_of_others_may_have_the_weights_in_another_form_and_the_difference_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    async def scene(client: Servers, *stands: Stand) -> None:
+        await client.fleet.wait_ready(60)
+        client.fleet.insists = False
+        client.fleet.trained = lambda: InitialModel(identity="b", where="/cache/of/trainer", host="node2")
+        playing = asyncio.ensure_future(client.fleet.held())
+        await until(lambda: "began with other weights than the trainer" in caplog.text)
+        await asyncio.sleep(0.3)
+        assert not playing.done()
+        assert caplog.text.count("began with other weights") == 1
+        playing.cancel()
+
+    play(scene, Stand(), look=60)
+
+
 OTHER_MODEL = """
 import sys
 if "rlx.roles.trainer" in sys.orig_argv:

@@ -18,7 +18,7 @@ import yaml
 
 from rlx.config.checks import check
 from rlx.config.errors import ConfigError
-from rlx.config.roots import TRAIN, Root, root_named, root_of, where_else
+from rlx.config.roots import EVAL, SYNTHESIZE, TRAIN, Root, root_named, root_of, where_else
 from rlx.config.rules import target_name
 from rlx.config.schema import CommandConfig, Config, PlayRoot, TrainingRoot
 from rlx.config.secret import FILE, hidden
@@ -170,6 +170,11 @@ def _rename(data: dict[str, Any]) -> None:
     for entry in (evaluation.get("envs") or {}).values() if isinstance(evaluation, dict) else ():
         if NOT_SET.items() <= entry.items():
             entry.update(dict.fromkeys(NOT_SET))
+        if entry.get("agents_per_group") == "all":  # it scored one run of each episode, whatever this said
+            entry["agents_per_group"] = None
+    if root_named(data.get("defaults")) in (EVAL, SYNTHESIZE):
+        for entry in (data.get("envs") or {}).values():
+            entry["agents_per_group"] = "one"
 
 
 def _build(path: Path, data: dict[str, Any], root: Root, secrets: bool) -> Any:

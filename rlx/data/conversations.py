@@ -51,6 +51,12 @@ def read_conversation(row: Mapping[str, Any], *, fills: bool = False) -> Convers
     if not messages:
         raise RowError("it has no messages")
     read = [_message(message, fills) for message in messages]
+    for message in messages[first:]:
+        if message.get("role") == "assistant" and message.get("weight") not in (None, 1):
+            raise RowError(
+                f"an answer has `weight` {message['weight']}, and every answer behind the prompt is trained alike; to train only some, "
+                "give the row a `prompt`, which is not trained, and a `completion`"
+            )
     tools = row.get("tools") if row.get("tools") is not None else row.get("tool_defs")
     if tools is None and row.get("functions"):
         raise RowError("it has `functions`, the older form of tools; write them as `tools` in OpenAI's form")
@@ -98,11 +104,6 @@ def _message(message: Any, fills: bool) -> Message:
     read: Message = {"role": role, "content": _text(message.get("content"))}
     if message.get("function_call"):
         raise RowError("a message has `function_call`, the older form of a call; write it as `tool_calls` in OpenAI's form")
-    if role == "assistant" and message.get("weight") not in (None, 1):
-        raise RowError(
-            f"an answer has `weight` {message['weight']}, and every answer behind the prompt is trained alike; to train only some, "
-            "give the row a `prompt`, which is not trained, and a `completion`"
-        )
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     if not reasoning and isinstance(message.get("thinking"), str):
         reasoning = message["thinking"]

@@ -76,6 +76,7 @@ class Fleet:
         self.version = 0
         self.on_change: Callable[[Sequence[Endpoint], Collection[str]], None] = lambda serving, lost: None  # `Sampler.use`
         self.look_up: Callable[[int], WeightVersion | None] = lambda version: None  # where else a version is now: `Subscriber.at`
+        self.insists = True  # on servers that began with what the trainer began with; False: a difference is said
         self.trained: Callable[[], InitialModel | None] = lambda: None  # what the trainer began with, once it says so: `Subscriber.initial`
         self._weights: WeightVersion | None = None  # the weights of `version`; None for version 0
         self._patience = 600.0  # seconds for the latest update
@@ -229,7 +230,12 @@ class Fleet:
         trained: InitialModel | None = None
         while self._taken is None:
             if trained is None and (trained := await asyncio.to_thread(self.trained)) is not None:
-                replica.check_initial([one for one in self._servers if one.serves], trained)
+                try:
+                    replica.check_initial([one for one in self._servers if one.serves], trained)
+                except InferenceError as error:
+                    if self.insists:
+                        raise
+                    log.warning("%s. The same weights in another dtype, or with a tied head stored, differ in this, too", error)
             await asyncio.sleep(PAUSE)
         raise self._taken
 

@@ -98,7 +98,7 @@ class Replica:
     def told(self, state: PolicyState) -> PolicyState:
         """Keep in mind what the server says of itself."""
         self._asked = time.monotonic() if state.asking else None
-        self.late &= not state.asking
+        self.late &= not state.asking and state.version > 0  # at version 0 it has started again
         self.initial, self.model = state.identity, state.model
         return state
 

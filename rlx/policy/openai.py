@@ -259,6 +259,8 @@ def parameters_of(sampling: Mapping[str, Any], *, all_said: bool = False) -> dic
     `all_said`: also those that ask for what OpenAI does by default. Some endpoints refuse to hear them; vLLM and SGLang would otherwise
     take the value from the model's `generation_config.json`.
     """
+    if all_said:  # no key of rlx's own configuration, so it would be missing
+        sampling = {"repetition_penalty": 1.0, **sampling}
     said = {name: value for name, value in sampling.items() if all_said or name not in NEUTRAL or value != NEUTRAL[name]}
     for name in said.keys() - {*OWN, *EXTRA, *FORWARDED}:
         _say_unknown(name)

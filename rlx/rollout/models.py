@@ -190,6 +190,7 @@ async def connect_servers(
         fleet.on_change = sampler.use
         published = Subscriber(paths)
         fleet.look_up, fleet.trained = published.at, published.initial
+        fleet.insists = not config.inference.base_url  # servers of others may have the weights in another form
         if chat is not None:
             give_policy(envs, config, chat, sampler)
         await fleet.wait_ready(config.inference.startup_timeout, tick=tick, adopt=adopt)

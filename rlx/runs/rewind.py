@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.evaluated import is_due
 from rlx.config.load import load_command
 from rlx.config.schema import CommandConfig, EvaluatedRun
+from rlx.heartbeat import INTERVAL
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths, atomic, write_text
 from rlx.runs.lock import SWEEP, RunLock
@@ -160,10 +162,11 @@ def refuse_ended(paths: RunPaths, lock: RunLock) -> None:
     """Raise ConfigError if a run has begun and all its roles have ended. A role that joins it starts at version 0, whatever is there.
 
     It would write records of the same steps again, and the servers would sample with the newest version of the roles before it. `lock`:
-    the directory's, not held yet. Where it does not show processes of other hosts, roles may live there, and nothing is refused.
+    the directory's, not held yet. Where it does not show processes of other hosts, roles may live there, and nothing is refused. Some file
+    systems keep locks to a host without a word, so heartbeats count, too.
     """
     there = versions(paths.weights)
-    if not (has_begun(paths) or there) or not lock.take(GLIMPSE) or not lock.sees_other_hosts:
+    if not (has_begun(paths) or there) or _beats(paths) or not lock.take(GLIMPSE) or not lock.sees_other_hosts:
         return
     lock.close()
     what = f"it has policy versions up to {there[-1]}" if there else f"it has records, {paths.metrics}, or checkpoints"
@@ -171,6 +174,20 @@ def refuse_ended(paths: RunPaths, lock: RunLock) -> None:
         f"{paths.root} holds a run whose roles have all ended: {what}, and a role started separately begins at version 0.\n"
         f"  fix: continue it with `rlx train --config-dir {paths.root} --config-name config resume=latest`; or give another run.dir="
     )
+
+
+def _beats(paths: RunPaths) -> bool:
+    """Whether a role of the run writes heartbeats."""
+
+    def times() -> dict[str, int]:
+        return {file.name: file.stat().st_mtime_ns for file in paths.heartbeats.glob("*.json")}
+
+    try:
+        before = times()
+        time.sleep(3 * INTERVAL if before else 0)
+        return times() != before
+    except FileNotFoundError:  # one is being replaced
+        return True
 
 
 def check_room(start: Start | None, max_steps: int | None) -> None:

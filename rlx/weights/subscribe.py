@@ -77,6 +77,8 @@ def saved(weights_dir: str, version: int) -> WeightVersion:
 
 
 def digest_at(where: str) -> str | None:
-    """Tells a saved version from another with the same number and place: a digest of its manifest. None if this host finds none there."""
-    marker = Path(where) / COMPLETE
-    return xxhash.xxh3_64_hexdigest(marker.read_bytes()) if marker.is_file() else None
+    """Tells a saved version from another with the same number and place: a digest of its manifest. None if this host cannot read it."""
+    try:
+        return xxhash.xxh3_64_hexdigest((Path(where) / COMPLETE).read_bytes())
+    except OSError:
+        return None

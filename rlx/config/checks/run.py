@@ -326,12 +326,12 @@ def learning_rates(cfg: TrainingRoot, of: Show) -> Iterator[str]:
     schedule, peak = cfg.scheduler, cfg.optim.get("lr")
     if schedule.type == "constant":
         for name, idle in (("decay_steps", schedule.decay_steps is None), ("min_lr", schedule.min_lr == 0)):
-            if not idle:
+            if not idle and of.typed(f"scheduler.{name}"):  # a run's own file may have it, and must go on
                 yield (
                     f"a constant learning rate does not decay, so {of(f'scheduler.{name}')} has no effect with {of('scheduler.type')}.\n"
                     "Set scheduler.type=cosine or linear, or leave it out."
                 )
-    elif isinstance(peak, int | float) and schedule.min_lr > peak:
+    elif isinstance(peak, int | float) and schedule.min_lr > peak and (of.typed("scheduler.min_lr") or of.typed("optim.lr")):
         yield (
             f"the learning rate would rise at the end: {of('scheduler.min_lr')} > {of('optim.lr')}. "
             "Set scheduler.min_lr to a tenth of optim.lr, or to 0."
