@@ -33,12 +33,15 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """A tier runs several sessions, whose reports are long: the Makefile names the failures of all of them once more at its end."""
-    if path := os.environ.get("TESTS_FAILED"):
-        with open(path, "a") as file:
-            for kind in ("failed", "error"):
-                for report in terminalreporter.stats.get(kind, []):
-                    crash = getattr(report.longrepr, "reprcrash", None)
-                    file.write(f"{kind.upper()} {report.nodeid} {str(crash.message if crash else report.longrepr).strip()[:400]}\n")
+    path = os.environ.get("TESTS_FAILED")
+    if path is None or "PYTEST_XDIST_WORKER" in os.environ:  # the process that collects the workers' reports names them
+        return
+    with open(path, "a") as file:
+        for kind in ("failed", "error"):
+            for report in terminalreporter.stats.get(kind, []):
+                crash = getattr(report.longrepr, "reprcrash", None)
+                text = " ".join(str(crash.message if crash else report.longrepr).split())
+                file.write(f"{kind.upper()} {report.nodeid} {text[:400]}\n")
 
 
 @pytest.fixture(scope="session")

@@ -86,3 +86,16 @@ def test_the_validation_loss_is_the_mean_cross_entropy_of_the_kept_answers(tmp_p
     assert record["val/loss_tokens"] == len(by_token)
     assert record["val/loss"] == pytest.approx(float(by_token.mean()), rel=1e-5)
     assert record["val/perplexity"] == pytest.approx(float(by_token.mean().exp()), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [(("optim.lr=1e-6",), True), (("optim.lr=1e-3",), False), (("optim.lr=1e-6", "lora.rank=2"), False), ((), False)],
+    ids=["small", "large", "adapters", "float32"],
+)
+def test_master_weights_that_would_round_small_updates_away_are_said(
+    keys: tuple[str, ...], said: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    masters = ("trainer.optimization_dtype=bfloat16", "model.dtype=bfloat16") if keys else ("optim.lr=1e-6",)
+    validated(tmp_path, *masters, *keys)
+    assert ("rounds away an update below about 1/500 of a weight; with optim.lr=1e-06" in caplog.text) == said

@@ -278,7 +278,7 @@ def _convert_to_any_of(kinds: list[Any], value: Any) -> Any:
 def range_of(metadata: typing.Mapping[str, Any]) -> str:
     """The condition on a key's value, in words: `at least 1`, `above 0 and at most 1`, `one of a, b`."""
     if metadata["choices"]:
-        return "one of " + ", ".join(metadata["choices"])
+        return ("one of " if len(metadata["choices"]) > 1 else "") + ", ".join(metadata["choices"])
     parts = [f"at least {metadata['low']}"] if metadata["low"] is not None else []
     parts += [f"above {metadata['above']}"] if metadata["above"] is not None else []
     parts += [f"at most {metadata['high']}"] if metadata["high"] is not None else []

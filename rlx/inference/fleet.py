@@ -229,7 +229,8 @@ class Fleet:
         trainer says that it began with another model than the servers (`trained`)."""
         trained: InitialModel | None = None
         while self._taken is None:
-            if trained is None and (trained := await asyncio.to_thread(self.trained)) is not None:
+            # Only version 0 could be another model unnoticed, so a run that goes on from a checkpoint looks no longer than it has it.
+            if trained is None and not self.version and (trained := await asyncio.to_thread(self.trained)) is not None:
                 try:
                     replica.check_initial([one for one in self._servers if one.serves], trained)
                 except InferenceError as error:
