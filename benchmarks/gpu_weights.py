@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from gpu_models import LIMIT, build, over_itself, rollouts, shape_of, trainer_of
 from gpu_rows import Report
+from torch.distributed.tensor import DTensor
 
 from rlx.data.packing import pack
 from rlx.parallel.mesh import one_process
@@ -147,7 +148,7 @@ def stager(report: Report) -> None:
         saver = Saver(trainer, lambda: hashlib.blake2b(digest_size=8), in_background=True)
         saver.warm()
         alone = min(step(number) for number in (1, 2, 3))
-        before = {name: value.detach().clone() for name, value in built.model.named_parameters()}
+        before = [value.clone() for value in _own(built.model)]
         began = time.perf_counter()
         saving = saver.save(Path(folder) / "state", Progress(4, 4))
         saving.wait_copied()
@@ -156,9 +157,9 @@ def stager(report: Report) -> None:
         saving.files()
         written = time.perf_counter() - began
         saver.close()
-        changed = sum(int((value != before[name]).sum()) for name, value in built.model.named_parameters())
+        changed = sum(int((value != old).sum()) for value, old in zip(_own(built.model), before, strict=True))
         load(Path(folder) / "state", trainer)
-        other = sum(int((value != before[name]).sum()) for name, value in built.model.named_parameters())
+        other = sum(int((value != old).sum()) for value, old in zip(_own(built.model), before, strict=True))
         where = f"width of {shape.name}, {size / 1e9:.3g} GB of state"
         if not changed:
             raise RuntimeError("the step beside the writing changed no parameter, so the comparison shows nothing")
@@ -167,6 +168,11 @@ def stager(report: Report) -> None:
         report.row("a step beside the writing / a step alone", where, beside / alone, "times")
         report.row("write", where, size / (written - held) / 1e9, "GB/s")
         del built, saver
+
+
+def _own(model: torch.nn.Module) -> list[torch.Tensor]:
+    """This rank's part of each parameter. torch 2.11 cannot compare what is divided."""
+    return [value.detach().to_local() if isinstance(value, DTensor) else value.detach() for value in model.parameters()]
 
 
 def _roomiest() -> Path:

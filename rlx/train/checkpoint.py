@@ -45,6 +45,8 @@ log = logging.getLogger("rlx.trainer")
 METADATA = ".metadata"
 DIGESTS = "digests_rank_{}.json"
 OTHERS_TIMEOUT = 60.0  # seconds until other ranks' files must be visible here
+# Before 2.13 (seen: 2.11) a stager closes itself after one copy, and the next copy fails with a KeyError.
+STAGES_AGAIN = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
 class Hash(Protocol):
@@ -98,16 +100,23 @@ class Saver:
         self.trainer, self.new_hash, self.mesh = trainer, new_hash, trainer.mesh
         self._stager: DefaultStager | None = None
         if in_background:
-            cuda = trainer.device.type == "cuda"
-            options = StagingOptions(use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=True, use_non_blocking_copy=cuda)
-            self._stager = DefaultStager(options)
+            self._stager = self._new_stager()
             self._group = trainer.mesh.background_group()
+
+    def _new_stager(self) -> DefaultStager:
+        cuda = self.trainer.device.type == "cuda"
+        return DefaultStager(
+            StagingOptions(use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=True, use_non_blocking_copy=cuda)
+        )
 
     def save(self, folder: Path, progress: Progress) -> Saving:
         """Write the state into `folder`, which must be empty or absent: in the background if so configured, otherwise before returning."""
         state = _state_of(self.trainer, progress)
         writer = _Writer(folder, self.new_hash, self.mesh)
         if self._stager is not None:
+            if not STAGES_AGAIN:
+                self._stager.close()
+                self._stager = self._new_stager()
             writer.per_thread_copy_ahead = 0  # its loader for devices would wait for the training's work; the stager has copied everything
         if self._stager is None:
             with _plain_errors(self.mesh):
@@ -124,7 +133,7 @@ class Saver:
 
         Call it after an optimizer step, because there is no optimizer state to copy before.
         """
-        if self._stager is not None:
+        if self._stager is not None and STAGES_AGAIN:  # else the memory is given back after each copy
             self.mesh.synchronize()
             self._stager.stage(_state_of(self.trainer, Progress(0, 0)))
 

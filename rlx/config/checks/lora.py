@@ -45,6 +45,15 @@ def target_modules(cfg: CommandConfig, of: Show) -> Iterator[str]:
         )
 
 
+@rule("lora", "model.dtype", "hardware.device", "inference.base_url")
+def served_on_a_gpu(cfg: CommandConfig, of: Show) -> Iterator[str]:
+    if cfg.lora.on and cfg.plays and not cfg.inference.base_url and (cfg.hardware.device, cfg.model.dtype) == ("cuda", "float32"):
+        yield (
+            f"on a GPU, vLLM serves adapters of models in 16 bits only: {of('lora.rank')} with {of('model.dtype')} and "
+            f"{of('hardware.device')}.\nSet model.dtype=bfloat16."
+        )
+
+
 @rule("lora", "ref")
 def reference_of_adapters(cfg: TrainingRoot, of: Show) -> Iterator[str]:
     if cfg.lora.on and cfg.ref.sync_interval is not None:

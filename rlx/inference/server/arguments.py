@@ -33,6 +33,10 @@ def environment(config: PlayRoot, present: Mapping[str, str]) -> dict[str, str]:
     wanted["VLLM_ENGINE_READY_TIMEOUT_S"] = str(math.ceil(config.inference.startup_timeout))
     if config.hardware.device == "cuda":
         wanted["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a CUDA context does not survive a fork
+        # FlashInfer's sampler returns no processed log-probabilities, so it would never be used, yet vLLM would not start without it.
+        wanted["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+        if config.model.dtype == "float32":
+            wanted["TRITON_F32_DEFAULT"] = "ieee"  # else vLLM's Triton kernels multiply float32 in TF32, with about 1e-3 of error
     if config.hardware.device == "cpu":
         wanted |= {
             "TORCHDYNAMO_DISABLE": "1",  # otherwise the first request waits 12 s for a compiled rank kernel

@@ -123,6 +123,8 @@ class PolicyWorker(Obedient):
 
     def know_initial(self) -> None:
         """Find out what can be compared. Call it while the model has the weights that vLLM loaded at its start."""
+        if self.vllm_config.device_config.device_type == "cuda":
+            import vllm.v1.worker.gpu_model_runner  # noqa: F401  the second runner's reload needs it: now, and not in the first pause
         model = self.model_runner.get_model()
         initial = fetch(self.vllm_config.model_config.model, None)
         with torch.no_grad():

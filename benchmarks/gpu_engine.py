@@ -1,0 +1,164 @@
+"""Whole runs with vLLM on one NVIDIA GPU that the engine and the trainer share: `python benchmarks/gpu_engine.py [--folder FOLDER]`.
+
+`benchmarks/gpu.py` needs no vLLM and asks about the trainer alone; this needs vLLM's CUDA build and asks: does the engine start with the
+options that rlx gives it, do versions reach it over every transport that one GPU allows (files, `ipc`, `gloo`), are they what was trained,
+and how far are its log-probabilities from the trainer's? All runs are started together, so their times say little about speed.
+
+Each row is one JSON line, and all of them are a table at the end. Logs and metrics of the runs stay in FOLDER. Without a GPU the runs that
+a CPU can play are played with few steps: that shows that the script works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from gpu import table
+from gpu_rows import finished
+
+ROOT = Path(__file__).resolve().parent.parent
+UPDATE = re.compile(r"version (\d+): ready after (\d+) ms, paused for (\d+) ms; compared ([\d.]+) % of the served")
+CACHE = 4 << 30  # bytes, named: vLLM's own estimate fails while other processes give memory of the GPU back
+EARLY = 3  # the first updates compile and load what later ones find
+
+
+class Run(NamedTuple):
+    question: str
+    keys: list[str]
+    cpu: bool = True  # whether a CPU can play it
+
+
+SHORT = ["max_steps=30"]
+WIDE = [
+    "hidden_size=1024",
+    "intermediate_size=3072",
+    "num_hidden_layers=16",
+    "num_attention_heads=16",
+    "num_key_value_heads=8",
+    "head_dim=64",
+]
+RUNS = {
+    "files": Run("the default run, float32, versions from files", SHORT),
+    "exact": Run(
+        "float32, eager, no asynchronous level: how far are both log-probabilities?",
+        ["max_steps=12", "max_async_level=0", "inference.enforce_eager=true"],
+    ),
+    "gloo": Run(
+        "bfloat16 over gloo, kept keys and values",
+        [*SHORT, "weight_broadcast.type=gloo", "weight_broadcast.keep_kv=true", "model.dtype=bfloat16"],
+    ),
+    "ipc": Run(
+        "bfloat16, 16 layers 1,024 wide, through the GPU's memory",
+        [
+            "max_steps=12",
+            "weight_broadcast.type=ipc",
+            "model.dtype=bfloat16",
+            "model.num_parameters=210000000",
+            "model.warm_start.steps=40",
+            *[f"model.warm_start.{key}" for key in WIDE],
+        ],
+        cpu=False,
+    ),
+    "lora": Run("bfloat16, eager, adapters from files", [*SHORT, "model.dtype=bfloat16", "lora.rank=8", "inference.enforce_eager=true"]),
+}
+
+
+def play(name: str, folder: Path, *, cuda: bool, limit: float) -> subprocess.CompletedProcess[str]:
+    """One run of `rlx train` in `folder/name`."""
+    layout = (
+        ["hardware=gpu1_shared", "inference.gpu_memory_utilization=0.12", f"inference.vllm.kv_cache_memory_bytes={CACHE}"]
+        if cuda
+        else ["hardware=cpu", "max_steps=3"]
+    )
+    keys = [key for key in RUNS[name].keys if cuda or not key.startswith(("max_steps=", "model.dtype="))]
+    path = os.pathsep.join([str(ROOT), *map(str, sorted((ROOT / "environments").glob("rlx_*"))), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    command = [sys.executable, "-m", "rlx.cli", "train", *layout, *keys, f"run.dir={folder / name}"]
+    with (folder / f"{name}.console").open("w") as console:
+        return subprocess.run(command, env=env, stdout=console, stderr=subprocess.STDOUT, text=True, timeout=limit)
+
+
+def judge(name: str, folder: Path, code: int) -> list[dict[str, object]]:
+    """The rows of a run that has ended."""
+    run, question = folder / name, RUNS[name].question
+    rows: list[dict[str, object]] = []
+
+    def row(what: str, number: float, unit: str, goal: str | None = None) -> None:
+        rows.append(finished(name, what, question, number=number, unit=unit, goal=goal))
+
+    if code != 0:
+        said = [line for line in (folder / f"{name}.console").read_text().splitlines() if line.strip()]
+        found = [line for line in said if "Error" in line or "failed" in line] or said[-1:] or ["it said nothing"]
+        rows.append(finished(name, "the run", question, error=f"exit code {code}: {found[-1].strip()[:300]}"))
+    metrics = run / "metrics.jsonl"
+    records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+
+    def every(metric: str) -> list[float]:
+        return [record[metric] for record in records if metric in record]
+
+    rewards, kl, largest = every("reward/mean"), every("mismatch/kl"), every("mismatch/abs_logp_diff_max")
+    if kl:
+        row("steps", len(kl), "")
+        row("reward, mean of the first and last three steps: gain", statistics.mean(rewards[-3:]) - statistics.mean(rewards[:3]), "")
+        row("mismatch/kl: median of the steps; goal: bfloat16's", statistics.median(kl), "nats", "<= 0.01")
+        row("mismatch/abs_logp_diff_mean: median", statistics.median(every("mismatch/abs_logp_diff_mean")), "nats")
+        row("mismatch/abs_logp_diff_max: largest", max(largest), "nats")
+    logs = "\n".join(file.read_text(errors="replace") for file in sorted((run / "logs").glob("attempt_0/inference_*.log")))
+    updates = [(int(ready), int(paused), float(share)) for _, ready, paused, share in UPDATE.findall(logs)]
+    if updates:
+        row("updates", len(updates), "")
+        row("compared with the trainer's checksums", min(share for _, _, share in updates), "%", ">= 99")
+        later = updates[EARLY:] or updates
+        row("an update: read beside generation, median", statistics.median(ready for ready, _, _ in later), "ms")
+        row("an update: pause, median", statistics.median(paused for _, paused, _ in later), "ms")
+    elif code == 0:
+        rows.append(finished(name, "updates", question, error="the server's log speaks of none"))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=RUNS, metavar="RUN", default=list(RUNS), help=", ".join(RUNS))
+    parser.add_argument("--folder", type=Path, help="of the runs' directories; default: a temporary one")
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds for each run")
+    parser.add_argument("--apart", type=float, default=2.0, help="seconds between the starts of two runs")
+    args = parser.parse_args()
+    import torch
+
+    cuda = torch.cuda.is_available()
+    names = [name for name in args.only if cuda or RUNS[name].cpu]
+    folder = args.folder or Path(tempfile.mkdtemp())
+    folder.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, object]] = []
+
+    def run(number: int, name: str) -> list[dict[str, object]]:
+        time.sleep(number * args.apart)
+        began = time.monotonic()
+        try:
+            code = play(name, folder, cuda=cuda, limit=args.limit).returncode
+        except subprocess.TimeoutExpired:
+            code = 124
+        found = judge(name, folder, code)
+        found.append(finished(name, "the whole command, beside the others", RUNS[name].question, number=time.monotonic() - began, unit="s"))
+        for row in found:
+            print(json.dumps(row), flush=True)
+        return found
+
+    with ThreadPoolExecutor(len(names) if cuda else 1) as pool:
+        for found in pool.map(run, range(len(names)), names):
+            rows += found
+    print("\n" + table(rows))
+
+
+if __name__ == "__main__":
+    main()
