@@ -47,28 +47,28 @@ class Part(NamedTuple):
 
 PARTS = {
     "op": Part(
-        35, "gpu_parts.op", "Does the log-probability op reach 600 TFLOP/s, forward and backward with entropy, for every objective?"
+        26, "gpu_parts.op", "Does the log-probability op reach 600 TFLOP/s, forward and backward with entropy, for every objective?"
     ),
-    "tests": Part(50, "gpu_parts.tests", "Do the kernels' tests pass on this device?"),
-    "checksum": Part(15, "gpu_parts.checksums", "How fast are checksums of weights on the device, and are they those of the CPU?"),
-    "attention": Part(24, "gpu_parts.attention", "How fast and how exact is attention in packed rows, beside sdpa and plain products?"),
-    "head": Part(18, "gpu_parts.head", "What do a float32 head and 16-bit logits cost and err?"),
-    "small_rl": Part(28, "gpu_models.small_rl", "Do steps of Qwen3-0.6B at 16k tokens reach 30k tokens/s?"),
-    "lora": Part(35, "gpu_models.lora", "Do steps of Qwen3-4B with adapters reach 12k tokens/s?"),
-    "large": Part(45, "gpu_models.large", "Do steps of 8B with full checkpointing reach 45 % causal MFU?"),
-    "fsdp": Part(27, "gpu_models.fsdp", "Is the peak of memory under FSDP2 what the plan's formula says?"),
+    "tests": Part(55, "gpu_parts.tests", "Do the kernels' tests pass on this device?"),
+    "checksum": Part(8, "gpu_parts.checksums", "How fast are checksums of weights on the device, and are they those of the CPU?"),
+    "attention": Part(16, "gpu_parts.attention", "How fast and how exact is attention in packed rows, beside sdpa and plain products?"),
+    "head": Part(10, "gpu_parts.head", "What do a float32 head and 16-bit logits cost and err?"),
+    "small_rl": Part(48, "gpu_models.small_rl", "Do steps of Qwen3-0.6B at 16k tokens reach 30k tokens/s?"),
+    "lora": Part(32, "gpu_models.lora", "Do steps of Qwen3-4B with adapters reach 12k tokens/s?"),
+    "large": Part(42, "gpu_models.large", "Do steps of 8B with full checkpointing reach 45 % causal MFU?"),
+    "fsdp": Part(20, "gpu_models.fsdp", "Is the peak of memory under FSDP2 what the plan's formula says?"),
     "options": Part(
-        66, "gpu_stack.options", "Do the trainer's options compute on this device what plain training does, and what do they cost?"
+        90, "gpu_stack.options", "Do the trainer's options compute on this device what plain training does, and what do they cost?"
     ),
-    "roles": Part(85, "gpu_stack.roles", "Does `rlx sft` run here, is its peak of memory what the plan says, and does it resume?"),
-    "compile": Part(45, "gpu_models.compiled", "Do compiled layers stay compiled over six layouts of rows, and what do they gain?"),
+    "roles": Part(80, "gpu_stack.roles", "Does `rlx sft` run here, is its peak of memory what the plan says, and does it resume?"),
+    "compile": Part(40, "gpu_models.compiled", "Do compiled layers stay compiled over six layouts of rows, and what do they gain?"),
     "write": Part(
-        20, "gpu_weights.write", "How long does a version of the weights take to be copied and written, and how much holds the trainer?"
+        14, "gpu_weights.write", "How long does a version of the weights take to be copied and written, and how much holds the trainer?"
     ),
     "stager": Part(
-        18, "gpu_weights.stager", "Is a checkpoint that is copied beside training whole, and how long does it hold the trainer?"
+        14, "gpu_weights.stager", "Is a checkpoint that is copied beside training whole, and how long does it hold the trainer?"
     ),
-    "send": Part(24, "gpu_weights.send", "How long does a version take over gloo, beside a bare broadcast of the same bytes?"),
+    "send": Part(32, "gpu_weights.send", "How long does a version take over gloo, beside a bare broadcast of the same bytes?"),
 }
 
 

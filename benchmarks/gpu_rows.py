@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-LIBRARIES = ("torch", "triton", "transformers", "liger-kernel")
+LIBRARIES = ("torch", "triton", "transformers", "liger-kernel", "vllm")
 
 
 @functools.cache

@@ -186,6 +186,7 @@ CASES = {
     "adapters_for_the_head": Case("lora.rank=8 lora.target_modules=[lm_head,q_proj]"),
     "adapters_for_nothing": Case("lora.rank=8 lora.target_modules=[]"),
     "adapters_for_all_and_more": Case("lora.rank=8 lora.target_modules=[all-linear,q_proj]"),
+    "adapters_of_float32_on_a_gpu": Case("hardware=gpu1_shared lora.rank=8 dry_run=true"),
     "adapters_set_twice": Case("lora.rank=8 +inference.vllm.max_lora_rank=32"),
     "adapters_with_a_reference_that_moves": Case("lora.rank=8 loss.kl.beta=0.1 ref.sync_interval=5"),
     "liger_neither_on_nor_off": Case("model.liger=maybe"),

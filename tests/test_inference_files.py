@@ -218,6 +218,15 @@ def test_on_gpu_the_engines_process_is_spawned_and_has_as_long_to_start_as_the_r
     assert "VLLM_ENGINE_READY_TIMEOUT_S" not in environment(gpu, {"VLLM_ENGINE_READY_TIMEOUT_S": "60"})
 
 
+def test_on_gpu_vllm_needs_no_flashinfer_and_multiplies_float32_in_float32():
+    gpu = config("cuda")
+    assert environment(gpu, {})["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+    assert "TRITON_F32_DEFAULT" not in environment(gpu, {})
+    gpu.model.dtype = "float32"
+    assert environment(gpu, {})["TRITON_F32_DEFAULT"] == "ieee"
+    assert "TRITON_F32_DEFAULT" not in environment(gpu, {"TRITON_F32_DEFAULT": "tf32"}), "the user's"
+
+
 def test_the_user_has_the_last_word_on_arguments_and_variables_and_replicas_differ_in_seed():
     cpu = config("cpu", vllm={"block_size": 64}, enforce_eager=False)
     assert engine_arguments(cpu, "folder", 0)["block_size"] == 64

@@ -7,6 +7,7 @@ The caller must have checked the files and paused the engine.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -123,6 +124,8 @@ class PolicyWorker(Obedient):
 
     def know_initial(self) -> None:
         """Find out what can be compared. Call it while the model has the weights that vLLM loaded at its start."""
+        # vLLM warns at each update of layers that have nothing to load: tied heads, rotary tables. What was not loaded, `compare` finds.
+        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(_of_something_lost)
         if self.vllm_config.device_config.device_type == "cuda":
             import vllm.v1.worker.gpu_model_runner  # noqa: F401  the second runner's reload needs it: now, and not in the first pause
         model = self.model_runner.get_model()
@@ -154,3 +157,7 @@ class PolicyWorker(Obedient):
         """
         with torch.no_grad():
             return adapter.replace(self.model_runner.lora_manager, Path(folder) if folder is not None else None)
+
+
+def _of_something_lost(record: logging.LogRecord) -> bool:
+    return record.msg != "%s: Failed to load weights"
