@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from rlx.config.rules import Show, rule
-from rlx.config.schema import CommandConfig, LoraConfig, TrainingRoot
+from rlx.config.schema import CommandConfig, LoraConfig, PlayRoot, TrainingRoot
 
 ALL = "all-linear"
 TABLES = ("lm_head", "embed_tokens", "embed_in", "embed_out", "wte")
@@ -46,7 +46,7 @@ def target_modules(cfg: CommandConfig, of: Show) -> Iterator[str]:
 
 
 @rule("lora", "model.dtype", "hardware.device", "inference.base_url")
-def served_on_a_gpu(cfg: CommandConfig, of: Show) -> Iterator[str]:
+def served_on_a_gpu(cfg: PlayRoot, of: Show) -> Iterator[str]:
     if cfg.lora.on and cfg.plays and not cfg.inference.base_url and (cfg.hardware.device, cfg.model.dtype) == ("cuda", "float32"):
         yield (
             f"on a GPU, vLLM serves adapters of models in 16 bits only: {of('lora.rank')} with {of('model.dtype')} and "
