@@ -33,9 +33,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "examples").glob("*/README.md"))
 
 
-def commands_of(page: Path) -> list[list[str]]:
-    """The commands in the code blocks of a page."""
-    blocks = re.findall(r"^```\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+def commands_of(page: Path, language: str = "") -> list[list[str]]:
+    """The commands in the code blocks of a page. Those that a walk-through does not need stand in blocks of the language `sh`."""
+    blocks = re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     return [shlex.split(line) for block in blocks for line in block.splitlines()]
 
 
@@ -141,6 +141,18 @@ def test_the_commands_of_a_page_compose(page: Path, there: Path) -> None:
             assert resolve(replace(compose(rest, None, EVAL).cfg, eval_base=False)).versions == [50]
         else:
             assert kind in ("show", "view", "runs", "report")
+
+
+def test_the_commands_that_a_page_adds_to_its_walk_through_compose(there: Path) -> None:
+    """Demonstrations for harder sums, and supervised training on them."""
+    (program, script, out, *made), (other, kind, *trained) = commands_of(ROOT / "examples" / "smollm2" / "README.md", "sh")
+    assert (program, other, kind) == ("python", "rlx", "sft")
+    assert (ROOT / script).is_file()
+    Path(out).parent.mkdir()
+    Path(out).write_text("")
+    envs = compose(made).cfg.envs, compose(trained, None, SFT).cfg.envs
+    assert [dict(env["sums"].args)["level"] for env in envs] == [3, 3]
+    assert f"data.name={out}" in trained
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)

@@ -1,4 +1,4 @@
-"""Updates at which requests in flight keep their keys and values (`weight_broadcast.keep_kv`), on real vLLM on CPU, and without it."""
+"""Who finds whose keys and values in the cache: requests of a group, and those in flight at an update that keeps them. Real vLLM on CPU."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from inference_server import EXACT, MemoryTrainer, Run, prompts, running, sample, under_load
 from run_servers import Servers
 
+from rlx.config.kv_cache import CPU_BLOCK
 from rlx.config.load import load_run, to_yaml
 from rlx.inference.telling import Manner
 from rlx.types import Turn
@@ -29,6 +31,30 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     run.ready()
     yield run
     run.stop()
+
+
+def test_the_prompt_of_a_group_is_computed_once_and_a_prompt_of_its_own_anew(run: Run) -> None:
+    """Seven of eight requests find the whole blocks of their prompt, although all come at once. Another prompt finds nothing."""
+    group, other = prompts(2, length=200, seed=11)
+    blocks = len(group) // CPU_BLOCK * CPU_BLOCK
+
+    async def conversation() -> list[list[int]]:
+        async with Servers(run.ready(), request_timeout=120) as client:
+            await client.fleet.wait_ready(300)
+
+            async def counted() -> list[int]:
+                (state,) = await client.fleet.states()
+                return [state.prompt_tokens, state.cached_tokens]
+
+            found = [await counted()]
+            for ids, requests in ((group, 8), (other, 1), (group, 1)):
+                await asyncio.gather(*[sample(client, ids, seed, max_tokens=2) for seed in range(requests)])
+                found.append(await counted())
+            assert 0 < (await client.fleet.stats())["perf/prefix_cache_hits"] < 1
+            return found
+
+    steps = np.diff(asyncio.run(conversation()), axis=0).tolist()
+    assert steps == [[8 * len(group), 7 * blocks], [len(other), 0], [len(group), blocks]]
 
 
 @pytest.mark.parametrize("way", ["files", "gloo"])

@@ -20,13 +20,15 @@ GONE = 2.0  # seconds without an answer after which an update goes on without a 
 
 
 def totals(states: Sequence[PolicyState]) -> dict[str, float]:
-    """Metrics of servers by name: the mean of their cache usage, the sums of the others."""
+    """Metrics of servers by name: the mean of their cache usage, the share of all their prompts' tokens, the sums of the others."""
+    prompts = sum(state.prompt_tokens for state in states)
     return {
         "perf/servers": len(states),
         "perf/kv_cache_usage": sum(state.kv_cache_usage for state in states) / len(states),
         "perf/running": sum(state.running for state in states),
         "perf/waiting": sum(state.waiting for state in states),
         "perf/preemptions": sum(state.preemptions for state in states),
+        "perf/prefix_cache_hits": sum(state.cached_tokens for state in states) / prompts if prompts else 0.0,
     }
 
 

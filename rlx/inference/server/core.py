@@ -73,12 +73,15 @@ class PolicyOutputs:
     waiting: int
     kv_cache_usage: float
     preemptions: int
+    prompt_tokens: int  # of all requests so far
+    cached_tokens: int  # of these: those whose keys and values were found in the cache
     steps: int  # of the engine
 
     def _open(self) -> None:
         self.sinks = {}
         self.version = 0
         self.running = self.waiting = self.preemptions = self.steps = 0
+        self.prompt_tokens = self.cached_tokens = 0
         self.kv_cache_usage = 0.0
         self._loads: dict[int, tuple[int, int, float]] = {}  # by engine: running, waiting, usage
 
@@ -112,6 +115,9 @@ class PolicyOutputs:
             self._loads[outputs.engine_index] = stats.num_running_reqs, stats.num_waiting_reqs, stats.kv_cache_usage
             running, waiting, usage = zip(*self._loads.values(), strict=True)
             self.running, self.waiting, self.kv_cache_usage = sum(running), sum(waiting), max(usage)
+            if stats.prefix_cache_stats is not None:  # of this step's new requests; those that compute theirs again are counted apart
+                self.prompt_tokens += stats.prefix_cache_stats.queries
+                self.cached_tokens += stats.prefix_cache_stats.hits
         outputs.outputs = others
         return bool(others)
 

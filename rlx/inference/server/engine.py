@@ -214,6 +214,8 @@ class PolicyEngine:
             waiting=core.waiting,
             kv_cache_usage=core.kv_cache_usage,
             preemptions=core.preemptions,
+            prompt_tokens=core.prompt_tokens,
+            cached_tokens=core.cached_tokens,
             weights=self.weights,
             identity=self.identity,
             asking=self.asking,
