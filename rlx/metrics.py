@@ -129,8 +129,8 @@ METRICS: dict[str, str] = {
     "perf/running": "requests being decoded at that moment",
     "perf/waiting": "requests queued at that moment",
     "perf/preemptions": "requests preempted for lack of cache since the server started, sum of the servers",
-    "perf/prefix_cache_hits": "share of the prompts' tokens since the servers started that were not computed, because a prompt with the same "
-    "beginning was in the cache (of a group, of a conversation)",
+    "perf/prefix_cache_hits": "share of the prompts' tokens since the servers started that were not computed, because they were in the "
+    "cache: of another answer of the group, or of the conversation so far",
     "perf/device_memory_gb": "memory of a server's GPU, GiB; only with bench=true",
     # eval: one record an evaluation; its step is the policy version
     "eval/<env>/avg@<n>": "mean reward of an evaluation: n rollouts of each example. A failed rollout scores 0",
