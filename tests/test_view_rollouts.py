@@ -13,6 +13,8 @@ from test_rollout_play import outcome
 from view_run import rollout, write_run, write_step
 
 from rlx.cli import main
+from rlx.cli.replay import _read as parts_of_replay
+from rlx.cli.show import run as show
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose, to_yaml
 from rlx.config.roots import SFT
@@ -226,6 +228,30 @@ def test_tokens_come_with_their_numbers_and_texts(paths: RunPaths):
     with pytest.raises(NoTokens, match=r"step_000009.* does not exist"):
         tokens_of(paths.root, step=9, group=0, member=0)
     assert Pieces(paths.root / "elsewhere").of([3, 4]) == ["⟨3⟩", "⟨4⟩"]
+
+
+def test_bytes_that_begin_no_character_do_not_end_the_text_of_a_tokenizer_that_falls_back_to_bytes(tmp_path: Path):
+    """As Llama 2, Mistral and Gemma have it: a policy may well sample the first byte of a character and then a word."""
+    from tokenizers import Tokenizer, decoders, models
+
+    words = ["<0x41>", "<0xC3>", "<0xA9>", "▁a", "b"]
+    tokenizer = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    folder = RunPaths(tmp_path).weights_of(1)
+    folder.mkdir(parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    pieces = Pieces(tmp_path)
+    assert pieces.of([0, 1, 3, 4]) == ["A", "", " a", "b"]
+    assert "".join(pieces.of([3, 1, 2, 4])) == " aéb"
+
+
+def test_a_run_of_a_sweep_is_shown_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    paths = write_run(tmp_path / "loss=grpo,seed=1", steps=1)
+    assert show([str(paths.root), "count=1"]) == 0
+    assert "15 rollouts" in capsys.readouterr().out
+    assert show(["filter=reward<0"]) == 2, "the run is missing"
+    _, places, overrides = parts_of_replay([str(paths.root), "--step", "0", "loss=gspo"])
+    assert (places, overrides) == ([str(paths.root)], ["loss=gspo"])
 
 
 def test_a_replay_of_the_step_gives_its_tokens_two_weights_and_the_norms(paths: RunPaths):

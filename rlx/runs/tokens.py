@@ -146,8 +146,17 @@ class Pieces:
             return [f"⟨{token}⟩" for token in ids]
         from tokenizers.decoders import DecodeStream
 
-        stream = DecodeStream(skip_special_tokens=False)
-        return [stream.step(self._tokenizer, int(token)) or "" for token in np.asarray(ids).tolist()]
+        stream, pieces = DecodeStream(skip_special_tokens=False), []
+        for token in np.asarray(ids).tolist():
+            try:
+                piece = stream.step(self._tokenizer, token)
+            except (
+                Exception
+            ):  # of no narrower type: bytes that begin no character, of a tokenizer that falls back to bytes (Llama 2, Gemma)
+                stream = DecodeStream(skip_special_tokens=False)
+                piece = stream.step(self._tokenizer, token)
+            pieces.append(piece or "")
+        return pieces
 
 
 def tokenizer_file(paths: RunPaths) -> Path | None:

@@ -25,7 +25,8 @@ def parse(command: str, argv: Sequence[str], known: Sequence[str]) -> dict[str, 
     options = dict(part.split("=", 1) for part in argv[1:] if "=" in part)
     wrong = [part for part in argv[1:] if part.partition("=")[0] not in known or "=" not in part]
     numbers = [f"{name}={options[name]}" for name in ("step", "count") if not options.get(name, "0").isdecimal()]
-    if argv and "=" not in argv[0] and not wrong and not numbers:
+    # The first is the path, also that of a sweep's run, `loss=grpo,seed=1`.
+    if argv and argv[0].partition("=")[0] not in known and not wrong and not numbers:
         return options
     if wrong:
         print(f"rlx {command}: {wrong[0]!r} is no option. Options: {', '.join(f'{name}=' for name in known)}.", file=sys.stderr)
