@@ -117,7 +117,7 @@ def _read(argv: list[str]) -> tuple[dict[str, str], list[str], list[str]]:
         elif part in ("--config-dir", "--config-path"):
             overrides += [part, *waiting[:1]]
             waiting = waiting[1:]
-        elif part.startswith("--") or equals and (places or not Path(part).expanduser().is_dir()):  # of a sweep: `loss=grpo,seed=1`
+        elif part.startswith("--") or (equals and (places or not Path(part).expanduser().is_dir())):  # of a sweep: `loss=grpo,seed=1`
             overrides.append(part)
         else:
             places.append(part)
