@@ -248,7 +248,7 @@ def test_bytes_that_begin_no_character_do_not_end_the_text_of_a_tokenizer_that_f
 def test_a_run_of_a_sweep_is_shown_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     paths = write_run(tmp_path / "loss=grpo,seed=1", steps=1)
     assert show([str(paths.root), "count=1"]) == 0
-    assert "rollouts" in capsys.readouterr().out
+    assert "assistant: is four" in capsys.readouterr().out
     assert show(["filter=reward<0"]) == 2, "the run is missing"
     _, places, overrides = parts_of_replay([str(paths.root), "--step", "0", "loss=gspo"])
     assert (places, overrides) == ([str(paths.root)], ["loss=gspo"])

@@ -108,7 +108,9 @@ def run(argv: list[str]) -> int:
 
 def _read(argv: list[str]) -> tuple[dict[str, str], list[str], list[str]]:
     """Options, places and overrides."""
-    options, places, overrides, waiting = {"--top": str(TOP), "--device": "cpu"}, [], [], list(argv)
+    options, waiting = {"--top": str(TOP), "--device": "cpu"}, list(argv)
+    places: list[str] = []
+    overrides: list[str] = []
     while waiting:
         part = waiting.pop(0)
         name, equals, value = part.partition("=")
