@@ -68,6 +68,17 @@ def own_cache(model_cache: Path) -> Iterator[None]:
         os.environ["RLX_CACHE"] = before
 
 
+@pytest.fixture(autouse=True)
+def own_search_path() -> Iterator[None]:
+    """A command in this process says to its children where code lies. The next test's children must not hear it."""
+    names = ("PYTHONPATH", "PYTHONSAFEPATH")
+    before = {name: os.environ[name] for name in names if name in os.environ}
+    yield
+    for name in names:
+        os.environ.pop(name, None)
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def shared_parts() -> Iterator[None]:
     """Configurations of rlx's own files share what they compose, as the runs of a sweep do: that was a quarter of the fast tests' time.

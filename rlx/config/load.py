@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -158,6 +159,9 @@ def _read(run_dir: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds no configuration: a run's config.yaml is a mapping of keys to values.")
     _rename(data)
+    # Modules that it names may lie here. PYTHONPATH cannot say so where another rlx does, too: it would come before an installed one.
+    if sys.flags.safe_path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     return path, data
 
 
