@@ -106,9 +106,13 @@ def parse(lines: list[str]) -> list[Override]:
         try:
             parsed.append(copy.copy(_parse_plain(line)))
         except HydraException:
+            key, _, value = line.partition("=")
+            absent = (
+                f" A path that exists needs no quotes, but {value} does not exist." if key.lstrip("+") in PATHS and "/" in value else ""
+            )
             problems.append(
                 f"`{conceal(line)}` cannot be parsed. Write key=value without spaces around `=`, and quote special characters: "
-                "'key=\"a, b\"'."
+                f"'key=\"a, b\"'.{absent}"
             )
     if problems:
         raise ConfigError(problems)
