@@ -55,6 +55,7 @@ def test_a_run_again_has_the_arguments_of_the_first(tmp_path: Path):
     (tmp_path / "second").mkdir()
     (tmp_path / "second" / "config.yaml").write_text(composed.yaml)
     assert compose(again(tmp_path / "second"), {}).cfg == composed.cfg, "and so has each after it"
+    assert not any("not a number" in note for note in composed.notes), "it has quotes now"
     (note,) = [note for note in composed.notes if "`${` is text, not a reference" in note]
     assert "envs.custom.args.text_0, envs.custom.args.text_1" in note, "who has edited the file must know it"
 
@@ -73,7 +74,11 @@ def test_a_run_of_an_older_version_is_literal_too(tmp_path: Path):
     (run / "config.yaml").write_text(f"{first}\n{yaml.safe_dump(data, sort_keys=False)}")
     assert "text_4: 1e-5" in (run / "config.yaml").read_text(), "it wrote such text without quotes"
     assert load_run(run).envs["custom"].args == args
-    assert compose(again(run), {}).cfg == load_run(run)
+    composed = compose(again(run), {})
+    assert composed.cfg == load_run(run)
+    (note,) = [note for note in composed.notes if "1e-5 is text, not a number (1.0e-5), in" in note]
+    assert "envs.custom.args.text_4" in note
+    assert "envs.custom.args.text_11" not in note, ".inf has quotes there, so it is surely text"
 
 
 def test_an_evaluation_takes_a_runs_values_literally(tmp_path: Path):

@@ -56,6 +56,11 @@ def has_quotes(text: str) -> bool:
     return QUOTED in text[: len(HEADER) + 100]
 
 
+def is_ambiguous(text: str) -> bool:
+    """Whether OmegaConf takes text without quotes for a number, and YAML does not: 1e-5."""
+    return NUMBER.match(text) is not None and isinstance(yaml.safe_load(text), str)
+
+
 def escaped(value: Any) -> Any:
     """A value for OmegaConf, which resolves it to exactly this value."""
     if isinstance(value, str):

@@ -32,7 +32,9 @@ from rlx.config.shipped import BESIDE, conf_directory
 from rlx.config.tree import show
 
 SUFFIX = ".yaml"
-SAVED = "saved"  # in the header of what was loaded: it is a run's `config.yaml`
+SAVED = (
+    "saved"  # in the header of what was loaded: it is a run's `config.yaml`, of a version that writes 1e-5 in quotes (now), or not (before)
+)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -86,7 +88,7 @@ class Folder(FileConfigSource):
             raise ConfigLoadError(f"Config not found : {file}") from None
         except TypeError as error:
             raise ConfigError(f"{shown(file)}: {error}") from None
-        header = self._get_header_dict(text[:512]) | ({SAVED: "yes"} if is_saved(text) else {})
+        header = self._get_header_dict(text[:512]) | ({SAVED: "now" if has_quotes(text) else "before"} if is_saved(text) else {})
         return ConfigResult(config=copied(parsed), path=self.full_path(), provider=self.provider, header=header)
 
     def is_group(self, config_path: str) -> bool:
