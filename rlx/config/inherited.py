@@ -34,6 +34,7 @@ class Inherited:
     values: dict[str, Any] = field(default_factory=dict)  # nested like the configuration
     groups: dict[str, str] = field(default_factory=dict)  # options for groups that the user has not chosen
     refuses: dict[str, str] = field(default_factory=dict)  # group -> why the user's choice of it cannot be
+    literal: bool = False  # `${` in a value is text, as in a run's `config.yaml`; in a file of the user's it is a reference
 
 
 def of_model(data: Mapping[str, Any], chosen: Sequence[str]) -> list[Inherited]:
@@ -92,7 +93,8 @@ def _of_run(run: Path, *, envs: bool) -> Inherited:
         values["envs"] = {name: {key: env[key] for key in OF_ENV if key in env} for name, env in own.items()}
     values.get("sampling", {}).pop("allow_biased_ratio", None)
     name = values.get("model", {}).get("name")
-    return Inherited(f"the run {run}", values, refuses={"model": f"the weights are those of {run}, and its model is {name}"})
+    refuses = {"model": f"the weights are those of {run}, and its model is {name}"}
+    return Inherited(f"the run {run}", values, refuses=refuses, literal=True)
 
 
 def _endpoint(client: Mapping[str, Any]) -> Inherited | None:
