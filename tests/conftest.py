@@ -26,8 +26,7 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
-        gc.collect()
-        gc.freeze()  # nor do collections during the tests walk over them
+        gc.freeze()  # nor do collections during the tests walk over them; to look for garbage among them first would take a second
         gc.enable()
 
 
@@ -98,6 +97,14 @@ def shared_parts() -> Iterator[None]:
     composition.compose_tree = compose_tree
     yield
     composition.compose_tree = real
+
+
+@pytest.fixture
+def quick_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients of servers ask again sooner, and a server that refuses connections is soon gone. One that is only slow never is."""
+    for module in ("fleet", "sampler", "telling"):
+        monkeypatch.setattr(f"rlx.inference.{module}.PAUSE", 0.05)
+    monkeypatch.setattr("rlx.inference.replica.GONE", 0.1)
 
 
 @pytest.fixture
