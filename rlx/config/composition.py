@@ -30,7 +30,7 @@ from rlx.config.env_nodes import as_presets, fill_in
 from rlx.config.environment import Variable, read_variables
 from rlx.config.errors import ConfigError
 from rlx.config.gpus import choose_layout
-from rlx.config.inherited import Inherited
+from rlx.config.inherited import Inherited, Later, left_open
 from rlx.config.overrides import LATE, Groups, expand_env_keys, line_of, parse, read_request, read_variable, value_of
 from rlx.config.roots import ROOTS, TRAIN, Root, elsewhere, has_key, root_named
 from rlx.config.schema import MISSING
@@ -60,6 +60,7 @@ class Tree:
     unresolved: list[str] = field(default_factory=list)  # keys without a value; the cause is in `problems`
     hydra: dict[str, Any] = field(default_factory=dict)  # the `hydra` node of the files: what a sweep varies
     may_inherit: bool = False  # the primary file lists `rlx_inherited`; a run's `config.yaml` does not, because it has all values
+    later: Later | None = None
     chosen: list[str] = field(default_factory=list)  # groups that the command line or a variable chooses
 
 
@@ -88,7 +89,9 @@ def compose_tree(argv: list[str], environ: Mapping[str, str], root: Root = TRAIN
         raise ConfigError(refused)
     again = _compose(argv, environ, root, found, kept, layout)
     for each in found:
-        again.notes += _differing(each, again)
+        if each.later:
+            again.later, note = left_open(each, again.origins.of_key, again.data)
+        again.notes += [note] if each.later else _differing(each, again)
     return again
 
 
@@ -186,7 +189,9 @@ def _compose(
     may_inherit = any(default.config_path == INHERITED for default in defaults)
     choices = _find_choices(defaults, groups.names)
     notes = [f"hardware=auto: {layout[1]}"] if choices.get("hardware") == "auto" else []
-    return Tree(data, origins, choices, list(request.lines), notes, off + unresolved_problems, unresolved, hydra, may_inherit, chosen)
+    return Tree(
+        data, origins, choices, list(request.lines), notes, off + unresolved_problems, unresolved, hydra, may_inherit, chosen=chosen
+    )
 
 
 def _refuse_other_command(repository: CachingConfigRepository, name: str, root: Root) -> None:

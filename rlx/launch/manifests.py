@@ -14,6 +14,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import yaml
+
+from rlx.config.inherited import Later
 from rlx.config.load import to_yaml
 from rlx.config.roots import root_of
 from rlx.config.schema import CommandConfig
@@ -37,8 +40,8 @@ def object_name(run: str) -> str:
     return f"{plain if plain[:1].isalpha() else f'run-{plain}'.rstrip('-')}"[: LONGEST - 7].rstrip("-") + f"-{digest}"
 
 
-def values_of(cfg: CommandConfig) -> dict[str, Any]:
-    """The values of the chart for a settled configuration."""
+def values_of(cfg: CommandConfig, later: Later | None = None) -> dict[str, Any]:
+    """The values of the chart for a settled configuration. `later`: what it takes from a run that only the pods can read."""
     kube, hardware = cfg.kubernetes, cfg.hardware
     return {
         "image": kube.image or "IMAGE",
@@ -46,7 +49,7 @@ def values_of(cfg: CommandConfig) -> dict[str, Any]:
         "imagePullSecrets": list(kube.image_pull_secrets),
         "command": root_of(cfg).command,
         "arguments": [],
-        "config": to_yaml(cfg),
+        "config": to_yaml(cfg) if later is None else _left_open(to_yaml(cfg), later),
         "nodes": hardware.nodes,
         "gpusPerNode": hardware.gpus_per_node if hardware.device == "cuda" else 0,
         "gpuResource": kube.gpu_resource,
@@ -73,6 +76,27 @@ def values_of(cfg: CommandConfig) -> dict[str, Any]:
         "maxRestarts": cfg.launcher.max_requeues,
         "keepSeconds": kube.keep_seconds,
     }
+
+
+def _left_open(text: str, later: Later) -> str:
+    """The text of a `config.yaml` without what a run that only the pods can read is to give it there."""
+    data = yaml.safe_load(text)
+    data["defaults"].insert(-1, "rlx_inherited")
+    for key in later.sections:
+        section, (*above, last) = data, key.split(".")
+        for part in above:
+            section = section[part]
+        del section[last]
+    _merge(data, later.given)
+    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=1000)
+
+
+def _merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if isinstance(value, dict) and isinstance(into.get(name), dict):
+            _merge(into[name], value)
+        else:
+            into[name] = value
 
 
 def _gib(size: float | None) -> str | None:
