@@ -157,7 +157,7 @@ def _first(given: Namespace, overrides: list[str], hosts: list[tuple[str, int]],
     from rlx.cli.command import label_of
     from rlx.config.load import compose
     from rlx.launch.agents import wait_for_agents
-    from rlx.launch.pods import attempt, make_token
+    from rlx.launch.pods import attempt, is_restart, make_token
     from rlx.plan.make import make_plan
     from rlx.runs.claim import settle
     from rlx.waiting import LEFT
@@ -181,13 +181,13 @@ def _first(given: Namespace, overrides: list[str], hosts: list[tuple[str, int]],
     token = make_token(file)
     if (missing := wait_for_agents(hosts, token, given.start_timeout, lambda text: print(text, flush=True))) is not None:
         print(f"{missing}\nSee kubectl describe pod: it is not scheduled, or its image cannot be pulled.", file=sys.stderr)
-        return 1
+        return LEFT if is_restart(Path(str(cfg.run.dir)), given.job) else 1  # a run that has begun waits for the cluster's hosts
     shown = []
 
     def show(root: Path) -> None:
         shown.append(subprocess.Popen([sys.executable, "-m", "rlx.cli", "watch", str(root)]))
 
-    code = attempt(cfg, composed.overrides, plan, hosts, file, given.job, show)
+    code = attempt(cfg, composed.overrides, plan, hosts, file, given.job, show, composed.cfg)
     sys.stdout.flush()
     for each in shown:
         try:
