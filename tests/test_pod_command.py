@@ -17,6 +17,7 @@ from rlx.cli.pods import objects_of
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose, to_yaml
 from rlx.config.roots import TRAIN
+from rlx.paths import RunPaths
 from rlx.waiting import LEFT
 
 Pod = Callable[..., Any]
@@ -55,7 +56,9 @@ def host(index: int, volume: Path, monkeypatch: pytest.MonkeyPatch, nodes: int =
     monkeypatch.setenv("JOB_UID", "7")
     monkeypatch.setattr(pod.signal, "signal", lambda *_: None)  # this process keeps its handlers
     hosts = ",".join(["127.0.0.1:0"] * nodes)
-    return pod.run(["--job", "mine", "--nodes", str(nodes), "--volume", str(volume), "--hosts", hosts, "train", "hardware=cpu"])
+    return pod.run(
+        ["--job", "mine", "--nodes", str(nodes), "--volume", str(volume), "--hosts", hosts, "train", "hardware=cpu", "run.name=mine"]
+    )
 
 
 @pytest.mark.parametrize(("gpus", "layout"), [(0, "cpu"), (8, "node8")])
@@ -103,6 +106,19 @@ def test_a_host_that_is_replaced_as_the_run_ends_learns_its_exit_code(tmp_path: 
     monkeypatch.setattr(pod, "_first", lambda *_: LEFT)
     assert host(0, tmp_path, monkeypatch) == LEFT
     assert [each.name for each in (tmp_path / ".nodes").iterdir()] == [], "a preempted run goes on, and its hosts with it"
+
+
+def test_a_restart_waits_for_lost_hosts_and_a_first_start_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    """Exit code 1 would end the Job, and with it a run that has checkpoints, because a node is slow or dead."""
+    monkeypatch.setattr("rlx.launch.agents.wait_for_agents", lambda *_: "mine-1.mine did not answer")
+    assert host(0, tmp_path, monkeypatch) == 1
+    paths = RunPaths(tmp_path / "mine")
+    paths.logs(0).mkdir(parents=True)
+    paths.kubernetes.write_text('{"job": "mine", "uid": "6"}')
+    assert host(0, tmp_path, monkeypatch) == 1, "a run of another Job"
+    paths.kubernetes.write_text('{"job": "mine", "uid": "7"}')
+    assert host(0, tmp_path, monkeypatch) == LEFT
+    assert "mine-1.mine did not answer" in capsys.readouterr().err
 
 
 def test_a_volume_that_cannot_be_written_is_named_with_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
