@@ -40,6 +40,7 @@ from rlx.config.tree import Origins, Problem, optional_sections, show, split_opt
 SCHEMA = "rlx_schema"  # every key with its default; first in the defaults list
 INHERITED = "rlx_inherited"  # what another run or a named endpoint gives (`Root.inherits`); before the variables in the defaults list
 NO_SECTION = re.compile(r"node `([\w.]+)` is not a container")  # OmegaConf's words: a reference into a section that is null
+SHELL_VARIABLE = re.compile(r"(?<!\\)\$\{([A-Z_][A-Z0-9_]*)\}")
 VARIABLES = "rlx_variables"  # what environment variables set; before the experiment in the defaults list
 
 Kept = dict[tuple[Any, ...], tuple[list[ResultDefault], DictConfig]]
@@ -381,9 +382,10 @@ def _resolve(cfg: DictConfig, origins: Origins) -> tuple[dict[Any, Any], list[Pr
             key = error.full_key
             if not key:
                 raise
-            text: Any = _plain(cfg, resolve=False)
-            for part in key.split("."):
-                text = text[part]
+            inner, node = error.child_node, error.parent_node  # the key's own text cannot be looked up: `slurm.setup[0]`, a name with dots
+            assert inner is not None
+            assert node is not None
+            text = inner._value()
             absent = NO_SECTION.search(str(error))
             near = f"{key.rpartition('.')[0]}." if str(text).startswith("${.") else ""
             section = f"{near}{absent[1]}" if absent else ""
@@ -392,9 +394,11 @@ def _resolve(cfg: DictConfig, origins: Origins) -> tuple[dict[Any, Any], list[Pr
             elif not isinstance(error, InterpolationToMissingValueError):  # the missing value is reported as its own problem
                 cause = str(error).splitlines()[0].removeprefix("KeyError raised while resolving interpolation: ").strip('"')
                 hint = " Set it, or give a default: ${oc.env:NAME,VALUE}." if "oc.env:" in str(text) else ""
+                if shell := SHELL_VARIABLE.search(str(text)):
+                    hint = f" Write a variable of the shell as ${shell[1]} or \\${{{shell[1]}}}."
                 problems.append(Problem(f"`{key}` cannot be resolved: {origins.show(key, text)}.\n{cause}.{hint}", (key,)))
             keys.append(key)
-            OmegaConf.update(cfg, key, MISSING)
+            node[error.key] = MISSING
 
 
 def _explain(error: Exception, groups: Groups) -> str:
