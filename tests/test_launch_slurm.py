@@ -80,6 +80,31 @@ def test_the_script_needs_no_recent_coreutils_to_ignore_the_notice_until_python_
     assert read_status(RunPaths(tmp_path)).state == "starting"
 
 
+@pytest.mark.parametrize(
+    ("setup", "after"),
+    [
+        ("export PYTHONPATH='/my modules'; unset PYTHONSAFEPATH", ["/my modules", "HERE"]),
+        ("unset PYTHONPATH", ["HERE"]),
+        ("export PYTHONPATH=$PYTHONPATH:/last", ["HERE", "/last"]),
+    ],
+)
+def test_no_line_of_the_setup_takes_the_jobs_copy_of_the_code_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setup, after):
+    monkeypatch.setattr(
+        sys, "executable", stand_in(tmp_path / "python", '[ "$1" = -c ] && exit; echo "$PYTHONPATH"; echo "$PYTHONSAFEPATH"')
+    )
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.chdir(tmp_path)
+    code = tmp_path / "the run" / "code_1"
+    (code / "environments" / "sums").mkdir(parents=True)
+    cfg = compose(["launcher=slurm", "hardware=cpu", "dry_run=true"], {}).cfg
+    Status().write(RunPaths(tmp_path))
+    cfg = replace(cfg, slurm=replace(cfg.slurm, setup=[setup]))
+    text = slurm.sbatch_script(cfg, "run", tmp_path / ".submitit", [tmp_path], code)
+    done = subprocess.run(["bash"], input=text, capture_output=True, text=True, check=True)
+    path = [str(code), str(code / "environments" / "sums"), *(str(tmp_path) if each == "HERE" else each for each in after)]
+    assert done.stdout.splitlines() == [os.pathsep.join(path), "1"]
+
+
 @pytest.mark.parametrize("bash", ["", "4.2"])  # the rules of which version
 @pytest.mark.parametrize(
     ("setup", "python", "array", "code", "said", "earlier"),

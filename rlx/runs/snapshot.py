@@ -27,11 +27,15 @@ def take_snapshot(folder: Path) -> Path:
     return copy
 
 
+def folders_of(copy: Path) -> list[str]:
+    """The folders of the copy from which Python imports: its own, and that of each environment."""
+    return [str(folder) for folder in (copy, *sorted((copy / "environments").glob("*/")))]
+
+
 def environment(copy: Path) -> dict[str, str]:
     """Environment variables that make Python import the copy instead of an installed rlx or the working directory.
 
     PYTHONPATH starts with the copy and ends with the working directory, where Python still finds the user's own modules.
     """
-    folders = [str(folder) for folder in (copy, *sorted((copy / "environments").glob("*/")))]
-    path = [*folders, *filter(None, [os.environ.get("PYTHONPATH")]), os.getcwd()]
+    path = [*folders_of(copy), *filter(None, [os.environ.get("PYTHONPATH")]), os.getcwd()]
     return {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
