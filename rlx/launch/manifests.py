@@ -65,9 +65,9 @@ def values_of(cfg: CommandConfig, later: Later | None = None) -> dict[str, Any]:
             "mountPath": kube.mount,
         },
         "secretEnv": {name: dict(zip(("name", "key"), place.split("/", 1), strict=True)) for name, place in sorted(kube.secrets.items())},
-        "env": dict(sorted(kube.env.items())),
-        "nodeSelector": dict(kube.node_selector),
-        "tolerations": list(kube.tolerations),
+        "env": {name: str(value) for name, value in sorted(kube.env.items())},
+        "nodeSelector": {name: str(value) for name, value in kube.node_selector.items()},
+        "tolerations": [each | {"value": str(each["value"])} if "value" in each else each for each in kube.tolerations],
         "priorityClassName": kube.priority_class,
         "serviceAccountName": kube.service_account,
         "user": kube.user,
@@ -102,7 +102,7 @@ def _merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
 def _gib(size: float | None) -> str | None:
     if size is None:
         return None
-    return f"{size:g}Gi" if size == int(size) else f"{round(size * 1024)}Mi"
+    return f"{int(size)}Gi" if size == int(size) else f"{round(size * 1024)}Mi"
 
 
 def manifests(name: str, values: Mapping[str, Any]) -> list[Object]:

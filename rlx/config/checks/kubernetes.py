@@ -68,6 +68,32 @@ def kubernetes_cluster(cfg: CommandConfig, of: Show) -> Iterator[str]:
         )
 
 
+@rule("launcher", "kubernetes")
+def texts_of_manifests(cfg: CommandConfig, of: Show) -> Iterator[str]:
+    """Values that YAML does not read as text. A whole number stays what it is; of others the text changes, or the cluster refuses them."""
+    if cfg.launcher.name != "kubernetes":
+        return
+    kube = cfg.kubernetes
+    for section, values in (("env", kube.env), ("node_selector", kube.node_selector)):
+        for name, value in values.items():
+            if not _is_text(value):
+                key = f"kubernetes.{section}" if "." in name else f"kubernetes.{section}.{name}"
+                yield f"the value of {name} is no text, and would be another one in the cluster: {of(key)}.\n{_quoted(name)}"
+    for each in kube.tolerations:
+        if not isinstance(each, dict):
+            yield f"a toleration has keys: {of('kubernetes.tolerations')}. Write {{key: NAME, operator: Exists, effect: NoSchedule}}."
+        elif not _is_text(each.get("value", "")):
+            yield f"the value of a toleration is no text, which the cluster refuses: {of('kubernetes.tolerations')}.\n{_quoted('value')}"
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str | int) and not isinstance(value, bool)
+
+
+def _quoted(name: str) -> str:
+    return f"Quote it: {name}: 'true' in a file; on the command line, quotes within those of the shell, \"…{name}='true'\"."
+
+
 @rule("launcher", "kubernetes", "run", "resume")
 def run_on_the_volume(cfg: CommandConfig, of: Show) -> Iterator[str]:
     if cfg.run.dir is not None:
