@@ -176,6 +176,20 @@ def test_only_who_knows_the_runs_token_is_served(agent):
     line.connection.close()
 
 
+def test_an_agent_listens_at_all_addresses():
+    agent = Agent(lambda: TOKEN, 0)
+    for host in ("127.0.0.1", *(["::1"] if socket.has_dualstack_ipv6() and Path("/proc/net/if_inet6").exists() else [])):
+        ask((host, agent.port), TOKEN)
+    agent.close()
+
+
+def test_an_agent_needs_no_ipv6(monkeypatch):
+    monkeypatch.setattr(socket, "AF_INET6", -1)
+    agent = Agent(lambda: TOKEN, 0)
+    ask(("127.0.0.1", agent.port), TOKEN)
+    agent.close()
+
+
 def test_the_first_host_waits_for_all_agents_and_names_the_one_that_is_missing(agent):
     there = ("127.0.0.1", agent.port)
     assert wait_for_agents([there, there], TOKEN, 5.0, print) is None
