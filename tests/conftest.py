@@ -26,8 +26,7 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
-        gc.collect()
-        gc.freeze()  # nor do collections during the tests walk over them
+        gc.freeze()  # nor do collections during the tests walk over them; to look for garbage among them first would take a second
         gc.enable()
 
 
@@ -68,6 +67,17 @@ def own_cache(model_cache: Path) -> Iterator[None]:
         os.environ["RLX_CACHE"] = before
 
 
+@pytest.fixture(autouse=True)
+def own_search_path() -> Iterator[None]:
+    """A command in this process says to its children where code lies. The next test's children must not hear it."""
+    names = ("PYTHONPATH", "PYTHONSAFEPATH")
+    before = {name: os.environ[name] for name in names if name in os.environ}
+    yield
+    for name in names:
+        os.environ.pop(name, None)
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def shared_parts() -> Iterator[None]:
     """Configurations of rlx's own files share what they compose, as the runs of a sweep do: that was a quarter of the fast tests' time.
@@ -87,6 +97,14 @@ def shared_parts() -> Iterator[None]:
     composition.compose_tree = compose_tree
     yield
     composition.compose_tree = real
+
+
+@pytest.fixture
+def quick_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients of servers ask again sooner, and a server that refuses connections is soon gone. One that is only slow never is."""
+    for module in ("fleet", "sampler", "telling"):
+        monkeypatch.setattr(f"rlx.inference.{module}.PAUSE", 0.05)
+    monkeypatch.setattr("rlx.inference.replica.GONE", 0.1)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -15,6 +16,16 @@ from run_servers import Servers
 from rlx.inference.endpoints import Endpoint
 from rlx.inference.protocol import Answer, Asked, Completion, GenerateRequest, PolicyState
 from rlx.inference.server.holder import Holder
+
+
+class Clock:
+    """Stands for `time` in a module whose limits a test lets pass instead of waiting for them."""
+
+    def __init__(self) -> None:
+        self.passed = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.passed
 
 
 class Stand:
@@ -35,6 +46,7 @@ class Stand:
         self.waiting = 0  # requests in its queue
         self.hangs = False  # `/policy` and `/devices` are not answered
         self.stuck = False  # it answers, but loads nothing: its engine hangs
+        self.holds = False  # it ends no request
         self.identity = "a"  # of version 0
         self.asking = False  # it waits for the trainer
         self.now = 0.0  # seconds, for the holder
@@ -114,6 +126,8 @@ class Stand:
         self.in_flight += 1
         try:
             await asyncio.sleep(self.delay)
+            while self.holds:
+                await asyncio.sleep(0.01)
         except asyncio.CancelledError:
             self.aborted += 1
             raise
@@ -134,10 +148,10 @@ class Stand:
         asked = await request.json()
         self.updating += 1
         await asyncio.sleep(self.delay)
-        self.updating -= 1
         self.updates.append(asked)
         while self.stuck:
             await asyncio.sleep(0.01)
+        self.updating -= 1
         if self.gone:
             self.gone -= 1
             return web.json_response({"error": "the trainer has another version"}, status=410)

@@ -96,16 +96,26 @@ def test_a_resumed_evaluation_plays_again_what_other_weights_of_the_version_have
 ) -> None:
     cfg, paths, killed, env = config_of("env=sums", "num_examples=10", "rollouts_per_example=2"), RunPaths(tmp_path), Killed(), Env()
 
-    async def evaluate(env: Any, digest: str | None, seconds: float) -> None:
-        role = Evaluator(cfg, paths, {"sums": env}, Versioned(digest), Heartbeat(paths, "evaluator"))  # type: ignore[arg-type]
-        async with asyncio.timeout(seconds):
-            await role.run()
-
-    with pytest.raises(TimeoutError):
-        asyncio.run(evaluate(killed, first, 1.0))
     folder = paths.evaluation_of("sums", cfg.model.name, 28)
-    assert len((folder / PLAYED).read_text().splitlines()) == 10
-    asyncio.run(evaluate(env, then, 60.0))
+
+    def played() -> int:
+        return len((folder / PLAYED).read_text().splitlines()) if (folder / PLAYED).exists() else 0
+
+    async def evaluate(env: Any, digest: str | None, until: int | None = None) -> None:
+        """`until`: records after which it is killed."""
+        role = Evaluator(cfg, paths, {"sums": env}, Versioned(digest), Heartbeat(paths, "evaluator"))  # type: ignore[arg-type]
+        async with asyncio.timeout(60):
+            running = asyncio.ensure_future(role.run())
+            while until is not None and played() < until:
+                await asyncio.sleep(0.01)
+            if until is not None:
+                running.cancel()
+            await running
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(evaluate(killed, first, until=10))
+    assert played() == 10
+    asyncio.run(evaluate(env, then))
     assert len(env.asked) == again
     said = "version 28 of the weights has changed since an earlier attempt (digest a in"
     assert (said in caplog.text) == (again == 20)

@@ -298,7 +298,7 @@ class Saving(StandInTrainer):
 
     async def checkpoint(self, step: int) -> None:
         await super().checkpoint(step)
-        await asyncio.sleep(1)
+        await asyncio.sleep(0.3)
         part = f"orchestrator/{STATE}"
         content = (writing(self.paths, step) / part).read_bytes()
         finish(self.paths, step, {part: {"size": len(content), "xxh3": xxhash.xxh3_64(content).hexdigest()}}, {})
@@ -315,7 +315,7 @@ def test_a_run_whose_last_evaluation_was_given_up_is_preempted_and_plays_it_when
 ) -> None:
     paths, config = RunPaths(tmp_path), evaluating(max_steps=1, ckpt__interval=1)
     with pytest.raises(Preempted):
-        play(tmp_path, config, Slow(paths), trainer=Saving(paths, config, late=1))
+        play(tmp_path, config, Slow(paths), trainer=Saving(paths, config, late=0.3))
     assert [record["step"] for record in metrics(paths, "eval")] == [0]
     paths.preempt.unlink()
     write_start(paths, Start(step=1, checkpoint=paths.checkpoint_of(1)))

@@ -13,6 +13,7 @@ from rlx.inference.protocol import HELD, LEFT, RequestRefused, TakenServer
 from rlx.weights.subscribe import version_at
 
 OTHER = "/runs/b"
+pytestmark = pytest.mark.usefixtures("quick_clients")
 
 
 def taken_over(stand: Stand, version: int) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from run_servers import Servers
-from server_stand_in import Stand, play, until
+from server_stand_in import Clock, Stand, play, until
 
 from rlx.inference.endpoints import Endpoint
 from rlx.inference.fleet import Fleet
@@ -27,6 +27,7 @@ from rlx.inference.sampler import Sampler
 from rlx.types import WeightVersion
 
 SAMPLING = {"max_tokens": 3}
+pytestmark = pytest.mark.usefixtures("quick_clients")
 
 
 def test_an_answer_becomes_a_turn_with_a_version_for_every_token():
@@ -55,16 +56,18 @@ def test_requests_go_to_the_least_loaded_server_and_equal_affinity_to_one():
 def test_an_update_reaches_all_servers_at_once_and_statistics_are_of_all():
     async def scene(client: Servers, *stands: Stand) -> None:
         for stand in stands:
-            stand.waiting = 2
+            stand.waiting, stand.stuck = 2, True
         updating = asyncio.ensure_future(client.update(Path("weights"), 3))
         await until(lambda: all(stand.updating for stand in stands))
+        for stand in stands:
+            stand.stuck = False
         await updating
         assert client.fleet.version == 3
         assert await client.fleet.versions() == [3, 3]
         sums = {"perf/servers": 2, "perf/running": 0, "perf/waiting": 4, "perf/preemptions": 6, "perf/prefix_cache_hits": 0.0}
         assert await client.fleet.stats() == {"perf/kv_cache_usage": 0.25} | sums
 
-    play(scene, Stand(0.5), Stand(0.5))
+    play(scene, Stand(), Stand())
 
 
 def test_an_update_that_one_server_refuses_is_an_error_and_no_new_version():
@@ -90,7 +93,7 @@ def test_a_server_that_starts_again_is_given_the_version_before_it_serves():
         await client.update(Path("weights"), 2)
         await stand.__aexit__()
         waiting = [asyncio.create_task(client.generate([1, 2], SAMPLING, "a", affinity)) for affinity in range(5)]
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.15)
         stand.version = 0
         await stand.__aenter__()
         await asyncio.gather(*waiting)
@@ -169,12 +172,12 @@ def test_a_server_that_stays_away_is_an_error_in_bounded_time():
         started = time.monotonic()
         with pytest.raises(ServerUnreachable, match=f"{stand.port} does not answer"):
             await client.generate([1], SAMPLING, "a")
-        assert 0.4 < time.monotonic() - started < 60
-        with pytest.raises(ServerUnreachable, match=r"not ready after 0\.3 s"):
-            await client.fleet.wait_ready(0.3)
+        assert 0.2 < time.monotonic() - started < 60
+        with pytest.raises(ServerUnreachable, match=r"not ready after 0\.2 s"):
+            await client.fleet.wait_ready(0.2)
         await stand.__aenter__()
 
-    play(scene, Stand(), restart_timeout=0.5)
+    play(scene, Stand(), restart_timeout=0.2)
 
 
 def test_a_request_that_takes_too_long_names_the_key_and_is_aborted():
@@ -233,7 +236,7 @@ def test_a_sampler_of_another_process_waits_until_the_fleet_has_noticed_by_itsel
 
         async with Stand() as first, Stand() as second:
             endpoint = publish(first)
-            async with Fleet([endpoint], look=0.3) as fleet, Sampler([endpoint], request_timeout=60) as elsewhere:
+            async with Fleet([endpoint], look=0.1) as fleet, Sampler([endpoint], request_timeout=60) as elsewhere:
                 await fleet.update(WeightVersion(version=5, kind="files", where="weights"))
                 elsewhere.version = 5
                 await first.__aexit__()
@@ -248,12 +251,12 @@ def test_a_sampler_of_another_process_waits_until_the_fleet_has_noticed_by_itsel
 
 def test_a_sampler_whose_server_nobody_brings_up_to_date_says_so_in_bounded_time():
     async def whole() -> None:
-        async with Stand() as stand, Sampler([stand.endpoint], request_timeout=60, restart_timeout=0.5) as elsewhere:
+        async with Stand() as stand, Sampler([stand.endpoint], request_timeout=60, restart_timeout=0.2) as elsewhere:
             elsewhere.version = 2
             started = time.monotonic()
             with pytest.raises(StaleServer, match="older version than 2 and was not updated"):
                 await elsewhere.generate([1], SAMPLING, "a")
-            assert 0.4 < time.monotonic() - started < 60
+            assert 0.2 < time.monotonic() - started < 60
             assert stand.served == []
 
     asyncio.run(whole())
@@ -264,12 +267,13 @@ def test_the_fleet_goes_on_looking_when_a_server_cannot_be_restored(caplog: pyte
         await client.update(Path("weights"), 2)
         stand.version, stand.refuse = 0, "no such folder"
         await until(lambda: "no such folder" in caplog.text)
-        await asyncio.sleep(0.3)
+        tried = len(stand.updates)
+        await until(lambda: len(stand.updates) > tried + 2)
         assert [record.getMessage().count("no such folder") for record in caplog.records].count(1) == 1, "logged once"
         stand.refuse = None
         await until(lambda: stand.version == 2)
 
-    play(scene, Stand(), look=0.1)
+    play(scene, Stand(), look=0.05)
 
 
 def test_weights_that_left_the_trainers_memory_are_an_error_of_their_own_and_a_server_is_restored_from_where_they_are_now():
@@ -287,19 +291,41 @@ def test_weights_that_left_the_trainers_memory_are_an_error_of_their_own_and_a_s
         await until(lambda: stand.version == 1)
         assert [update["weight_dir"] for update in stand.updates[-2:]] == ["step_1", "step_1"], "asked again"
 
-    play(scene, Stand(), look=0.1)
+    play(scene, Stand(), look=0.05)
 
 
-def test_time_in_which_the_servers_wait_for_the_trainers_step_does_not_count():
-    async def scene(client: Servers, first: Stand, second: Stand) -> None:
-        first.asking = second.asking = True
-        await client.update(Path("weights"), 1, timeout=2.0)
-        first.asking = second.asking = False
+def test_time_in_which_the_servers_wait_for_the_trainers_step_does_not_count(monkeypatch: pytest.MonkeyPatch):
+    clock = Clock()
+    monkeypatch.setattr("rlx.inference.telling.time", clock)
+
+    async def scene(client: Servers, *stands: Stand) -> None:
+        def all_of(**state: bool) -> None:
+            for stand in stands:
+                vars(stand).update(state)
+
+        async def step() -> None:
+            """Let the time that an update has pass several times."""
+            await until(lambda: all(stand.updating for stand in stands))
+            for _ in range(3):
+                clock.passed += 21
+                await asyncio.sleep(0.1)
+
+        all_of(asking=True, stuck=True)
+        await until(lambda: all(server.asks for server in client.fleet._servers))
+        updating = asyncio.ensure_future(client.update(Path("weights"), 1, timeout=20.0))
+        await step()
+        assert not updating.done()
+        all_of(stuck=False)
+        await updating
+        all_of(asking=False, stuck=True)
         await until(lambda: not any(server.asks for server in client.fleet._servers))
+        updating = asyncio.ensure_future(client.update(Path("weights"), 2, timeout=20.0))
+        await step()
         with pytest.raises(ServerUnreachable, match=r"weight_broadcast\.timeout"):
-            await client.update(Path("weights"), 2, timeout=2.0)
+            await updating
+        all_of(stuck=False)
 
-    play(scene, Stand(4.5), Stand(4.5), look=0.05)
+    play(scene, Stand(), Stand(), look=0.05)
 
 
 def test_a_server_that_missed_the_trainer_is_left_out_once_another_has_the_version():
@@ -310,7 +336,7 @@ def test_a_server_that_missed_the_trainer_is_left_out_once_another_has_the_versi
         await until(lambda: client.fleet.size == 2)
         assert second.version == 1
 
-    play(scene, Stand(), Stand(), look=0.2)
+    play(scene, Stand(), Stand(), look=0.1)
 
 
 def test_of_several_servers_that_fail_at_once_one_failure_is_raised_and_no_group_of_exceptions():

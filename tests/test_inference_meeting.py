@@ -111,14 +111,14 @@ def test_strangers_and_second_parts_are_not_let_in_and_end_nothing(head: Head) -
 
 def test_a_part_waits_for_a_head_of_its_own_attempt_that_lives(head: Head, tmp_path: Path) -> None:
     with pytest.raises(WaitTimeout, match=r"the head of this server \(.*data_parallel_0.json\)"):
-        join(head, token="another attempt", timeout=0.3)
+        join(head, token="another attempt", timeout=0.1)
     with closing(socket.create_server(("127.0.0.1", 0))) as gone:
         port = gone.getsockname()[1]
     stale = tmp_path / "stale.json"
     record = {name: getattr(head.meeting, name) for name in Meeting.__slots__} | {"port": port}
     stale.write_text(json.dumps(record))
     with pytest.raises(WaitTimeout):
-        Part.join(stale, 1, "x", "token", 0.3, lambda: None)
+        Part.join(stale, 1, "x", "token", 0.1, lambda: None)
 
 
 def test_an_address_that_other_hosts_cannot_reach_is_refused_with_the_variable_that_sets_another() -> None:

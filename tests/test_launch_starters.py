@@ -79,8 +79,8 @@ def test_steps_that_a_silent_host_does_not_start_are_given_up_and_taken_from_slu
         (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr("rlx.launch.starters.PROBE", 2.0)
-    monkeypatch.setattr("rlx.launch.starters.LEAVE", 2.0)
+    monkeypatch.setattr("rlx.launch.starters.PROBE", 1.0)
+    monkeypatch.setattr("rlx.launch.starters.LEAVE", 1.0)
     assert SrunStarter("7", ["node2", "node3", "node4"]).lost_hosts() == ["node3", "node4"]
     assert (tmp_path / "said").read_text().splitlines() == ["left", "--signal=KILL 7.4 7.5"]
     assert not [pid for pid in (tmp_path / "pids").read_text().split() if Path("/proc", pid).exists()]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from trainer_examples import VOCABULARY, make_model, make_sample, step_batch
 from transformers import AutoModelForCausalLM
+from transformers.models.doge import DogeConfig
 from transformers.models.gemma2 import Gemma2Config
 from transformers.models.gemma3n import Gemma3nTextConfig
 from transformers.models.hrm_text import HrmTextConfig
@@ -22,7 +23,7 @@ from transformers.models.qwen2 import Qwen2Config
 from transformers.models.qwen2_moe import Qwen2MoeConfig
 from transformers.models.qwen3 import Qwen3Config
 
-from rlx.config.schema import LossTerms
+from rlx.config.schema import AcConfig, LossTerms
 from rlx.data.packing import pack
 from rlx.losses.base import Objective
 from rlx.losses.sft import sft
@@ -138,3 +139,16 @@ def test_a_window_that_attention_is_not_told_is_refused(name: str, tmp_path: Pat
 )
 def test_windows_that_are_unused_or_told_are_trained(config: type, keys: dict[str, Any], tmp_path: Path) -> None:
     check_gradients(saved(tmp_path, config, **keys))
+
+
+def test_selective_checkpointing_is_refused_where_a_layer_writes_into_what_it_would_keep(tmp_path: Path) -> None:
+    """Gemma 3n adds in place to what `torch.matmul` returns. torch does not notice, and gradients had a cosine of 0.78 to the right."""
+    selective = {"ac": AcConfig(freq=1, mode="selective"), "dtype": "float32"}
+    with pytest.raises(ValueError, match=r"write into results .*aten.add_.*after aten.bmm.*Set trainer.ac.mode=full"):
+        load_policy(saved(tmp_path / "streams", Gemma3nTextConfig, **STREAMS), one_process("cpu"), **selective)
+    assert load_policy(saved(tmp_path / "plain", Qwen3Config), one_process("cpu"), **selective).keeps_products
+
+
+def test_a_layer_with_a_mask_of_its_own_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"DogeAttention makes an attention mask of its own.*Set model.attention=rows"):
+        load_policy(saved(tmp_path, DogeConfig), one_process("cpu"), dtype="float32")

@@ -60,7 +60,7 @@ def test_an_overloaded_slow_or_absent_teacher_is_borne_and_every_sample_gets_its
             await asyncio.sleep(3600)  # longer than `timeout`
         return {1: status(429, "later", **{"Retry-After": "0.1"}), 2: status(503), 6: status(502, "bad gateway")}.get(number)
 
-    paths, trainer, teacher = run(tmp_path, troubled, timeout=1.2, deadline=60.0)
+    paths, trainer, teacher = run(tmp_path, troubled, timeout=0.6, deadline=60.0)
     for step in range(STEPS):
         samples = trainer.samples(step)
         assert len(samples) == 8
@@ -80,13 +80,13 @@ async def dies(number: int) -> web.Response | None:
 
 
 def test_a_teacher_that_dies_ends_the_run_after_its_deadline_with_its_words(tmp_path: Path) -> None:
-    said = r"did not score \d of 8 samples of step \d in 1\.2 s \(teacher\.deadline\)\. The trouble: http.*\(503\): out of memory"
+    said = r"did not score \d of 8 samples of step \d in 0\.5 s \(teacher\.deadline\)\. The trouble: http.*\(503\): out of memory"
     with pytest.raises(TeacherError, match=said):
-        run(tmp_path, dies, deadline=1.2)
+        run(tmp_path, dies, deadline=0.5)
 
 
 def test_a_run_goes_on_without_what_a_dead_teacher_did_not_score_if_it_is_told_so(tmp_path: Path) -> None:
-    paths, trainer, _ = run(tmp_path, dies, "drop", deadline=1.2)
+    paths, trainer, _ = run(tmp_path, dies, "drop", deadline=0.5)
     unscored = [int(record["teacher/unscored"]) for record in metrics(paths)]
     assert unscored[-1] == 8
     assert [8 - len(trainer.samples(step)) for step in range(STEPS)] == unscored

@@ -12,6 +12,7 @@ import pytest
 from trainer_examples import make_sample, make_samples, step_batch
 
 from rlx import arrays
+from rlx.data import packing
 from rlx.data.packing import ONE, pack, pack_together
 from rlx.rollout.samples import samples_of
 from rlx.types import STREAMS, Group, MicroBatch, MiniBatch, RankBatch, Rollout, Task, TrainingSample, Turn
@@ -347,3 +348,16 @@ def test_a_rollout_of_several_samples_may_exceed_a_row_but_a_sample_may_not():
 def test_a_trainable_first_token_is_refused():
     with pytest.raises(ValueError, match="first token is marked trainable"):
         pack(step_batch(0, [[make_sample(0, 0, [3, 4], [0, 1], np.random.default_rng(0))]]), rank=0, ranks=1, tokens=8)
+
+
+def test_a_batch_of_long_rollouts_is_not_tried_with_every_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of more than half a row never share one. 16,384 of them took 88 s, because each number of rows up to theirs was tried."""
+    tried: list[int] = []
+    placed = packing._placed
+    monkeypatch.setattr(packing, "_placed", lambda *args: tried.append(args[2]) or placed(*args))
+    rng = np.random.default_rng(0)
+    samples = [make_sample(number, 0, range(int(rng.integers(32, 60))), [20, 21], rng) for number in range(96)]
+    (everybody,) = pack_all([samples], ranks=2, tokens=62)
+    assert len(everybody.rows) == 96
+    assert max(np.unique(tried, return_counts=True)[1]) <= 2 * 2, "each rank, by cost and by length"
+    assert len(set(tried)) == 1, tried

@@ -129,9 +129,9 @@ def test_a_slow_answer_is_given_up_and_asked_for_again():
         await asyncio.sleep(3600 if number == 1 else 0)
         return None
 
-    scores = talk(StandIn(first), lambda teacher: teacher.score(SEQUENCES), timeout=1.2)
+    scores = talk(StandIn(first), lambda teacher: teacher.score(SEQUENCES), timeout=0.2)
     assert same(scores)
-    assert scores.trouble[0].endswith("did not answer in 1.2 s (teacher.timeout)")
+    assert scores.trouble[0].endswith("did not answer in 0.2 s (teacher.timeout)")
 
 
 def test_a_dead_server_is_borne_while_another_lives():
@@ -145,7 +145,7 @@ def test_what_is_not_scored_by_the_deadline_is_missing_and_nothing_waits_longer(
         return status(429) if number > 1 else None
 
     server = StandIn(first)
-    scores = talk(server, lambda teacher: teacher.score(SEQUENCES, deadline=1.2), batch_size=1, max_concurrent=1)
+    scores = talk(server, lambda teacher: teacher.score(SEQUENCES, deadline=0.5), batch_size=1, max_concurrent=1)
     assert [one is None for one in scores.logprobs] == [True, False, True, True]  # the shortest is asked for first
     assert scores.missing == 3
 
@@ -201,8 +201,8 @@ def test_a_teacher_that_fits_is_found_and_one_that_is_not_there_is_named():
         return teacher.model
 
     assert talk(StandIn(models=("only",)), name, model=None) == "only"
-    with pytest.raises(TeacherError, match=r"in 1 s \(teacher\.deadline\): http://127\.0\.0\.1:9 cannot be reached"):
-        talk(StandIn(), name, more=("http://127.0.0.1:9",), deadline=1.0)
+    with pytest.raises(TeacherError, match=r"in 0\.4 s \(teacher\.deadline\): http://127\.0\.0\.1:9 cannot be reached"):
+        talk(StandIn(), name, more=("http://127.0.0.1:9",), deadline=0.4)
 
 
 # samples
@@ -261,7 +261,7 @@ def test_a_sample_without_scores_is_left_out_and_counted_or_ends_the_run():
     async def first(number: int) -> web.Response | None:
         return status(503, "broken") if number > 1 else None
 
-    samples, keys = at_temperature_1(make_samples(groups=2)), {"batch_size": 1, "max_concurrent": 1, "deadline": 1.2}
+    samples, keys = at_temperature_1(make_samples(groups=2)), {"batch_size": 1, "max_concurrent": 1, "deadline": 0.5}
 
     def score(unscored: str) -> Any:
         return talk(StandIn(first), lambda teacher: scored({"test": teacher}, samples, unscored), **keys)
@@ -271,7 +271,7 @@ def test_a_sample_without_scores_is_left_out_and_counted_or_ends_the_run():
     assert values["teacher/unscored"] == len(samples) - 1
     left = int(batch.mini_batches[0][0].loss_mask.sum())
     assert values["teacher/unscored_tokens"] == sum(int(sample.loss_mask.sum()) for sample in samples) - left
-    with pytest.raises(TeacherError, match=r"not score \d+ of \d+ samples of step 3 in 1\.2 s .*\(503\): broken\. teacher\.unscored=drop"):
+    with pytest.raises(TeacherError, match=r"not score \d+ of \d+ samples of step 3 in 0\.5 s .*\(503\): broken\. teacher\.unscored=drop"):
         score("fail")
 
 
@@ -331,7 +331,9 @@ def test_what_was_given_up_with_an_earlier_batch_is_asked_for_again_by_its_own()
         teaching = Teaching({"test": teacher}, "drop")
         for group in groups:
             teaching.begin(group)  # the first group alone; the others wait, and share the next request
+        teacher.deadline = 0.3
         results = [await teaching.score(step_batch(0, [of(0, 1)]), groups[:2])]
+        teacher.deadline = 60.0
         open_door.set()
         return [*results, await teaching.score(step_batch(1, [of(2, 3)]), groups[2:])]
 
@@ -339,7 +341,7 @@ def test_what_was_given_up_with_an_earlier_batch_is_asked_for_again_by_its_own()
         names = {groups[place][0].task.index for place in places}
         return [sample for sample in samples if sample.group in names]
 
-    (_, late), (batch, values) = talk(StandIn(first), conversation, deadline=1.2)
+    (_, late), (batch, values) = talk(StandIn(first), conversation)
     assert late["teacher/unscored"] == len(of(0, 1))
     assert values["teacher/unscored"] == 0
     assert [sample.teacher_logprobs is not None for sample in batch.mini_batches[0]] == [True] * len(of(2, 3))
@@ -372,7 +374,7 @@ def test_a_server_of_the_run_that_restarted_is_not_asked_before_it_has_the_runs_
             server.version = 2
             own = [Endpoint(url, "key")]
             async with Teacher([], model="big", own=lambda: own, version=lambda: 3) as teacher:
-                early = await teacher.score(SEQUENCES, deadline=1.2)
+                early = await teacher.score(SEQUENCES, deadline=0.4)
                 asked = len(server.asked)
                 server.version = 3
                 return early, asked, await teacher.score(SEQUENCES)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from rlx.plan.environment import hub_variables
 from rlx.preflight import doctor_services
 from rlx.preflight.doctor import Examined
 from rlx.preflight.hub import check_cache, fetch_models, lacks, models_of, use_cache
+from rlx.weights.files import STATIC
+from rlx.weights.hub import WANTED
 
 LINE = ["launcher=slurm", "slurm=dev", "hardware=cpu", "model=qwen3_0_6b", "model.name=team/tiny", "env=math"]
 SMALL = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -61,6 +64,17 @@ def test_a_model_is_complete_with_its_configuration_tokenizer_and_all_shards(cac
     assert lacks("team/tiny") == ["2.safetensors"]
     (folder / "tokenizer.json").unlink()
     assert lacks("team/tiny") == ["tokenizer.json", "2.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["tiktoken.model", "tokenizer.model", "qwen.tiktoken", "vocab.txt", "vocab.json", "tekken.json"])
+def test_a_tokenizer_may_be_another_file_than_tokenizer_json(cache: Path, name: str) -> None:
+    folder = model(cache)
+    (folder / "tokenizer.json").unlink()
+    assert lacks("team/tiny") == ["tokenizer.json"]
+    (folder / name).touch()
+    assert lacks("team/tiny") == []
+    assert any(fnmatch(name, kind) for kind in WANTED), "`rlx fetch` gets it"
+    assert any(fnmatch(name, kind) for kind in STATIC), "it goes with each version of the weights"
 
 
 def test_a_job_whose_nodes_have_no_internet_is_refused_if_the_cache_lacks_its_models(cache: Path) -> None:

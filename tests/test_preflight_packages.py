@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import shlex
 import sys
 from pathlib import Path
 
@@ -77,7 +78,8 @@ def test_a_check_is_an_evaluation_on_training_examples_without_retries() -> None
     assert (env, arguments[:2]) == ("custom", ["env=custom", "envs.custom.id=rlx_test_single"])
 
 
-def test_the_commands_that_follow_have_the_settings_of_the_check_that_a_training_knows() -> None:
+def test_the_commands_that_follow_have_the_settings_of_the_check_that_a_training_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["rlx", "env"])  # an installed rlx: there is no train.py
     given = [
         "model=qwen3_0_6b",
         "seq_len=512",
@@ -87,14 +89,28 @@ def test_the_commands_that_follow_have_the_settings_of_the_check_that_a_training
         "run.name=x",
     ]
     line = train_command("custom", "my-env", given)
-    assert line == "python train.py env=custom envs.custom.id=my-env model=qwen3_0_6b seq_len=512 envs.custom.python=/p"
-    assert train_command("math", "rlx-math", ["client.base_url=http://h/v1", "model.name=m"]) == "python train.py env=math model=qwen3_0_6b"
-    assert train_command("math", "rlx-math", []) == "python train.py env=math"
-    assert next_commands("rlx-math") == ["rlx env check math", "python train.py env=math"]
-    assert next_commands("my-env", "/p")[1] == "python train.py env=custom envs.custom.id=my-env envs.custom.python=/p"
-    assert next_commands("rlx-sums", None, 30) == ["rlx env check sums", "python train.py env=sums"]
+    assert line == "rlx train env=custom envs.custom.id=my-env model=qwen3_0_6b seq_len=512 envs.custom.python=/p"
+    assert train_command("math", "rlx-math", ["client.base_url=http://h/v1", "model.name=m"]) == "rlx train env=math model=qwen3_0_6b"
+    assert train_command("math", "rlx-math", []) == "rlx train env=math"
+    assert next_commands("rlx-math") == ["rlx env check math", "rlx train env=math"]
+    assert next_commands("my-env", "/p")[1] == "rlx train env=custom envs.custom.id=my-env envs.custom.python=/p"
+    assert next_commands("rlx-sums", None, 30) == ["rlx env check sums", "rlx train env=sums"]
     long = next_commands("rlx-tool-math", None, 64)
-    assert long == ["rlx env check tool_math model=qwen3_0_6b", "python train.py env=tool_math model=qwen3_0_6b"]
+    assert long == ["rlx env check tool_math model=qwen3_0_6b", "rlx train env=tool_math model=qwen3_0_6b"]
+
+
+def test_the_commands_that_follow_survive_a_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["rlx", "env"])
+    given = ["model.name=/m y/x;y", "envs.custom.args.text='it;[1]'", "loss.scale=(1)"]
+    assert shlex.split(train_command("custom", "my-env", given)) == ["rlx", "train", "env=custom", "envs.custom.id=my-env", *given]
+    for line in next_commands("my-env", "/p y/python"):
+        assert shlex.split(line)[-1] == "envs.custom.python=/p y/python"
+    monkeypatch.chdir(tmp_path)
+    assert main(["env", "init", "my-env", "--folder", "my env"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "rlx env install" in line]
+    assert shlex.split(line) == ["rlx", "env", "install", "./my env"]
 
 
 def test_what_is_not_installed_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:

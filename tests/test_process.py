@@ -181,7 +181,7 @@ if sys.argv[1] == "keep":
     keep_freed_memory()
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(20):
+    for _ in range(6):
         arrays = [np.ones(5_000_000, np.float64) for _ in range(3)]
         del arrays
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before

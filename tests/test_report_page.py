@@ -7,6 +7,8 @@ import hashlib
 import html
 import json
 import re
+import shlex
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -70,6 +72,14 @@ class Parsed(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.texts.append(data)
+
+
+def test_the_commands_on_a_page_survive_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "env.args.text='a b'"])
+    paths = make(tmp_path / "sp ä" / "ru n", [0.1])
+    texts = Parsed(page_of(paths.root)).texts
+    assert shlex.split(next(text for text in texts if text.startswith("bash "))) == ["bash", str(paths.reproduce)]
+    assert shlex.split(next(text for text in texts if text.startswith("train.py "))) == sys.argv
 
 
 @pytest.mark.parametrize("what", ["run", "sweep"])

@@ -23,13 +23,13 @@ async def first_batch(groups: Collector, env: FakeEnv) -> list[list[Rollout]]:
 
 
 def test_groups_whose_answers_came_while_this_process_was_stopped_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlx.rollout.collector.PATIENCE_FLOOR", 0.5)
-    env = FakeEnv(lambda task, member, attempt: 0.6 if task.index == 1 else 0.0)
+    monkeypatch.setattr("rlx.rollout.collector.PATIENCE_FLOOR", 0.3)
+    env = FakeEnv(lambda task, member, attempt: 0.4 if task.index == 1 else 0.0)
     groups = collector(env, max_async_level=1)
 
     async def main() -> None:
         await first_batch(groups, env)
-        asyncio.get_running_loop().call_later(0.1, time.sleep, 1.5)
+        asyncio.get_running_loop().call_later(0.1, time.sleep, 0.8)
         await groups.collect()
         assert (groups.tally.dropped["off_policy"], env.ended.count(1)) == (0, 2)
         await groups.close()

@@ -103,7 +103,7 @@ def test_an_environment_that_needs_other_versions_is_refused_here_and_trains_in_
     assert "rlx env install ./other-one --python other-one" in refused.stderr
     installed = rlx("env", "install", "./other-one", "--python", "other-one")
     assert "it has verifiers 0.4" in installed.stdout
-    own = next(word for word in printed(installed, "python train.py") if word.startswith("envs.custom.python="))
+    own = next(word for word in installed.stdout.split() if word.startswith("envs.custom.python="))
     assert own == f"envs.custom.python={tmp_path}/pythons/other-one/bin/python"
     weights = tmp_path / "work" / "outputs" / "first" / "weights" / "step_1"
     model = ["model=tiny_trained", f"model.name={weights}"]

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from rlx.plan.make import make_plan
 from rlx.runs import claim
 from rlx.runs.claim import RunLock, create, join, looks_like_run, settle, write_description
 from rlx.runs.status import Status
+from rlx.waiting import wait_for
 
 KEY = "-".join(("sesame", "open"))  # joined at run time: a run saves the uncommitted source changes, which must not contain the key
 
@@ -289,8 +289,12 @@ def test_a_role_joins_a_run_that_has_begun_only_while_another_of_its_roles_lives
     assert f"rlx train --config-dir {paths.root} --config-name config resume=latest" in str(refused[0])
 
 
-def test_a_role_joins_where_a_lock_of_another_host_is_not_seen_but_its_heartbeat_is(tmp_path: Path) -> None:
+def test_a_role_joins_where_a_lock_of_another_host_is_not_seen_but_its_heartbeat_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Lustre with `localflock` and NFS with `local_lock` keep locks to a host, and say nothing of it."""
+    monkeypatch.setattr("rlx.heartbeat.INTERVAL", 0.05)
+    monkeypatch.setattr("rlx.runs.rewind.INTERVAL", 0.2)
     cfg = settled(tmp_path / "run")
     plan = make_plan(cfg, tmp_path / "run")
     paths, lock = join(cfg, [], plan)
@@ -299,13 +303,13 @@ def test_a_role_joins_where_a_lock_of_another_host_is_not_seen_but_its_heartbeat
     elsewhere, ended = Heartbeat(paths, "trainer"), threading.Event()
 
     def beat() -> None:
-        while not ended.wait(0.1):
+        while not ended.wait(0.05):
             elsewhere.beat("training")
 
     thread = threading.Thread(target=beat)
     thread.start()
     try:
-        time.sleep(0.3)
+        wait_for(elsewhere.path.exists, "the first heartbeat", 60)
         _, joined = join(cfg, [], plan)
         joined.close()
     finally:

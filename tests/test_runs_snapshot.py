@@ -60,6 +60,8 @@ def test_packages_of_a_snapshot_come_before_installed_ones(source: Path, tmp_pat
     monkeypatch.setenv("PYTHONPATH", "/mine")
     variables = environment(copy)
     assert variables["PYTHONPATH"].split(":") == [str(copy), *environments, "/mine", str(Path.cwd())]
+    monkeypatch.setenv("PYTHONPATH", f"/mine:{Path.cwd()}")
+    assert environment(copy) == variables, "the working directory is named once"
     found = subprocess.run(
         [sys.executable, "-m", "rlx.where"], cwd=source, env=os.environ | variables, capture_output=True, text=True, check=True
     )

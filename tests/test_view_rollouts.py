@@ -313,6 +313,27 @@ def test_results_of_verifiers_own_commands_are_read(tmp_path: Path, capsys: pyte
     assert capsys.readouterr().out == "gsm8k, example 0   reward 1.000   no stop condition\n  1+1\n  2\n"
 
 
+def test_numbers_that_json_does_not_have_and_blank_lines_hide_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Python's json writes NaN and Infinity."""
+    nan, file = float("nan"), tmp_path / "results.jsonl"
+    lines = [{"example_id": n, "prompt": "1+1", "completion": f"said {n}", "reward": 1.0} for n in range(4)]
+    lines[1] |= {"metrics": {"kl": nan}, "info": {"most": -float("inf")}}
+    lines[2]["reward"] = nan
+    texts = [json.dumps(line) + "\n" for line in lines]
+    file.write_text("\n" + "".join(texts[:2]) + "  \n\n" + "".join(texts[2:]) + "\n")
+    table = Rollouts(tmp_path).whole()
+    assert [table.record(row)["completion"] for row in range(len(table))] == [f"said {n}" for n in range(4)]
+    assert np.isnan(table.columns["reward"]).tolist() == [False, False, True, False]
+    assert main(["view", str(tmp_path)]) == 0
+    assert main(["show", str(tmp_path), "filter=example=1"]) == 0
+    out = capsys.readouterr().out
+    assert ": 4 rollouts" in out
+    assert "metrics: kl nan" in out
+    file.write_text("\n" + texts[0] + texts[0].replace("1.0", "NaM"))
+    with pytest.raises(ConfigError, match="line 3 is no rollout: JSON is malformed"):
+        Rollouts(tmp_path).whole()
+
+
 def test_a_rollout_without_an_answer_hides_no_other_and_what_is_not_known_meets_no_condition(tmp_path: Path):
     """Results of evaluations have no version, and no tokens where an endpoint returns none."""
     run = RunPaths(tmp_path)

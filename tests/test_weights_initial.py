@@ -18,6 +18,8 @@ from rlx.types import InitialModel
 from rlx.weights.files import identity
 from rlx.weights.initial import read_initial, write_initial
 
+pytestmark = pytest.mark.usefixtures("quick_clients")
+
 
 def test_the_trainer_says_what_servers_say_of_the_same_weights_in_another_folder_and_in_other_files(tmp_path: Path) -> None:
     model = make_model()
@@ -57,7 +59,7 @@ def test_a_run_ends_when_the_trainer_began_with_another_model_than_a_server_that
     async def scene(client: Servers, *stands: Stand) -> None:
         await client.fleet.wait_ready(60)
         playing = asyncio.ensure_future(client.fleet.held())
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.15)
         assert not playing.done(), "the trainer has not said anything yet"
         client.fleet.trained = lambda: InitialModel(identity="b", where="/cache/of/trainer", host="node2")
         with pytest.raises(InferenceError) as caught:
@@ -81,7 +83,7 @@ def test_a_run_goes_on_if_the_trainer_has_the_servers_model_also_beside_a_server
                 await until(lambda: "does not join at version 0" in caplog.text)
                 client.fleet.trained = lambda: InitialModel(identity="a", where="/somewhere/else", host="node2")
                 playing = asyncio.ensure_future(client.fleet.held())
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(0.2)
                 assert not playing.done()
                 playing.cancel()
 
@@ -95,7 +97,7 @@ def test_servers_of_others_may_have_the_weights_in_another_form_and_the_differen
         client.fleet.trained = lambda: InitialModel(identity="b", where="/cache/of/trainer", host="node2")
         playing = asyncio.ensure_future(client.fleet.held())
         await until(lambda: "began with other weights than the trainer" in caplog.text)
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.15)
         assert not playing.done()
         assert caplog.text.count("began with other weights") == 1
         playing.cancel()

@@ -134,12 +134,25 @@ def _unknown(name: str, rest: list[str]) -> str:
 
 
 def _let_children_find_the_same_code() -> None:
-    """Make the processes of a run import this copy of rlx, and modules in the working directory, as this process does."""
+    """Make the processes of a run import this copy of rlx, and modules in the working directory, as this process does.
+
+    With `-m`, Python searches the working directory first, and that may be another checkout. PYTHONSAFEPATH keeps Python from it, so
+    PYTHONPATH names that folder, last. An installed rlx comes after all of PYTHONPATH, which then must not name another rlx: whoever
+    reads the run adds the working directory (`rlx.config.load`).
+    """
     import rlx
 
-    source = Path(rlx.__file__).resolve().parents[1]
+    source, here = Path(rlx.__file__).resolve().parents[1], os.getcwd()
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    if source.name not in ("site-packages", "dist-packages") and str(source) not in paths:
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(source), *paths])
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+    installed = source.name in ("site-packages", "dist-packages")
+    if not installed and next(filter(_has_rlx, paths), None) != str(source):
+        paths.insert(0, str(source))
+    if here not in paths and os.pathsep not in here and not (installed and _has_rlx(here)):
+        paths.append(here)
+    os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+    if here not in sys.path:
+        sys.path.append(here)
+
+
+def _has_rlx(folder: str) -> bool:
+    return Path(folder, "rlx", "__init__.py").is_file()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -194,12 +195,15 @@ def _entries(entries: Sequence[Entry]) -> list[str]:
 
 def next_commands(env_id: str, python: str | None = None, prompt_chars: int = 0) -> list[str]:
     """The commands that check an environment and train on it. `python`: of its own. `prompt_chars`: characters of a short prompt."""
+    from rlx.cli.display import started_as
+
+    train = started_as(sys.executable, sys.argv[0])
     option = next((option for option, name in shipped_options().items() if name == env_id), None)
-    model = f" {LANGUAGE_MODEL}" if prompt_chars >= default_seq_len() else ""
-    if option is not None:
-        return [f"rlx env check {option}{model}", f"python train.py env={option}{model}"]
-    own = (f" envs.custom.python={python}" if python else "") + model
-    return [f"rlx env check {env_id}{own}", f"python train.py env=custom envs.custom.id={env_id}{own}"]
+    own = [f"envs.custom.python={python}"] if python and option is None else []
+    if prompt_chars >= default_seq_len():
+        own.append(LANGUAGE_MODEL)
+    chosen = ["env=custom", f"envs.custom.id={env_id}"] if option is None else [f"env={option}"]
+    return [f"rlx env check {shlex.join([option or env_id, *own])}", f"{train} {shlex.join([*chosen, *own])}"]
 
 
 # install
@@ -251,6 +255,7 @@ def _init(chosen: argparse.Namespace) -> int:
     keys = "".join(f" {key}" for key in made.keys)
     shown = f"./{folder}" if not folder.is_absolute() else str(folder)
     print(f"wrote {shown}: {', '.join(made.files)}\n\nnext")
-    for line in (f"rlx env install {shown}", f"rlx env check {made.name}{keys}", f"rlx train env=custom envs.custom.id={made.name}{keys}"):
+    install = f"rlx env install {shlex.quote(shown)}"
+    for line in (install, f"rlx env check {made.name}{keys}", f"rlx train env=custom envs.custom.id={made.name}{keys}"):
         print(f"  {line}")
     return 0

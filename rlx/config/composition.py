@@ -23,9 +23,11 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.default_element import GroupDefault, ResultDefault
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError, InterpolationToMissingValueError, OmegaConfBaseException
 
+from rlx.config.again import with_all_values
 from rlx.config.env_nodes import as_presets, fill_in
 from rlx.config.environment import Variable, read_variables
 from rlx.config.errors import ConfigError
@@ -33,6 +35,7 @@ from rlx.config.gpus import choose_layout
 from rlx.config.inherited import Inherited, Later, left_open
 from rlx.config.overrides import LATE, Groups, expand_env_keys, line_of, parse, read_request, read_variable, value_of
 from rlx.config.roots import ROOTS, TRAIN, Root, elsewhere, has_key, root_named
+from rlx.config.saved import escaped
 from rlx.config.schema import MISSING
 from rlx.config.sources import Repository, copied, is_shipped, label, make_loader
 from rlx.config.tree import Origins, Problem, optional_sections, show, split_optional, type_at
@@ -140,7 +143,11 @@ def _compose(
     if name not in groups.options("") or name in of_others:
         known = [each for each in groups.options("") if each not in OURS and each not in of_others and not each.startswith("_")]
         raise ConfigError(f"there is no configuration file {name}.yaml (--config-name). Choices: {', '.join(known)}.")
+    repository = Repository(loader.repository, root.schema, {SCHEMA, root.schema_name})
+    primary = repository.load_config(name)
+    _refuse_other_command(primary, name, root)
     variables, problems = read_variables(environ, groups.names, root.schema)
+    variables, notes = with_all_values(primary, name, variables)
     overrides = as_presets(list(request.overrides))
     chosen = [o.key_or_group for o in overrides if groups.is_choice(o)] + [v.key for v in variables if v.is_group]
     chosen += ["env"] if any(o.key_or_group == "env.id" for o in overrides) else []
@@ -151,8 +158,6 @@ def _compose(
     given = {o.key_or_group for o in overrides}
     overrides += parse([f"{v.key}={v.text}" for v in variables if v.is_group and v.key in LATE and v.key not in given])
     _store_nodes(root, variables, inherited)
-    repository = Repository(loader.repository, root.schema, {SCHEMA, root.schema_name})
-    _refuse_other_command(repository, name, root)
 
     chosen_files = [f"{o.key_or_group}/{option}" for o in overrides if groups.is_choice(o) for option in _as_list(value_of(o))]
     if problems := _wrong_in_files(repository, groups, [name, *chosen_files]):
@@ -189,15 +194,14 @@ def _compose(
     _drop_of_other_commands(root, data, origins)
     may_inherit = any(default.config_path == INHERITED for default in defaults)
     choices = _find_choices(defaults, groups.names)
-    notes = [f"hardware=auto: {layout[1]}"] if choices.get("hardware") == "auto" else []
+    notes += [f"hardware=auto: {layout[1]}"] if choices.get("hardware") == "auto" else []
     return Tree(
         data, origins, choices, list(request.lines), notes, off + unresolved_problems, unresolved, hydra, may_inherit, chosen=chosen
     )
 
 
-def _refuse_other_command(repository: CachingConfigRepository, name: str, root: Root) -> None:
+def _refuse_other_command(loaded: ConfigResult | None, name: str, root: Root) -> None:
     """Raise ConfigError if the primary file is a run's `config.yaml` of another command."""
-    loaded = repository.load_config(name)
     defaults = loaded.defaults_list if loaded is not None else None
     listed = [getattr(default, "path", None) for default in defaults or []]
     named = root_named(listed)
@@ -233,7 +237,7 @@ def _store_nodes(root: Root, variables: list[Variable], inherited: Sequence[Inhe
     _store_schema(root)
     values: dict[str, Any] = {}
     for each in inherited:
-        _merge(values, each.values)
+        _merge(values, escaped(each.values) if each.literal else each.values)
     store.store(name=INHERITED, node=values, package="_global_", provider="another run or a file of endpoints")
     store.store(name=VARIABLES, node=node, package="_global_", provider="environment variables")
 

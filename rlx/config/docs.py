@@ -47,8 +47,12 @@ The keys of `rlx train`, then those of `rlx sft`, `rlx eval` and `rlx synthesize
 python train.py loss=gspo env=[math,reverse_text] model=qwen3_8b optim.lr=1e-6 dry_run=true
 ```
 
-`group=option` chooses a file of `conf/`, `slurm/` or `sweeps/`; `key=value` sets a key. rlx checks everything before it starts
-anything. It reports all problems at once: the keys, where their values come from, and what to do. The exit code is then 2.
+`group=option` chooses a file of `conf/`, `slurm/` or `sweeps/`; `key=value` sets a key. `env`, `logger`, `experiment` and `sweeps` take
+several options in a list; of any other group a configuration has one (`-m loss=grpo,gspo`: one run per option). A path that exists needs no
+quotes, such as `resume=outputs/s/loss=grpo,seed=1`.
+
+rlx checks everything before it starts anything. It reports all problems at once: the keys, where their values come from, and what to do.
+The exit code is then 2.
 
 ## Where values come from
 
@@ -76,9 +80,13 @@ my_conf/experiment/first.yaml     # @package _global_          →  --config-dir
 my_conf/mine.yaml                 defaults: [train, _self_]    →  --config-dir my_conf --config-name mine
 ```
 
-A run's own `config.yaml` holds every value: `--config-dir outputs/RUN --config-name config run.dir=NEW` runs it again. The value of a
-secret key (`inference.api_key`) is never in this file, and never shown, logged or sent: `<secret>` replaces it. A new run needs it again.
-`inference.api_key='${oc.env:NAME}'` takes it from a variable. This keeps it out of the list of processes and the shell's history.
+A run's own `config.yaml` holds every value: `--config-dir outputs/RUN --config-name config run.dir=NEW` runs it again. Its values
+are literal: `${seed}` is text there, but in a file of your own it is the value of the key `seed`. The first line tells the two apart.
+`RLX_…` variables have no effect on it.
+
+The value of a secret key (`inference.api_key`) is never in this file, and never shown, logged or sent: `<secret>` replaces it. A new run
+needs it again. `inference.api_key='${oc.env:NAME}'` takes it from a variable, which keeps it out of the list of
+processes and the shell's history.
 Keys that rlx does not know (arguments of environments and of vLLM) are saved as they are, so one with the name of a secret is refused.
 """
 

@@ -37,6 +37,7 @@ class Inherited:
     groups: dict[str, str] = field(default_factory=dict)  # options for groups that the user has not chosen
     refuses: dict[str, str] = field(default_factory=dict)  # group -> why the user's choice of it cannot be
     later: bool = False  # the values stand for those of a run that only the pods can read; they replace them
+    literal: bool = False  # `${` in a value is text, as in a run's `config.yaml`; in a file of the user's it is a reference
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def _of_run_elsewhere(data: Mapping[str, Any], *, envs: bool) -> Inherited:
         target[last] = source[last]
     if envs:
         values["envs"] = {}
-    return Inherited(f"the run of {data['weights_dir']}", values, later=True)
+    return Inherited(f"the run of {data['weights_dir']}", values, later=True, literal=True)
 
 
 def _of_run(run: Path, *, envs: bool) -> Inherited:
@@ -167,7 +168,8 @@ def _of_run(run: Path, *, envs: bool) -> Inherited:
         values["envs"] = {name: {key: env[key] for key in OF_ENV if key in env} for name, env in own.items()}
     values.get("sampling", {}).pop("allow_biased_ratio", None)
     name = values.get("model", {}).get("name")
-    return Inherited(f"the run {run}", values, refuses={"model": f"the weights are those of {run}, and its model is {name}"})
+    refuses = {"model": f"the weights are those of {run}, and its model is {name}"}
+    return Inherited(f"the run {run}", values, refuses=refuses, literal=True)
 
 
 def _endpoint(client: Mapping[str, Any]) -> Inherited | None:

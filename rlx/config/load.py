@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,10 +18,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 import yaml
 
 from rlx.config.checks import check
-from rlx.config.errors import ConfigError
+from rlx.config.errors import ConfigError, may_parse
 from rlx.config.inherited import Later
 from rlx.config.roots import EVAL, SYNTHESIZE, TRAIN, Root, root_named, root_of, where_else
 from rlx.config.rules import target_name
+from rlx.config.saved import text_of
 from rlx.config.schema import CommandConfig, Config, PlayRoot, TrainingRoot
 from rlx.config.secret import FILE, hidden
 from rlx.config.signatures import READABLE
@@ -33,14 +35,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 __all__ = ["Composed", "checked", "compose", "instantiate", "load_run", "to_yaml"]
-
-HEADER = """\
-# The whole configuration of a run of `rlx {command}`, with every value resolved.
-# To run it again, use the same command with --config-dir DIRECTORY_OF_THIS_FILE --config-name config run.dir=NEW
-defaults:
-  - {schema}
-  - _self_
-"""
 
 NOT_SET = {"agents": [], "agents_per_group": "one", "reward_raises": "fail", "weight": 1.0}
 """What an entry of `eval.envs` that sets none of these keys has in the file of an older version; now it has null."""
@@ -157,10 +151,14 @@ def _read(run_dir: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
     path = Path(run_dir) / "config.yaml"
     if not path.is_file():
         raise ConfigError(f"{path} does not exist: {run_dir} is no run directory.")
-    data = yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    with may_parse(path):
+        data = yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds no configuration: a run's config.yaml is a mapping of keys to values.")
     _rename(data)
+    # Modules that it names may lie here. PYTHONPATH cannot say so where another rlx does, too: it would come before an installed one.
+    if sys.flags.safe_path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     return path, data
 
 
@@ -207,6 +205,4 @@ def _fill_secrets(data: dict[str, Any], file: Path) -> None:
 def to_yaml(cfg: Any) -> str:
     """A configuration as the text of a `config.yaml`, with `<secret>` in place of its secrets."""
     root = root_of(cfg)
-    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-    text = yaml.dump(dataclasses.asdict(hidden(cfg)), Dumper=dumper, sort_keys=False, allow_unicode=True, width=1000)
-    return HEADER.format(command=root.command, schema=root.schema_name) + text
+    return text_of(dataclasses.asdict(hidden(cfg)), root.command, root.schema_name)

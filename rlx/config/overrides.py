@@ -32,6 +32,11 @@ from rlx.config.tree import closest, near_keys, show
 LATE = ("sweeps", "experiment")  # groups composed after the environment variables; a variable for one counts as a command-line choice
 MAY_BE_ABSENT = ("experiment", "kubernetes", "logger", "slurm", "sweeps")  # groups that may be set to null
 OPTIONS = "Known options: --config-dir DIR, --config-name NAME, --config-path DIR; everything else is key=value."
+COMBINED = ("env", "experiment", "logger", "sweeps")  # shipped groups of which a configuration may have several options
+PATHS = (  # keys that may hold the path of something that exists; the folder of a sweep's run is called loss=grpo,seed=1
+    *("resume", "replay", "run.dir", "weights_dir", "model.name", "model.gguf", "model.chat_template", "ref.name", "teacher.template"),
+    *("trainer.shared", "weight_broadcast.folder", "data.name", "client.endpoints"),
+)
 OPEN = ("loss", "advantage", "optim", "envs", "eval.envs", "inference.vllm")  # nodes whose keys may be deleted
 
 
@@ -98,19 +103,44 @@ def parse(lines: list[str]) -> list[Override]:
     """Parse overrides. Raises ConfigError that lists all invalid ones."""
     parsed, problems = [], []
     for line in lines:
-        key, _, value = line.partition("=")
-        if not value.isascii() and re.fullmatch(r"[\w./~@:+-]+", value):  # hydra's grammar knows no such letters without quotes
-            line = f'{key}="{value}"'
         try:
-            parsed.append(copy.copy(_parse(line)))
+            parsed.append(copy.copy(_parse_plain(line)))
         except HydraException:
+            key, _, value = line.partition("=")
+            absent = (
+                f" A path that exists needs no quotes, but {value} does not exist." if key.lstrip("+") in PATHS and "/" in value else ""
+            )
             problems.append(
                 f"`{conceal(line)}` cannot be parsed. Write key=value without spaces around `=`, and quote special characters: "
-                "'key=\"a, b\"'."
+                f"'key=\"a, b\"'.{absent}"
             )
     if problems:
         raise ConfigError(problems)
     return parsed
+
+
+def _parse_plain(line: str) -> Override:
+    """An override whose value may be plain text where hydra's grammar needs quotes. Its line then has them."""
+    key, _, value = line.partition("=")
+    if not value.isascii() and re.fullmatch(r"[\w./~@:+-]+", value):  # hydra's grammar knows no such letters without quotes
+        return _parse(f'{key}="{value}"')
+    if key.lstrip("+") not in PATHS or value == "null" or "${" in value or "\\" in value or not _exists(value):
+        return _parse(line)
+    try:
+        parsed = _parse(line)
+        if value_of(parsed) == value:
+            return parsed
+    except HydraException:
+        pass
+    escaped = value.replace("'", "\\'")
+    return _parse(f"{key}='{escaped}'")
+
+
+def _exists(path: str) -> bool:
+    try:
+        return path != "" and Path(path).expanduser().exists()
+    except (OSError, RuntimeError, ValueError):  # a name that is too long, the home of an unknown user
+        return False
 
 
 @functools.lru_cache(maxsize=4096)
@@ -135,11 +165,27 @@ def read_variable(variable: Variable) -> Any:
     if variable.is_text:
         return None if variable.text == "null" else variable.text
     try:
-        return value_of(OverridesParser.create().parse_override(f"{variable.key}={variable.text}"))
+        override = _parse_plain(f"{variable.key}={variable.text}")
     except HydraException:
         raise ConfigError(
             f"the value of {variable.name} cannot be parsed: {conceal(variable.text)!r}. Write it as on the command line."
         ) from None
+    if override.is_sweep_override():
+        raise ConfigError(
+            f"`{variable.name}={conceal(variable.text)}` gives one run several values. {_for_a_list(variable.key, f'{variable.name}=')}"
+            f"For one run per value, unset it and write -m {variable.key}=VALUE,VALUE on the command line."
+        )
+    return copy.deepcopy(override.value())
+
+
+def _for_a_list(key: str, before: str) -> str:
+    """How to write a list, unless the key is a group of which a configuration has one option."""
+    return f"A configuration has one {key}. " if chooses_one(key) else f"For a list, write {before}[a,b]. "
+
+
+def chooses_one(group: str) -> bool:
+    """Whether a key is a shipped group of which a configuration has one option. A group of the user's own may have several."""
+    return group in shipped_groups() and group not in COMBINED
 
 
 class Groups:
@@ -170,7 +216,7 @@ class Groups:
         found = [
             text
             for o in overrides
-            if self.is_choice(o) and not o.is_delete()
+            if self.is_choice(o) and not o.is_delete() and not o.is_sweep_override()
             for text in self.wrong(o.key_or_group, value_of(o), "command line")
         ]
         found += [text for v in variables if v.is_group for text in self.wrong(v.key, read_variable(v), v.name)]
@@ -184,7 +230,7 @@ class Groups:
             if key in self.foreign and not isinstance(value_of(o), dict):
                 found.append(f"`{line}`: this command has no group {key}. {self.foreign[key]}")
             elif o.is_sweep_override():
-                found.append(f"`{line}` gives one run several values. For a list, write {key}=[a,b]. For one run per value, add -m.")
+                found.append(f"`{line}` gives one run several values. {_for_a_list(key, f'{key}=')}For one run per value, add -m.")
             elif o.is_delete() and key in self.names and key not in MAY_BE_ABSENT:
                 found.append(f"`{line}`: a configuration needs one option of {key}. Choices: {', '.join(self.options(key))}.")
             elif o.type == OverrideType.DEL and not self.is_choice(o) and not key.startswith(tuple(f"{each}." for each in OPEN)):
@@ -192,8 +238,16 @@ class Groups:
         return found
 
     def wrong(self, group: str, value: Any, origin: str) -> Iterable[str]:
-        """A problem for each option in `value` that the group does not have. `origin` says where it was chosen."""
+        """A problem for each option in `value` that the group does not have, and for several where one is chosen.
+
+        `origin` says where they were chosen.
+        """
         options = self.options(group)
+        if isinstance(value, list) and len(value) > 1 and chooses_one(group):
+            yield (
+                f"{group}={show(value)} ({origin}) chooses several options, but a configuration has one {group}.\n"
+                f"Choose one: {group}={show(value[0])}. For one run per option: -m {group}={','.join(map(show, value))}."
+            )
         for option in value if isinstance(value, list) else [value]:
             if str(option) in options or (value is None and group in MAY_BE_ABSENT):
                 continue

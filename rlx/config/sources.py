@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import io
 import os
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
@@ -21,18 +21,40 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import setup_globals
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult
 from omegaconf import DictConfig, OmegaConf
+from omegaconf._utils import get_yaml_loader
+from omegaconf.errors import OmegaConfBaseException
 
+from rlx.config.errors import ConfigError, may_parse, may_read
 from rlx.config.gpus import choose_layout
 from rlx.config.limits import cores
+from rlx.config.saved import escaped, has_quotes, is_saved
 from rlx.config.shipped import BESIDE, conf_directory
+from rlx.config.tree import show
 
 SUFFIX = ".yaml"
+SAVED = (
+    "saved"  # in the header of what was loaded: it is a run's `config.yaml`, of a version that writes 1e-5 in quotes (now), or not (before)
+)
 
 
 @functools.lru_cache(maxsize=1024)
 def _parsed(text: str) -> Any:
-    """The content of a file. A sweep composes the same files for each of its runs, and parsing them was a fifth of composing."""
-    return OmegaConf.create(OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False))
+    """The content of a file. A sweep composes the same files for each of its runs, and parsing them was a fifth of composing.
+
+    Raises TypeError if it is no mapping or has a value that no key can have. OmegaConf's own function takes text for a key without a value.
+    """
+    plain = is_saved(text) and not has_quotes(text)
+    data = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader) if plain else get_yaml_loader())
+    if data is not None and not isinstance(data, dict):
+        what = f"a list of {len(data)} values" if isinstance(data, list) else f"only the value {show(data)!r}"
+        raise TypeError(f"it holds {what}, but a configuration file holds keys.\nWrite `key: value` in each line.")
+    try:
+        return OmegaConf.create(escaped(data) if is_saved(text) else data or {})
+    except OmegaConfBaseException as error:
+        key = f"`{error.full_key}`: " if error.full_key else ""
+        raise TypeError(
+            f"{key}{str(error).splitlines()[0]}.\nCorrect the value. `${{` begins a reference; as text it is `\\${{`."
+        ) from None
 
 
 def copied(node: Any, parent: Any = None) -> Any:
@@ -57,19 +79,23 @@ class Folder(FileConfigSource):
         return "folder"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        file = self._file(config_path)
+        file = self.file_of(config_path)
         try:
-            text = file.read_text(encoding="utf-8")
+            with may_read(file), may_parse(shown(file)):
+                text = file.read_text(encoding="utf-8")
+                parsed = _parsed(text)
         except FileNotFoundError:
             raise ConfigLoadError(f"Config not found : {file}") from None
-        header = self._get_header_dict(text[:512])
-        return ConfigResult(config=copied(_parsed(text)), path=self.full_path(), provider=self.provider, header=header)
+        except TypeError as error:
+            raise ConfigError(f"{shown(file)}: {error}") from None
+        header = self._get_header_dict(text[:512]) | ({SAVED: "now" if has_quotes(text) else "before"} if is_saved(text) else {})
+        return ConfigResult(config=copied(parsed), path=self.full_path(), provider=self.provider, header=header)
 
     def is_group(self, config_path: str) -> bool:
         return os.path.isdir(os.path.join(self.path, config_path))
 
     def is_config(self, config_path: str) -> bool:
-        return self._file(config_path).is_file()
+        return self.file_of(config_path).is_file()
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         found: set[str] = set()
@@ -82,7 +108,8 @@ class Folder(FileConfigSource):
                     found.add(entry.name.removesuffix(SUFFIX))
         return sorted(found)
 
-    def _file(self, config_path: str) -> Path:
+    def file_of(self, config_path: str) -> Path:
+        """The file of a configuration here, which may be absent."""
         return Path(self.path, config_path if config_path.endswith(SUFFIX) else config_path + SUFFIX)
 
 
@@ -121,6 +148,14 @@ class Repository(CachingConfigRepository):
         result = ConfigResult(provider="rlx", path="structured://", config=copied(_nodes_of(schema)), header={"package": "_global_"})
         result.is_schema_source, result.defaults_list = True, []
         self.cache: dict[str, ConfigResult | None] = {f"config_path={name}": result for name in names}
+
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        try:
+            return super().load_config(config_path)
+        except ValueError as error:  # a defaults list of another form
+            folders = [source for source in self.get_sources() if isinstance(source, Folder) and source.is_config(config_path)]
+            file = shown(folders[0].file_of(config_path)) if folders else f"{config_path}.yaml"
+            raise ConfigError(f"{file}: {error}.\nCorrect its defaults list.") from None
 
 
 @functools.cache
@@ -179,5 +214,9 @@ def label(loaded: ConfigResult, path: str) -> str:
         return f"{path}.yaml"
     if is_shipped(loaded):
         return f"conf/{path}.yaml"
-    file = Path(folder) / f"{path}.yaml"
+    return shown(Path(folder) / f"{path}.yaml")
+
+
+def shown(file: Path) -> str:
+    """The name of a file of the user's in messages."""
     return str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file)

@@ -17,6 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
+from rlx.config.again import starts_from_a_run
 from rlx.config.composition import compose_tree
 from rlx.config.errors import ConfigError
 from rlx.config.overrides import line_of, parse, read_request
@@ -57,8 +58,9 @@ def is_sweep(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> b
         return True
     environ = os.environ if environ is None else environ
     lines = [part for part in argv if part.lstrip("+").startswith("sweeps=")]
-    chosen = lines[-1].partition("=")[2] if lines else environ.get("RLX_SWEEPS", "null")
-    return chosen != "null"
+    if lines:
+        return lines[-1].partition("=")[2] != "null"
+    return environ.get("RLX_SWEEPS", "null") != "null" and not starts_from_a_run(argv, environ, TRAIN)
 
 
 def expand(argv: Sequence[str], environ: Mapping[str, str] | None = None, root: Root = TRAIN) -> Sweep:
@@ -69,8 +71,7 @@ def expand(argv: Sequence[str], environ: Mapping[str, str] | None = None, root: 
     argv = [part for part in argv if part not in hydra_lines]
     request = read_request(argv, environ, root)
     named = {o.key_or_group: o.value() for o in request.overrides if o.key_or_group in OF_THE_SWEEP and not o.is_sweep_override()}
-    lines = [line_of(o) for o in request.overrides]
-    options = [part for part in argv if part not in lines]  # --config-dir and similar
+    options = [part for part in argv if part not in request.lines]  # --config-dir and similar
     static = [o for o in request.overrides if not o.is_sweep_override() and o.key_or_group not in OF_THE_SWEEP]
     shared = [*options, *map(line_of, static)]
 

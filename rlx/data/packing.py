@@ -261,6 +261,8 @@ def _fill(groups: list[list[_Unit]], ranks: int, tokens: int) -> list[list[_Unit
     units = [unit for group in groups for unit in group]
     total, cost = sum(unit.tokens for unit in units), sum(unit.cost for unit in units)
     per_rank = least = max(1, -(-total // (ranks * tokens)))
+    # Two rollouts of more than half a row never share one. Without this, a batch of long ones is tried with every number of rows up to it.
+    per_rank = max(per_rank, -(-sum(2 * unit.tokens > tokens for unit in units) // ranks))
     while True:
         num_rows = per_rank * ranks
         pieces = _pieces(groups, min(tokens, max(1, -(-total // num_rows))), -(-cost // num_rows))

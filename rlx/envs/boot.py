@@ -29,5 +29,8 @@ def main():  # type: () -> None
 
 
 if __name__ == "__main__":
-    sys.path[0] = os.getcwd()  # as with `python -m`: this file's folder has modules with common names
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.getcwd()  # as with `python -m`: this file's folder has modules with common names
+    elif os.getcwd() not in sys.path:  # PYTHONSAFEPATH: what is first is not this file's folder, but the first of PYTHONPATH
+        sys.path.append(os.getcwd())
     main()

@@ -19,6 +19,7 @@ import yaml
 from rlx.config.inherited import Later
 from rlx.config.load import to_yaml
 from rlx.config.roots import root_of
+from rlx.config.saved import text_of
 from rlx.config.schema import CommandConfig
 
 CONFIG = "/etc/rlx"  # where the ConfigMap is mounted
@@ -49,7 +50,7 @@ def values_of(cfg: CommandConfig, later: Later | None = None) -> dict[str, Any]:
         "imagePullSecrets": list(kube.image_pull_secrets),
         "command": root_of(cfg).command,
         "arguments": [],
-        "config": to_yaml(cfg) if later is None else _left_open(to_yaml(cfg), later),
+        "config": to_yaml(cfg) if later is None else _left_open(cfg, later),
         "nodes": hardware.nodes,
         "gpusPerNode": hardware.gpus_per_node if hardware.device == "cuda" else 0,
         "gpuResource": kube.gpu_resource,
@@ -78,17 +79,17 @@ def values_of(cfg: CommandConfig, later: Later | None = None) -> dict[str, Any]:
     }
 
 
-def _left_open(text: str, later: Later) -> str:
+def _left_open(cfg: CommandConfig, later: Later) -> str:
     """The text of a `config.yaml` without what a run that only the pods can read is to give it there."""
-    data = yaml.safe_load(text)
-    data["defaults"].insert(-1, "rlx_inherited")
+    data, root = yaml.safe_load(to_yaml(cfg)), root_of(cfg)
+    del data["defaults"]
     for key in later.sections:
         section, (*above, last) = data, key.split(".")
         for part in above:
             section = section[part]
         del section[last]
     _merge(data, later.given)
-    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=1000)
+    return text_of(data, root.command, root.schema_name).replace("  - _self_\n", "  - rlx_inherited\n  - _self_\n", 1)
 
 
 def _merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:

@@ -150,7 +150,8 @@ def sbatch_options(cfg: CommandConfig, name: str, base: Path | None = None, code
 
 
 def _exports(cfg: CommandConfig, code: Path | None) -> list[str]:
-    given = environment(code) if code else {"PYTHONPATH": os.environ["PYTHONPATH"]} if os.environ.get("PYTHONPATH") else {}
+    path = {name: os.environ[name] for name in ("PYTHONPATH", "PYTHONSAFEPATH") if os.environ.get(name)}
+    given = environment(code) if code else path
     return [f"export {name}={shlex.quote(value)}" for name, value in (given | hub_variables(cfg) | home_variables(cfg)).items()]
 
 

@@ -92,7 +92,8 @@ def packed_attention(
         if attention_mask is not None and attention_mask.dtype == torch.int64:  # not a mask that the layer made of it
             masked, attention_mask = int(attention_mask.max()), None
         _calls.append(Call(module, sliding_window, masked))
-    assert attention_mask is None, "a packed row has no attention mask"
+    if attention_mask is not None:
+        raise ValueError(f"{type(module).__name__} makes an attention mask of its own, and a packed row has none. Set model.attention=rows")
     assert dropout == 0.0, "the policy is trained without dropout"
     grouped = _is_grouped(module, query, key)
     length = query.shape[2]

@@ -29,7 +29,7 @@ from rlx.models.liger import apply_liger, may_patch
 from rlx.models.lora import PARAMETERS, add_adapters, digest, draw_adapters
 from rlx.models.policy import PolicyModel, head_widths
 from rlx.models.read import different_from_first, empty_weights, is_untied, keep_float32_buffers, may_be_untied, read_weights
-from rlx.models.shard import checkpoint_activations, compile_layers, free_gathered, shard
+from rlx.models.shard import checkpoint_activations, compile_layers, free_gathered, overwritten_products, shard
 from rlx.models.slots import add_slots
 from rlx.models.split import split_layers
 from rlx.parallel.mesh import Mesh
@@ -111,6 +111,8 @@ def load_policy(
         model.logprob_backend = choose_backend(logprob_backend, device, compute, len(head.weight), has_bias=has_bias, softcap=model.softcap)
         in_place = not compile and (ac is None or ac.freq == 0 or ac.mode == "full")
         model.liger = apply_liger(hf, liger, device, rope=in_place, compiled=compile)
+        if not trained:
+            hf.requires_grad_(False)  # before it is sharded: FSDP takes parameters of several dtypes only where none is trained
         _split(hf, mesh, dense=not trained)
         if ac is not None:
             checkpoint_activations(model, ac, offload=ac_offloading, random=lora is not None and (lora.dropout > 0 or slots is not None))
@@ -154,6 +156,12 @@ def load_policy(
         choose_attention(model, mesh)
     if read:
         check_packed_forward(model, device)
+    if model.layout_kind(device) == "rows":
+        log.warning(
+            "%s computes the samples of a row beside each other, padded to the longest. One long sample among many short ones takes many times "
+            "the time and memory that the row's tokens do; a smaller trainer.micro_batch_tokens bounds it",
+            type(model.hf).__name__,
+        )
     return model
 
 
@@ -204,8 +212,10 @@ def check_rotary(source: str, config: Any, context: int | None) -> None:
     for rope in [found] if "rope_type" in found else [each for each in found.values() if isinstance(each, dict)]:
         kind = rope.get("rope_type")
         most = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+        if kind not in ("longrope", "dynamic") or context is None:  # a family with other positions may have no limit
+            continue
         most = most or config.max_position_embeddings
-        if kind in ("longrope", "dynamic") and context is not None and context > most:
+        if context > most:
             raise ValueError(
                 f"{source} has other rotary frequencies beyond {most} tokens ({kind}), and a row of samples can have only one kind, "
                 "so log-probabilities would depend on the packing and differ from those of the servers. "
@@ -243,9 +253,14 @@ def check_packed_forward(model: PolicyModel, device: torch.device | str = "cpu")
     last = model.layers[-1]
     fewer = None
     with torch.compiler.set_stance("force_eager"):  # compiling is not worth it for a few tokens
-        with watched() as calls:
+        with watched() as calls, overwritten_products(model) as overwritten:
             packed = log_probabilities(trainable)
         _check_windows(model, calls)
+        if overwritten:
+            raise ValueError(
+                f"the layers of {type(model.hf).__name__} write into results that selective checkpointing keeps "
+                f"({', '.join(sorted(overwritten))}), so gradients would be wrong. Set trainer.ac.mode=full"
+            )
         if leaves_out(last) and not _attends_once_at_the_end(last, calls):
             _read_all(model, "the model attends after it, or runs it several times")
         elif leaves_out(last):

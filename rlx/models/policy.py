@@ -65,6 +65,7 @@ class PolicyModel(nn.Module):
         self.logprob_backend = logprob_backend
         self.liger = "off"  # the description that `rlx.models.liger.apply_liger` returned
         self.long_apart = False  # whether long samples of a row are computed apart (`rlx.models.flash`)
+        self.keeps_products = False  # whether selective checkpointing keeps the results of matrix products
         self.compiled = False  # whether `rlx.models.shard.compile_layers` compiled the layers
         self.compute_dtype = compute_dtype or hf.dtype
         self.head = [hf.get_output_embeddings()]  # in a list, so that it is not registered twice

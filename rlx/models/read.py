@@ -336,7 +336,7 @@ def _read_whole(hf: Any, source: str, mesh: Mesh, device: torch.device, trust_re
 def is_untied(hf: Any) -> bool:
     """Whether a model has its own head although its configuration ties the head to the embedding: its checkpoint has both."""
     head, embedding = hf.get_output_embeddings(), hf.get_input_embeddings()
-    return hf.config.get_text_config().tie_word_embeddings and head is not None and head.weight is not embedding.weight
+    return getattr(hf.config.get_text_config(), "tie_word_embeddings", False) and head is not None and head.weight is not embedding.weight
 
 
 def _tie(ties: list[tuple[nn.Module, str, tuple[nn.Module, str]]]) -> None:

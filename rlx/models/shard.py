@@ -7,13 +7,15 @@ over itself, so that mixed precision has only one implementation.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import save_on_cpu
 from torch.fx.experimental import _config as symbols
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from rlx.config.schema import AcConfig
@@ -34,6 +36,7 @@ def checkpoint_activations(model: PolicyModel, ac: AcConfig, *, offload: bool = 
     are recomputed.
     """
     how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": random}
+    model.keeps_products = ac.mode == "selective" and ac.freq > 0
     if ac.mode == "selective":
         how["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_products)
     for layer in model.layers[:: ac.freq] if ac.freq else ():
@@ -50,10 +53,64 @@ def _recomputed(forward: Callable[..., Any], how: dict[str, Any], offload: bool)
     return forward_again
 
 
-def _keep_products(context: Any, op: Any, *args: Any, **keys: Any) -> CheckpointPolicy:
+def _is_kept(op: Any) -> bool:
     """Whether selective checkpointing keeps an operation's result: it costs more to compute than to store."""
-    kept = op.overloadpacket in PRODUCTS or "attention" in str(op) or "attn" in str(op)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    return op.overloadpacket in PRODUCTS or "attention" in str(op) or "attn" in str(op)
+
+
+def _keep_products(context: Any, op: Any, *args: Any, **keys: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if _is_kept(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@contextmanager
+def overwritten_products(model: PolicyModel) -> Iterator[set[str]]:
+    """Collects what in the model's layers writes into a result that selective checkpointing keeps; nothing if it keeps none."""
+    if not model.keeps_products:
+        yield set()
+        return
+    watch = _Overwritten()
+    hooks = [layer.register_forward_pre_hook(lambda *_: watch.look(True)) for layer in model.layers]
+    hooks += [layer.register_forward_hook(lambda *_: watch.look(False)) for layer in model.layers]
+    try:
+        with watch:
+            yield watch.found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Overwritten(TorchDispatchMode):
+    """Collects the operations that write into a result that would be kept.
+
+    Backward would take the overwritten values for the result. torch notices that only where the result itself is written to, and not
+    where a view with a version of its own is, as `torch.matmul` returns for more than three dimensions (Gemma 3n).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+        self._looks = False
+        self._kept: dict[int, tuple[str, Any]] = {}  # by storage, with the results, so that no other tensor gets their place
+
+    def look(self, looks: bool) -> None:
+        """Begin to look, or stop. What was kept in a layer counts there alone."""
+        self._looks = looks
+        self._kept.clear()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        keys = kwargs or {}
+        if not self._looks:
+            return func(*args, **keys)
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor):
+                kept = self._kept.get(value.untyped_storage()._cdata)
+                self.found |= {f"{func} after {kept[0]}"} if kept is not None else set()
+        out = func(*args, **keys)
+        if _is_kept(func):
+            for tensor in tree_leaves(out):
+                if isinstance(tensor, torch.Tensor):
+                    self._kept[tensor.untyped_storage()._cdata] = (str(func), tensor)
+        return out
 
 
 def compile_layers(model: PolicyModel, **keys: Any) -> None:

@@ -126,13 +126,29 @@ def existing(path: Path) -> Path:
 
 
 def needed_disk(cfg: CommandConfig) -> tuple[int, int]:
-    """Bytes that a run's versions and checkpoints take at most, and those of one version."""
+    """Bytes that a run's versions and checkpoints take at most, and those of one version; 0: no version is written here step by step."""
     if not isinstance(cfg, Config):
         return 2**30, 0
-    memory = trainer_memory(cfg)
+    memory, checkpoints = trainer_memory(cfg), most_checkpoints(cfg)
     states = (memory.parameters + memory.optimizer) * cfg.trainer_ranks / cfg.trainer.dp_replicate
-    checkpoints = (cfg.ckpt.keep_last or 2) + 1  # one more while it is written
-    return int(memory.published * (cfg.weight_broadcast.keep_last + 2) + states * checkpoints + 2**28), int(memory.published)
+    each = cfg.publishes(1) and cfg.memory_folder is None  # else only the versions of checkpoints are files here, and the last
+    # A checkpoint's version stays with it. One more than is kept is there while it is written.
+    versions = min(cfg.max_steps, checkpoints + (cfg.versions_kept + 1 if each else 1))
+    return int(memory.published * versions + states * checkpoints + 2**28), int(memory.published) if each else 0
+
+
+def most_checkpoints(cfg: Config) -> int:
+    """The most checkpoints that are on the disk at a time, with the one that is being written."""
+    ckpt, last = cfg.ckpt, cfg.max_steps
+    if ckpt.interval is None or cfg.bench:
+        return 1  # of a preemption
+    all_of_them = -(-last // ckpt.interval)  # one is written at the end in any case
+    if ckpt.keep_last is None:
+        return all_of_them
+    newest = min(ckpt.keep_last + 1, all_of_them)
+    older = (all_of_them - newest) * ckpt.interval  # the step of the last one before these
+    for_ever = 0 if ckpt.keep_interval is None else older // math.lcm(ckpt.interval, ckpt.keep_interval)
+    return min(all_of_them, newest + for_ever + (ckpt.keep_best is not None))
 
 
 def _disk(name: str, folder: Path, need: int, version: int, elsewhere: str) -> Finding:

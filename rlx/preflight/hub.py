@@ -19,6 +19,8 @@ from rlx.config.schema_eval import PlayWithModel
 from rlx.runs.weights import initial_model
 
 NOTHING = ["all of it"]  # what a cache lacks without the model
+# A model needs one of these. A tokenizer of its own code (model.trust_remote_code) reads another file than transformers' would.
+TOKENIZERS = ("tokenizer.json", "tekken.json", "vocab.*", "*.model", "*.tiktoken")
 
 
 def use_cache(variables: Mapping[str, str]) -> None:
@@ -99,8 +101,7 @@ def needed(folder: Path) -> list[str]:
     index = folder / "model.safetensors.index.json"
     shards = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else []
     whole = [] if shards or any(folder.glob("*.safetensors")) else ["model.safetensors"]
-    tokenizers = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
-    tokenizer = [] if any((folder / file).is_file() for file in tokenizers) else ["tokenizer.json"]
+    tokenizer = [] if any(path.is_file() for kind in TOKENIZERS for path in folder.glob(kind)) else ["tokenizer.json"]
     return ["config.json", *tokenizer, *whole, *shards]
 
 

@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -166,7 +167,7 @@ def _why(what: str, label: str, said: str, kept: dict[str, str]) -> str:
     versions = ", ".join(f"{name} {kept[name]}" for name in shown)
     return (
         f"{label} was not installed: it needs other versions of packages that rlx runs on here ({versions}), and those must stay. "
-        f"Nothing was changed.\n  fix: give it a Python of its own: rlx env install {what} --python {own}"
+        f"Nothing was changed.\n  fix: give it a Python of its own: rlx env install {shlex.quote(what)} --python {own}"
     )
 
 

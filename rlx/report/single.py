@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -186,7 +187,7 @@ def provenance(facts: Facts) -> str:
         found if isinstance(found := record.get(name), Mapping) else {} for name in ("source", "machine", "python", "seeds", "packages")
     )
     rows = {
-        "command": " ".join(map(str, record.get("command") or [])),
+        "command": shlex.join(map(str, record.get("command") or [])),
         "time": record.get("time"),
         "folder": record.get("cwd"),
         "rlx": record.get("rlx"),
@@ -198,7 +199,7 @@ def provenance(facts: Facts) -> str:
         "python": python.get("version"),
         "seeds": ", ".join(f"{name} {value}" for name, value in seeds.items()),
         "later attempts": len(record.get("later_attempts") or []),
-        "run again": f"bash {facts.run.paths.reproduce.absolute()}",
+        "run again": shlex.join(["bash", str(facts.run.paths.reproduce.absolute())]),
     }
     return table(["", ""], [[text(name), text(value)] for name, value in rows.items()], "facts") + folded(
         f"{len(packages)} packages", table(["package", "version"], [[text(n), text(v)] for n, v in packages.items()], "facts")

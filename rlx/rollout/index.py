@@ -9,6 +9,7 @@ after the first frame. Files without an index (plain JSONL, results of evaluatio
 
 from __future__ import annotations
 
+import json
 import struct
 from array import array
 from collections.abc import Iterable
@@ -96,11 +97,33 @@ _DECODER = msgspec.json.Decoder(_Line)
 _INTEGERS = ("env", "stop", "status", "left_out", "member", "tokens", "turns", "oldest", "newest")
 
 
+def decoded(line: bytes) -> Any:
+    """A line as Python's json reads it: others write its NaN and Infinity, which JSON does not have. Raises ValueError."""
+    try:
+        return msgspec.json.decode(line)
+    except msgspec.DecodeError as error:
+        try:
+            return json.loads(line)
+        except ValueError:
+            raise error from None
+
+
+def _line(line: bytes) -> _Line:
+    """Raises ValueError, msgspec.ValidationError."""
+    try:
+        return _DECODER.decode(line)
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError:
+        return msgspec.convert(decoded(line), _Line)
+
+
 class Indexer:
     """Collects the index of a file while its lines pass by."""
 
     def __init__(self) -> None:
         self.begins = array("q", [0])
+        self.lines = 0  # so far, with blank ones
         self._names: dict[str, int] = {}
         self._integers = {name: array("i") for name in _INTEGERS}
         self._longs = {name: array("q") for name in ("example", "group")}
@@ -108,12 +131,15 @@ class Indexer:
         self._truncated = array("b")
 
     def add(self, line: bytes) -> None:
-        """Add the next line, with its line break. Raises ValueError if it is no rollout."""
+        """Add the next line, with its line break. Skips a blank one. Raises ValueError if it is no rollout."""
+        self.lines += 1
+        if not line.strip():
+            self.begins[-1] += len(line)  # JSON allows blanks at the end: they belong to the line before
+            return
         try:
-            one = _DECODER.decode(line)
-            self._add(one, len(line))
+            self._add(_line(line), len(line))
         except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:  # such as a number of more than 32 bits
-            raise ValueError(f"line {len(self.begins)} is no rollout: {error}") from error
+            raise ValueError(f"line {self.lines} is no rollout: {error}") from error
 
     def _add(self, one: _Line, size: int) -> None:
         if one.about is not None:

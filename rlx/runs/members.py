@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,7 +54,8 @@ def check_shared(cfg: Config) -> None:
     if not (root / "config.yaml").is_file():
         raise ConfigError(
             f"trainer.shared={root}: there is no shared trainer.\n"
-            f"  fix: start one first: python train.py run.dir={root} trainer.max_concurrent_runs=2 lora.rank={cfg.lora.rank}"
+            f"  fix: start one first: python train.py {shlex.quote(f'run.dir={root}')} "
+            f"trainer.max_concurrent_runs=2 lora.rank={cfg.lora.rank}"
         )
     host = load_command(root, secrets=False)
     if not isinstance(host, Config) or not host.hosts:
@@ -72,12 +74,12 @@ def check_shared(cfg: Config) -> None:
             raise ConfigError(
                 f"trainer.shared={root}: the shared trainer is still starting after {START:g} s, or was killed (status: {status.state}; "
                 f"its logs: {paths.latest_logs}).\n  fix: try again when it has loaded its model; if it was killed, start it again: "
-                f"python train.py --config-dir {root} --config-name config resume=latest"
+                f"python train.py --config-dir {shlex.quote(str(root))} --config-name config resume=latest"
             ) from None
     if not is_present(paths):
         raise ConfigError(
             f"trainer.shared={root}: the shared trainer is not alive.\n"
-            f"  fix: start it again: python train.py --config-dir {root} --config-name config resume=latest"
+            f"  fix: start it again: python train.py --config-dir {shlex.quote(str(root))} --config-name config resume=latest"
         )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -62,8 +63,8 @@ def other_objective(run: Run, overrides: Sequence[str]) -> tuple[Config, Config,
         raise ConfigError(
             f"{', '.join(without)}: has no effect on the gradient of a recorded batch at given weights; only loss, envs.NAME.loss and ref "
             "have.\n"
-            f"  fix: leave it out; to train the whole run again with it: python train.py --config-dir {run.root} --config-name config "
-            f"replay={run.root} {' '.join(without)}"
+            "  fix: leave it out; to train the whole run again with it: "
+            f"python train.py --config-dir {shlex.quote(str(run.root))} --config-name config {shlex.join([f'replay={run.root}', *without])}"
         )
     of_env = {line: match[1] for line, key in keys.items() if (match := OF_ENV.fullmatch(key))}
     if unknown := sorted({*of_env.values()} - {*recorded.envs}):

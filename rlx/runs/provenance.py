@@ -188,9 +188,14 @@ def reproduce_script(command: str, commit: str | None, secrets: Sequence[str] = 
     return f"""#!/bin/sh
 # Runs the configuration of this directory again, in a new directory:  ./reproduce.sh [key=value ...]{given}
 set -eu
-here=$(cd "$(dirname "$0")" && pwd)
+here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)
 source=${{RLX_SOURCE:-{shlex.quote(str(SOURCE))}}}
 python=${{PYTHON:-{shlex.quote(sys.executable)}}}
+new=${{RLX_NEW_DIR:-$here-again-$(date +%Y%m%d-%H%M%S)}}
+# Paths that are given are meant from here, not from the run's working directory.
+case $source in /*) ;; *) source=$PWD/$source ;; esac
+case $new in /*) ;; *) new=$PWD/$new ;; esac
+case $python in /*) ;; */*) python=$PWD/$python ;; esac
 recorded={commit or "none"}
 now=$(git -C "$source" rev-parse HEAD 2>/dev/null || echo none)
 if [ "$now" != "$recorded" ]; then
@@ -199,11 +204,12 @@ fi
 if [ -f "$here/{DIFF}" ]; then
     echo "reproduce: the run used uncommitted changes, saved in $here/{DIFF}" >&2
 fi
-new=${{RLX_NEW_DIR:-$here-again-$(date +%Y%m%d-%H%M%S)}}
 # Hydra needs a backslash before a quote inside quotes.
 quoted=$(printf %s "$new" | sed "s/'/\\\\\\\\'/g")
 cd {shlex.quote(os.getcwd())} 2>/dev/null || echo "reproduce: the run's working directory is gone; starting here" >&2
-PYTHONPATH="$source${{PYTHONPATH:+:$PYTHONPATH}}" exec "$python" -m rlx.cli {command} \\
+# With -m, Python searches the working directory first, and that may be another checkout. rlx itself adds that folder, last.
+export PYTHONPATH="$source${{PYTHONPATH:+:$PYTHONPATH}}" PYTHONSAFEPATH=1
+exec "$python" -m rlx.cli {command} \\
     --config-dir "$here" --config-name config run.name=null "run.dir='$quoted'" clean=false dry_run=false "$@"
 """
 

@@ -7,6 +7,7 @@ rows, ranks, mini-batches. It cannot change what made them: environments, sampli
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -75,7 +76,8 @@ def check_replay(cfg: Config, first: int) -> RunPaths:
             f"replay={cfg.replay} trains on batches that already exist, so these keys cannot take effect:\n"
             + "\n".join(f"    {problem}" for problem in problems)
             + f"\n  fix: start from that run's configuration and change only what the trainer does:\n"
-            f"       python train.py --config-dir {paths.root} --config-name config replay={paths.root} run.name=NAME …"
+            f"       python train.py --config-dir {shlex.quote(str(paths.root))} --config-name config "
+            f"{shlex.quote(f'replay={paths.root}')} run.name=NAME …"
         )
     return paths
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from rlx.config.errors import ConfigError, may_read
 from rlx.config.schema import SftRoot
-from rlx.rollout.index import NONE, Indexer, RolloutIndex, read_index
+from rlx.rollout.index import NONE, Indexer, RolloutIndex, decoded, read_index
 from rlx.rollout.results import METADATA, RESULTS
 from rlx.runs.run import Run
 
@@ -237,7 +237,7 @@ class Table:
                 packed = _is_compressed(source.path)
                 stream: Any = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True) if packed else file
                 stream.seek(begin)
-                record = msgspec.json.decode(stream.read(end - begin))
+                record = decoded(stream.read(end - begin))
         except (OSError, zstandard.ZstdError, msgspec.DecodeError) as error:
             raise ConfigError(f"{source.path} has changed since it was listed ({error}); read it again") from error
         return {"step": source.step, "set": source.set, **_plain(record, source.env)}

@@ -37,5 +37,6 @@ def environment(copy: Path) -> dict[str, str]:
 
     PYTHONPATH starts with the copy and ends with the working directory, where Python still finds the user's own modules.
     """
-    path = [*folders_of(copy), *filter(None, [os.environ.get("PYTHONPATH")]), os.getcwd()]
+    given, here = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path], os.getcwd()
+    path = [*folders_of(copy), *given, *([] if here in given else [here])]  # the command line has put it there already
     return {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}

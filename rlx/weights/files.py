@@ -42,7 +42,7 @@ CHUNK = 1 << 20  # bytes read at a time when checking
 THREADS = 4  # that check a large file
 ALONE = 1 << 26  # bytes below which one thread is faster
 # The files of a model folder besides weights: configuration, tokenizer, chat template, code.
-STATIC = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
+STATIC = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py")
 
 
 class WeightsError(ValueError):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rlx.train.watch import Watch
 
 TIMEOUT = 3600.0  # seconds to wait for the initial model while nobody reports that it makes it
-WANTED = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "*.py"]
+WANTED = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "*.py"]
 UNWANTED = ["consolidated*", "original/*"]  # the same weights under the original names
 
 

@@ -1,0 +1,53 @@
+"""A broken file of the user's is a mistake in the configuration; tests/test_config_errors.py has the texts of most."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlx.config.errors import ConfigError
+from rlx.config.load import compose, load_run
+
+
+@pytest.mark.parametrize("argv", [["loss=mine"], ["envs.reverse_text.loss=mine"], ["--config-name", "mine"]])
+def test_a_file_that_is_not_utf8_is_named_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: list[str]):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_conf" / "loss").mkdir(parents=True)
+    (tmp_path / "my_conf" / "loss" / "mine.yaml").write_bytes(b"a: 1\nb: \xff\n")
+    if argv[0] == "--config-name":
+        (tmp_path / "my_conf" / "loss" / "mine.yaml").rename(tmp_path / "my_conf" / "mine.yaml")
+    with pytest.raises(ConfigError, match=r"my_conf/.*mine\.yaml, line 2: the byte 0xff is not UTF-8\.\nSave it as UTF-8"):
+        compose(["--config-dir", "my_conf", *argv], {})
+
+
+def test_an_alias_of_itself_is_a_short_message(tmp_path: Path):
+    (tmp_path / "mine.yaml").write_text("a: &a [*a]\n")
+    with pytest.raises(ConfigError) as caught:
+        compose(["--config-dir", str(tmp_path), "--config-name", "mine"], {})
+    assert str(tmp_path / "mine.yaml") in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+def test_an_empty_file_sets_nothing(tmp_path: Path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\n# nothing yet\n")
+    assert compose(["--config-dir", str(tmp_path), "experiment=mine"], {}).cfg == compose([], {}).cfg
+
+
+def test_a_runs_broken_file_is_named_with_its_line(tmp_path: Path):
+    (tmp_path / "config.yaml").write_text("seed: 1\nmodel: [\n")
+    with pytest.raises(ConfigError, match=r"config\.yaml, line 3: "):
+        load_run(tmp_path)
+
+
+def test_the_command_line_ends_with_2_and_without_a_traceback(tmp_path: Path):
+    (tmp_path / "loss").mkdir()
+    (tmp_path / "loss" / "mine.yaml").write_text("a: 1\n b: 2\n")
+    argv = [sys.executable, "-m", "rlx.cli", "train", "--config-dir", str(tmp_path), "loss=mine", "dry_run=true"]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "mine.yaml, line 2: " in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
