@@ -77,6 +77,13 @@ CASES = {
     "versions_in_memory_that_servers_do_not_see": Case(
         "weight_broadcast.folder=shm weight_broadcast.type=gloo lora.rank=8 inference.base_url=[http://127.0.0.1:1]"
     ),
+    "shell_variable_in_a_list": Case(
+        "--config-dir my_conf slurm=mine launcher=slurm kubernetes=mine hardware=cpu dry_run=true",
+        files={
+            "slurm/mine.yaml": "setup:\n  - module load cuda\n  - export PATH=${HOME}/bin:$PATH\n",
+            "kubernetes/mine.yaml": "node_selector: {example.com/pool: '${POOL}'}\n",
+        },
+    ),
     "versions_in_memory_of_another_host": Case("weight_broadcast.folder=/dev/shm hardware=cpu_3nodes dry_run=true"),
     "versions_in_memory_without_the_folder": Case("weight_broadcast.folder=/nowhere/shm"),
     "versions_in_too_little_memory_of_a_pod": Case(

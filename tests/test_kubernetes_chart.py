@@ -85,6 +85,20 @@ def test_the_pod_composes_what_the_config_map_holds(tmp_path: Path):
     assert again == cfg
 
 
+def test_a_whole_number_becomes_a_text_where_kubernetes_wants_one():
+    numbers = (
+        "kubernetes.env.A=16",
+        "kubernetes.node_selector={x: 1}",
+        "kubernetes.tolerations=[{key: x, value: 2, tolerationSeconds: 3}]",
+    )
+    cfg = config(*SMALL, *numbers, "kubernetes.env.B='true'", "kubernetes.storage_gb=1500000")
+    claim, *_, job = manifests("mine", values_of(cfg))
+    pod = job["spec"]["template"]["spec"]
+    assert {"A": "16", "B": "true"}.items() <= {each["name"]: each.get("value") for each in pod["containers"][0]["env"]}.items()
+    assert (pod["nodeSelector"], pod["tolerations"]) == ({"x": "1"}, [{"key": "x", "value": "2", "tolerationSeconds": 3}])
+    assert claim["spec"]["resources"]["requests"] == {"storage": "1500000Gi"}
+
+
 def test_a_claim_that_a_small_run_creates_serves_every_later_run():
     (claim, *_) = manifests("mine", values_of(config(*SMALL, "kubernetes.storage_gb=1")))
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"], "what the chart's default is, too"
@@ -147,6 +161,15 @@ def test_the_charts_grace_is_that_of_the_default_run():
         (("teacher.api_key=abc", *TEACHER), "set kubernetes.secrets.RLX_TEACHER__API_KEY=SECRET/KEY"),
         (("kubernetes.env.HF_TOKEN=abc", "kubernetes.env.TOKENIZERS_PARALLELISM=no"), "Set kubernetes.secrets.HF_TOKEN=SECRET/KEY"),
         (("kubernetes.env.MY_API_KEY=abc", "kubernetes.secrets.MY_API_KEY=a/b"), "kubernetes.env.MY_API_KEY would be there for all"),
+        (
+            ("kubernetes.env.A=true",),
+            "the value of A is no text, and would be another one in the cluster: kubernetes.env.A=true (command line)",
+        ),
+        (("kubernetes.env.A=1.10",), "Quote it: A: 'true' in a file"),
+        (("kubernetes.env.A=null",), "the value of A is no text"),
+        (("kubernetes.node_selector={example.com/x: true}",), "the value of example.com/x is no text"),
+        (("kubernetes.tolerations=[{key: x, value: true}]",), "the value of a toleration is no text, which the cluster refuses"),
+        (("kubernetes.tolerations=[x]",), "a toleration has keys: kubernetes.tolerations=[x]"),
         (("kubernetes.mount=runs",), "the volume needs a place of its own"),
         (("hardware=cpu_3nodes", "kubernetes.storage_gb=1", "kubernetes.access_mode=ReadWriteOnce"), "only one node could have the volume"),
         (("kubernetes.memory_gb=4",), "/dev/shm would take all memory"),

@@ -118,6 +118,17 @@ def test_a_cluster_that_does_not_answer_and_one_that_is_not_configured_are_told_
     assert "Nothing was started" not in said, "a list starts nothing"
 
 
+def test_a_kubeconfig_without_a_current_context_serves_one_that_is_named(cluster, tmp_path, capsys):
+    file = tmp_path / "kubeconfig"
+    content = yaml.safe_load(file.read_text())
+    del content["current-context"]
+    file.write_text(yaml.safe_dump(content))
+    assert main(["train", *SMALL, "kubernetes.context=here"]) == 0
+    assert "Job mine in research" in capsys.readouterr().out
+    assert main(["pods"]) == 2
+    assert "current-context" in capsys.readouterr().err
+
+
 def conditions(cluster: Cluster, *found: dict[str, Any]) -> None:
     cluster.objects["jobs", "mine"]["status"] = {"conditions": [*found]}
 

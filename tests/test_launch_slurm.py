@@ -80,6 +80,31 @@ def test_the_script_needs_no_recent_coreutils_to_ignore_the_notice_until_python_
     assert read_status(RunPaths(tmp_path)).state == "starting"
 
 
+@pytest.mark.parametrize(
+    ("setup", "after"),
+    [
+        ("export PYTHONPATH='/my modules'; unset PYTHONSAFEPATH", ["/my modules", "HERE"]),
+        ("unset PYTHONPATH", ["HERE"]),
+        ("export PYTHONPATH=$PYTHONPATH:/last", ["HERE", "/last"]),
+    ],
+)
+def test_no_line_of_the_setup_takes_the_jobs_copy_of_the_code_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setup, after):
+    monkeypatch.setattr(
+        sys, "executable", stand_in(tmp_path / "python", '[ "$1" = -c ] && exit; echo "$PYTHONPATH"; echo "$PYTHONSAFEPATH"')
+    )
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.chdir(tmp_path)
+    code = tmp_path / "the run" / "code_1"
+    (code / "environments" / "sums").mkdir(parents=True)
+    cfg = compose(["launcher=slurm", "hardware=cpu", "dry_run=true"], {}).cfg
+    Status().write(RunPaths(tmp_path))
+    cfg = replace(cfg, slurm=replace(cfg.slurm, setup=[setup]))
+    text = slurm.sbatch_script(cfg, "run", tmp_path / ".submitit", [tmp_path], code)
+    done = subprocess.run(["bash"], input=text, capture_output=True, text=True, check=True)
+    path = [str(code), str(code / "environments" / "sums"), *(str(tmp_path) if each == "HERE" else each for each in after)]
+    assert done.stdout.splitlines() == [os.pathsep.join(path), "1"]
+
+
 @pytest.mark.parametrize("bash", ["", "4.2"])  # the rules of which version
 @pytest.mark.parametrize(
     ("setup", "python", "array", "code", "said", "earlier"),
@@ -166,6 +191,7 @@ def test_what_is_null_is_left_to_the_cluster():
         (["slurm.cpus_per_node=4"], ["cpus-per-task=4"], ["mem", "exclusive"]),
         (["slurm.cpus_per_node=4", "slurm.memory_gb=2"], ["mem=2048M"], ["exclusive"]),
         (["slurm.options.requeue=null", "slurm.options.exclusive=null"], ["mem=0"], ["requeue", "exclusive"]),
+        (["slurm.options={nice: 100, begin: '16:00'}"], ["nice=100", "begin=16:00"], []),
         (["hardware=gpu2", "slurm.options={gres: null, gpus-per-node: 2}"], ["gpus-per-node=2"], ["gres"]),
         (["slurm.cpus_per_node=4", "slurm.options={cpus-per-task: 8}"], ["cpus-per-task=8"], ["cpus-per-task=4"]),
     ],
@@ -186,6 +212,9 @@ def test_lines_of_the_script_can_be_replaced_and_taken_out(argv: list[str], ther
         (["slurm.options={output: /tmp/x}"], "logs/attempt_N/job.log"),
         (["slurm.options={clusters: other}"], "sbatch's option clusters would break the run: slurm.options.clusters=other (command line)"),
         (["slurm.options={M: other}"], "sbatch's option clusters would break the run: slurm.options.M=other (command line)"),
+        (["slurm.options={exclude: [n1,n2]}"], "an option of sbatch has one text: slurm.options.exclude=[n1,n2] (command line)"),
+        (["slurm.options.begin=960"], "a time, and YAML reads 16:00 as the number 960: slurm.options.begin=960 (command line)"),
+        (["slurm.options.time_min=7200"], "Quote it: time-min: '16:00' in a file"),
         (["slurm.options={n: 4}"], "sbatch's option ntasks would break the run"),
         (["slurm.options={arr: 0-1}"], "sbatch's option array would break the run: slurm.options.arr=0-1"),
         (["slurm.options={no-requeue: true}"], "launcher.max_requeues limits how often. Remove it."),

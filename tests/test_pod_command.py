@@ -17,6 +17,7 @@ from rlx.cli.pods import objects_of
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose, to_yaml
 from rlx.config.roots import TRAIN
+from rlx.paths import RunPaths
 from rlx.waiting import LEFT
 
 Pod = Callable[..., Any]
@@ -49,13 +50,14 @@ def chart(**values: Any) -> list[dict[str, Any]]:
     return Chart(ROOT / "charts" / "rlx").render("mine", {"image": "registry/rlx:1", **values})
 
 
-def host(index: int, volume: Path, monkeypatch: pytest.MonkeyPatch, nodes: int = 2) -> int:
-    """Run the command as one host of a Job whose agents have free ports."""
+def host(index: int, volume: Path, monkeypatch: pytest.MonkeyPatch, nodes: int = 2, by_hand: bool = False) -> int:
+    """Run the command as one host of a Job whose agents have free ports. `by_hand`: with their addresses."""
+    monkeypatch.setattr("rlx.launch.manifests.PORT", 0)
     monkeypatch.setenv("JOB_COMPLETION_INDEX", str(index))
     monkeypatch.setenv("JOB_UID", "7")
     monkeypatch.setattr(pod.signal, "signal", lambda *_: None)  # this process keeps its handlers
-    hosts = ",".join(["127.0.0.1:0"] * nodes)
-    return pod.run(["--job", "mine", "--nodes", str(nodes), "--volume", str(volume), "--hosts", hosts, "train", "hardware=cpu"])
+    hosts = ["--hosts", ",".join(["127.0.0.1:0"] * nodes)] if by_hand else []
+    return pod.run(["--job", "mine", "--nodes", str(nodes), "--volume", str(volume), *hosts, "train", "hardware=cpu", "run.name=mine"])
 
 
 @pytest.mark.parametrize(("gpus", "layout"), [(0, "cpu"), (8, "node8")])
@@ -98,11 +100,42 @@ def test_a_host_that_is_replaced_as_the_run_ends_learns_its_exit_code(tmp_path: 
     (tmp_path / ".nodes").mkdir()
     monkeypatch.setattr(pod, "_first", lambda *_: 3)
     assert host(0, tmp_path, monkeypatch) == 3
-    assert "127.0.0.1 was not told of the end" in capsys.readouterr().out
+    assert "mine-1.mine was not told of the end" in capsys.readouterr().out
     assert host(1, tmp_path, monkeypatch) == 3
     monkeypatch.setattr(pod, "_first", lambda *_: LEFT)
     assert host(0, tmp_path, monkeypatch) == LEFT
     assert [each.name for each in (tmp_path / ".nodes").iterdir()] == [], "a preempted run goes on, and its hosts with it"
+
+
+def test_a_host_that_starts_before_the_first_one_does_not_end_with_the_last_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / ".nodes").mkdir()
+    monkeypatch.setattr(pod, "_first", lambda *_: 0)
+    assert host(0, tmp_path, monkeypatch, by_hand=True) == 0
+    looks: list[str | None] = []
+
+    def serve(agent: object, index: int, end: Callable[[], str | None]) -> int:
+        looks.append(end())
+        monkeypatch.setattr(pod, "_first", lambda *_: 3)
+        assert host(0, tmp_path, monkeypatch, by_hand=True) == 3, "the first host comes, runs the next attempt, and fails"
+        looks.append(end())
+        return int(str(looks[-1]).split()[0])
+
+    monkeypatch.setattr(pod, "_serve", serve)
+    assert host(1, tmp_path, monkeypatch, by_hand=True) == 3
+    assert looks[0] is None
+
+
+def test_a_restart_waits_for_lost_hosts_and_a_first_start_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    """Exit code 1 would end the Job, and with it a run that has checkpoints, because a node is slow or dead."""
+    monkeypatch.setattr("rlx.launch.agents.wait_for_agents", lambda *_: "mine-1.mine did not answer")
+    assert host(0, tmp_path, monkeypatch) == 1
+    paths = RunPaths(tmp_path / "mine")
+    paths.logs(0).mkdir(parents=True)
+    paths.kubernetes.write_text('{"job": "mine", "uid": "6"}')
+    assert host(0, tmp_path, monkeypatch) == 1, "a run of another Job"
+    paths.kubernetes.write_text('{"job": "mine", "uid": "7"}')
+    assert host(0, tmp_path, monkeypatch) == LEFT
+    assert "mine-1.mine did not answer" in capsys.readouterr().err
 
 
 def test_a_volume_that_cannot_be_written_is_named_with_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):

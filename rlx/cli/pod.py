@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -106,7 +107,7 @@ def _host(given: Namespace, overrides: list[str]) -> int:
     file = given.volume / ".nodes" / f"{given.job}-{os.environ.get('JOB_UID', '')}"
     pods = [f"{given.job}-{number}.{given.job}:{PORT}" for number in range(given.nodes)]
     places = [place.rpartition(":") for place in (given.hosts.split(",") if given.hosts else pods)]
-    hosts = [(name, int(port)) for name, _, port in places]
+    hosts = [(name.strip("[]"), int(port)) for name, _, port in places]
     check_volume(given.volume)
     end = file.with_name(f"{file.name}.end")  # for a host that is being replaced and cannot be told
     agent = Agent(lambda: _read(file), hosts[index][1])
@@ -115,18 +116,24 @@ def _host(given: Namespace, overrides: list[str]) -> int:
         code = _first(given, overrides, hosts, file)
         if code != LEFT:  # then the Job ends; else the other hosts serve the next attempt
             with contextlib.suppress(OSError):
-                write_text(end, str(code))
+                write_text(end, f"{code} {secrets.token_hex(8)}")
             for host in hosts[1:]:
                 try:
                     ask(host, _read(file) or "", end=code)
                 except (OSError, ValueError) as error:
                     print(f"{host[0]} was not told of the end: {error}", flush=True)
         return code
-    return _serve(agent, index, lambda: _read(end))
+    # By hand, the hosts of the next attempt start in any order, and the file is still that of the last one until the first host is there.
+    # A Job whose run has ended starts no next attempt.
+    old = _read(end) if given.hosts else None
+    return _serve(agent, index, lambda: found if (found := _read(end)) != old else None)
 
 
 def _serve(agent: Agent, index: int, end: Callable[[], str | None]) -> int:
-    """Serve until the first host ends the run, or until this host is taken away. `end`: the exit code that the first host left."""
+    """Serve until the first host ends the run, or until this host is taken away.
+
+    `end`: what the first host left, its exit code and a word of its own.
+    """
     from rlx.waiting import LEFT
 
     taken = threading.Event()
@@ -141,7 +148,7 @@ def _serve(agent: Agent, index: int, end: Callable[[], str | None]) -> int:
         if (now := time.monotonic()) >= look:
             look = now + LOOK
             if (code := end()) is not None:
-                return int(code)
+                return int(code.split()[0])
         if taken.is_set():
             agent.give_notice()
             while agent.is_busy:  # the kubelet ends this after the pod's grace time
@@ -157,7 +164,7 @@ def _first(given: Namespace, overrides: list[str], hosts: list[tuple[str, int]],
     from rlx.cli.command import label_of
     from rlx.config.load import compose
     from rlx.launch.agents import wait_for_agents
-    from rlx.launch.pods import attempt, make_token
+    from rlx.launch.pods import attempt, is_restart, make_token
     from rlx.plan.make import make_plan
     from rlx.runs.claim import settle
     from rlx.waiting import LEFT
@@ -181,13 +188,13 @@ def _first(given: Namespace, overrides: list[str], hosts: list[tuple[str, int]],
     token = make_token(file)
     if (missing := wait_for_agents(hosts, token, given.start_timeout, lambda text: print(text, flush=True))) is not None:
         print(f"{missing}\nSee kubectl describe pod: it is not scheduled, or its image cannot be pulled.", file=sys.stderr)
-        return 1
+        return LEFT if is_restart(Path(str(cfg.run.dir)), given.job) else 1  # a run that has begun waits for the cluster's hosts
     shown = []
 
     def show(root: Path) -> None:
         shown.append(subprocess.Popen([sys.executable, "-m", "rlx.cli", "watch", str(root)]))
 
-    code = attempt(cfg, composed.overrides, plan, hosts, file, given.job, show)
+    code = attempt(cfg, composed.overrides, plan, hosts, file, given.job, show, composed.cfg)
     sys.stdout.flush()
     for each in shown:
         try:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rlx.config.inherited import Later
     from rlx.config.schema import CommandConfig
 
 SUMMARY = "runs on a Kubernetes cluster: list, follow, delete"
@@ -74,10 +75,11 @@ def settled(cfg: Any, label: str) -> Any:
     return replace(cfg, run=replace(cfg.run, name=name, dir=cfg.run.dir or str(Path(cfg.kubernetes.mount) / str(name))))
 
 
-def objects_of(cfg: CommandConfig) -> list[dict[str, Any]]:
+def objects_of(cfg: CommandConfig, later: Later | None = None) -> list[dict[str, Any]]:
+    """The objects of a settled run. `later`: what its configuration takes from a run that only the pods can read."""
     from rlx.launch.manifests import manifests, object_name, values_of
 
-    return manifests(object_name(str(cfg.run.name)), values_of(replace(cfg, dry_run=False)))
+    return manifests(object_name(str(cfg.run.name)), values_of(replace(cfg, dry_run=False), later))
 
 
 def text_of(objects: Sequence[dict[str, Any]]) -> str:
@@ -95,12 +97,12 @@ def text_of(objects: Sequence[dict[str, Any]]) -> str:
     return yaml.dump_all(objects, Dumper=Dumper, sort_keys=False, width=1000)
 
 
-def start(cfg: CommandConfig) -> int:
+def start(cfg: CommandConfig, later: Later | None = None) -> int:
     """Create the objects of a settled run. Follows it if `launcher.wait`. Returns the exit code."""
     from rlx.config.errors import ConfigError
     from rlx.launch.kube import Cluster, Follower, apply
 
-    objects = objects_of(cfg)
+    objects = objects_of(cfg, later)
     name, cluster = objects[-1]["metadata"]["name"], Cluster.of(cfg.kubernetes)
     apply(cluster, objects)
     there = f" --namespace {cluster.namespace}"

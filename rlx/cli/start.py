@@ -58,7 +58,7 @@ def run(argv: list[str], command: Command) -> int:
         explained = explain(cfg, plan, composed.choices, composed.notes, cfg.run.dir, environments)
         print(explained)
         if in_pods:
-            print("\nmanifests\n" + pods.text_of(pods.objects_of(cfg)), end="")
+            print("\nmanifests\n" + pods.text_of(pods.objects_of(cfg, composed.later)), end="")
             print("\ndry run: nothing was started")
             return 0
         if changed := changes(cfg):
@@ -83,7 +83,7 @@ def run(argv: list[str], command: Command) -> int:
     for note in [*composed.notes, *notes_of(cfg), *(f"environment {line}" for line in environments)]:
         print(note, flush=True)
     if in_pods:
-        return pods.start(cfg)
+        return pods.start(cfg, composed.later)
     paths, lock = create(cfg, composed.overrides, plan)
 
     from rlx.runs.status import read_status

@@ -32,7 +32,7 @@ from rlx.config.env_nodes import as_presets, fill_in
 from rlx.config.environment import Variable, read_variables
 from rlx.config.errors import ConfigError
 from rlx.config.gpus import choose_layout
-from rlx.config.inherited import Inherited
+from rlx.config.inherited import Inherited, Later, left_open
 from rlx.config.overrides import LATE, Groups, expand_env_keys, line_of, parse, read_request, read_variable, value_of
 from rlx.config.roots import ROOTS, TRAIN, Root, elsewhere, has_key, root_named
 from rlx.config.saved import escaped
@@ -43,6 +43,7 @@ from rlx.config.tree import Origins, Problem, optional_sections, show, split_opt
 SCHEMA = "rlx_schema"  # every key with its default; first in the defaults list
 INHERITED = "rlx_inherited"  # what another run or a named endpoint gives (`Root.inherits`); before the variables in the defaults list
 NO_SECTION = re.compile(r"node `([\w.]+)` is not a container")  # OmegaConf's words: a reference into a section that is null
+SHELL_VARIABLE = re.compile(r"(?<!\\)\$\{([A-Z_][A-Z0-9_]*)\}")
 VARIABLES = "rlx_variables"  # what environment variables set; before the experiment in the defaults list
 
 Kept = dict[tuple[Any, ...], tuple[list[ResultDefault], DictConfig]]
@@ -63,6 +64,7 @@ class Tree:
     unresolved: list[str] = field(default_factory=list)  # keys without a value; the cause is in `problems`
     hydra: dict[str, Any] = field(default_factory=dict)  # the `hydra` node of the files: what a sweep varies
     may_inherit: bool = False  # the primary file lists `rlx_inherited`; a run's `config.yaml` does not, because it has all values
+    later: Later | None = None
     chosen: list[str] = field(default_factory=list)  # groups that the command line or a variable chooses
 
 
@@ -91,7 +93,9 @@ def compose_tree(argv: list[str], environ: Mapping[str, str], root: Root = TRAIN
         raise ConfigError(refused)
     again = _compose(argv, environ, root, found, kept, layout)
     for each in found:
-        again.notes += _differing(each, again)
+        if each.later:
+            again.later, note = left_open(each, again.origins.of_key, again.data)
+        again.notes += [note] if each.later else _differing(each, again)
     return again
 
 
@@ -191,7 +195,9 @@ def _compose(
     may_inherit = any(default.config_path == INHERITED for default in defaults)
     choices = _find_choices(defaults, groups.names)
     notes += [f"hardware=auto: {layout[1]}"] if choices.get("hardware") == "auto" else []
-    return Tree(data, origins, choices, list(request.lines), notes, off + unresolved_problems, unresolved, hydra, may_inherit, chosen)
+    return Tree(
+        data, origins, choices, list(request.lines), notes, off + unresolved_problems, unresolved, hydra, may_inherit, chosen=chosen
+    )
 
 
 def _refuse_other_command(loaded: ConfigResult | None, name: str, root: Root) -> None:
@@ -380,9 +386,10 @@ def _resolve(cfg: DictConfig, origins: Origins) -> tuple[dict[Any, Any], list[Pr
             key = error.full_key
             if not key:
                 raise
-            text: Any = _plain(cfg, resolve=False)
-            for part in key.split("."):
-                text = text[part]
+            inner, node = error.child_node, error.parent_node  # the key's own text cannot be looked up: `slurm.setup[0]`, a name with dots
+            assert inner is not None
+            assert node is not None
+            text = inner._value()
             absent = NO_SECTION.search(str(error))
             near = f"{key.rpartition('.')[0]}." if str(text).startswith("${.") else ""
             section = f"{near}{absent[1]}" if absent else ""
@@ -391,9 +398,11 @@ def _resolve(cfg: DictConfig, origins: Origins) -> tuple[dict[Any, Any], list[Pr
             elif not isinstance(error, InterpolationToMissingValueError):  # the missing value is reported as its own problem
                 cause = str(error).splitlines()[0].removeprefix("KeyError raised while resolving interpolation: ").strip('"')
                 hint = " Set it, or give a default: ${oc.env:NAME,VALUE}." if "oc.env:" in str(text) else ""
+                if shell := SHELL_VARIABLE.search(str(text)):
+                    hint = f" Write a variable of the shell as ${shell[1]} or \\${{{shell[1]}}}."
                 problems.append(Problem(f"`{key}` cannot be resolved: {origins.show(key, text)}.\n{cause}.{hint}", (key,)))
             keys.append(key)
-            OmegaConf.update(cfg, key, MISSING)
+            node[error.key] = MISSING
 
 
 def _explain(error: Exception, groups: Groups) -> str:

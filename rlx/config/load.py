@@ -19,6 +19,7 @@ import yaml
 
 from rlx.config.checks import check
 from rlx.config.errors import ConfigError, may_parse
+from rlx.config.inherited import Later
 from rlx.config.roots import EVAL, SYNTHESIZE, TRAIN, Root, root_named, root_of, where_else
 from rlx.config.rules import target_name
 from rlx.config.saved import text_of
@@ -48,6 +49,7 @@ class Composed(Generic[T]):
     choices: dict[str, str]  # group -> option; several are joined with "+"; empty when a resolved file was loaded
     notes: list[str]  # for the user: what `auto` chose
     origins: Origins = field(default_factory=Origins)
+    later: Later | None = None  # what is taken from a run that only the pods of a cluster can read
 
     @property
     def yaml(self) -> str:
@@ -60,7 +62,7 @@ class Composed(Generic[T]):
         cfg, parts = self.cfg, []
         if envs := getattr(cfg, "envs", None):
             parts.append("+".join(envs))
-        if model := getattr(cfg, "model", None):
+        if (model := getattr(cfg, "model", None)) and self.later is None:
             parts.append(self.choices.get("model") or Path(model.name).name)
         if loss := getattr(cfg, "loss", None):
             parts.append(self.choices.get("loss") or target_name(loss))
@@ -95,14 +97,15 @@ def checked(tree: Tree, root: Root = TRAIN) -> Composed:
         (key, doc) for key, doc in builder.missing if key not in tree.unresolved and not key.startswith(tuple(reported))
     ]
     problems = tree.problems + [problem for problem in builder.problems if not set(tree.unresolved) & set(problem.keys)]
-    problems += check(cfg, tree.origins, tuple(key for problem in problems for key in problem.keys) + tuple(tree.unresolved))
+    unknown = (*tree.unresolved, *(tree.later.keys if tree.later else ()))
+    problems += check(cfg, tree.origins, tuple(key for problem in problems for key in problem.keys) + unknown)
     problems = problems or check_targets(cfg, tree.origins)
     targets = [] if problems else [node["_target_"] for node, _ in all_nodes_of(cfg).values()]
     if any(target.partition(".")[0] not in READABLE for target in targets):
-        problems = check(cfg, tree.origins)
+        problems = check(cfg, tree.origins, unknown)
     if problems:
         raise ConfigError([problem.text for problem in problems])
-    return Composed(cfg, tree.overrides, tree.choices, tree.notes, tree.origins)
+    return Composed(cfg, tree.overrides, tree.choices, tree.notes, tree.origins, tree.later)
 
 
 @overload

@@ -62,7 +62,7 @@ class Origins:
 
     def find(self, key: str) -> str:
         """Where `key` or a key inside it was set last; otherwise where the section around it was set; empty when unknown."""
-        parts = key.split(".")
+        parts = re.split(r"\.|(?=\[)", key)  # an element of a list (`slurm.setup[0]`) was set with the list
         around = (".".join(parts[:n]) for n in range(len(parts) - 1, 0, -1))
         inside = (known for known in reversed(self.of_key) if known == key or known.startswith(key + "."))
         return next((self.of_key[known] for known in (*inside, *around) if known in self.of_key), "")

@@ -76,9 +76,12 @@ def proof(token: str, nonce: str) -> str:
 
 
 class Agent:
-    """Serves one host until the run ends. `token`: the run's token; None until the first host has written it."""
+    """Serves one host until the run ends. `token`: the run's token; None until the first host has written it.
 
-    def __init__(self, token: Callable[[], str | None], port: int, host: str = "0.0.0.0") -> None:
+    `host`: the address to listen at; None: all, of IPv4 and IPv6.
+    """
+
+    def __init__(self, token: Callable[[], str | None], port: int, host: str | None = None) -> None:
         self.token = token
         self.ended: int | None = None  # the exit code with which the first host ended the run
         self.over = threading.Event()
@@ -94,7 +97,21 @@ class Agent:
             allow_reuse_address = True
             daemon_threads = True
 
-        self._server = Server((host, port), Handler)
+            def server_bind(self) -> None:
+                if self.address_family == socket.AF_INET6:
+                    self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+                super().server_bind()
+
+        class Both(Server):
+            address_family = socket.AF_INET6
+
+        if host is not None:
+            self._server = Server((host, port), Handler)
+        else:
+            try:
+                self._server = Both(("::", port), Handler)
+            except OSError:  # a host without IPv6
+                self._server = Server(("0.0.0.0", port), Handler)
         self.port: int = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, name="agent", daemon=True).start()
 

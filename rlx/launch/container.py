@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rlx.config.elsewhere import is_the_images
 from rlx.config.errors import ConfigError
 from rlx.config.schema import CommandConfig
 from rlx.config.schema_launch import ContainerConfig
@@ -30,8 +31,6 @@ KEPT = (
     *("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_HUB_OFFLINE"),
 )
 """Variables that an image may set too: they are set again inside."""
-SYSTEM = frozenset({"bin", "sbin", "usr", "lib", "lib32", "lib64", "libx32", "etc", "opt", "dev", "proc", "sys", "boot", "run"})
-"""Folders of the host that are never mounted over those of the image, unless slurm.container.mounts says so."""
 STEP = "supervisor"  # name of the supervisor's step
 
 
@@ -130,11 +129,6 @@ def named_folders(values: Any) -> Iterator[Path]:
             return
         if folder is not None and not is_the_images(folder):
             yield folder
-
-
-def is_the_images(folder: Path) -> bool:
-    """Whether a folder is a system folder or in one."""
-    return folder.is_absolute() and not SYSTEM.isdisjoint(folder.parts[1:2])
 
 
 def caches_of(cfg: CommandConfig) -> list[Path]:

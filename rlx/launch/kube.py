@@ -44,10 +44,8 @@ class Cluster:
         from kubernetes.config.config_exception import ConfigException
 
         try:
-            contexts, active = config.list_kube_config_contexts()
             config.load_kube_config(context=kube.context)
-            chosen = next((each for each in contexts if each["name"] == kube.context), active)
-            default = chosen["context"].get("namespace", "default")
+            default = _namespace_of(kube.context)
         except ConfigException as error:
             try:
                 config.load_incluster_config()
@@ -62,6 +60,14 @@ class Cluster:
                 )
                 raise ConfigError(f"no Kubernetes cluster: {str(error).rstrip('.')}.\n  fix: {wanted}") from error
         return cls(kube.namespace or default, client.CoreV1Api(), client.BatchV1Api())
+
+
+def _namespace_of(context: str | None) -> str:
+    """The namespace of a context of the kubeconfig; None: of its current one. A file in which one is named need not have that."""
+    from kubernetes.config.kube_config import KUBE_CONFIG_DEFAULT_LOCATION, KubeConfigLoader, KubeConfigMerger
+
+    loader = KubeConfigLoader(KubeConfigMerger(KUBE_CONFIG_DEFAULT_LOCATION).config, active_context=context)
+    return str(loader.current_context["context"].get("namespace", "default"))
 
 
 def require_client() -> None:

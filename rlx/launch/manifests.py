@@ -14,8 +14,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import yaml
+
+from rlx.config.inherited import Later
 from rlx.config.load import to_yaml
 from rlx.config.roots import root_of
+from rlx.config.saved import text_of
 from rlx.config.schema import CommandConfig
 
 CONFIG = "/etc/rlx"  # where the ConfigMap is mounted
@@ -37,8 +41,8 @@ def object_name(run: str) -> str:
     return f"{plain if plain[:1].isalpha() else f'run-{plain}'.rstrip('-')}"[: LONGEST - 7].rstrip("-") + f"-{digest}"
 
 
-def values_of(cfg: CommandConfig) -> dict[str, Any]:
-    """The values of the chart for a settled configuration."""
+def values_of(cfg: CommandConfig, later: Later | None = None) -> dict[str, Any]:
+    """The values of the chart for a settled configuration. `later`: what it takes from a run that only the pods can read."""
     kube, hardware = cfg.kubernetes, cfg.hardware
     return {
         "image": kube.image or "IMAGE",
@@ -46,7 +50,7 @@ def values_of(cfg: CommandConfig) -> dict[str, Any]:
         "imagePullSecrets": list(kube.image_pull_secrets),
         "command": root_of(cfg).command,
         "arguments": [],
-        "config": to_yaml(cfg),
+        "config": to_yaml(cfg) if later is None else _left_open(cfg, later),
         "nodes": hardware.nodes,
         "gpusPerNode": hardware.gpus_per_node if hardware.device == "cuda" else 0,
         "gpuResource": kube.gpu_resource,
@@ -62,9 +66,9 @@ def values_of(cfg: CommandConfig) -> dict[str, Any]:
             "mountPath": kube.mount,
         },
         "secretEnv": {name: dict(zip(("name", "key"), place.split("/", 1), strict=True)) for name, place in sorted(kube.secrets.items())},
-        "env": dict(sorted(kube.env.items())),
-        "nodeSelector": dict(kube.node_selector),
-        "tolerations": list(kube.tolerations),
+        "env": {name: str(value) for name, value in sorted(kube.env.items())},
+        "nodeSelector": {name: str(value) for name, value in kube.node_selector.items()},
+        "tolerations": [each | {"value": str(each["value"])} if "value" in each else each for each in kube.tolerations],
         "priorityClassName": kube.priority_class,
         "serviceAccountName": kube.service_account,
         "user": kube.user,
@@ -75,10 +79,31 @@ def values_of(cfg: CommandConfig) -> dict[str, Any]:
     }
 
 
+def _left_open(cfg: CommandConfig, later: Later) -> str:
+    """The text of a `config.yaml` without what a run that only the pods can read is to give it there."""
+    data, root = yaml.safe_load(to_yaml(cfg)), root_of(cfg)
+    del data["defaults"]
+    for key in later.sections:
+        section, (*above, last) = data, key.split(".")
+        for part in above:
+            section = section[part]
+        del section[last]
+    _merge(data, later.given)
+    return text_of(data, root.command, root.schema_name).replace("  - _self_\n", "  - rlx_inherited\n  - _self_\n", 1)
+
+
+def _merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if isinstance(value, dict) and isinstance(into.get(name), dict):
+            _merge(into[name], value)
+        else:
+            into[name] = value
+
+
 def _gib(size: float | None) -> str | None:
     if size is None:
         return None
-    return f"{size:g}Gi" if size == int(size) else f"{round(size * 1024)}Mi"
+    return f"{int(size)}Gi" if size == int(size) else f"{round(size * 1024)}Mi"
 
 
 def manifests(name: str, values: Mapping[str, Any]) -> list[Object]:

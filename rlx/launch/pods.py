@@ -5,21 +5,27 @@ The Job starts the pod again after a preemption or a lost host; the run then res
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
+from rlx.config.chat_format import with_absolute_files
 from rlx.config.errors import ConfigError
+from rlx.config.load import load_command
 from rlx.config.schema import CommandConfig
+from rlx.config.secret import hidden
 from rlx.launch.starters import AgentStarter
 from rlx.launch.supervisor import Limits, Supervisor
 from rlx.paths import RunPaths, write_text
 from rlx.plan.record import ProcessSpec
 from rlx.runs.claim import RunLock, create, new_attempt
+from rlx.runs.differences import changed_keys
 from rlx.runs.jobs import note_progress, saved_of, unit_of
 from rlx.runs.rewind import has_begun, rewind
 from rlx.runs.status import Cause, Status, read_status
@@ -48,14 +54,21 @@ def attempt(
     token: Path,
     job: str,
     show: Callable[[Path], None] = lambda root: None,
+    given: CommandConfig | None = None,
 ) -> int:
     """Run the attempt and return the run's exit code. `show`: called with the run directory once the attempt begins.
 
-    Raises ConfigError if the directory belongs to another run.
+    `given`: the configuration before what is looked up at each start, such as the newest weights; None: `cfg`.
+    Raises ConfigError if the directory belongs to another run, or if this one cannot go on with the configuration.
     """
     paths = RunPaths(Path(str(cfg.run.dir)))
-    mine = {"job": job, "uid": os.environ.get("JOB_UID", "")}
-    if _owner(paths) == mine:  # a Job's arguments do not change, so it is the same configuration
+    mine = {**_start(job), "given": _digest(given or cfg)}
+    owner = _owner(paths)
+    its_own = _is_start_of(owner, job)
+    if its_own and owner != mine and (changed := _changed(paths, cfg)):  # by hand: a Job's arguments do not change
+        cfg = _resumed(cfg, changed, paths)
+        its_own = False
+    if its_own:
         before = read_status(paths)
         if before is not None and before.state == "completed":
             print(f"{paths.root} is completed", flush=True)
@@ -81,6 +94,44 @@ def attempt(
     finally:
         sys.stdout.flush()
         end_tee()
+
+
+def is_restart(root: Path, job: str) -> bool:
+    """Whether this start of the Job has begun an attempt of the run already."""
+    paths = RunPaths(root)
+    return _is_start_of(_owner(paths), job) and paths.logs(0).is_dir()
+
+
+def _start(job: str) -> dict[str, str]:
+    return {"job": job, "uid": os.environ.get("JOB_UID", "")}
+
+
+def _is_start_of(owner: dict[str, str] | None, job: str) -> bool:
+    return owner is not None and _start(job).items() <= owner.items()
+
+
+def _digest(cfg: CommandConfig) -> str:
+    text = json.dumps(asdict(hidden(cfg)), sort_keys=True, default=repr)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _changed(paths: RunPaths, cfg: CommandConfig) -> list[str]:
+    """What this start asks for and the run's own configuration has not."""
+    before = load_command(paths.root, secrets=False)
+    if type(before) is not type(cfg):
+        return ["the command"]
+    step = [f"resume: {cfg.resume}"] if cfg.resume is not None and cfg.resume.isdecimal() else []
+    return [*changed_keys(before, replace(cfg, model=with_absolute_files(cfg.model))), *step]
+
+
+def _resumed(cfg: CommandConfig, changed: Sequence[str], paths: RunPaths) -> CommandConfig:
+    """The configuration with which the run goes on after a change of the arguments, as with `resume=latest`."""
+    if cfg.clean:
+        raise ConfigError(
+            f"clean=true would delete the run in {paths.root}, which this start has begun with other values: {', '.join(changed)}.\n"
+            "  fix: leave out clean=true, and the run goes on with the new values if it can; or give another JOB_UID, and it begins anew"
+        )
+    return cfg if cfg.resume is not None and cfg.resume.isdecimal() else replace(cfg, resume="latest")
 
 
 def _supervise(

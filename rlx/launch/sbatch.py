@@ -17,7 +17,7 @@ from rlx.config.schema import CommandConfig
 from rlx.launch.container import Container, beside, caches_of, home_variables, mounts_of, on_all_hosts
 from rlx.launch.starters import NOT_FOR_STEPS
 from rlx.plan.environment import DEVICES, OF_A_GROUP, hub_variables
-from rlx.runs.snapshot import environment
+from rlx.runs.snapshot import environment, folders_of
 
 BEGINNING = r"""
 trap '' USR2 # the notice would kill the job before Python handles it
@@ -135,6 +135,7 @@ def sbatch_options(cfg: CommandConfig, name: str, base: Path | None = None, code
             f"cd {shlex.quote(os.getcwd())}",
             *_exports(cfg, code),
             *slurm.setup,
+            *_again(slurm.setup, code),
             _in_container(cfg, base or Path.cwd(), code) if slurm.container else IMPORTS.format(shlex.quote(sys.executable)),
         ],
         "stderr_to_stdout": True,
@@ -152,6 +153,18 @@ def _exports(cfg: CommandConfig, code: Path | None) -> list[str]:
     path = {name: os.environ[name] for name in ("PYTHONPATH", "PYTHONSAFEPATH") if os.environ.get(name)}
     given = environment(code) if code else path
     return [f"export {name}={shlex.quote(value)}" for name, value in (given | hub_variables(cfg) | home_variables(cfg)).items()]
+
+
+def _again(setup: Sequence[str], code: Path | None) -> list[str]:
+    """Lines after those of `slurm.setup` that put the code's copy first again: a line or module may have set PYTHONPATH.
+
+    Without them, a job that waited or was requeued would run the checkout as it is then.
+    """
+    if not setup or code is None:
+        return []
+    folders, here = shlex.quote(os.pathsep.join(folders_of(code))), shlex.quote(os.getcwd())
+    path = f'export PYTHONPATH={folders}"${{PYTHONPATH:+:$PYTHONPATH}}":{here}'
+    return [f'case "${{PYTHONPATH-}}" in {folders}*) ;; *) {path} ;; esac', "export PYTHONSAFEPATH=1"]
 
 
 def _in_container(cfg: CommandConfig, base: Path, code: Path | None) -> str:

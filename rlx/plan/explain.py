@@ -379,8 +379,17 @@ def _of_synthesis(cfg: SynthesizeRoot, plan: Sequence[ProcessSpec]) -> Sections:
         for name, env in cfg.envs.items()
     ]
     if cfg.weights_dir:
-        rows.insert(0, ["weights", f"{'the initial model' if cfg.step == 0 else f'step_{cfg.step}'}, of {cfg.weights_dir}"])
-    rows.append(["new tokens", f"at most {max(e.sampling.max_tokens or cfg.sampling.max_tokens for e in cfg.envs.values()):,} per turn"])
+        rows.insert(
+            0,
+            [
+                "weights",
+                f"{'the initial model' if cfg.step == 0 else f'step_{cfg.step}' if cfg.step else 'the newest'}, of {cfg.weights_dir}",
+            ],
+        )
+    if cfg.envs:  # else they are those of a run that only the pods can read
+        rows.append(
+            ["new tokens", f"at most {max(e.sampling.max_tokens or cfg.sampling.max_tokens for e in cfg.envs.values()):,} per turn"]
+        )
     parts: Sections = [("the synthesis", table(["quantity", "value"], rows)[1:])]
     if cfg.client.base_url:
         return [*parts, ("endpoint", [f"{cfg.client.base_url}, model {cfg.model.name}, key in ${cfg.client.api_key_var}"])]

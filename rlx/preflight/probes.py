@@ -21,6 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rlx.config.elsewhere import has_weights_elsewhere, is_elsewhere
 from rlx.config.errors import ConfigError
 from rlx.config.evaluated import environments, section_of
 from rlx.config.schema import CommandConfig, EnvConfig, PlayRoot, TrainingRoot
@@ -42,7 +43,8 @@ Identity = tuple[str, str, str]  # Python, verifiers' name, arguments and what i
 def environments_of(configs: Sequence[CommandConfig], *, anew: bool = False) -> list[dict[str, Probed]]:
     """What the environments of each configuration are, by name. Loads each different environment once. `anew`: even if it is known.
 
-    A configuration that replays recorded batches, or has launcher.check_envs=false, has an empty answer.
+    A configuration that replays recorded batches, or has launcher.check_envs=false, has an empty answer. An environment
+    with a Python that only the pods of a cluster have is left out.
     Raises ConfigError with the problems of all of them.
     """
     wanted: dict[Identity, tuple[str, EnvConfig]] = {}
@@ -74,7 +76,7 @@ def _offline() -> str:
 
 def _too_long(cfg: CommandConfig, known: Mapping[Identity, Probed]) -> Iterator[str]:
     """Environments whose prompts fill the context of the tiny model, which has a token for each character."""
-    if cfg.model.warm_start is None:
+    if cfg.model.warm_start is None or has_weights_elsewhere(cfg):
         return
     for name, env in _looked_at(cfg).items():
         chars = known[identity(env)].prompt_chars
@@ -94,7 +96,10 @@ def lines_of(environments: Mapping[str, Probed]) -> list[str]:
 def _looked_at(cfg: CommandConfig) -> Mapping[str, EnvConfig]:
     if not isinstance(cfg, CommandConfig) or (isinstance(cfg, TrainingRoot) and not (isinstance(cfg, PlayRoot) and cfg.plays)):
         return {}
-    return environments(cfg) if cfg.launcher.check_envs else {}
+    if not cfg.launcher.check_envs:
+        return {}
+    away = is_elsewhere(cfg)
+    return {name: env for name, env in environments(cfg).items() if env.python is None or not away}  # a Python of the pods
 
 
 def identity(env: EnvConfig) -> Identity:

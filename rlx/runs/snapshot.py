@@ -27,12 +27,16 @@ def take_snapshot(folder: Path) -> Path:
     return copy
 
 
+def folders_of(copy: Path) -> list[str]:
+    """The folders of the copy from which Python imports: its own, and that of each environment."""
+    return [str(folder) for folder in (copy, *sorted((copy / "environments").glob("*/")))]
+
+
 def environment(copy: Path) -> dict[str, str]:
     """Environment variables that make Python import the copy instead of an installed rlx or the working directory.
 
     PYTHONPATH starts with the copy and ends with the working directory, where Python still finds the user's own modules.
     """
-    folders = [str(folder) for folder in (copy, *sorted((copy / "environments").glob("*/")))]
     given, here = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path], os.getcwd()
-    path = [*folders, *given, *([] if here in given else [here])]  # the command line has put it there already
+    path = [*folders_of(copy), *given, *([] if here in given else [here])]  # the command line has put it there already
     return {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}

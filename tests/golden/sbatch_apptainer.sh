@@ -69,6 +69,8 @@ export HF_HUB_OFFLINE=1
 export PYTHONNOUSERSITE=1
 export TRITON_CACHE_DIR=/home/me/.cache/triton
 export NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0
+case "${PYTHONPATH-}" in /shared/outputs/mine/.submitit/code_1*) ;; *) export PYTHONPATH=/shared/outputs/mine/.submitit/code_1"${PYTHONPATH:+:$PYTHONPATH}":/ ;; esac
+export PYTHONSAFEPATH=1
 mkdir -p /home/me/.cache /home/me/.cache/rlx /lustre/team_rl/hub
 export RLX_MOUNTS=/home/me/.cache:/home/me/.cache,/lustre/team_rl/hub:/lustre/team_rl/hub,/shared/outputs/mine:/shared/outputs/mine,/lustre/team_rl/data:/lustre/team_rl/data
 # rlx runs in a container, without SLURM's commands. It asks this script for them: rlx/runs/outside.py.

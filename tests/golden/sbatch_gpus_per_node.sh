@@ -63,6 +63,8 @@ export PYTHONPATH=/shared/outputs/mine/.submitit/code_1:/
 export PYTHONSAFEPATH=1
 source /etc/profile.d/modules.sh
 module load gcc/13 cuda/12.8
+case "${PYTHONPATH-}" in /shared/outputs/mine/.submitit/code_1*) ;; *) export PYTHONPATH=/shared/outputs/mine/.submitit/code_1"${PYTHONPATH:+:$PYTHONPATH}":/ ;; esac
+export PYTHONSAFEPATH=1
 PYTHON -c 'import rlx.launch.slurm'
 
 # command

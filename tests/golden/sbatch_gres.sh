@@ -64,6 +64,8 @@ export PYTHONPATH=/shared/outputs/mine/.submitit/code_1:/
 export PYTHONSAFEPATH=1
 module load cuda/12.8
 export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
+case "${PYTHONPATH-}" in /shared/outputs/mine/.submitit/code_1*) ;; *) export PYTHONPATH=/shared/outputs/mine/.submitit/code_1"${PYTHONPATH:+:$PYTHONPATH}":/ ;; esac
+export PYTHONSAFEPATH=1
 PYTHON -c 'import rlx.launch.slurm'
 
 # command

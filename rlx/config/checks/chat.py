@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlx.config.chat_format import GIVEN, OWN, arguments_of, families, family_of, fields_of, template_names, template_path, unread
+from rlx.config.elsewhere import is_elsewhere
 from rlx.config.rules import Show, rule
 from rlx.config.schema import Config
 
@@ -28,7 +29,7 @@ def renderer_exists(cfg: Config, of: Show) -> Iterator[str]:
         )
 
 
-@rule("model.chat_template", "model.chat_template_kwargs", "model.renderer")
+@rule("model.chat_template", "model.chat_template_kwargs", "model.renderer", "launcher", "kubernetes")
 def template_is_used(cfg: Config, of: Show) -> Iterator[str]:
     if cfg.model.chat_template is None:
         return
@@ -37,6 +38,8 @@ def template_is_used(cfg: Config, of: Show) -> Iterator[str]:
             f"a renderer does not read a chat template: {of('model.chat_template')} with {of('model.renderer')}.\n"
             "Remove one of them; model.renderer=default uses the template."
         )
+    if is_elsewhere(cfg) and cfg.model.chat_template not in template_names():
+        return
     if not template_path(cfg.model.chat_template).is_file():
         yield (
             f"there is no such file: {of('model.chat_template')}; the current directory is {Path.cwd()}. Correct the path, "

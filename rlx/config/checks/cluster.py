@@ -50,6 +50,7 @@ LETTERS = {
     "t": "time",
 }
 """The short names of those options."""
+TIMES = ("begin", "deadline", "time-min")
 VARIABLES = {"array": "SBATCH_ARRAY_INX", "time": "SBATCH_TIMELIMIT"} | {
     name: f"SBATCH_{name.replace('-', '_').upper()}"
     for name in ("clusters", "error", "export", "gpus", "input", "no-kill", "no-requeue", "open-mode", "output", "signal", "wait")
@@ -100,6 +101,13 @@ def _options(cfg: CommandConfig, of: Show) -> Iterator[str]:
             yield f"options of sbatch are named without dashes in front: {shown}. Write {known}."
         elif len(known) == 1:
             yield f"options of sbatch are given by their long names: {shown}. `sbatch --help` lists both."
+        elif isinstance(value, list | tuple | dict):
+            yield f"an option of sbatch has one text: {shown}. Write it as sbatch takes it, such as {known}: 'a,b'."
+        elif known in TIMES and isinstance(value, int | float):
+            yield (
+                f"this option of sbatch is a time, and YAML reads 16:00 as the number 960: {shown}.\n"
+                f"Quote it: {known}: '16:00' in a file, slurm.options.{known}=\\'16:00\\' on the command line."
+            )
         elif value is False:
             yield f"an option of sbatch cannot be false: {shown}. Write null, which takes the line out."
     for name, variable in VARIABLES.items():

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+from rlx.config.chat_format import template_names
 from rlx.config.checks.run import is_path
+from rlx.config.checks.sft import is_file_or_folder
+from rlx.config.elsewhere import in_a_pod, is_the_images
 from rlx.config.environment import variable_of
 from rlx.config.rules import Show, rule
-from rlx.config.schema import CommandConfig, Config
+from rlx.config.schema import CommandConfig, Config, EvaluatedRun, SftRoot
 from rlx.config.secret import secrets_of
 
 SECRET = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?/[-._a-zA-Z0-9]+")  # name of a Secret and a key in it
@@ -23,11 +26,6 @@ FORBIDDEN = ("PYTHONPATH", "CUDA_VISIBLE_DEVICES")  # rlx sets them for each pro
 def names_a_secret(variable: str) -> bool:
     words = variable.upper().split("_")
     return bool(SECRET_WORDS & {*words}) and words[-1] not in PLACES
-
-
-def in_a_pod() -> bool:
-    """Whether this is a host of a run already (`rlx pod`): Kubernetes sets the variable in the pods of an indexed Job."""
-    return "JOB_COMPLETION_INDEX" in os.environ
 
 
 @rule("launcher", "kubernetes", "hardware", "dry_run")
@@ -70,23 +68,104 @@ def kubernetes_cluster(cfg: CommandConfig, of: Show) -> Iterator[str]:
         )
 
 
-@rule("launcher", "kubernetes", "run", "resume", "model.name", "model.gguf")
-def paths_on_the_volume(cfg: CommandConfig, of: Show) -> Iterator[str]:
-    """Files that exist only on this machine cannot be read in the cluster."""
+@rule("launcher", "kubernetes")
+def texts_of_manifests(cfg: CommandConfig, of: Show) -> Iterator[str]:
+    """Values that YAML does not read as text. A whole number stays what it is; of others the text changes, or the cluster refuses them."""
     if cfg.launcher.name != "kubernetes":
         return
-    named = {"run.dir": cfg.run.dir, "model.gguf": cfg.model.gguf}
-    if is_path(cfg.model.name) and cfg.model.warm_start is None:
-        named["model.name"] = cfg.model.name
+    kube = cfg.kubernetes
+    for section, values in (("env", kube.env), ("node_selector", kube.node_selector)):
+        for name, value in values.items():
+            if not _is_text(value):
+                key = f"kubernetes.{section}" if "." in name else f"kubernetes.{section}.{name}"
+                yield f"the value of {name} is no text, and would be another one in the cluster: {of(key)}.\n{_quoted(name)}"
+    for each in kube.tolerations:
+        if not isinstance(each, dict):
+            yield f"a toleration has keys: {of('kubernetes.tolerations')}. Write {{key: NAME, operator: Exists, effect: NoSchedule}}."
+        elif not _is_text(each.get("value", "")):
+            yield f"the value of a toleration is no text, which the cluster refuses: {of('kubernetes.tolerations')}.\n{_quoted('value')}"
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str | int) and not isinstance(value, bool)
+
+
+def _quoted(name: str) -> str:
+    return f"Quote it: {name}: 'true' in a file; on the command line, quotes within those of the shell, \"…{name}='true'\"."
+
+
+@rule("launcher", "kubernetes", "run", "resume")
+def run_on_the_volume(cfg: CommandConfig, of: Show) -> Iterator[str]:
+    if cfg.run.dir is not None:
+        yield from _off_the_volume(cfg, {"run.dir": cfg.run.dir}, of, "; or run.name=NAME, which is there")
     if cfg.resume is not None and cfg.resume != "latest" and not cfg.resume.isdecimal():
-        named["resume"] = cfg.resume
-    if isinstance(cfg, Config):
-        named["replay"] = cfg.replay
-    for key, path in named.items():
+        yield from _off_the_volume(cfg, {"resume": cfg.resume}, of)
+
+
+@rule("launcher", "kubernetes", "replay")
+def replay_on_the_volume(cfg: Config, of: Show) -> Iterator[str]:
+    yield from _off_the_volume(cfg, {"replay": cfg.replay}, of)
+
+
+@rule("launcher", "kubernetes", "model.name", "model.gguf", "model.warm_start")
+def model_on_the_volume(cfg: CommandConfig, of: Show) -> Iterator[str]:
+    name = cfg.model.name if is_path(cfg.model.name) and cfg.model.warm_start is None else None
+    yield from _off_the_volume(cfg, {"model.gguf": cfg.model.gguf, "model.name": name}, of)
+
+
+# The rules from here on ask here alone. In a pod, a path may also lead into its image, and other rules say whether anything is there.
+
+
+@rule("launcher", "kubernetes", "model.chat_template")
+def chat_template_on_the_volume(cfg: CommandConfig, of: Show) -> Iterator[str]:
+    if not in_a_pod() and cfg.model.chat_template not in template_names():
+        yield from _off_the_volume(cfg, {"model.chat_template": cfg.model.chat_template}, of, "; or the name of a template of rlx")
+
+
+@rule("launcher", "kubernetes", "ref.name")
+def reference_on_the_volume(cfg: Config, of: Show) -> Iterator[str]:
+    if not in_a_pod() and cfg.ref.name is not None and is_path(cfg.ref.name):
+        yield from _off_the_volume(cfg, {"ref.name": cfg.ref.name}, of)
+
+
+@rule("launcher", "kubernetes", "weights_dir")
+def weights_on_the_volume(cfg: Any, of: Show) -> Iterator[str]:
+    if not in_a_pod():
+        yield from _off_the_volume(cfg, {"weights_dir": cfg.weights_dir}, of)
+
+
+@rule("launcher", "kubernetes", "data", "val.name")
+def data_on_the_volume(cfg: SftRoot, of: Show) -> Iterator[str]:
+    names = {"data.name": cfg.data.name, "val.name": cfg.val.name} | {f"data.sets.{key}.name": e.name for key, e in cfg.data.sets.items()}
+    if not in_a_pod():
+        paths = {key: name for key, name in names.items() if name is not None and (is_file_or_folder(name) or Path(name).exists())}
+        yield from _off_the_volume(cfg, paths, of, "; or a name on the Hugging Face hub")
+
+
+@rule("launcher", "kubernetes", "envs")
+def pythons_on_the_volume(cfg: Any, of: Show) -> Iterator[str]:
+    yield from _pythons(cfg, {f"envs.{name}.python": env.python for name, env in cfg.envs.items()}, of)
+
+
+@rule("launcher", "kubernetes", "eval.envs")
+def pythons_of_evaluations_on_the_volume(cfg: EvaluatedRun, of: Show) -> Iterator[str]:
+    yield from _pythons(cfg, {f"eval.envs.{name}.python": env.python for name, env in cfg.eval.envs.items()}, of)
+
+
+def _pythons(cfg: CommandConfig, given: Mapping[str, str | None], of: Show) -> Iterator[str]:
+    """Problems with the Pythons of environments. One in a system folder is the image's."""
+    if not in_a_pod():
+        paths = {key: path for key, path in given.items() if path is not None and not is_the_images(Path(path))}
+        yield from _off_the_volume(cfg, paths, of, "; or a Python of the image, below /opt or /usr")
+
+
+def _off_the_volume(cfg: CommandConfig, paths: Mapping[str, str | None], of: Show, other: str = "") -> Iterator[str]:
+    """A problem for each path that the pods would not have. `other`: what else helps."""
+    for key, path in paths.items() if cfg.launcher.name == "kubernetes" else ():
         if path is not None and not Path(path).is_relative_to(cfg.kubernetes.mount):
             yield (
                 f"the pods cannot read or write this path: {of(key)} is not on their volume, {of('kubernetes.mount')}.\n"
-                f"Use a path below {cfg.kubernetes.mount}" + ("; or run.name=NAME, which is there." if key == "run.dir" else ".")
+                f"Use a path below {cfg.kubernetes.mount}{other}."
             )
 
 

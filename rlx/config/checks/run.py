@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rlx.config.elsewhere import is_elsewhere
 from rlx.config.gpus import visible_gpus
 from rlx.config.rules import OWN_LOSS, Show, rule
 from rlx.config.schema import Config, TrainingRoot
@@ -61,11 +62,6 @@ def checkpointed_layers(cfg: TrainingRoot, of: Show) -> Iterator[str]:
 def is_path(name: str) -> bool:
     """Whether a model's name can only be a folder."""
     return name.startswith(("/", ".", "~")) or name.count("/") > 1
-
-
-def is_elsewhere(cfg: Any) -> bool:
-    """Whether the run's files are on a volume of a Kubernetes cluster that is not mounted here, so that only the pods can check them."""
-    return cfg.launcher.name == "kubernetes" and not Path(cfg.kubernetes.mount).is_dir()
 
 
 @rule("model.name", "model.gguf", "model.warm_start", "launcher", "kubernetes")

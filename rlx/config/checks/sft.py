@@ -6,13 +6,14 @@ import glob
 from collections.abc import Iterator
 from pathlib import Path
 
+from rlx.config.elsewhere import is_elsewhere
 from rlx.config.rules import Show, declared, rule, target_name
 from rlx.config.schema import SftRoot
 
 FILES = (".jsonl", ".ndjson", ".parquet")
 
 
-@rule("data")
+@rule("data", "launcher", "kubernetes")
 def data_sets(cfg: SftRoot, of: Show) -> Iterator[str]:
     data = cfg.data
     if data.type == "fake":
@@ -27,16 +28,23 @@ def data_sets(cfg: SftRoot, of: Show) -> Iterator[str]:
         )
     if data.name is not None and "data" in data.sets:
         yield f"data.sets.data and {of('data.name')} would have one name, `data`. Rename the first: data.sets.NAME."
+    if is_elsewhere(cfg):
+        return
     if data.name is not None:
         yield from _missing("data.name", data.name, of)
     for key, each in data.sets.items():
         yield from _missing(f"data.sets.{key}.name", each.name, of)
 
 
-@rule("val.name")
+@rule("val.name", "launcher", "kubernetes")
 def validation_set(cfg: SftRoot, of: Show) -> Iterator[str]:
-    if cfg.val.name is not None:
+    if cfg.val.name is not None and not is_elsewhere(cfg):
         yield from _missing("val.name", cfg.val.name, of)
+
+
+def is_file_or_folder(name: str) -> bool:
+    """Whether the name of a data set can only be a path, or a pattern of paths."""
+    return glob.has_magic(name) or name.startswith(("/", "./", "../", "~")) or Path(name).suffix in FILES or name.count("/") > 1
 
 
 def _missing(key: str, name: str, of: Show) -> Iterator[str]:
@@ -45,7 +53,7 @@ def _missing(key: str, name: str, of: Show) -> Iterator[str]:
     if glob.has_magic(name):
         if not glob.glob(str(path), recursive=True):
             yield f"no file matches {of(key)}; the current directory is {Path.cwd()}. Correct the pattern."
-    elif (name.startswith(("/", "./", "../", "~")) or path.suffix in FILES or name.count("/") > 1) and not path.exists():
+    elif is_file_or_folder(name) and not path.exists():
         yield f"the data set does not exist: {of(key)}; the current directory is {Path.cwd()}. Correct the path."
 
 
