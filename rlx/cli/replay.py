@@ -111,6 +111,7 @@ def _read(argv: list[str]) -> tuple[dict[str, str], list[str], list[str]]:
     options, waiting = {"--top": str(TOP), "--device": "cpu"}, list(argv)
     places: list[str] = []
     overrides: list[str] = []
+    folders = [part for part in argv if "=" in part and Path(part).expanduser().is_dir()]  # of a sweep: `loss=grpo,seed=1`
     while waiting:
         part = waiting.pop(0)
         name, equals, value = part.partition("=")
@@ -119,7 +120,7 @@ def _read(argv: list[str]) -> tuple[dict[str, str], list[str], list[str]]:
         elif part in ("--config-dir", "--config-path"):
             overrides += [part, *waiting[:1]]
             waiting = waiting[1:]
-        elif part.startswith("--") or (equals and (places or not Path(part).expanduser().is_dir())):  # of a sweep: `loss=grpo,seed=1`
+        elif part.startswith("--") or (equals and (places or part not in folders)):
             overrides.append(part)
         else:
             places.append(part)
