@@ -76,7 +76,7 @@ def test_a_run_of_an_older_version_is_literal_too(tmp_path: Path):
     assert load_run(run).envs["custom"].args == args
     composed = compose(again(run), {})
     assert composed.cfg == load_run(run)
-    (note,) = [note for note in composed.notes if "1e-5 is text, not a number (1.0e-5), in" in note]
+    (note,) = [note for note in composed.notes if "where 1e-5, without a point, is text: " in note]
     assert "envs.custom.args.text_4" in note
     assert "envs.custom.args.text_11" not in note, ".inf has quotes there, so it is surely text"
 

@@ -165,8 +165,10 @@ def _first(given: Namespace, overrides: list[str], hosts: list[tuple[str, int]],
     from rlx.config.load import compose
     from rlx.launch.agents import wait_for_agents
     from rlx.launch.pods import attempt, is_restart, make_token
+    from rlx.paths import RunPaths
     from rlx.plan.make import make_plan
     from rlx.runs.claim import settle
+    from rlx.runs.status import read_status
     from rlx.waiting import LEFT
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(LEFT))
@@ -185,6 +187,11 @@ def _first(given: Namespace, overrides: list[str], hosts: list[tuple[str, int]],
     if given.gpus is not None and gpus > given.gpus:
         print(f"the layout needs {gpus} GPUs a host, but the pods have {given.gpus}: correct `gpusPerNode` of the chart", file=sys.stderr)
         return 2
+    root = Path(str(cfg.run.dir))
+    status = read_status(RunPaths(root)) if is_restart(root, given.job) else None
+    if status is not None and status.state == "completed":  # this pod was lost at the end, and the others have left
+        print(f"{root} is completed", flush=True)
+        return 0
     token = make_token(file)
     if (missing := wait_for_agents(hosts, token, given.start_timeout, lambda text: print(text, flush=True))) is not None:
         print(f"{missing}\nSee kubectl describe pod: it is not scheduled, or its image cannot be pulled.", file=sys.stderr)

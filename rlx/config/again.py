@@ -30,7 +30,7 @@ def with_all_values(loaded: ConfigResult | None, name: str, variables: Sequence[
     if keys := _texts(content, "", lambda text: "${" in text):
         notes.append(f"{file} is a run's configuration, so `${{` is text, not a reference, in {', '.join(keys)}")
     if loaded.header[SAVED] == "before" and (keys := _texts(content, "", is_ambiguous)):
-        notes.append(f"{file} is a run's configuration, so 1e-5 is text, not a number (1.0e-5), in {', '.join(keys)}")
+        notes.append(f"{file} is a run's configuration, where 1e-5, without a point, is text: {', '.join(keys)}. Write 1.0e-5")
     return [v for v in variables if not (v.is_group and v.key in LATE)], notes
 
 

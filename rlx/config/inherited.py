@@ -5,6 +5,7 @@ They stand in the defaults list before environment variables, so everything that
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,15 +59,14 @@ def left_open(inherited: Inherited, origins: Mapping[str, str], data: dict[str, 
     given: dict[str, Any] = {}
     sections = OF_THE_RUN if "envs" in inherited.values else OF_THE_RUN[:-1]
     for section in sections:
-        for key, value in _leaves(data, section):
-            if origins.get(key) == inherited.origin:
+        for (*above, last), value in _leaves(data, section):
+            if origins.get(key := ".".join(map(str, [*above, last]))) == inherited.origin:
                 keys.append(key)
                 continue
-            if section == "envs" and called_a_secret(key.rpartition(".")[2]):
+            if section == "envs" and called_a_secret(str(last)):
                 raise ConfigError(
                     f"a secret must not be in a manifest: {key}.\n  fix: give the environment its secret as a variable of a Secret"
                 )
-            *above, last = key.split(".")
             target = given
             for part in above:
                 target = target.setdefault(part, {})
@@ -78,16 +78,18 @@ def left_open(inherited: Inherited, origins: Mapping[str, str], data: dict[str, 
     return Later(tuple(keys), sections, given), note
 
 
-def _leaves(data: Mapping[str, Any], key: str) -> Iterator[tuple[str, Any]]:
-    """The values at and below a dotted key, by their keys."""
-    value: Any = data
-    for part in key.split("."):
-        value = value[part]
+def _leaves(data: Mapping[str, Any], key: str) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The values at and below a dotted key, with the names on the way. A name may be a number, or hold a dot (`gpt-4.1`)."""
+    names, value = tuple(key.split(".")), functools.reduce(lambda found, part: found[part], key.split("."), data)
+    yield from _below(names, value)
+
+
+def _below(names: tuple[Any, ...], value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
     if isinstance(value, dict) and value:
-        for name in value:
-            yield from _leaves(data, f"{key}.{name}")
+        for name, each in value.items():
+            yield from _below((*names, name), each)
     else:
-        yield key, value
+        yield names, value
 
 
 def of_model(data: Mapping[str, Any], chosen: Sequence[str]) -> list[Inherited]:

@@ -107,9 +107,7 @@ def parse(lines: list[str]) -> list[Override]:
             parsed.append(copy.copy(_parse_plain(line)))
         except HydraException:
             key, _, value = line.partition("=")
-            absent = (
-                f" A path that exists needs no quotes, but {value} does not exist." if key.lstrip("+") in PATHS and "/" in value else ""
-            )
+            absent = f" {value} does not exist; a path to be made needs quotes." if key.lstrip("+") in PATHS and "/" in value else ""
             problems.append(
                 f"`{conceal(line)}` cannot be parsed. Write key=value without spaces around `=`, and quote special characters: "
                 f"'key=\"a, b\"'.{absent}"

@@ -28,7 +28,7 @@ def totals(states: Sequence[PolicyState]) -> dict[str, float]:
         "perf/running": sum(state.running for state in states),
         "perf/waiting": sum(state.waiting for state in states),
         "perf/preemptions": sum(state.preemptions for state in states),
-        "perf/prefix_cache_hits": sum(state.cached_tokens for state in states) / prompts if prompts else 0.0,
+        **({"perf/prefix_cache_hits": sum(state.cached_tokens for state in states) / prompts} if prompts else {}),
     }
 
 

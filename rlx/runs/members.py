@@ -55,7 +55,7 @@ def check_shared(cfg: Config) -> None:
         raise ConfigError(
             f"trainer.shared={root}: there is no shared trainer.\n"
             f"  fix: start one first: python train.py {shlex.quote(f'run.dir={root}')} "
-            f"trainer.max_concurrent_runs=2 lora.rank={cfg.lora.rank}"
+            f"trainer.max_concurrent_runs=2 lora.rank={cfg.lora.rank} model.dtype={cfg.model.dtype}"
         )
     host = load_command(root, secrets=False)
     if not isinstance(host, Config) or not host.hosts:

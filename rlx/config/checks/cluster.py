@@ -103,7 +103,7 @@ def _options(cfg: CommandConfig, of: Show) -> Iterator[str]:
             yield f"options of sbatch are given by their long names: {shown}. `sbatch --help` lists both."
         elif isinstance(value, list | tuple | dict):
             yield f"an option of sbatch has one text: {shown}. Write it as sbatch takes it, such as {known}: 'a,b'."
-        elif known in TIMES and isinstance(value, int | float):
+        elif known in TIMES and isinstance(value, int | float) and value >= 60:  # YAML makes no less of hours and minutes
             yield (
                 f"this option of sbatch is a time, and YAML reads 16:00 as the number 960: {shown}.\n"
                 f"Quote it: {known}: '16:00' in a file, slurm.options.{known}=\\'16:00\\' on the command line."

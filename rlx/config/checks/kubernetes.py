@@ -78,20 +78,24 @@ def texts_of_manifests(cfg: CommandConfig, of: Show) -> Iterator[str]:
         for name, value in values.items():
             if not _is_text(value):
                 key = f"kubernetes.{section}" if "." in name else f"kubernetes.{section}.{name}"
-                yield f"the value of {name} is no text, and would be another one in the cluster: {of(key)}.\n{_quoted(name)}"
+                wrong = f"YAML does not read the value of {name} as text, so the pods would get other text: {of(key)}."
+                yield f"{wrong}\n{_quoted(name, value, key if '.' not in name else None)}"
     for each in kube.tolerations:
         if not isinstance(each, dict):
             yield f"a toleration has keys: {of('kubernetes.tolerations')}. Write {{key: NAME, operator: Exists, effect: NoSchedule}}."
         elif not _is_text(each.get("value", "")):
-            yield f"the value of a toleration is no text, which the cluster refuses: {of('kubernetes.tolerations')}.\n{_quoted('value')}"
+            wrong = f"the value of a toleration is no text, which the cluster refuses: {of('kubernetes.tolerations')}."
+            yield f"{wrong}\n{_quoted('value', each['value'])}"
 
 
 def _is_text(value: object) -> bool:
     return isinstance(value, str | int) and not isinstance(value, bool)
 
 
-def _quoted(name: str) -> str:
-    return f"Quote it: {name}: 'true' in a file; on the command line, quotes within those of the shell, \"…{name}='true'\"."
+def _quoted(name: str, value: object, key: str | None = None) -> str:
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    here = f"; on the command line, quotes within those of the shell: \"{key}='{text}'\"" if key is not None else ""
+    return f"Quote it: {name}: '{text}' in a file{here}."
 
 
 @rule("launcher", "kubernetes", "run", "resume")
@@ -154,9 +158,11 @@ def pythons_of_evaluations_on_the_volume(cfg: EvaluatedRun, of: Show) -> Iterato
 
 def _pythons(cfg: CommandConfig, given: Mapping[str, str | None], of: Show) -> Iterator[str]:
     """Problems with the Pythons of environments. One in a system folder is the image's."""
-    if not in_a_pod():
+    if not in_a_pod() and cfg.launcher.check_envs:
         paths = {key: path for key, path in given.items() if path is not None and not is_the_images(Path(path))}
-        yield from _off_the_volume(cfg, paths, of, "; or a Python of the image, below /opt or /usr")
+        yield from _off_the_volume(
+            cfg, paths, of, "; or a Python of the image, below /opt or /usr, or elsewhere with launcher.check_envs=false"
+        )
 
 
 def _off_the_volume(cfg: CommandConfig, paths: Mapping[str, str | None], of: Show, other: str = "") -> Iterator[str]:
