@@ -14,6 +14,7 @@ from rlx.cli.pod import arguments
 from rlx.cli.pods import objects_of, settled
 from rlx.cli.sft import resolve as resolve_data
 from rlx.config.errors import ConfigError
+from rlx.config.inherited import Inherited, left_open
 from rlx.config.load import compose, to_yaml
 from rlx.config.roots import EVAL, SFT, SYNTHESIZE, TRAIN, Root
 from rlx.preflight.chats import check_chats
@@ -106,6 +107,14 @@ def test_the_pods_take_from_a_run_on_the_volume_what_is_not_given(root: Root, re
     assert (pod.sampling.temperature, pod.sampling.max_tokens) == (0.5, 7)
     assert {name: (env.id, env.num_tasks) for name, env in pod.envs.items()} == {"sums": (trained.envs["sums"].id, 4)}
     assert (pod.run, pod.kubernetes, pod.num_examples) == (cfg.run, cfg.kubernetes, cfg.num_examples)
+
+
+def test_names_with_dots_and_numbers_reach_the_pods() -> None:
+    args = {"prices": {"gpt-4.1": 2, 5: "five"}}
+    data: dict[str, Any] = {"seed": 1, "seq_len": 64, "model": {}, "lora": {}, "sampling": {}, "envs": {"math": {"args": args}}}
+    data |= {"inference": {"max_model_len": None}, "orchestrator": {"trajectory_strategy": "extending"}}
+    later, _ = left_open(Inherited("weights_dir=/runs/mine", values={"envs": {}}), {}, data)
+    assert later.given["envs"] == {"math": {"args": args}}
 
 
 def argv_of_pod(config: Path, volume: Path, root: Root) -> Any:

@@ -18,6 +18,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.load import compose, to_yaml
 from rlx.config.roots import TRAIN
 from rlx.paths import RunPaths
+from rlx.runs.status import Status
 from rlx.waiting import LEFT
 
 Pod = Callable[..., Any]
@@ -136,6 +137,8 @@ def test_a_restart_waits_for_lost_hosts_and_a_first_start_fails(tmp_path: Path, 
     paths.kubernetes.write_text('{"job": "mine", "uid": "7"}')
     assert host(0, tmp_path, monkeypatch) == LEFT
     assert "mine-1.mine did not answer" in capsys.readouterr().err
+    Status(state="completed").write(paths)
+    assert host(0, tmp_path, monkeypatch) == 0, "its first pod was lost as the run ended, and the others have left"
 
 
 def test_a_volume_that_cannot_be_written_is_named_with_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):

@@ -188,7 +188,8 @@ def _first(given: Namespace, overrides: list[str], hosts: list[tuple[str, int]],
         print(f"the layout needs {gpus} GPUs a host, but the pods have {given.gpus}: correct `gpusPerNode` of the chart", file=sys.stderr)
         return 2
     root = Path(str(cfg.run.dir))
-    status = read_status(RunPaths(root)) if is_restart(root, given.job) else None
+    # By hand, the same start may come again with other values, which `attempt` compares; a Job's stay what they are.
+    status = read_status(RunPaths(root)) if not given.hosts and is_restart(root, given.job) else None
     if status is not None and status.state == "completed":  # this pod was lost at the end, and the others have left
         print(f"{root} is completed", flush=True)
         return 0
