@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -266,3 +268,17 @@ def test_an_update_by_hand_needs_only_a_folder_and_vllms_own_body_is_told_what_t
     status, why = told(b'{"weight_dir": "/nowhere"}')
     assert (status, b"names no version" in why) == (422, True)
     assert len(loaded) == 2
+
+
+@pytest.mark.parametrize(("layer", "said"), [("ParallelLMHead", False), ("YaRNScalingRotaryEmbedding", False), ("FusedMoE", True)])
+def test_a_layer_whose_weights_may_be_lost_in_an_update_is_warned_of(layer: str, said: bool) -> None:
+    """vLLM's experts cannot be compared with the trainer's, so its own warning may be all that speaks of them."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    from rlx.inference.server.worker import may_be_lost
+
+    words = "%s: Failed to load weights"
+    assert f'logger.warning("{words}"' in inspect.getsource(layerwise), "vLLM says it in other words now"
+    record = logging.LogRecord(layerwise.__name__, logging.WARNING, "", 0, words, (layer,), None)
+    assert may_be_lost(record) == said
+    assert may_be_lost(logging.LogRecord(layerwise.__name__, logging.WARNING, "", 0, "another", None, None))

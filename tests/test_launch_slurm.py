@@ -214,7 +214,7 @@ def test_lines_of_the_script_can_be_replaced_and_taken_out(argv: list[str], ther
         (["slurm.options={M: other}"], "sbatch's option clusters would break the run: slurm.options.M=other (command line)"),
         (["slurm.options={exclude: [n1,n2]}"], "an option of sbatch has one text: slurm.options.exclude=[n1,n2] (command line)"),
         (["slurm.options.begin=960"], "a time, and YAML reads 16:00 as the number 960: slurm.options.begin=960 (command line)"),
-        (["slurm.options.time_min=7200"], "Quote it: time-min: '16:00' in a file"),
+        (["slurm.options.time_min=7200"], "time-min: '16:00', or '7200' for minutes"),
         (["slurm.options={n: 4}"], "sbatch's option ntasks would break the run"),
         (["slurm.options={arr: 0-1}"], "sbatch's option array would break the run: slurm.options.arr=0-1"),
         (["slurm.options={no-requeue: true}"], "launcher.max_requeues limits how often. Remove it."),

@@ -189,14 +189,15 @@ def _first(given: Namespace, overrides: list[str], hosts: list[tuple[str, int]],
         return 2
     root = Path(str(cfg.run.dir))
     # By hand, the same start may come again with other values, which `attempt` compares; a Job's stay what they are.
-    status = read_status(RunPaths(root)) if not given.hosts and is_restart(root, given.job) else None
+    begun = is_restart(root, given.job)
+    status = read_status(RunPaths(root)) if begun and not given.hosts else None
     if status is not None and status.state == "completed":  # this pod was lost at the end, and the others have left
         print(f"{root} is completed", flush=True)
         return 0
     token = make_token(file)
     if (missing := wait_for_agents(hosts, token, given.start_timeout, lambda text: print(text, flush=True))) is not None:
         print(f"{missing}\nSee kubectl describe pod: it is not scheduled, or its image cannot be pulled.", file=sys.stderr)
-        return LEFT if is_restart(Path(str(cfg.run.dir)), given.job) else 1  # a run that has begun waits for the cluster's hosts
+        return LEFT if begun else 1  # a run that has begun waits for the cluster's hosts
     shown = []
 
     def show(root: Path) -> None:

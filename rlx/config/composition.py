@@ -38,7 +38,7 @@ from rlx.config.roots import ROOTS, TRAIN, Root, elsewhere, has_key, root_named
 from rlx.config.saved import escaped
 from rlx.config.schema import MISSING
 from rlx.config.sources import Repository, copied, is_shipped, label, make_loader
-from rlx.config.tree import Origins, Problem, optional_sections, show, split_optional, type_at
+from rlx.config.tree import Origins, Problem, merge, optional_sections, show, split_optional, type_at
 
 SCHEMA = "rlx_schema"  # every key with its default; first in the defaults list
 INHERITED = "rlx_inherited"  # what another run or a named endpoint gives (`Root.inherits`); before the variables in the defaults list
@@ -237,7 +237,7 @@ def _store_nodes(root: Root, variables: list[Variable], inherited: Sequence[Inhe
     _store_schema(root)
     values: dict[str, Any] = {}
     for each in inherited:
-        _merge(values, escaped(each.values) if each.literal else each.values)
+        merge(values, escaped(each.values) if each.literal else each.values)
     store.store(name=INHERITED, node=values, package="_global_", provider="another run or a file of endpoints")
     store.store(name=VARIABLES, node=node, package="_global_", provider="environment variables")
 
@@ -290,14 +290,6 @@ def _find_choices(defaults: list[ResultDefault], groups: list[str]) -> dict[str,
         if group in groups and (group != parent or default.is_self) and option not in chosen.get(group, []):
             chosen.setdefault(group, []).append(option)
     return {group: "+".join(options) for group, options in chosen.items()}
-
-
-def _merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        if isinstance(value, dict) and isinstance(into.get(name), dict):
-            _merge(into[name], value)
-        else:
-            into[name] = value
 
 
 def _drop_of_other_commands(root: Root, data: dict[str, Any], origins: Origins, prefix: str = "") -> None:

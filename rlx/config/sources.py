@@ -32,9 +32,8 @@ from rlx.config.shipped import BESIDE, conf_directory
 from rlx.config.tree import show
 
 SUFFIX = ".yaml"
-SAVED = (
-    "saved"  # in the header of what was loaded: it is a run's `config.yaml`, of a version that writes 1e-5 in quotes (now), or not (before)
-)
+SAVED = "saved"
+"""In the header of what was loaded from a run's `config.yaml`: whether its version writes 1e-5 in quotes (`now`), or not (`before`)."""
 
 
 @functools.lru_cache(maxsize=1024)

@@ -21,6 +21,7 @@ from rlx.config.load import to_yaml
 from rlx.config.roots import root_of
 from rlx.config.saved import text_of
 from rlx.config.schema import CommandConfig
+from rlx.config.tree import merge
 
 CONFIG = "/etc/rlx"  # where the ConfigMap is mounted
 PORT = 8470  # of the agent in every pod (`rlx.launch.agents`)
@@ -88,16 +89,8 @@ def _left_open(cfg: CommandConfig, later: Later) -> str:
         for part in above:
             section = section[part]
         del section[last]
-    _merge(data, later.given)
+    merge(data, later.given)
     return text_of(data, root.command, root.schema_name).replace("  - _self_\n", "  - rlx_inherited\n  - _self_\n", 1)
-
-
-def _merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        if isinstance(value, dict) and isinstance(into.get(name), dict):
-            _merge(into[name], value)
-        else:
-            into[name] = value
 
 
 def _gib(size: float | None) -> str | None:

@@ -150,9 +150,7 @@ class Pieces:
         for token in np.asarray(ids).tolist():
             try:
                 piece = stream.step(self._tokenizer, token)
-            except (
-                Exception
-            ):  # of no narrower type: bytes that begin no character, of a tokenizer that falls back to bytes (Llama 2, Gemma)
+            except Exception:  # tokenizers has no narrower type for bytes that begin no character (Llama 2, Gemma)
                 stream = DecodeStream(skip_special_tokens=False)
                 piece = stream.step(self._tokenizer, token)
             pieces.append(piece or "")

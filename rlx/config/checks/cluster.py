@@ -106,7 +106,8 @@ def _options(cfg: CommandConfig, of: Show) -> Iterator[str]:
         elif known in TIMES and isinstance(value, int | float) and value >= 60:  # YAML makes no less of hours and minutes
             yield (
                 f"this option of sbatch is a time, and YAML reads 16:00 as the number 960: {shown}.\n"
-                f"Quote it: {known}: '16:00' in a file, slurm.options.{known}=\\'16:00\\' on the command line."
+                f"Quote it, as sbatch reads it: {known}: '16:00', or '{value}' for minutes; on the command line "
+                f"slurm.options.{known}=\\'16:00\\'."
             )
         elif value is False:
             yield f"an option of sbatch cannot be false: {shown}. Write null, which takes the line out."
