@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import signal
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -158,9 +159,27 @@ def last_lines(log: Path, count: int) -> tuple[str, ...]:
 
 
 def _without_torchrun(lines: list[str]) -> list[str]:
-    """Drop the forty or so lines that torchrun prints after a rank's own error, except the one that names the failed rank."""
+    """Replace the forty or so lines that torchrun prints after a rank's own error by one for each rank that failed by itself.
+
+    A killed rank stands last. When it dies, the collectives of its peers fail, and torchrun, which looks ten times a second, names
+    whichever rank has the lowest number.
+    """
     for number, line in enumerate(lines):
         if "torch/distributed/elastic/" in line and ("closing signal" in line or "failed (exitcode" in line):
-            verdicts = [f"torchrun: {line[line.index('failed (') :]}" for line in lines[number:] if "failed (exitcode" in line]
-            return lines[:number] + verdicts[:1]
+            report = "\n".join(lines[number:])
+            stopped = set(re.findall(r"Sending process (\d+) closing signal", report))  # those end because another failed
+            ranks = {
+                pid: (rank, int(code), f", {name}" if name else "")
+                for rank, code, pid, name in re.findall(
+                    r"^ *rank *: (\d+) .*\n *exitcode *: (-?\d+) \(pid: (\d+)\) *(?:\((\w+)\))?", report, flags=re.MULTILINE
+                )
+                if pid not in stopped
+            }
+            if not ranks:  # its report is missing, if it was killed, too
+                first = re.search(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)", report)
+                ranks = {first[3]: (first[2], int(first[1]), "")} if first else {}
+            worst_last = sorted(ranks.items(), key=lambda rank: rank[1][1] < 0)
+            return lines[:number] + [
+                f"torchrun: rank {rank} (pid {pid}) failed (exitcode {code}{name})" for pid, (rank, code, name) in worst_last
+            ]
     return lines
