@@ -316,11 +316,10 @@ def test_blocks_that_reduce_over_divided_units_are_refused(case, ranks, results)
 
 def test_one_process_computes_in_bfloat16_with_float32_parameters(tmp_path):
     settings = prepare(tmp_path, MODELS["qwen3_tied"]())
-    with pytest.raises(ValueError, match="computing in bfloat16 with float32 parameters needs a process group"):
-        load_policy(str(tmp_path / "model"), one_process("cpu"), dtype="bfloat16")
+    train(tmp_path, one_process("cpu"), settings | {"load": {"dtype": "bfloat16"}})  # copies of all parameters, without FSDP
+    copied = torch.load(tmp_path / "out_1" / "results.pt")
     train(tmp_path, one_process("cpu"), settings)
-    exact = torch.load(tmp_path / "out_1" / "results.pt")
-    mesh = join(torch.device("cpu"), rank=0, world_size=1, timeout=60)
+    exact, mesh = torch.load(tmp_path / "out_1" / "results.pt"), join(torch.device("cpu"), rank=0, world_size=1, timeout=60)
     try:
         train(tmp_path, mesh, settings | {"load": {"dtype": "float32"}})  # sharded over itself in one dtype: it must change nothing
         same(torch.load(tmp_path / "out_1" / "results.pt"), exact, 1e-5)
@@ -328,6 +327,7 @@ def test_one_process_computes_in_bfloat16_with_float32_parameters(tmp_path):
     finally:
         mesh.close()
     rounded = torch.load(tmp_path / "out_1" / "results.pt")
+    same(copied, rounded, 0)
     assert rounded["metrics"][0]["loss/total"] != exact["metrics"][0]["loss/total"]
     assert rounded["metrics"][0]["policy/entropy"] == pytest.approx(exact["metrics"][0]["policy/entropy"], rel=2e-2)
 

@@ -154,9 +154,9 @@ def trainer_memory(cfg: TrainingRoot) -> TrainerMemory:
     share = trained / model.num_parameters  # of a layer that gets gradients
     table = model.vocab_size * model.hidden_size  # parameters of the embedding; an untied head has as many
     beside = 2.0 * table if optimizer == "muon" and not cfg.lora.on else 0.0  # embedding and head have AdamW's second state
-    kept = not cfg.trainer.reshard_after_forward  # the configuration does not say whether the head is tied: assume that it is not
+    kept = not cfg.reshards  # the configuration does not say whether the head is tied: assume that it is not
     layer = max(0.0, model.num_parameters - table) / model.num_layers
-    sharded = cfg.trainer_ranks > 1 or cfg.shards_alone
+    sharded = cfg.trainer_ranks > 1 or cfg.mixed or cfg.shards_alone  # or there are copies in the dtype of computing, never freed
     cast = trained * compute if cfg.lora.on and not sharded and master != compute else 0.0  # adapters, until backward
     copied = cfg.uses_reference and (cfg.ref.name is not None or not cfg.lora.on)  # else it is the model without its adapters
     offloads = cfg.trainer.optim_cpu_offload and cuda

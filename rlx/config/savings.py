@@ -34,7 +34,7 @@ def savings(cfg: TrainingRoot) -> dict[str, float]:
     shorter = max(cfg.seq_len, cfg.micro_batch_tokens // 2 // WHOLE * WHOLE)
     if shorter < cfg.micro_batch_tokens:
         changed[f"trainer.micro_batch_tokens={shorter}"] = replace(trainer, micro_batch_tokens=shorter)
-    if not trainer.reshard_after_forward:
+    if not cfg.reshards and (cfg.trainer_ranks > 1 or cfg.mixed):
         changed["trainer.reshard_after_forward=true"] = replace(trainer, reshard_after_forward=True)
     if cuda and not trainer.optim_cpu_offload and not trainer.fsdp_cpu_offload:
         changed["trainer.optim_cpu_offload=true"] = replace(trainer, optim_cpu_offload=True)

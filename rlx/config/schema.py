@@ -3,10 +3,8 @@
 Plain dataclasses whose only behaviour is derived properties. Imports no torch, hydra or omegaconf, so that every room can import it.
 `conf/` holds the values, `checks/` the rules between keys; `load.py` composes. `schema_rollout.py` holds the keys of
 rollouts, `schema_trainer.py` those of the trainer's processes, `schema_launch.py` those for starting and watching a run.
-`docs/configuration.md` is generated from all of them.
-
-`loss`, `advantage` and `optim` are open `_target_` nodes: their keys are the keyword arguments of the target, plus the shared keys
-in `LossTerms` and `OptimTerms`.
+`docs/configuration.md` is generated from all of them. `loss`, `advantage` and `optim` are open `_target_` nodes: their keys are the
+keyword arguments of the target, plus the shared keys in `LossTerms` and `OptimTerms`.
 """
 
 # ruff: noqa: RUF009  (key and section return dataclass fields)
@@ -187,12 +185,19 @@ class TrainingRoot(CommandConfig):
 
     @property
     def shards_alone(self) -> bool:
-        """Whether even a single trainer process shards with FSDP, to compute in another dtype than its parameters' or keep them elsewhere.
+        """Whether even a single trainer process shards, to cast its parameters layer by layer (else: `rlx.models.copies`) or move them."""
+        return (self.mixed and self.reshards) or (self.trainer.fsdp_cpu_offload and self.hardware.device == "cuda")
 
-        Adapters are cast where they multiply, so they need no FSDP for their dtype.
-        """
-        mixed = self.model.dtype != self.trainer.optimization_dtype and not self.lora.on
-        return mixed or (self.trainer.fsdp_cpu_offload and self.hardware.device == "cuda")
+    @property
+    def mixed(self) -> bool:
+        """Whether the trainer computes in another dtype than its parameters'. Adapters are cast where they multiply."""
+        return self.model.dtype != self.trainer.optimization_dtype and not self.lora.on
+
+    @property
+    def reshards(self) -> bool:
+        """Whether each layer's parameters are gathered for its forward alone, and again for its backward."""
+        auto = self.trainer_ranks > 1 or self.hardware.device == "cuda"
+        return auto if self.trainer.reshard_after_forward == "auto" else self.trainer.reshard_after_forward is True
 
     @property
     def num_updates(self) -> int:

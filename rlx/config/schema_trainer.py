@@ -47,8 +47,11 @@ class TrainerConfig:
         "keep the optimizer's state alone in host memory, and bring it to the GPU part by part for each update; only on CUDA, and not with "
         "`fsdp_cpu_offload`",
     )
-    reshard_after_forward: bool = key(
-        True, "free each layer's gathered parameters after its forward and gather them again for backward; `false`: faster, more memory"
+    reshard_after_forward: bool | str = key(
+        "auto",
+        "free each layer's gathered parameters after its forward and gather them again for backward; `false`: faster, more memory; "
+        "`auto`: `false` for a single process on a CPU",
+        choices=("auto", "true", "false"),
     )
     dp_replicate: int = key(
         1,

@@ -21,6 +21,7 @@ from rlx.config.schema import AcConfig, LoraConfig
 from rlx.kernels.logprob import choose_backend
 from rlx.kernels.toolchain import check_triton
 from rlx.models.attention import Call, watched
+from rlx.models.copies import Copies
 from rlx.models.experts import split_experts
 from rlx.models.flash import LONG, cudnn_agrees, install_flash_attention_3, remove_flash_attention_3
 from rlx.models.last import leaves_out, read_all
@@ -72,7 +73,7 @@ def load_policy(
     `slots`: several adapters, for the runs of a shared trainer (`rlx.models.slots`).
     A model that is not `trained` (a reference) may have no experts to divide (`trainer.ep`).
     `read=False` may leave the parameters uninitialised, if there are no adapters: a checkpoint of the training follows.
-    Shards over the mesh's `fsdp` axis. One process without a process group needs `dtype` equal to `optimization_dtype`, or adapters.
+    Shards over the mesh's `fsdp` axis. One process without a process group has `rlx.models.copies` if the two dtypes differ.
     `context`: tokens of the longest sample, if it is known.
     Raises ValueError for an unknown dtype, for positions that depend on the packing (`check_rotary`), for a `logprob_backend` or `liger`
     that cannot be used, for targets of `lora` that the model does not have, or for a model whose packed forward differs from its own
@@ -83,10 +84,6 @@ def load_policy(
             raise ValueError(f"{key} is `{name}`; it must be one of {', '.join(DTYPES)}")
     device, sharded = mesh.device, mesh.grouped
     master, compute = DTYPES[optimization_dtype], DTYPES[dtype]
-    if not sharded and master != compute and lora is None:
-        raise ValueError(
-            f"computing in {dtype} with {optimization_dtype} parameters needs a process group; start one, even for a single rank"
-        )
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code).get_text_config()
     check_rotary(source, config, context)
     backend = choose_backend(logprob_backend, device, compute, getattr(config, "vocab_size", None))  # fails before the slow load
@@ -154,6 +151,9 @@ def load_policy(
         model.hf.generation_config = GenerationConfig.from_pretrained(source)
     if device.type == "cuda" and attention == "auto" and not compile and model.layout_kind(device) == "varlen":
         choose_attention(model, mesh)
+    if not sharded and master != compute and lora is None:
+        plan = model.hf._get_dtype_plan(compute)
+        model.copies = Copies(model.hf, compute, {name for name, _ in model.hf.named_parameters() if any(key in name for key in plan)})
     if read:
         check_packed_forward(model, device)
     if model.layout_kind(device) == "rows":
@@ -252,7 +252,7 @@ def check_packed_forward(model: PolicyModel, device: torch.device | str = "cpu")
 
     last = model.layers[-1]
     fewer = None
-    with torch.compiler.set_stance("force_eager"):  # compiling is not worth it for a few tokens
+    with model.computing(), torch.compiler.set_stance("force_eager"):  # compiling is not worth it for a few tokens
         with watched() as calls, overwritten_products(model) as overwritten:
             packed = log_probabilities(trainable)
         _check_windows(model, calls)

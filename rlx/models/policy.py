@@ -7,6 +7,7 @@ stored.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from rlx.kernels.logprob import logprob
 from rlx.models.attention import NAME
+from rlx.models.copies import Copies
 from rlx.models.head import logit_scale, logit_softcap
 from rlx.models.last import skip_unread
 from rlx.models.layout import Here, Kind, Layout
@@ -54,7 +56,7 @@ class PolicyModel(nn.Module):
     ) -> None:
         """`hf` is a transformers `…ForCausalLM`; `attention` is `auto`, `sdpa`, `varlen` or `rows` (see `rlx.models.layout`).
 
-        `logprob_backend` is one of `rlx.kernels.logprob.BACKENDS`. `compute_dtype` is the dtype that sharding casts parameters to; None:
+        `logprob_backend` is one of `rlx.kernels.logprob.BACKENDS`. `compute_dtype` is what sharding or `copies` cast parameters to; None:
         their own dtype. `row`: the ranks that compute each row together; None: this one alone. Raises ValueError if there are several
         and the model mixes tokens in other layers than attention.
         """
@@ -75,6 +77,7 @@ class PolicyModel(nn.Module):
         self.slots: Here | None = None  # where its layers find each token's adapter, if it has several (`rlx.models.slots`)
         config = hf.config
         self.logit_scale, self.softcap = logit_scale(config), logit_softcap(config)
+        self.copies: Copies | None = None  # of one process that computes in another dtype than its parameters'
         self.row = row
         self.widths = unusual_widths(hf)
         self.padded = attention == "rows" or not set(getattr(config, "layer_types", None) or ()) <= ATTENTION_LAYERS
@@ -105,11 +108,18 @@ class PolicyModel(nn.Module):
             return "mixed" if self.long_apart else "varlen"
         return in_blocks
 
+    def computing(self) -> AbstractContextManager[None]:
+        """To be entered around forward and backward, best around those of all rows: entering it may cast all parameters."""
+        return nullcontext() if self.copies is None else self.copies.placed()
+
     def forward(self, layout: Layout, index: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
         """Score the trainable tokens of one micro-batch.
 
         index [N] into the flattened computed tokens, labels [N], temperature [N] → (logp [N], entropy [N]), float32.
+        Raises RuntimeError outside of `computing`, if that is more than a formality.
         """
+        if self.copies is not None and not self.copies.active:
+            raise RuntimeError("a model with copies of its parameters computes only within `computing()`")
         if self.slots is not None:
             self.slots.stretches = layout.stretches
         ids, positions, count = layout.token_ids, layout.position_ids, len(index)
@@ -159,6 +169,7 @@ class PolicyModel(nn.Module):
         seen: set[int] = set()
         adapts = self.adapts
         for name, tensor in self.hf.state_dict(keep_vars=True).items():
+            tensor = tensor if self.copies is None else self.copies.owner(tensor)
             if id(tensor) not in seen and (tensor.requires_grad or not adapts):
                 seen.add(id(tensor))
                 yield name, tensor.detach()

@@ -10,6 +10,7 @@ weights have the same names, so versions, checkpoints and optimizer states are t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -105,6 +106,10 @@ class Slot(nn.Module):
                 place = place.get_submodule(part)
             for parameter in PARAMETERS:
                 place.register_parameter(parameter, getattr(adapter, parameter))
+
+    def computing(self) -> AbstractContextManager[None]:
+        """As of the whole model, which computes."""
+        return self._whole[0].computing()
 
     @property
     def layers(self) -> nn.ModuleList:

@@ -252,7 +252,7 @@ def _of_trainer(cfg: TrainingRoot, memory: TrainerMemory) -> list[str]:
         runs = f", one for each of {cfg.trainer.max_concurrent_runs} runs" if cfg.hosts else ""
         numbers += f", frozen; at most {trained_parameters(cfg) / 1e6:,.3g} million of adapters of rank {cfg.lora.rank}{runs}"
     where, apart = "in host memory, " if memory.on_host else "", memory.optimizer_on_host
-    again = cfg.trainer.reshard_after_forward  # gathered again for backward
+    again = cfg.reshards  # gathered again for backward
     tables = f"vocabulary {cfg.model.vocab_size:,} × width {cfg.model.hidden_size:,}"
     peak = max(memory.moments, key=lambda name: memory.moments[name])
     lines = [
@@ -260,7 +260,8 @@ def _of_trainer(cfg: TrainingRoot, memory: TrainerMemory) -> list[str]:
          f"gradients {size(memory.gradients)}{'' if apart else f', optimizer {size(memory.optimizer)}'}: {numbers}"),
         (memory.reference, f"{where}reference model, frozen"),
         (memory.context, "the process on the GPU: context, workspaces, NCCL"),
-        (memory.layers, "two gathered layers: one computes, the next is prefetched" if again else "all layers, gathered until backward"),
+        (memory.layers, "two gathered layers: one computes, the next is prefetched" if again
+         else "all layers, gathered until backward" if cfg.trainer_ranks > 1 else f"all layers in {cfg.model.dtype}, to compute with"),
         (memory.table, f"embedding {'or' if again else 'and'} head, gathered: {tables} × {cfg.model.dtype}"),
         (memory.activations, f"activations of one row: {row:,} tokens × {size(memory.activations / row)}"),
         (memory.head, "the head op: tiles of logits, gradients of hidden states and of one slice of the head"),

@@ -103,7 +103,7 @@ def _loading(cfg: TrainingRoot) -> dict[str, Any]:
         "logprob_backend": cfg.model.logprob_backend,
         "liger": cfg.model.liger,
         "cpu_offload": cfg.trainer.fsdp_cpu_offload,
-        "reshard_after_forward": cfg.trainer.reshard_after_forward,
+        "reshard_after_forward": cfg.reshards,
         "compile": cfg.trainer.compile,
         "trust_remote_code": cfg.model.trust_remote_code,
         "context": cfg.seq_len,

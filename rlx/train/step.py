@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -158,17 +159,21 @@ class PolicyTrainer:
         """
         recompute = recompute and self.losses.recomputes
         scores = []
-        for micro_batch in mini_batch.micro_batches:
-            self.before_micro_batch()
-            old = self.score(micro_batch)[0] if recompute else None
-            ref = None
-            if self.reference is not None:
-                with self.reference.scoring():
-                    ref = self.score(micro_batch, self.reference.model)[0]
-            scores.append(Before(old_logp=old, ref_logp=ref))
+        with self.model.computing() if recompute else nullcontext(), self._referring():
+            for micro_batch in mini_batch.micro_batches:
+                self.before_micro_batch()
+                old = self.score(micro_batch)[0] if recompute else None
+                ref = None
+                if self.reference is not None:
+                    with self.reference.scoring():
+                        ref = self.score(micro_batch, self.reference.model)[0]
+                scores.append(Before(old_logp=old, ref_logp=ref))
         if self.reference is not None:
             self.reference.scored()
         return scores
+
+    def _referring(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.reference is None else self.reference.model.computing()
 
     def train_minibatch(
         self, mini_batch: MiniBatch, *, step: int | None = None, before: Sequence[Before] | None = None, fresh: bool = True
@@ -217,15 +222,16 @@ class PolicyTrainer:
         """Forward and backward of all micro-batches of this rank. Adds to existing gradients. Returns this rank's share of the stats."""
         stats = Stats()
         known = before if before is not None else self._score_before(mini_batch, recompute=False)
-        for micro_batch, scores in zip(mini_batch.micro_batches, known, strict=True):
-            self.before_micro_batch()
-            inputs, logp, entropy = self._forward(micro_batch, self.model)
-            self.after_forward(micro_batch, logp, entropy)
-            loss, more = self.loss_of(inputs, logp, entropy, scores, mini_batch, step=step, fresh=fresh)
-            if not self._backward(loss, logp, entropy):
-                self.forward_only += np.diff(micro_batch.cu_seqlens).tolist()
-            stats.add(more)
-            del loss, logp, entropy  # they hold the activations of a row that had no backward, during the next forward
+        with self.model.computing():
+            for micro_batch, scores in zip(mini_batch.micro_batches, known, strict=True):
+                self.before_micro_batch()
+                inputs, logp, entropy = self._forward(micro_batch, self.model)
+                self.after_forward(micro_batch, logp, entropy)
+                loss, more = self.loss_of(inputs, logp, entropy, scores, mini_batch, step=step, fresh=fresh)
+                if not self._backward(loss, logp, entropy):
+                    self.forward_only += np.diff(micro_batch.cu_seqlens).tolist()
+                stats.add(more)
+                del loss, logp, entropy  # they hold the activations of a row that had no backward, during the next forward
         return stats
 
     def loss_of(
@@ -273,20 +279,23 @@ class PolicyTrainer:
         The first row always has one, so that the optimizer finds gradients. Several ranks have one for each row, because they reduce
         gradients together. Returns whether the row had one.
         """
-        if self.mesh.grouped or self.parameters[0].grad is None:
+        if self.mesh.world_size > 1 or self.parameters[0].grad is None:
             loss.backward()
             return True
         gradients = zip((logp, entropy), torch.autograd.grad(loss, (logp, entropy), allow_unused=True), strict=True)
         moving = [(of, gradient) for of, gradient in gradients if gradient is not None]
         if not any(gradient.any() for _, gradient in moving):
+            if self.mesh.grouped:
+                free_gathered(self.model)  # backward would have
             return False
         torch.autograd.backward([of for of, _ in moving], [gradient for _, gradient in moving])
         return True
 
     def score(self, micro_batch: MicroBatch, model: PolicyModel | None = None) -> tuple[Tensor, Tensor]:
         """(logp [N], entropy [N]) of a micro-batch's trainable tokens in their order, without gradient. `model` defaults to the policy."""
-        with torch.no_grad():
-            _, logp, entropy = self._forward(micro_batch, model or self.model)
+        model = model or self.model
+        with torch.no_grad(), model.computing():
+            _, logp, entropy = self._forward(micro_batch, model)
         return logp, entropy
 
     def _forward(self, micro_batch: MicroBatch, model: PolicyModel) -> tuple[Inputs, Tensor, Tensor]:
