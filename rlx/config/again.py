@@ -29,9 +29,14 @@ def with_all_values(loaded: ConfigResult | None, name: str, variables: Sequence[
     content = OmegaConf.to_container(loaded.config, resolve=False)
     if keys := _texts(content, "", lambda text: "${" in text):
         notes.append(f"{file} is a run's configuration, so `${{` is text, not a reference, in {', '.join(keys)}")
-    if loaded.header[SAVED] == "before" and (keys := _texts(content, "", is_ambiguous)):
-        notes.append(f"{file} is a run's configuration, where 1e-5, without a point, is text: {', '.join(keys)}. Write 1.0e-5")
     return [v for v in variables if not (v.is_group and v.key in LATE)], notes
+
+
+def ambiguous(loaded: ConfigResult | None) -> list[str]:
+    """The keys of a run's file of an older version that hold a text such as 1e-5, which may be meant as a number."""
+    if loaded is None or loaded.header.get(SAVED) != "before":
+        return []
+    return _texts(OmegaConf.to_container(loaded.config, resolve=False), "", is_ambiguous)
 
 
 def _texts(value: Any, key: str, counts: Callable[[str], bool]) -> list[str]:
