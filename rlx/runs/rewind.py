@@ -7,6 +7,7 @@ The caller must hold the directory's lock.
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import sys
 import time
@@ -24,6 +25,7 @@ from rlx.heartbeat import INTERVAL
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths, atomic, write_text
 from rlx.runs.lock import SWEEP, RunLock
+from rlx.started import program
 from rlx.weights import tmpfs
 from rlx.weights.files import WeightsError, verify, versions
 
@@ -170,9 +172,10 @@ def refuse_ended(paths: RunPaths, lock: RunLock) -> None:
         return
     lock.close()
     what = f"it has policy versions up to {there[-1]}" if there else f"it has records, {paths.metrics}, or checkpoints"
+    continued = f"{program()} --config-dir {shlex.quote(str(paths.root))} --config-name config resume=latest"
     raise ConfigError(
         f"{paths.root} holds a run whose roles have all ended: {what}, and a role started separately begins at version 0.\n"
-        f"  fix: continue it with `rlx train --config-dir {paths.root} --config-name config resume=latest`; or give another run.dir="
+        f"  fix: continue it with `{continued}`; or give another run.dir="
     )
 
 
