@@ -135,9 +135,24 @@ def test_a_variable_for_an_experiment_or_a_sweep_has_no_effect_on_a_run_again_an
     assert [note.partition(": ")[0] for note in composed.notes] == [
         "RLX_EXPERIMENT=sums_tiny has no effect",
         "RLX_SWEEPS=seeds has no effect",
+        "RLX_LOSS=gspo has no effect",
     ]
     assert str(tmp_path / "config.yaml") in composed.notes[0]
     assert not is_sweep(again(tmp_path), environ)
     assert is_sweep([], environ)
     assert is_sweep(["hydra/sweeper=basic", "hydra.sweeper.max_batch_size=2"], environ)
     assert compose(["dry_run=true"], {"RLX_EXPERIMENT": "sums_tiny"}).choices["experiment"] == "sums_tiny"
+
+
+def test_a_variable_without_effect_on_a_run_again_is_named_with_the_value_that_was_used(tmp_path: Path):
+    (tmp_path / "config.yaml").write_text(compose(["seed=3"], {}).yaml)
+    environ = {"RLX_SEED": "4", "RLX_LOSS": "gspo", "RLX_MAX_STEPS": "100", "RLX_RUN__NAME": "other", "RLX_INFERENCE__API_KEY": "sesame"}
+    composed = compose([*again(tmp_path), "run.name=mine"], environ)
+    because = f"has no effect: {tmp_path / 'config.yaml'} is a run's configuration, which has every value already"
+    assert composed.notes == [
+        f"RLX_INFERENCE__API_KEY=<secret> {because}; inference.api_key=null was used",
+        f"RLX_LOSS=gspo {because}; loss._target_=rlx.losses.grpo.grpo was used",
+        f"RLX_SEED=4 {because}; seed=3 was used",
+    ], "the number of steps is the variable's, and the name that of the command line"
+    assert composed.cfg.seed == 3
+    assert not any("has no effect" in note for note in compose(["seed=3"], environ).notes)

@@ -28,7 +28,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError, InterpolationToMissingValueError, OmegaConfBaseException
 
 from rlx.config import written
-from rlx.config.again import ambiguous, with_all_values
+from rlx.config.again import ambiguous, with_all_values, without_effect
 from rlx.config.env_nodes import as_presets, fill_in
 from rlx.config.environment import Variable, read_variables
 from rlx.config.errors import ConfigError
@@ -39,7 +39,7 @@ from rlx.config.roots import ROOTS, TRAIN, Root, elsewhere, has_key, root_named
 from rlx.config.saved import escaped
 from rlx.config.schema import MISSING
 from rlx.config.sources import WRITTEN, Repository, copied, is_shipped, label, make_loader
-from rlx.config.tree import Origins, Problem, merge, optional_sections, show, split_optional, type_at
+from rlx.config.tree import Origins, Problem, merge, optional_sections, secret_keys, show, split_optional, type_at
 
 SCHEMA = "rlx_schema"  # every key with its default; first in the defaults list
 INHERITED = "rlx_inherited"  # what another run or a named endpoint gives (`Root.inherits`); before the variables in the defaults list
@@ -188,7 +188,7 @@ def _compose(
         raise ConfigError(_explain(error, groups)) from None
     sweep = cfg.pop("hydra", None)  # for sweeps only; not part of a run's configuration
     hydra = {str(name): value for name, value in _plain(sweep, resolve=False).items()} if isinstance(sweep, DictConfig) else {}
-    variables = [v for v in variables if not v.is_group]
+    ignored, variables = variables, [v for v in variables if not v.is_group]
     origins = _find_origins(repository, defaults, variables, values, inherited)
     off = _sections_off(root, variables, values, origins)
     fill_in(cfg, repository, groups, origins)
@@ -196,6 +196,7 @@ def _compose(
     data = {str(key): value for key, value in resolved.items()}
     written.keep(root.schema, data, origins)
     _drop_of_other_commands(root, data, origins)
+    notes += without_effect(primary, name, ignored, data, origins, secret_keys(root.schema))
     may_inherit = any(default.config_path == INHERITED for default in defaults)
     choices = _find_choices(defaults, groups.names)
     notes += [f"hardware=auto: {layout[1]}"] if choices.get("hardware") == "auto" else []
