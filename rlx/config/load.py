@@ -20,6 +20,7 @@ import yaml
 from rlx.config.checks import check
 from rlx.config.errors import ConfigError, may_parse
 from rlx.config.inherited import Later
+from rlx.config.notes import notes_of
 from rlx.config.roots import EVAL, SYNTHESIZE, TRAIN, Root, root_named, root_of, where_else
 from rlx.config.rules import target_name
 from rlx.config.saved import text_of
@@ -106,7 +107,8 @@ def checked(tree: Tree, root: Root = TRAIN) -> Composed:
         problems = check(cfg, tree.origins, unknown)
     if problems:
         raise ConfigError([problem.text for problem in problems])
-    return Composed(cfg, tree.overrides, tree.choices, tree.notes + _still_text(cfg, tree), tree.origins, tree.later)
+    notes = [*tree.notes, *_still_text(cfg, tree), *notes_of(cfg, tree.origins)]
+    return Composed(cfg, tree.overrides, tree.choices, notes, tree.origins, tree.later)
 
 
 def _still_text(cfg: Any, tree: Tree) -> list[str]:
