@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from dataclasses import replace
@@ -12,17 +13,20 @@ from typing import Any
 import pytest
 from test_data_rows import write
 from test_data_supervised import samples_of
+from test_orchestrator_run import StandInServers, config_of, play
 from test_rollout_tasks import draw, envs
 from test_runs_rewind import ended, make, settled
 
-from rlx.checkpoints.folders import Start
+from rlx.checkpoints.folders import Start, being_written, write_start
 from rlx.checkpoints.forked import write_forked
 from rlx.config.load import compose
 from rlx.config.roots import SFT
-from rlx.config.schema import Config, SftRoot
+from rlx.config.schema import CkptConfig, Config, SftRoot
 from rlx.data.supervised import Samples, SupervisedSource
+from rlx.heartbeat import Heartbeat
 from rlx.paths import RunPaths
 from rlx.policy.source import keep_digests
+from rlx.roles.orchestrator import Orchestrator
 from rlx.rollout import tasks
 from rlx.rollout.tasks import TaskSequence, other_examples, started_over
 from rlx.runs.rewind import source_of
@@ -126,6 +130,31 @@ def test_environments_with_other_examples_begin_at_their_beginning(tmp_path: Pat
     used = {name: 0 if name in others else count for name, count in before.state().used.items()}
     assert after.state().used == used
     assert (after.carried(before.next("sums"), started_over(before.state(), others)) is None) == ("sums" in others), "in flight, or played"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("same", [True, False])
+def test_the_orchestrator_of_a_fork_begins_with_other_examples(tmp_path: Path, caplog: pytest.LogCaptureFixture, same: bool) -> None:
+    cfg = config_of(max_steps=2, ckpt=CkptConfig(interval=2))
+    envs: dict[str, Any] = {}
+    paths, _ = play(tmp_path / "first", cfg, envs=envs)
+    (written,) = being_written(paths)
+    checkpoint = written[1].rename(paths.checkpoint_of(2))
+    tasks.keep_digests(paths, envs)
+    forked = fork(paths, "fork", 2, cfg)
+    write_start(forked, Start(step=2, checkpoint=checkpoint))
+    if not same:
+        envs["e"].rows = [row | {"answer": "other"} for row in envs["e"].rows]
+    tasks.keep_digests(forked, envs)
+
+    async def began() -> dict[str, int]:
+        servers: Any = StandInServers()
+        orchestrator = Orchestrator(replace(cfg, max_steps=4), forked, envs, servers, servers, Heartbeat(forked, "orchestrator"))
+        return orchestrator.collector.tasks.state().used
+
+    used = asyncio.run(began())
+    assert (used["e"] > 0) == same
+    assert (f"envs.e begins at its first example, not where {checkpoint} was: other examples" in caplog.text) != same
 
 
 def test_a_fork_of_a_run_that_recorded_no_digests_goes_on_by_the_number_of_examples(tmp_path: Path) -> None:
