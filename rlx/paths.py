@@ -35,7 +35,9 @@ class RunPaths:
     overrides = _At("overrides.yaml")
     plan = _At("plan.yaml")
     provenance = _At("provenance.json")
-    data = _At("data.json")  # digests of the environments' examples, or of the data sets of `rlx sft`
+    # Digests of the environments' examples, or of the data sets of `rlx sft`; with `begin`, the step at which these begin in a fork.
+    data = _At("data.json")
+    forked = _At("forked.json")  # what a fork must know of the run that it starts from (`rlx.checkpoints.forked`)
     reproduce = _At("reproduce.sh")
     status = _At("status.json")
     # The run's last SLURM job: `{"id": "12_3", "submitted": seconds, "output": file}`, and `progress` when a requeue last found new steps.

@@ -48,6 +48,7 @@ class Stand:
         self.stuck = False  # it answers, but loads nothing: its engine hangs
         self.holds = False  # it ends no request
         self.identity = "a"  # of version 0
+        self.start = "1"  # which start of the server this is
         self.asking = False  # it waits for the trainer
         self.now = 0.0  # seconds, for the holder
         self.holder = Holder(lambda: self.now)
@@ -198,6 +199,7 @@ class Stand:
             preemptions=3,
             asking=self.asking,
             identity=self.identity,
+            start=self.start,
         )
         return web.Response(body=msgspec.json.encode(state))
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from rlx.cli import COMMANDS, main
-from rlx.cli.display import started_as
 from rlx.cli.help import FOR_ALL
 from rlx.config.load import load_run
 from rlx.config.roots import ROOTS, Root, has_key, key_of
@@ -260,21 +259,3 @@ def test_a_role_by_hand_is_not_of_a_group_that_the_users_environment_names(tmp_p
     assert main(["trainer", f"run.dir={tmp_path / 'mine'}"]) == 0
     assert not {"WORLD_SIZE", "RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"} & set(seen)
     assert seen["PYTHONHASHSEED"] == "0"
-
-
-def test_the_program_is_named_as_briefly_as_it_is_found(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    programs = {}
-    for name in (".venv/bin/python", ".venv/bin/rlx", "elsewhere/python3.11"):
-        programs[name] = tmp_path / name
-        programs[name].parent.mkdir(parents=True, exist_ok=True)
-        programs[name].write_text("#!/bin/sh\n")
-        programs[name].chmod(0o755)
-    python, rlx = str(programs[".venv/bin/python"]), str(programs[".venv/bin/rlx"])
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert started_as(python, "train.py") == ".venv/bin/python train.py"
-    assert started_as(python, rlx) == ".venv/bin/rlx train"
-    monkeypatch.setenv("PATH", str(tmp_path / ".venv" / "bin"))
-    assert started_as(python, "train.py") == "python train.py"
-    assert started_as(python, "/there/rlx/cli/__main__.py") == "python -m rlx.cli train"
-    assert started_as(python, rlx) == "rlx train"

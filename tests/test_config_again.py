@@ -87,6 +87,23 @@ def test_an_evaluation_takes_a_runs_values_literally(tmp_path: Path):
     assert cfg.envs["custom"].args == args
 
 
+def older(run: Path, text: str) -> None:
+    """Give `run` the file that an older version would have written: without the line that says that such text has quotes."""
+    first, _, *lines = text.splitlines()
+    (run / "config.yaml").write_text("\n".join([first, *lines]))
+
+
+def test_a_number_without_a_point_in_a_file_of_an_older_version_is_a_number_where_one_is_wanted(tmp_path: Path):
+    text = compose(["env=math", "model=qwen3_0_6b", "dry_run=true", "loss.kl.beta=0.5", "lora.rank=8"], {}).yaml
+    for was, now in (("  lr: ", "  lr: 1e-5 #"), ("  betas:\n  - ", "  betas:\n  - 9e-1 #"), ("    beta: ", "    beta: 1e-3 #")):
+        assert was in text
+        text = text.replace(was, now)
+    older(tmp_path, text)
+    for cfg in (compose(again(tmp_path), {}).cfg, load_run(tmp_path)):
+        assert (cfg.optim["lr"], cfg.optim["betas"][0], cfg.loss["kl"]["beta"]) == (1e-5, 0.9, 1e-3)
+    assert [note for note in compose(again(tmp_path), {}).notes if "1e-5" in note] == []
+
+
 def test_an_edited_file_reads_numbers_as_any_file_does(tmp_path: Path):
     run, _ = made(tmp_path)
     text = (run / "config.yaml").read_text()
@@ -118,9 +135,24 @@ def test_a_variable_for_an_experiment_or_a_sweep_has_no_effect_on_a_run_again_an
     assert [note.partition(": ")[0] for note in composed.notes] == [
         "RLX_EXPERIMENT=sums_tiny has no effect",
         "RLX_SWEEPS=seeds has no effect",
+        "RLX_LOSS=gspo has no effect",
     ]
     assert str(tmp_path / "config.yaml") in composed.notes[0]
     assert not is_sweep(again(tmp_path), environ)
     assert is_sweep([], environ)
     assert is_sweep(["hydra/sweeper=basic", "hydra.sweeper.max_batch_size=2"], environ)
     assert compose(["dry_run=true"], {"RLX_EXPERIMENT": "sums_tiny"}).choices["experiment"] == "sums_tiny"
+
+
+def test_a_variable_without_effect_on_a_run_again_is_named_with_the_value_that_was_used(tmp_path: Path):
+    (tmp_path / "config.yaml").write_text(compose(["seed=3"], {}).yaml)
+    environ = {"RLX_SEED": "4", "RLX_LOSS": "gspo", "RLX_MAX_STEPS": "100", "RLX_RUN__NAME": "other", "RLX_INFERENCE__API_KEY": "sesame"}
+    composed = compose([*again(tmp_path), "run.name=mine"], environ)
+    because = f"has no effect: {tmp_path / 'config.yaml'} is a run's configuration, which has every value already"
+    assert composed.notes == [
+        f"RLX_INFERENCE__API_KEY=<secret> {because}; inference.api_key=null was used",
+        f"RLX_LOSS=gspo {because}; loss._target_=rlx.losses.grpo.grpo was used",
+        f"RLX_SEED=4 {because}; seed=3 was used",
+    ], "the number of steps is the variable's, and the name that of the command line"
+    assert composed.cfg.seed == 3
+    assert not any("has no effect" in note for note in compose(["seed=3"], environ).notes)

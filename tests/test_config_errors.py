@@ -210,6 +210,7 @@ CASES = {
     "references_into_a_section_that_is_null": Case("model.warm_start=null"),
     "adapters_without_input": Case("lora.rank=8 lora.dropout=1"),
     "adapters_without_a_rank": Case("lora.alpha=8 lora.target_modules=[q_proj]"),
+    "adapters_without_a_rank_with_a_default": Case("lora.alpha=32"),
     "adapters_for_the_head": Case("lora.rank=8 lora.target_modules=[lm_head,q_proj]"),
     "adapters_for_nothing": Case("lora.rank=8 lora.target_modules=[]"),
     "adapters_for_all_and_more": Case("lora.rank=8 lora.target_modules=[all-linear,q_proj]"),

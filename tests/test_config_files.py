@@ -51,3 +51,27 @@ def test_the_command_line_ends_with_2_and_without_a_traceback(tmp_path: Path):
     assert done.returncode == 2
     assert "mine.yaml, line 2: " in done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_text_stays_as_a_file_has_it_where_a_key_holds_text(tmp_path: Path):
+    (tmp_path / "kubernetes").mkdir()
+    (tmp_path / "kubernetes" / "mine.yaml").write_text(
+        "image: registry/rlx:1\n"
+        "env: &env {MASK: 0x10, AT: 12:30, MODE: 0644, MANY: 1_000, RATE: 1e3, PLAIN: 7, OTHER: 0x11}\n"
+        "node_selector:\n  <<: *env\n  example.com/slot: 007\n"
+    )
+    argv = ["--config-dir", str(tmp_path), "kubernetes=mine", "launcher=kubernetes", "hardware=cpu", "kubernetes.env.OTHER=5"]
+    cfg = compose(argv, {}).cfg
+    env = {"MASK": "0x10", "AT": "12:30", "MODE": "0644", "MANY": "1_000", "RATE": "1e3", "PLAIN": 7}
+    assert cfg.kubernetes.env == env | {"OTHER": 5}
+    assert cfg.kubernetes.node_selector == env | {"OTHER": "0x11", "example.com/slot": "007"}
+    (tmp_path / "config.yaml").write_text(compose(argv, {}).yaml)
+    assert compose(["--config-dir", str(tmp_path), "--config-name", "config"], {}).cfg.kubernetes.env == env | {"OTHER": 5}
+
+
+def test_text_of_one_key_stays_as_a_file_has_it(tmp_path: Path):
+    (tmp_path / "mine.yaml").write_text("defaults: [train, _self_]\nrun:\n  name: 1.10\nseq_len: 0x40\nslurm: {partition: 007}\n")
+    argv = ["--config-dir", str(tmp_path), "--config-name", "mine"]
+    cfg = compose(argv, {}).cfg
+    assert (cfg.run.name, cfg.seq_len, cfg.slurm.partition) == ("1.10", 64, "007")
+    assert compose([*argv, "run.name=2"], {}).cfg.run.name == "2"

@@ -315,9 +315,10 @@ def test_the_next_command_composes(run):
     assert (cfg.seed, cfg.max_steps, list(cfg.envs)) == (5, 12, ["sums", "reverse_text"])
 
 
-def test_a_way_to_look_at_the_last_rollouts_is_suggested_where_there_are_any(run, capsys):
+def test_a_way_to_look_at_the_last_rollouts_is_suggested_where_there_are_any(run, capsys, monkeypatch):
     from rlx.rollout.record import write_rollouts
 
+    monkeypatch.setattr(sys, "argv", ["/there/rlx/cli/__main__.py"])
     console = finished(run, max_steps=2)
     assert not any(" view " in command for command in next_commands(console))
     write_rollouts(console.paths.rollouts_of(1), [], [])

@@ -8,9 +8,10 @@ import pytest
 
 from rlx.checkpoints import folders
 from rlx.config.load import compose
+from rlx.config.roots import SFT
 from rlx.config.schema import Config
 from rlx.paths import RunPaths
-from rlx.preflight.doctor import most_checkpoints, needed_disk
+from rlx.preflight.doctor import PROCESS, most_checkpoints, needed_disk, needed_memory
 
 MODEL = ("model=qwen3_8b", "hardware=node8", "env=math", "max_steps=100")
 
@@ -54,3 +55,22 @@ def test_the_disk_must_hold_the_versions_that_are_written_to_it() -> None:
     assert needed_disk(config(*MODEL, "ckpt.interval=null"))[0] < need < needed_disk(config(*MODEL, "ckpt.interval=1"))[0]
     many = needed_disk(config(*MODEL, "ckpt.interval=1", "ckpt.keep_last=null"))[0]
     assert many > 100 * 7 * version, "weights in float32, two states of the optimizer and the version itself, a hundred times"
+
+
+def test_supervised_training_needs_the_disk_for_its_checkpoints_too() -> None:
+    def of(*overrides: str) -> int:
+        given = (*MODEL[:2], "max_steps=100", "ckpt.interval=10", "data.name=x/y", "dry_run=true")
+        return needed_disk(compose([*given, *overrides], {}, SFT).cfg)[0]
+
+    version = 2 * 8e9  # bytes of one, in 16 bits
+    assert of() == pytest.approx(7 * version * 3, rel=0.1), "two that are kept and one that is written, with the optimizer's states"
+    assert of("ckpt.keep_last=4") == pytest.approx(7 * version * 5, rel=0.1)
+    assert of("ckpt.keep_last=null") == pytest.approx(7 * version * 10, rel=0.1)
+    assert of("lora.rank=16") < version / 5, "adapters alone"
+    evaluated = ("env=math", "eval.interval=50")
+    assert of(*evaluated) > of(), "versions, until the servers have evaluated them"
+
+
+def test_supervised_training_needs_memory_for_its_trainer_too() -> None:
+    cfg = compose(["data.name=x/y", "hardware=cpu", "dry_run=true"], {}, SFT).cfg
+    assert needed_memory(cfg) >= 3 * PROCESS

@@ -123,6 +123,28 @@ def test_a_transfer_that_breaks_at_its_own_limit_ends_the_update_before_the_flee
     play(scene, Stand(), Stand(), look=0.05)
 
 
+def test_a_server_that_is_late_at_version_0_is_not_waited_for_again_until_it_has_started_anew(clock: Clock) -> None:
+    """Its version cannot say whether it has: it is 0 before and after."""
+
+    async def scene(client: Servers, first: Stand, hangs: Stand) -> None:
+        known = client.fleet._servers[1]
+        hangs.stuck = True
+        for version in (1, 2):
+            updating = asyncio.ensure_future(client.update(Path("weights"), version, timeout=30.0))
+            if version == 1:
+                await all_but(client, hangs)
+                clock.passed += 31
+            await asyncio.wait_for(updating, 60)
+            asked = await client.fleet._state(known)
+            assert (asked.version, known.late, known.gone, first.version) == (0, True, True, version)
+            known.serves = True  # it is told the next version like any other
+        hangs.start, hangs.stuck = "2", False
+        await client.fleet._state(known)
+        assert not known.gone
+
+    play(scene, Stand(), Stand(), look=60)
+
+
 def test_time_does_not_count_while_a_server_waits_for_the_trainers_step_though_another_hangs(clock: Clock) -> None:
     async def scene(client: Servers, hangs: Stand, waits: Stand) -> None:
         hangs.stuck = waits.stuck = waits.asking = True

@@ -18,7 +18,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.load import compose, to_yaml
 from rlx.config.roots import TRAIN
 from rlx.paths import RunPaths
-from rlx.runs.status import Status
+from rlx.runs.status import Status, read_status
 from rlx.waiting import LEFT
 
 Pod = Callable[..., Any]
@@ -51,14 +51,17 @@ def chart(**values: Any) -> list[dict[str, Any]]:
     return Chart(ROOT / "charts" / "rlx").render("mine", {"image": "registry/rlx:1", **values})
 
 
-def host(index: int, volume: Path, monkeypatch: pytest.MonkeyPatch, nodes: int = 2, by_hand: bool = False) -> int:
+def host(
+    index: int, volume: Path, monkeypatch: pytest.MonkeyPatch, nodes: int = 2, by_hand: bool = False, more: tuple[str, ...] = ()
+) -> int:
     """Run the command as one host of a Job whose agents have free ports. `by_hand`: with their addresses."""
     monkeypatch.setattr("rlx.launch.manifests.PORT", 0)
     monkeypatch.setenv("JOB_COMPLETION_INDEX", str(index))
     monkeypatch.setenv("JOB_UID", "7")
     monkeypatch.setattr(pod.signal, "signal", lambda *_: None)  # this process keeps its handlers
     hosts = ["--hosts", ",".join(["127.0.0.1:0"] * nodes)] if by_hand else []
-    return pod.run(["--job", "mine", "--nodes", str(nodes), "--volume", str(volume), *hosts, "train", "hardware=cpu", "run.name=mine"])
+    overrides = ["hardware=cpu", "run.name=mine", *more]
+    return pod.run(["--job", "mine", "--nodes", str(nodes), "--volume", str(volume), *hosts, "train", *overrides])
 
 
 @pytest.mark.parametrize(("gpus", "layout"), [(0, "cpu"), (8, "node8")])
@@ -139,6 +142,29 @@ def test_a_restart_waits_for_lost_hosts_and_a_first_start_fails(tmp_path: Path, 
     assert "mine-1.mine did not answer" in capsys.readouterr().err
     Status(state="completed").write(paths)
     assert host(0, tmp_path, monkeypatch) == 0, "its first pod was lost as the run ended, and the others have left"
+
+
+def test_a_run_whose_lost_host_never_comes_fails_and_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("rlx.launch.agents.wait_for_agents", lambda *_: "mine-1.mine did not answer")
+    paths = RunPaths(tmp_path / "mine")
+    paths.logs(0).mkdir(parents=True)
+    paths.kubernetes.write_text('{"job": "mine", "uid": "7"}')
+    Status(state="preempted", attempt=0).write(paths)
+    starts = [host(0, tmp_path, monkeypatch, more=("launcher.max_requeues=3",)) for _ in range(2)]
+    (paths.checkpoints / "step_5").mkdir(parents=True)
+    (paths.checkpoints / "step_5" / "COMPLETE").touch()
+    starts += [host(0, tmp_path, monkeypatch, more=("launcher.max_requeues=3",)) for _ in range(4)]
+    assert starts == [LEFT] * 5 + [1], "a new step, and they are counted anew"
+    status = read_status(paths)
+    assert status is not None
+    assert status.cause is not None
+    assert (status.state, status.cause.reason) == (
+        "failed",
+        "mine-1.mine did not answer. The Job is given up: 4 starts in a row brought no new step, more than launcher.max_requeues=3; "
+        "the last ones waited for hosts",
+    )
+    for _ in range(5):
+        assert host(0, tmp_path, monkeypatch, by_hand=True, more=("launcher.max_requeues=3",)) == LEFT, "people decide themselves"
 
 
 def test_a_volume_that_cannot_be_written_is_named_with_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):

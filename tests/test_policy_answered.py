@@ -13,8 +13,9 @@ from policy_stand_in import StandIn, policy_of, tiny_chat
 
 from rlx.policy import answered as answered_module
 from rlx.policy.answered import ROLES, text_ends
-from rlx.policy.base import Message
+from rlx.policy.base import Message, PolicyError
 from rlx.policy.chat import Chat
+from rlx.policy.tokens import TokenEpisode
 from rlx.rollout.samples import samples_of
 from rlx.types import Group, Rollout, Task, TrainingSample, Turn
 
@@ -130,6 +131,66 @@ def test_each_answer_is_learned_once_with_its_roles_weight(strategy: str):
     assert by_weight == {0.5: "one", 2.0: "seven"}
     assert all(sample.ce_weights is None for sample in samples(turns, strategy, {}))
     assert all(sample.ce_weights is None for sample in samples(turns, strategy, {"tool": 1.0}))
+
+
+def asked_twice(generator: StandIn, chat: Chat) -> tuple[TokenEpisode, list[list[str]]]:
+    """An episode whose second and third prompts are each asked twice, at the same time; and the ids of the requests of each prompt."""
+    policy = replace(
+        policy_of(generator, sampling={"max_tokens": 40, "temperature": 1.0}, context_length=2000), chat=chat, learn=frozenset({"user"})
+    )
+    episode, ids = policy.episode(TASK, 0, 0), []
+
+    async def whole() -> None:
+        messages: list[Message] = [{"role": "user", "content": "abc"}]
+        for content in ("one", "seven", None):
+            times = 1 if not ids else 2
+            replies = await asyncio.gather(*(episode.respond(messages) for _ in range(times)), return_exceptions=True)
+            answers = [reply for reply in replies if not isinstance(reply, BaseException)]
+            ids.append([reply.request_id for reply in answers])
+            messages = [*messages, answers[-1].message, {"role": "user", "content": content}]
+
+    asyncio.run(whole())
+    return episode, ids
+
+
+@pytest.mark.parametrize("which", [0, -1])
+def test_a_message_that_is_asked_for_twice_is_learned_whichever_answer_is_kept(which: int):
+    chat = tiny_chat()
+    episode, ids = asked_twice(StandIn(chat, error=0.0), chat)
+    turns = episode.keep([each[which] for each in ids])
+    assert [turn.answered is not None and marked(chat, turn) for turn in turns] == [False, "one", "seven"]
+    assert episode.keep([each[which] for each in ids]) == turns, "asking again changes nothing"
+    rest = episode.keep([each[-1 - which] for each in ids[1:]])
+    assert all(turn.answered is None or not turn.answered.any() for turn in rest), "another rollout of the episode does not learn it again"
+    episode, ids = asked_twice(StandIn(chat, error=0.0), chat)
+    (last,) = episode.keep([ids[2][which]])
+    assert last.answered is not None
+    learned = chat.tokenizer.decode(last.prompt_ids[last.answered > 0], skip_special_tokens=False)
+    assert learned == "oneseven", "the requests before it are not kept, so it has all that the environment said"
+
+
+class FailsOnce(StandIn):
+    """The first of two requests with one prompt fails after the other has begun."""
+
+    def __init__(self, *given: Any, **keys: Any) -> None:
+        super().__init__(*given, **keys)
+        self.prompts: list[list[int]] = []
+
+    async def generate(self, *given: Any, **keys: Any) -> Turn:
+        prompt = list(given[0])
+        first = bool(self.prompts) and prompt not in self.prompts
+        self.prompts.append(prompt)
+        await asyncio.sleep(0)
+        if first:
+            raise PolicyError("the server is gone")
+        return await super().generate(*given, **keys)
+
+
+def test_a_message_is_learned_by_the_request_that_was_answered():
+    chat = tiny_chat()
+    episode, ids = asked_twice(FailsOnce(chat, error=0.0), chat)
+    assert [len(each) for each in ids] == [1, 1, 1]
+    assert [marked(chat, turn) for turn in episode.turns if turn.answered is not None] == ["one", "seven"]
 
 
 class Stopped(StandIn):

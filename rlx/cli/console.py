@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 import time
 from typing import Any
 
 from rlx.checkpoints.best import best_of
 from rlx.checkpoints.folders import steps as checkpoints
-from rlx.cli.display import LINE_INTERVAL, OF_ONE_RUN, Display, clock, count, short_name, sparkline, started_as, tell
+from rlx.cli.display import LINE_INTERVAL, OF_ONE_RUN, Display, clock, count, sparkline, tell
 from rlx.config.schema import EvaluatedRun
 from rlx.rollout.failures import in_words
 from rlx.runs.measured import STAGES
+from rlx.started import program
 
 STOPPED = ("interrupted", "preempted")  # states of a run that was stopped from outside
 WAITS = 0.15  # share of its time above which one side is said to wait for the other
@@ -196,23 +196,22 @@ class Console(Display):
         """Where the logs are; and, if the run was stopped, the command that goes on with its own configuration."""
         lines, status = [f"  look at   {self.paths.latest_logs}/"], self.run.status
         if status is not None and status.state in STOPPED:
-            program = started_as(sys.executable, sys.argv[0], command)
             directory = shlex.quote(str(self.paths.root))
-            lines.insert(0, f"  go on     {program} --config-dir {directory} --config-name config resume=latest")
+            lines.insert(0, f"  go on     {program(command)} --config-dir {directory} --config-name config resume=latest")
         return lines
 
     def _next(self, exit_code: int) -> list[str]:
         root = self.paths.root
         if exit_code != 0:
             return self._unfinished("train")
-        train, python = started_as(sys.executable, sys.argv[0]), short_name(sys.executable)
+        train = program()
         kept = [part for part in self.argv if part.lstrip("+").partition("=")[0] not in OF_ONE_RUN or _is_fork(part)]
         suggestions = [
             (f"{train} {shlex.join([*kept, f'seed={self.cfg.seed + 1}'])}", "another seed"),
             (f"bash {shlex.quote(str(root / 'reproduce.sh'))}", "the same run again"),
         ]
         if self.run.rollouts:  # a replay has none, nor a run with orchestrator.save_rollouts=false
-            suggestions.append((f"{python} -m rlx.cli view {shlex.quote(str(root))}", "what the policy wrote, rollout by rollout"))
+            suggestions.append((f"{program('view')} {shlex.quote(str(root))}", "what the policy wrote, rollout by rollout"))
         return [f"{'  next      ' if n == 0 else ' ' * 12}{command}   # {what}" for n, (command, what) in enumerate(suggestions)]
 
 

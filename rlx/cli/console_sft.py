@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 import time
 from pathlib import Path
 
 from rlx.cli.console import Console
-from rlx.cli.display import OF_ONE_RUN, clock, count, sparkline, started_as
+from rlx.cli.display import OF_ONE_RUN, clock, count, sparkline
 from rlx.config.schema import SftRoot
 from rlx.config.shipped import shipped_groups
 from rlx.rollout.synthesized import METADATA
 from rlx.runs.measured import STAGES
+from rlx.started import program
 
 LOSS, VAL = "loss/nll", "val/loss"
 LEFT_OUT = {
@@ -82,7 +82,7 @@ class SftConsole(Console):
         if exit_code != 0:
             return self._unfinished("sft")
         kept = [part for part in self.argv if part.lstrip("+").partition("=")[0] not in OF_ONE_RUN]
-        sft, train = (started_as(sys.executable, sys.argv[0], command) for command in ("sft", "train"))
+        sft, train = (program(command) for command in ("sft", "train"))
         weights = shlex.quote(f"model.name={self.paths.weights_of(self.cfg.max_steps)}")
         learn = (f"{train} {self._learner(kept)} {weights}", "reinforcement learning from the result")
         suggestions = [

@@ -6,8 +6,6 @@ Reads only the run directory (status, heartbeats, metrics), so it can watch any 
 from __future__ import annotations
 
 import os
-import shlex
-import shutil
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -57,24 +55,6 @@ def count(value: float) -> str:
         if value >= size:
             return f"{value / size:.1f}{unit}"
     return f"{value:.0f}"
-
-
-def started_as(executable: str, script: str, command: str = "train") -> str:
-    """The command that starts this program again from this directory: `python train.py`, `rlx sft`, or with paths where needed."""
-    if Path(script).suffix != ".py":  # installed as a command
-        return f"{short_name(script)} {command}"
-    if Path(script).name == "__main__.py" or command != "train":  # of the package; the script `train.py` knows one command
-        return f"{short_name(executable)} -m rlx.cli {command}"
-    return f"{short_name(executable)} {shlex.quote(script)}"
-
-
-def short_name(program: str) -> str:
-    """The shortest name that finds a program from here."""
-    name, here = Path(program).name, os.getcwd() + os.sep
-    for short in (name, "python"):
-        if (found := shutil.which(short)) and os.path.abspath(found) == os.path.abspath(program):
-            return short
-    return shlex.quote(program.removeprefix(here))
 
 
 def tell(text: str) -> None:

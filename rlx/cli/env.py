@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlx.config.shipped import LANGUAGE_MODEL, default_seq_len, shipped_options
+from rlx.started import program
 
 if TYPE_CHECKING:
     from rlx.envs.catalog import Listed
@@ -195,15 +196,12 @@ def _entries(entries: Sequence[Entry]) -> list[str]:
 
 def next_commands(env_id: str, python: str | None = None, prompt_chars: int = 0) -> list[str]:
     """The commands that check an environment and train on it. `python`: of its own. `prompt_chars`: characters of a short prompt."""
-    from rlx.cli.display import started_as
-
-    train = started_as(sys.executable, sys.argv[0])
     option = next((option for option, name in shipped_options().items() if name == env_id), None)
     own = [f"envs.custom.python={python}"] if python and option is None else []
     if prompt_chars >= default_seq_len():
         own.append(LANGUAGE_MODEL)
     chosen = ["env=custom", f"envs.custom.id={env_id}"] if option is None else [f"env={option}"]
-    return [f"rlx env check {shlex.join([option or env_id, *own])}", f"{train} {shlex.join([*chosen, *own])}"]
+    return [f"rlx env check {shlex.join([option or env_id, *own])}", f"{program()} {shlex.join([*chosen, *own])}"]
 
 
 # install

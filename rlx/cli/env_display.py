@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlx.cli.display import started_as
 from rlx.cli.playing import PlayDisplay
+from rlx.started import program
 
 if TYPE_CHECKING:
     from rlx.rollout.worth import Assessment, Verdict
@@ -101,4 +100,4 @@ def train_command(env: str, env_id: str, given: Sequence[str]) -> str:
     if of_an_endpoint and not any(word.startswith("model=") for word in kept):
         kept.append(LANGUAGE_MODEL)  # an endpoint's model is seldom one that the default could replace
     chosen = [f"env={env}", *([f"envs.custom.id={env_id}"] if env == "custom" else [])]
-    return f"{started_as(sys.executable, sys.argv[0])} {shlex.join([*chosen, *kept])}"
+    return f"{program()} {shlex.join([*chosen, *kept])}"

@@ -164,7 +164,7 @@ def _first(given: Namespace, overrides: list[str], hosts: list[tuple[str, int]],
     from rlx.cli.command import label_of
     from rlx.config.load import compose
     from rlx.launch.agents import wait_for_agents
-    from rlx.launch.pods import attempt, is_restart, make_token
+    from rlx.launch.pods import after_missing, attempt, is_restart, make_token
     from rlx.paths import RunPaths
     from rlx.plan.make import make_plan
     from rlx.runs.claim import settle
@@ -197,7 +197,11 @@ def _first(given: Namespace, overrides: list[str], hosts: list[tuple[str, int]],
     token = make_token(file)
     if (missing := wait_for_agents(hosts, token, given.start_timeout, lambda text: print(text, flush=True))) is not None:
         print(f"{missing}\nSee kubectl describe pod: it is not scheduled, or its image cannot be pulled.", file=sys.stderr)
-        return LEFT if begun else 1  # a run that has begun waits for the cluster's hosts
+        if not begun:
+            return 1
+        return (
+            LEFT if given.hosts else after_missing(cfg, missing)
+        )  # a run that has begun waits for the cluster's hosts; by hand, for people
     shown = []
 
     def show(root: Path) -> None:

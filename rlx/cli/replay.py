@@ -27,7 +27,7 @@ tokens that differ most. Nothing of the run changes; tokens.csv and summary.json
 explains the numbers and both files.
 
 The policy comes from weights/step_N or, if that is gone, from the nearest checkpoint and the recorded steps after it.
-One process in float32. --device cuda: on one GPU. To train a whole run again: python train.py replay=RUN"""
+One process in float32. --device cuda: on one GPU. To train a whole run again: rlx train replay=RUN"""
 
 
 def run(argv: list[str]) -> int:

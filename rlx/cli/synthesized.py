@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
-from rlx.cli.display import started_as
 from rlx.cli.playing import PlayDisplay
 from rlx.rollout.failures import in_words
 from rlx.rollout.synthesized import METADATA
+from rlx.started import program
 
 
 class SynthesisDisplay(PlayDisplay):
@@ -21,11 +20,10 @@ class SynthesisDisplay(PlayDisplay):
     def summary(self, exit_code: int) -> str:
         lines = super().summary(exit_code).splitlines()
         root = short(self.paths.root)
-        program = started_as(sys.executable, sys.argv[0]).removesuffix(" train")
-        again = f"{program} synthesize --config-dir {root} --config-name config resume=latest"
+        again = f"{program('synthesize')} --config-dir {root} --config-name config resume=latest"
         if exit_code == 0:
             data = short(self.paths.synthesized(self.cfg.format))
-            lines.append(f"  next      {program} sft data.name={data} {self._model()} seq_len={self.cfg.seq_len}   # train on it")
+            lines.append(f"  next      {program('sft')} data.name={data} {self._model()} seq_len={self.cfg.seq_len}   # train on it")
             lines.append(f"            {again} play=false min_reward=…   # choose again; plays nothing")
         elif exit_code != 1:
             lines.append(f"            {again}")

@@ -27,7 +27,8 @@ from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError, InterpolationToMissingValueError, OmegaConfBaseException
 
-from rlx.config.again import with_all_values
+from rlx.config import written
+from rlx.config.again import ambiguous, with_all_values, without_effect
 from rlx.config.env_nodes import as_presets, fill_in
 from rlx.config.environment import Variable, read_variables
 from rlx.config.errors import ConfigError
@@ -37,8 +38,8 @@ from rlx.config.overrides import LATE, Groups, expand_env_keys, line_of, parse, 
 from rlx.config.roots import ROOTS, TRAIN, Root, elsewhere, has_key, root_named
 from rlx.config.saved import escaped
 from rlx.config.schema import MISSING
-from rlx.config.sources import Repository, copied, is_shipped, label, make_loader
-from rlx.config.tree import Origins, Problem, merge, optional_sections, show, split_optional, type_at
+from rlx.config.sources import WRITTEN, Repository, copied, is_shipped, label, make_loader
+from rlx.config.tree import Origins, Problem, merge, optional_sections, secret_keys, show, split_optional, type_at
 
 SCHEMA = "rlx_schema"  # every key with its default; first in the defaults list
 INHERITED = "rlx_inherited"  # what another run or a named endpoint gives (`Root.inherits`); before the variables in the defaults list
@@ -65,6 +66,8 @@ class Tree:
     hydra: dict[str, Any] = field(default_factory=dict)  # the `hydra` node of the files: what a sweep varies
     may_inherit: bool = False  # the primary file lists `rlx_inherited`; a run's `config.yaml` does not, because it has all values
     later: Later | None = None
+    file: str = ""  # the primary file
+    texts: list[str] = field(default_factory=list)  # its keys with a text that may be meant as a number; in a run's file of before only
     chosen: list[str] = field(default_factory=list)  # groups that the command line or a variable chooses
 
 
@@ -185,19 +188,21 @@ def _compose(
         raise ConfigError(_explain(error, groups)) from None
     sweep = cfg.pop("hydra", None)  # for sweeps only; not part of a run's configuration
     hydra = {str(name): value for name, value in _plain(sweep, resolve=False).items()} if isinstance(sweep, DictConfig) else {}
-    variables = [v for v in variables if not v.is_group]
+    ignored, variables = variables, [v for v in variables if not v.is_group]
     origins = _find_origins(repository, defaults, variables, values, inherited)
     off = _sections_off(root, variables, values, origins)
     fill_in(cfg, repository, groups, origins)
     resolved, unresolved_problems, unresolved = _resolve(cfg, origins)
     data = {str(key): value for key, value in resolved.items()}
+    written.keep(root.schema, data, origins)
     _drop_of_other_commands(root, data, origins)
+    notes += without_effect(primary, name, ignored, data, origins, secret_keys(root.schema))
     may_inherit = any(default.config_path == INHERITED for default in defaults)
     choices = _find_choices(defaults, groups.names)
     notes += [f"hardware=auto: {layout[1]}"] if choices.get("hardware") == "auto" else []
-    return Tree(
-        data, origins, choices, list(request.lines), notes, off + unresolved_problems, unresolved, hydra, may_inherit, chosen=chosen
-    )
+    tree = Tree(data, origins, choices, list(request.lines), notes, off + unresolved_problems, unresolved, hydra, may_inherit)
+    tree.chosen, tree.texts, tree.file = chosen, ambiguous(primary), label(primary, name) if primary else ""
+    return tree
 
 
 def _refuse_other_command(loaded: ConfigResult | None, name: str, root: Root) -> None:
@@ -330,6 +335,7 @@ def _find_origins(
             keys = list(_flatten(OmegaConf.to_container(loaded.config, resolve=False), default.package or ""))
             origins.note(keys, label(loaded, path), of_group="/" in path, shipped=is_shipped(loaded))
             origins.in_files.update(keys)
+            written.note(origins, loaded.header.get(WRITTEN), default.package or "")
     for override in values:
         origins.note(_flatten(value_of(override), override.key_or_group), "command line", typed=True)
     return origins

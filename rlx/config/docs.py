@@ -82,7 +82,7 @@ my_conf/mine.yaml                 defaults: [train, _self_]    →  --config-dir
 
 A run's own `config.yaml` holds every value: `--config-dir outputs/RUN --config-name config run.dir=NEW` runs it again. Its values
 are literal: `${seed}` is text there, but in a file of your own it is the value of the key `seed`. The first line tells the two apart.
-Variables that set keys or choose options (`RLX_SEED`, `RLX_LOSS`) have no effect on it.
+Variables that set keys or choose options (`RLX_SEED`, `RLX_LOSS`) have no effect on it, and a line says so with the value that is used.
 
 The value of a secret key (`inference.api_key`) is never in this file, and never shown, logged or sent: `<secret>` replaces it. A new run
 needs it again. `inference.api_key='${oc.env:NAME}'` takes it from a variable, which keeps it out of the list of

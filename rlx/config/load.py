@@ -20,13 +20,14 @@ import yaml
 from rlx.config.checks import check
 from rlx.config.errors import ConfigError, may_parse
 from rlx.config.inherited import Later
+from rlx.config.notes import notes_of
 from rlx.config.roots import EVAL, SYNTHESIZE, TRAIN, Root, root_named, root_of, where_else
 from rlx.config.rules import target_name
 from rlx.config.saved import text_of
 from rlx.config.schema import CommandConfig, Config, PlayRoot, TrainingRoot
 from rlx.config.secret import FILE, hidden
 from rlx.config.signatures import READABLE
-from rlx.config.targets import all_nodes_of, check_targets, instantiate
+from rlx.config.targets import all_nodes_of, check_targets, instantiate, read_numbers
 from rlx.config.tree import Builder, Origins
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ def checked(tree: Tree, root: Root = TRAIN) -> Composed:
     """
     builder = Builder(root.schema, tree.origins, elsewhere=partial(where_else, root.schema))
     cfg = builder.build(root.schema, tree.data)
+    read_numbers(cfg)
     reported = [f"{key}." for problem in tree.problems for key in problem.keys]
     builder.missing = [  # without those of which the cause is reported already
         (key, doc) for key, doc in builder.missing if key not in tree.unresolved and not key.startswith(tuple(reported))
@@ -105,7 +107,26 @@ def checked(tree: Tree, root: Root = TRAIN) -> Composed:
         problems = check(cfg, tree.origins, unknown)
     if problems:
         raise ConfigError([problem.text for problem in problems])
-    return Composed(cfg, tree.overrides, tree.choices, tree.notes, tree.origins, tree.later)
+    notes = [*tree.notes, *_still_text(cfg, tree), *notes_of(cfg, tree.origins)]
+    return Composed(cfg, tree.overrides, tree.choices, notes, tree.origins, tree.later)
+
+
+def _still_text(cfg: Any, tree: Tree) -> list[str]:
+    """A note with the keys of a run's file of an older version that hold text such as 1e-5, and are no numbers."""
+
+    def value_of(key: str) -> Any:
+        value = cfg
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
+        return value
+
+    kept = [key for key in tree.texts if any(isinstance(each, str) for each in _listed(value_of(key)))]
+    text = f"{tree.file} is a run's configuration, where 1e-5, without a point, is text: {', '.join(kept)}. Write 1.0e-5"
+    return [text] if kept else []
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 @overload
@@ -183,6 +204,7 @@ def _build(path: Path, data: dict[str, Any], root: Root, secrets: bool) -> Any:
         _fill_secrets(data, path.with_name(FILE))
     builder = Builder(root.schema)
     cfg = builder.build(root.schema, data)
+    read_numbers(cfg)
     if not secrets:
         builder.missing = [(key, doc) for key, doc in builder.missing if key not in builder.origins.secret]
     if builder.problems:

@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
+from rlx.config import written
 from rlx.config.errors import ConfigError, may_parse, may_read
 from rlx.config.gpus import choose_layout
 from rlx.config.limits import cores
@@ -34,21 +35,24 @@ from rlx.config.tree import show
 SUFFIX = ".yaml"
 SAVED = "saved"
 """In the header of what was loaded from a run's `config.yaml`: whether its version writes 1e-5 in quotes (`now`), or not (`before`)."""
+WRITTEN = "written"
+"""In the header of each file: its numbers as they are written (`written.read`)."""
 
 
 @functools.lru_cache(maxsize=1024)
-def _parsed(text: str) -> Any:
-    """The content of a file. A sweep composes the same files for each of its runs, and parsing them was a fifth of composing.
+def _parsed(text: str) -> tuple[Any, str]:
+    """The content of a file, and its numbers as they are written.
 
+    A sweep composes the same files for each of its runs, and parsing them was a fifth of composing.
     Raises TypeError if it is no mapping or has a value that no key can have. OmegaConf's own function takes text for a key without a value.
     """
     plain = is_saved(text) and not has_quotes(text)
-    data = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader) if plain else get_yaml_loader())
+    data, as_written = written.read(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader) if plain else get_yaml_loader())
     if data is not None and not isinstance(data, dict):
         what = f"a list of {len(data)} values" if isinstance(data, list) else f"only the value {show(data)!r}"
         raise TypeError(f"it holds {what}, but a configuration file holds keys.\nWrite `key: value` in each line.")
     try:
-        return OmegaConf.create(escaped(data) if is_saved(text) else data or {})
+        return OmegaConf.create(escaped(data) if is_saved(text) else data or {}), as_written
     except OmegaConfBaseException as error:
         key = f"`{error.full_key}`: " if error.full_key else ""
         raise TypeError(
@@ -82,12 +86,13 @@ class Folder(FileConfigSource):
         try:
             with may_read(file), may_parse(shown(file)):
                 text = file.read_text(encoding="utf-8")
-                parsed = _parsed(text)
+                parsed, as_written = _parsed(text)
         except FileNotFoundError:
             raise ConfigLoadError(f"Config not found : {file}") from None
         except TypeError as error:
             raise ConfigError(f"{shown(file)}: {error}") from None
         header = self._get_header_dict(text[:512]) | ({SAVED: "now" if has_quotes(text) else "before"} if is_saved(text) else {})
+        header[WRITTEN] = as_written
         return ConfigResult(config=copied(parsed), path=self.full_path(), provider=self.provider, header=header)
 
     def is_group(self, config_path: str) -> bool:

@@ -6,8 +6,11 @@ and with it torch. Checking a node imports it only if the signature cannot be re
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import math
+import typing
 from collections.abc import Callable
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import fields, is_dataclass
@@ -18,7 +21,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.rules import declared
 from rlx.config.schema import LossTerms, OptimTerms, split_terms
 from rlx.config.signatures import locate, module_of, read_signature, signature_of
-from rlx.config.tree import Builder, Origins, Problem, closest, convert, show
+from rlx.config.tree import Builder, Origins, Problem, closest, convert, show, types_of
 
 TERMS: dict[str, type | None] = {"loss": LossTerms, "advantage": None, "optim": OptimTerms}
 """The open nodes of the configuration, with the keys that every target of a node shares."""
@@ -112,6 +115,60 @@ def check_targets(cfg: Any, origins: Origins) -> list[Problem]:
                 by_name=True,
             )
     return problems
+
+
+def read_numbers(cfg: Any) -> None:
+    """Turn texts of open nodes into numbers, in place, where the target or a shared key takes a number.
+
+    A file that is read by YAML's own rules has text for 1e-5, without a point. Keys of the schema are read the same way (`tree.convert`).
+    """
+    for node, terms in all_nodes_of(cfg).values():
+        if _holds_numbers(node):
+            if terms is not None:
+                _numbers_of_terms(node, terms)
+            with contextlib.suppress(ConfigError):  # `check_targets` reports it
+                _numbers_of_arguments(node, signature_of(str(node.get("_target_", ""))))
+    for env in getattr(cfg, "envs", {}).values():
+        if env.python is None and _holds_numbers(env.args):
+            _numbers_of_arguments(env.args, read_signature(module_of(env.id), "load_environment") or inspect.Signature())
+
+
+def _holds_numbers(value: Any) -> bool:
+    """Whether there is a text that Python reads as a number."""
+    if isinstance(value, dict | list):
+        return any(map(_holds_numbers, value.values() if isinstance(value, dict) else value))
+    try:
+        return isinstance(value, str) and not math.isnan(float(value))
+    except ValueError:
+        return False
+
+
+def _numbers_of_terms(node: dict[str, Any], terms: type) -> None:
+    for name, kind in types_of(terms).items():
+        if is_dataclass(kind) and isinstance(node.get(name), dict):
+            _numbers_of_terms(node[name], typing.cast(type, kind))
+        elif name in node:
+            node[name] = _as_numbers(kind, node[name])
+
+
+def _numbers_of_arguments(node: dict[str, Any], signature: inspect.Signature) -> None:
+    for name, parameter in signature.parameters.items():
+        if name in node:
+            node[name] = _as_numbers(parameter.annotation, node[name])
+
+
+def _as_numbers(kind: Any, value: Any) -> Any:
+    """`value` with numbers for those of its texts that `kind` has numbers for."""
+    try:
+        return _replaced(value, convert(kind, value))
+    except TypeError:  # another type than the key's: the checks report it
+        return value
+
+
+def _replaced(value: Any, converted: Any) -> Any:
+    if isinstance(value, list) and isinstance(converted, list):
+        return list(map(_replaced, value, converted))
+    return converted if isinstance(value, str) else value
 
 
 def _check_arguments(

@@ -128,20 +128,21 @@ class SupervisedSource:
 
     own = True
 
-    def __init__(self, sets: Sequence[tuple[Examples, float]], *, batch_size: int, seed: int, shuffle: bool = True) -> None:
+    def __init__(self, sets: Sequence[tuple[Examples, float]], *, batch_size: int, seed: int, shuffle: bool = True, begin: int = 0) -> None:
         """`sets`: examples, and the weight by which they share the places of a batch, which is one mini-batch of `batch_size` examples.
 
-        Each example is its own group. Without `shuffle` the examples come in their order.
+        Each example is its own group. Without `shuffle` the examples come in their order. `begin`: the step that has the first of them.
         """
+        self.begin = begin
         self.sets, self.batch_size, self.seed, self.shuffle = [examples for examples, _ in sets], batch_size, seed, shuffle
         self.weights = [weight for _, weight in sets]
-        self._next, self._order = 0, self._places()
+        self._next, self._order = begin, self._places()
         self._reports: dict[int, dict[str, float]] = {}
 
     def receive(self, step: int, tick: Tick = lambda: None) -> StepBatch:
         """The batch of `step`. Steps may come in any order; the next step is the cheapest. Raises ValueError for a row it cannot use."""
         if step < self._next:
-            self._next, self._order = 0, self._places()
+            self._next, self._order = self.begin, self._places()
         while self._next <= step:
             places = next(self._order)
             self._next += 1
@@ -166,7 +167,7 @@ class SupervisedSource:
     def _report(self, step: int, places: Sequence[tuple[int, int]], samples: Sequence[TrainingSample], counts: Counter[str]) -> dict:
         rows = sum(map(len, self.sets))
         values: dict[str, float] = {
-            "data/epoch": (step + 1) * self.batch_size / rows,
+            "data/epoch": (step + 1 - self.begin) * self.batch_size / rows,
             "batch/samples": len(samples),
             "batch/tokens": sum(len(sample.token_ids) for sample in samples),
             "batch/loss_tokens": sum(int(sample.loss_mask.sum()) for sample in samples),

@@ -93,6 +93,7 @@ class PolicyState(msgspec.Struct, frozen=True):
     weights: str = ""  # path of the served version
     asking: bool = False  # it waits until the trainer is ready to send a version; that takes as long as the trainer's step
     identity: str = ""  # of version 0's weights (`weights.files.identity`), the same wherever they lie; "": the server does not say
+    start: str = ""  # another one each time that the server starts; "": the server does not say
 
 
 class Device(msgspec.Struct, frozen=True):

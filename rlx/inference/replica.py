@@ -80,6 +80,8 @@ class Replica:
         self.silent_since: float | None = None  # monotonic time of the first of its latest failures to answer
         self.hung = False  # it took a connection and did not answer
         self.late = False  # it answered, but did not load the latest version that it was told in time
+        self._start: str | None = None  # which start of the server this is, by its latest word; None: it has said nothing yet
+        self._version = 0  # by its latest word
         self.said = ""  # the latest warning about it
         self._asked: float | None = None  # monotonic time of its latest word that it waits for the trainer, unless it said otherwise since
         self.updating = asyncio.Lock()
@@ -100,7 +102,10 @@ class Replica:
     def told(self, state: PolicyState) -> PolicyState:
         """Keep in mind what the server says of itself."""
         self._asked = time.monotonic() if state.asking else None
-        self.late &= not state.asking and state.version > 0  # at version 0 it has started again
+        # At version 0 its version does not say so.
+        began_anew = self._start not in (None, state.start) or state.version < self._version
+        self.late &= not state.asking and not began_anew
+        self._start, self._version = state.start, state.version
         self.initial, self.model = state.identity, state.model
         return state
 

@@ -5,6 +5,7 @@ The Job starts the pod again after a preemption or a lost host; the run then res
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -26,9 +27,10 @@ from rlx.paths import RunPaths, write_text
 from rlx.plan.record import ProcessSpec
 from rlx.runs.claim import RunLock, create, new_attempt
 from rlx.runs.differences import changed_keys
-from rlx.runs.jobs import note_progress, saved_of, unit_of
+from rlx.runs.jobs import note_missed, note_progress, saved_of, unit_of
 from rlx.runs.rewind import has_begun, rewind
 from rlx.runs.status import Cause, Status, read_status
+from rlx.waiting import LEFT
 
 OLD_ATTEMPT = 120.0  # seconds to wait for the processes of an earlier attempt, whose pod may still end
 
@@ -100,6 +102,24 @@ def is_restart(root: Path, job: str) -> bool:
     """Whether this start of the Job has begun an attempt of the run already."""
     paths = RunPaths(root)
     return _is_start_of(_owner(paths), job) and paths.logs(0).is_dir()
+
+
+def after_missing(cfg: CommandConfig, missing: str) -> int:
+    """The exit code of a restart whose hosts did not all come: the Job starts it again, `launcher.max_requeues` times without progress.
+
+    `missing`: which host did not come. A node that is gone for good would keep the others' GPUs idle without end.
+    """
+    paths = RunPaths(Path(str(cfg.run.dir)))
+    with contextlib.closing(RunLock(paths)) as lock:
+        if not lock.take(OLD_ATTEMPT):
+            print(f"{paths.root} is in use by another run", file=sys.stderr)
+            return 1
+        status = read_status(paths) or Status(max_steps=cfg.total_steps)
+        barren = note_missed(paths, status.attempt + 1, saved_of(paths, cfg))
+        if barren <= cfg.launcher.max_requeues:
+            return LEFT
+        times = f"{barren} starts in a row brought no new {unit_of(cfg)}, more than launcher.max_requeues={cfg.launcher.max_requeues}"
+        return _fail(paths, status, f"{missing}. The Job is given up: {times}; the last ones waited for hosts")
 
 
 def _start(job: str) -> dict[str, str]:

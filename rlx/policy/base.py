@@ -140,11 +140,15 @@ class KnownTurns:
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        return tuple(turn for _, (_, turn) in sorted(self._turns.items(), key=lambda item: item[0]))
+        return tuple(self._turns[number][1] for number in sorted(self._turns))
 
     def keep(self, request_ids: Sequence[str]) -> tuple[Turn, ...]:
+        return tuple(self._turns[number][1] for number in self._among(request_ids))
+
+    def _among(self, request_ids: Sequence[str]) -> list[int]:
+        """The numbers of those requests, in their order."""
         wanted = set(request_ids)
-        return tuple(turn for _, (request_id, turn) in sorted(self._turns.items(), key=lambda item: item[0]) if request_id in wanted)
+        return [number for number in sorted(self._turns) if self._turns[number][0] in wanted]
 
 
 def request_seed(seed: int, task: Task, member: int, attempt: int, turn: int) -> int:

@@ -6,11 +6,13 @@ It is in this room because rows become samples by the chat format of the model.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rlx.checkpoints.forked import read_forked
 from rlx.config.load import load_run
 from rlx.config.schema import Config, SftRoot, TrainingRoot
 from rlx.config.schema_sft import DataSetConfig
@@ -22,6 +24,8 @@ from rlx.paths import RunPaths, write_text
 from rlx.policy.chat import Chat, load_chat
 from rlx.policy.templates import ends_of, tokenizer_of
 from rlx.types import StepBatch
+
+log = logging.getLogger(__name__)
 
 FAKE_PROMPT = 0.5  # share of a fake sample's tokens that are context
 
@@ -85,19 +89,23 @@ def fake_rollouts(cfg: Config, streams: Collection[str] = ()) -> FakeSource:
 
 def supervised(cfg: SftRoot, model: str, paths: RunPaths) -> SupervisedSource:
     """The rows of `data`. Raises ValueError for a data set that cannot be opened, or is not that of the run's earlier attempts."""
-    keep_digests(cfg, paths)
+    begin = keep_digests(cfg, paths)
     chat, vocab_size = chat_of(cfg, model), vocab_size_of(cfg, model)
     sets = [(_examples(cfg, key, each, chat, vocab_size), each.weight) for key, each in cfg.data.all_sets.items()]
-    return SupervisedSource(sets, batch_size=cfg.data.batch_size, seed=cfg.seed, shuffle=cfg.data.shuffle)
+    return SupervisedSource(sets, batch_size=cfg.data.batch_size, seed=cfg.seed, shuffle=cfg.data.shuffle, begin=begin)
 
 
-def keep_digests(cfg: SftRoot, paths: RunPaths) -> None:
-    """Write what shows that the data sets have changed. Raises ValueError if they have since an earlier attempt of the run."""
+def keep_digests(cfg: SftRoot, paths: RunPaths) -> int:
+    """Write what shows that the data sets have changed. Raises ValueError if they have since an earlier attempt of the run.
+
+    Returns the step that has the first rows: 0, but in a fork with other data, or a fork of such a fork, the step where these begin.
+    """
     sets = {f"data.{'name' if key == 'data' else f'sets.{key}'}": each for key, each in cfg.data.all_sets.items()}
     if cfg.val.name is not None:
         sets["val.name"] = DataSetConfig(name=cfg.val.name, subset=cfg.val.subset, split=cfg.val.split)
     here = {key: digest_of(each.name, open_rows(each.name, subset=each.subset, split=each.split)) for key, each in sets.items()}
-    there = json.loads(paths.data.read_text())["sets"] if paths.data.is_file() else {}
+    found = json.loads(paths.data.read_text()) if paths.data.is_file() else None
+    there = found["sets"] if found else {}
     if changed := [f"{key}={sets[key].name}: {there[key]} → {here[key]}" for key in here if there.get(key, here[key]) != here[key]]:
         raise ValueError(
             "a data set has changed since the run began, so a resumed run would skip rows and repeat others:\n  "
@@ -105,7 +113,22 @@ def keep_digests(cfg: SftRoot, paths: RunPaths) -> None:
             + f"\nRestore the data set; or train on the new one in another run from the last checkpoint, resume={paths.root} run.name=NEW; "
             "or begin anew with clean=true"
         )
-    write_text(paths.data, json.dumps({"sets": here}, indent=1) + "\n")
+    begin = _begin(cfg, paths, here) if found is None else found.get("begin", 0)
+    write_text(paths.data, json.dumps({"sets": here, **({"begin": begin} if begin else {})}, indent=1) + "\n")
+    return begin
+
+
+def _begin(cfg: SftRoot, paths: RunPaths, here: dict[str, Any]) -> int:
+    """The step at which the data sets begin in a run that is about to train for the first time. `here`: their digests."""
+    forked = read_forked(paths)
+    if forked is None or forked.data is None:
+        return 0
+    before = [digest for key, digest in forked.data.get("sets", {}).items() if key.startswith("data.")]
+    other = forked.other_order(cfg) or ("other rows" if before != [here[key] for key in here if key.startswith("data.")] else None)
+    if other is None:
+        return forked.data.get("begin", 0)
+    log.warning("%s: the data of this run begin at their first row, and not where %s was after %d steps", other, forked.source, forked.step)
+    return forked.step
 
 
 def validation_rows(cfg: TrainingRoot, mesh: Mesh, model: str, tick: Callable[[], None]) -> tuple[StepBatch, dict[str, float]] | None:

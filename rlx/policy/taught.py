@@ -18,9 +18,9 @@ import numpy as np
 
 from rlx.data.conversations import RowError
 from rlx.data.masks import answer_after, as_turn
-from rlx.policy.answered import answered
+from rlx.policy.answered import LearnedTurns
 from rlx.policy.asked import raw_text
-from rlx.policy.base import KnownTurns, Message, PolicyError, PromptTooLong, Reply
+from rlx.policy.base import Message, PolicyError, PromptTooLong, Reply
 from rlx.policy.chat import Chat, Said, continued
 from rlx.policy.openai import OpenAIEpisode, OpenAIPolicy
 from rlx.types import Task, Turn
@@ -75,13 +75,13 @@ class TaughtPolicy:
         return reply
 
 
-class TaughtEpisode(KnownTurns):
+class TaughtEpisode(LearnedTurns):
     """See `rlx.policy.base.Episode`."""
 
     __slots__ = ("_said", "env", "inner", "place", "policy")
 
     def __init__(self, policy: TaughtPolicy, inner: OpenAIEpisode, place: int = 0, env: str = "") -> None:
-        super().__init__()
+        super().__init__(policy.chat, policy.learn, env)
         self.policy, self.inner, self.replies = policy, inner, inner.replies
         self.place, self.env = place, env  # of its endpoint among the policy's; of the environment
         self._said: list[Said] = []
@@ -123,8 +123,9 @@ class TaughtEpisode(KnownTurns):
                 f"{len(prompt)} + {len(answer)} tokens of the teacher's answer; the context is {self.policy.context_length}"
             )
         versions = np.full(len(answer), self.policy.version(), dtype=np.int32)
-        before = [known for said, _, _ in self._said for known in (said, said[:-1])]  # two requests with one prompt mark it once
-        learn = self.policy.learn
-        marks = answered(chat, prompt, messages, before, tools, learn, self.env) if learn else None
+        marks, number = None, len(self._turns)
+        if self.policy.learn:
+            marks = self.asks(number, prompt, messages, tools)
+            self.says(number, reply.message)
         how = "length" if reply.truncated else "stop"
         return replace(as_turn(prompt, answer), versions=versions, finish_reason=how, answered=marks)

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlx.config.sampling import biases
-from rlx.policy.answered import answered
+from rlx.policy.answered import LearnedTurns
 from rlx.policy.asked import before_stop, parameters_of, raw_text
-from rlx.policy.base import Call, KnownTurns, Message, PolicyError, PromptTooLong, Reply, request_seed
+from rlx.policy.base import Call, Message, PolicyError, PromptTooLong, Reply, request_seed
 from rlx.policy.chat import Chat, Said, continued
 from rlx.policy.demonstrated import Demonstrated
 from rlx.types import Task, Turn
@@ -50,20 +50,19 @@ class TokenPolicy:
         return TokenEpisode(self, task, member, attempt)
 
 
-class TokenEpisode(KnownTurns):
+class TokenEpisode(LearnedTurns):
     """See `rlx.policy.base.Episode`."""
 
-    __slots__ = ("_biased", "_call_ids", "_history", "_known", "_num_requests", "attempt", "member", "policy", "task")
+    __slots__ = ("_biased", "_call_ids", "_history", "_num_requests", "attempt", "member", "policy", "task")
 
     def __init__(self, policy: TokenPolicy, task: Task, member: int, attempt: int) -> None:
-        super().__init__()
+        super().__init__(policy.chat, policy.learn, task.env)
         self.policy = policy
         self.task, self.member, self.attempt = task, member, attempt
         self._num_requests = 0
         self._biased: dict[str, list[str]] = {}  # what each request that cannot be trained asked for, by its id
         self._call_ids: set[str] = set()
         self._history: list[Said] = []
-        self._known: list[list[Message]] = []  # conversations whose messages no later request marks: of trained requests and their answers
 
     async def respond(
         self,
@@ -93,17 +92,14 @@ class TokenEpisode(KnownTurns):
         shown = None
         if policy.demonstrated is not None and trained:  # before sampling: a row without a demonstration costs no request
             shown = np.asarray(self._shown(ids, prompt, functions, raw, policy.demonstrated), dtype=np.int32)
-        marks, learns = None, bool(policy.learn) and raw is None and trained
-        if learns:  # before sampling, so that of two requests with one prompt the first marks it, whichever is answered first
-            marks = answered(policy.chat, ids, prompt, self._known, functions, policy.learn, self.task.env)
-            self._known.append(prompt)
+        learns = bool(policy.learn) and raw is None and trained
+        marks = self.asks(number, ids, prompt, functions) if learns else None
         try:
             turn = await policy.generator.generate(ids, parameters, request_id, self.task.index)
             if turn.finish_reason == "abort":
                 raise PolicyError("the server aborted the request")
         except BaseException:
-            if learns:  # whoever asks again marks it
-                self._known.remove(prompt)
+            self.failed(number)
             raise
         if shown is not None:
             turn = replace(turn, shown=shown)
@@ -137,7 +133,7 @@ class TokenEpisode(KnownTurns):
         if trained:
             self.replies.append(message)
             if learns:
-                self._known.append([*prompt, message])
+                self.says(number, message)
             biased = biases(parameters) if policy.exact else []
             if biased:
                 self._biased[request_id] = biased

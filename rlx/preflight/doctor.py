@@ -24,9 +24,10 @@ from pathlib import Path
 
 from rlx.config import limits
 from rlx.config.kv_cache import kv_cache_bytes
-from rlx.config.memory import engine_memory, size, trainer_memory, versions_in_memory
+from rlx.config.memory import engine_memory, size, trained_parameters, trainer_memory, versions_in_memory
 from rlx.config.mounts import file_system
-from rlx.config.schema import CommandConfig, Config, PlayRoot
+from rlx.config.rows import BYTES
+from rlx.config.schema import CommandConfig, Config, PlayRoot, SftRoot, TrainingRoot
 from rlx.kernels.toolchain import missing_part
 from rlx.paths import cache_root
 
@@ -127,17 +128,19 @@ def existing(path: Path) -> Path:
 
 def needed_disk(cfg: CommandConfig) -> tuple[int, int]:
     """Bytes that a run's versions and checkpoints take at most, and those of one version; 0: no version is written here step by step."""
-    if not isinstance(cfg, Config):
+    if not isinstance(cfg, TrainingRoot):
         return 2**30, 0
     memory, checkpoints = trainer_memory(cfg), most_checkpoints(cfg)
-    states = (memory.parameters + memory.optimizer) * cfg.trainer_ranks / cfg.trainer.dp_replicate
+    weights = trained_parameters(cfg) * BYTES[cfg.trainer.optimization_dtype]  # of adapters alone, where the model is frozen
+    states = weights + memory.optimizer * cfg.trainer_ranks / cfg.trainer.dp_replicate
     each = cfg.publishes(1) and cfg.memory_folder is None  # else only the versions of checkpoints are files here, and the last
     # A checkpoint's version stays with it. One more than is kept is there while it is written.
-    versions = min(cfg.max_steps, checkpoints + (cfg.versions_kept + 1 if each else 1))
+    evaluated = isinstance(cfg, SftRoot) and cfg.plays  # then a version may be there until its evaluation has read it
+    versions = min(cfg.max_steps, checkpoints + (cfg.versions_kept + 1 if each or evaluated else 1))
     return int(memory.published * versions + states * checkpoints + 2**28), int(memory.published) if each else 0
 
 
-def most_checkpoints(cfg: Config) -> int:
+def most_checkpoints(cfg: TrainingRoot) -> int:
     """The most checkpoints that are on the disk at a time, with the one that is being written."""
     ckpt, last = cfg.ckpt, cfg.max_steps
     if ckpt.interval is None or cfg.bench:
@@ -248,7 +251,7 @@ def needed_memory(cfg: CommandConfig) -> float:
     if isinstance(cfg, PlayRoot):
         engine = PROCESS + (0.0 if cuda else engine_memory(cfg).weights + kv_cache_bytes(cfg))
         need += engine * cfg.num_servers * cfg.hardware.data_parallel / hosts
-    if isinstance(cfg, Config) and cfg.own_ranks:
+    if isinstance(cfg, TrainingRoot) and cfg.own_ranks:
         trainer = trainer_memory(cfg)
         need += (PROCESS + trainer.host) * cfg.own_ranks / hosts + trainer.published / (1 if cfg.lora.on else hosts)
         need += versions_in_memory(cfg)

@@ -15,6 +15,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rlx.advantages.base import GroupScores
@@ -49,7 +50,7 @@ from rlx.rollout.recorder import StepRecorder
 from rlx.rollout.role import begin, end, load, run_until_stopped
 from rlx.rollout.stalls import explainer
 from rlx.rollout.state import OrchestratorState
-from rlx.rollout.tasks import check_rows, keep_digests
+from rlx.rollout.tasks import check_rows, keep_digests, other_examples, started_over
 from rlx.rollout.teaching import Teaching
 from rlx.rollout.updates import WeightUpdates
 from rlx.shared.membership import Member, PutOut
@@ -112,7 +113,10 @@ class Orchestrator:
         state = read_state(start.checkpoint, OrchestratorState)
         self.step = self.first_step = start.step
         self.recorder.saved = start.step - 1
-        self.collector.restore(state.collector)
+        others = other_examples(self.config, self.paths, start.step)
+        for name, why in others.items():
+            log.warning("envs.%s begins at its first example, not where %s was: %s", name, start.checkpoint, why)
+        self.collector.restore(replace(state.collector, tasks=started_over(state.collector.tasks, others)))
         if state.advantage is not None:
             self.advantage.load_state_dict(state.advantage)
         log.info("resuming after %d steps, from %s", start.step, start.checkpoint)

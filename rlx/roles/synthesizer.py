@@ -70,6 +70,10 @@ class Synthesizer:
         (version,) = await self.model.versions([self.config.step or 0])
         self.phase = f"loading version {version} into the servers"
         await self.model.reach(version)
+        what = (
+            f"the model {self.config.model.name}" if self.config.weights_dir is None else f"version {version} of {self.config.weights_dir}"
+        )
+        self.synthesis.note_weights((await self.model.origin()).digest, what)
         self.phase = "playing"
         self.synthesis.begin(self.envs)
         await first_failure(self.player.play(self.synthesis.jobs(self.envs)), forever=[self.model.follow(self.player)])

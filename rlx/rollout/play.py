@@ -21,6 +21,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from rlx.envs.base import Environment
+from rlx.paths import write_text
 from rlx.rollout.groups import play_through
 from rlx.types import Rollout, Task
 
@@ -175,6 +176,16 @@ class Player:
             del self._in_flight[job]
         self.finished += len(rollouts)
         self.played(job, rollouts)
+
+
+def note_weights(note: Path, digest: str) -> str | None:
+    """Note which weights play, in a file beside the records. Returns the digest that an earlier attempt noted, if it is another.
+
+    `digest`: theirs (`rlx.rollout.models.Origin`). Training that went back to an earlier checkpoint writes a version anew.
+    """
+    before = note.read_text().strip() if note.is_file() else digest
+    write_text(note, f"{digest}\n")
+    return before if before != digest else None
 
 
 class Records(Generic[T]):

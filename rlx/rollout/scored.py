@@ -16,11 +16,11 @@ from rlx.concurrent import first_failure
 from rlx.config.evaluated import evaluated
 from rlx.config.schema_eval import EvalRoot
 from rlx.envs.base import Environment
-from rlx.paths import RunPaths, write_text
+from rlx.paths import RunPaths
 from rlx.rollout.batch import RewardErrors
 from rlx.rollout.evaluate import facts_of, write_scores
 from rlx.rollout.models import Model, Origin
-from rlx.rollout.play import FIRST, Job, NothingWorks, Player, Records, in_turn, jobs_of
+from rlx.rollout.play import FIRST, Job, NothingWorks, Player, Records, in_turn, jobs_of, note_weights
 from rlx.rollout.results import Outcome, outcome_of
 from rlx.types import Rollout
 
@@ -105,15 +105,14 @@ class Scored:
     def _note_weights(self, name: str, digest: str) -> None:
         """Note which weights play. Discards what an earlier attempt played with others: training may have written the version anew."""
         played, note = self._folder(name) / PLAYED, self._folder(name) / PLAYED_BY
-        before = note.read_text().strip() if note.is_file() else digest
-        if before != digest and played.is_file() and (lines := played.read_bytes().count(b"\n")):
+        before = note_weights(note, digest)
+        if before is not None and played.is_file() and (lines := played.read_bytes().count(b"\n")):
             log.warning(
                 "version %d of the weights has changed since an earlier attempt (digest %s in %s, now %s): the %d rollouts of %s that were "
                 "played with the old ones are discarded and played again",
                 *(self.version, before, note, digest, lines, name),
             )
             played.unlink()
-        write_text(note, f"{digest}\n")
 
     def _jobs(self) -> Iterator[Job]:
         """The jobs of all environments in turn."""

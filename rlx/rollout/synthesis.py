@@ -8,7 +8,9 @@ Plays nothing itself and knows no servers.
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
 import math
 import time
 from collections import Counter
@@ -25,10 +27,14 @@ from rlx.envs.base import Environment, sampling_of
 from rlx.envs.kinds import version_of
 from rlx.paths import RunPaths
 from rlx.policy.transcript import TranscribedPolicy, Transcript
-from rlx.rollout.play import FIRST, Job, NothingWorks, Player, Records, in_turn, jobs_of
+from rlx.rollout.play import FIRST, Job, NothingWorks, Player, Records, in_turn, jobs_of, note_weights
 from rlx.rollout.selection import CAUSES, Candidate, Selection, select
 from rlx.rollout.synthesized import FORMATS, METADATA, rows_of, to_json, write_metadata, write_rows
 from rlx.types import Rollout
+
+log = logging.getLogger("rlx.synthesizer")
+
+PLAYED_BY = "played_by.txt"  # beside the finished rollouts: digest of the weights that played them
 
 
 class NothingKept(ValueError):
@@ -73,6 +79,24 @@ class Synthesis:
     def is_wanted(self, one: Candidate) -> bool:
         """Whether a finished rollout is among those that the configuration asks for."""
         return one.member < self.members(one.env) and one.index < (self.examples(one.env) or math.inf)
+
+    def note_weights(self, digest: str | None, what: str) -> None:
+        """Note which weights play. Puts aside what an earlier attempt played with others. Call it before `begin`.
+
+        `digest`: theirs (`Origin`); None: not known. `what`: their name, for the warning.
+        """
+        before = None if digest is None else note_weights(self.paths.finished.with_name(PLAYED_BY), digest)
+        if before is None or not (played := len(self.finished.read())):
+            return
+        aside = next(path for n in itertools.count(1) if not (path := self.paths.finished.with_name(f"finished_{n}.jsonl")).exists())
+        log.warning(
+            "%s has changed since an earlier attempt (digest %s, now %s): data of two models is not mixed. The %d rollouts of the old one "
+            "are now in %s, and all are played again. To choose among those instead, give the file its old name and use play=false",
+            *(what, before, digest, played, aside),
+        )
+        self.finished.close()
+        self.paths.finished.rename(aside)
+        self.finished, self.done, self.before = Records(self.paths.finished, Candidate), set(), 0
 
     def begin(self, envs: Mapping[str, Environment]) -> None:
         """Count what is to be played. `envs`: the environments, loaded. Raises ValueError if one has no examples."""

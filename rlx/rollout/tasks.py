@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,8 @@ import msgspec
 import numpy as np
 import xxhash
 
-from rlx.config.schema import BufferConfig
+from rlx.checkpoints.forked import read_forked
+from rlx.config.schema import BufferConfig, Config
 from rlx.envs.base import Environment
 from rlx.paths import RunPaths, write_text
 from rlx.plain import CodecError, to_json
@@ -54,6 +55,25 @@ def keep_digests(paths: RunPaths, envs: Mapping[str, Environment], kept: bool = 
                 "Install the earlier version of the environment, or begin anew with another run.name or clean=true"
             )
     write_text(paths.data, json.dumps({"envs": digests}, indent=1) + "\n")
+
+
+def other_examples(config: Config, paths: RunPaths, step: int) -> dict[str, str]:
+    """The environments whose examples, or their order, are others than in the run from which this one was forked, and why.
+
+    `step`: of the checkpoint from which this attempt starts; those of the fork itself have its own examples. Call it after `keep_digests`.
+    """
+    forked = read_forked(paths)
+    if forked is None or forked.step != step or forked.data is None:
+        return {}
+    here, there = json.loads(paths.data.read_text())["envs"], forked.data.get("envs", {})
+    if order := forked.other_order(config):
+        return dict.fromkeys(here, order)
+    return {name: "other examples" for name, digest in here.items() if there.get(name, digest) != digest}
+
+
+def started_over(state: SequenceState, names: Collection[str]) -> SequenceState:
+    """The position without these environments, which then start over: nothing of theirs is carried on."""
+    return replace(state, sizes={name: size for name, size in state.sizes.items() if name not in names})
 
 
 def check_rows(name: str, rows: Sequence[Any]) -> None:
@@ -142,7 +162,10 @@ class TaskSequence:
         return SequenceState(envs=tuple(self.envs), credit=dict(self._credit), used=dict(self._used), sizes=sizes, pools=pools)
 
     def restore(self, state: SequenceState) -> None:
-        """Continue from another sequence's position. An environment that is new or has another number of examples starts over."""
+        """Continue from another sequence's position. An environment that is new or has another number of examples starts over.
+
+        So does one that `state` has no size of (`started_over`).
+        """
         for name, env in self.envs.items():
             size = state.sizes.get(name)
             if size == len(env.rows):
@@ -151,7 +174,7 @@ class TaskSequence:
                 pools = state.pools or [PoolState(pools=np.empty(0, np.int32), places=places, credit=[0.0] * 3)] * len(state.envs)
                 self._examples[name].restore(pools[state.envs.index(name)])
             else:
-                had = "was not there" if size is None else f"had {size} examples"
+                had = "was not there, or had other examples," if size is None else f"had {size} examples"
                 log.warning("envs.%s %s when the checkpoint was written and has %d now; it starts over", name, had, len(env.rows))
 
     def carried(self, task: Task, state: SequenceState) -> Task | None:

@@ -36,7 +36,7 @@ from rlx.runs.lock import RunLock
 from rlx.runs.members import check_shared, member_of, members_in, wait_until_let_go
 from rlx.runs.provenance import write_provenance
 from rlx.runs.replay import check_replay
-from rlx.runs.rewind import LATEST, Found, check_room, find_fork, is_fork, lacks_last_evaluation, refuse_ended, rewind, say, source_of
+from rlx.runs.rewind import LATEST, Found, check_room, find_fork, is_fork, lacks_last_evaluation, note_fork, refuse_ended, rewind, say
 from rlx.runs.run import PATIENCE, Run
 from rlx.runs.status import FINAL, read_status
 from rlx.runs.weights import initial_model
@@ -107,7 +107,7 @@ def create(
         replayed = check_replay(cfg, start.step if start else 0) if isinstance(cfg, Config) and cfg.replay is not None else None
         lock = _claim(paths, clean=cfg.clean, found=found)
         try:
-            if source := source_of(start) if start else replayed:
+            if source := note_fork(paths, start, cfg) if start else replayed:
                 write_text(paths.initial_model, source.initial_model.read_text())
             write_start(paths, _adopt(paths, start) if start else None)
             _fill(paths, cfg, overrides, plan)

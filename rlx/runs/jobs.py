@@ -53,16 +53,28 @@ def barren_requeues(paths: RunPaths, restarts: int, step: int) -> int:
     `step`: how much is saved. Any value other than that at the last recorded start counts as progress, also a lower one: a newest
     checkpoint may turn out to be damaged, and `rlx eval` replaces the rollouts of a version by its results.
     """
-    last = _noted(paths).get("progress")
-    return restarts - last["restarts"] if last is not None and last["restarts"] <= restarts and step == last["step"] else 0
+    noted = _noted(paths)
+    last = noted.get("progress")
+    if last is None or last["restarts"] > restarts or step != last["step"]:
+        return 0
+    return restarts - last["restarts"] + noted.get("missed", 0)
 
 
 def note_progress(paths: RunPaths, restarts: int, step: int) -> int:
     """`barren_requeues` of a job that starts now, from `step`. Records the start if there was progress."""
     barren = barren_requeues(paths, restarts, step)
     if barren == 0:
-        write_text(paths.job, json.dumps({**_noted(paths), "progress": {"restarts": restarts, "step": step}}) + "\n")
+        noted = {name: value for name, value in _noted(paths).items() if name != "missed"}
+        write_text(paths.job, json.dumps({**noted, "progress": {"restarts": restarts, "step": step}}) + "\n")
     return barren
+
+
+def note_missed(paths: RunPaths, restarts: int, step: int) -> int:
+    """`note_progress` of a start that ends before its attempt, because a host is missing. It counts as one without progress."""
+    barren = note_progress(paths, restarts, step)
+    noted = _noted(paths)
+    write_text(paths.job, json.dumps({**noted, "missed": noted.get("missed", 0) + 1}) + "\n")
+    return barren + 1
 
 
 def saved_of(paths: RunPaths, cfg: CommandConfig) -> int:

@@ -14,6 +14,7 @@ from rlx.paths import MEMBER, RunPaths
 from rlx.runs.rewind import say
 from rlx.runs.status import FINAL, read_status
 from rlx.shared.membership import answered, is_present
+from rlx.started import program
 from rlx.waiting import WaitTimeout, wait_for
 
 START = 60.0  # seconds to wait for a shared trainer that is starting
@@ -54,7 +55,7 @@ def check_shared(cfg: Config) -> None:
     if not (root / "config.yaml").is_file():
         raise ConfigError(
             f"trainer.shared={root}: there is no shared trainer.\n"
-            f"  fix: start one first: python train.py {shlex.quote(f'run.dir={root}')} "
+            f"  fix: start one first: {program()} {shlex.quote(f'run.dir={root}')} "
             f"trainer.max_concurrent_runs=2 lora.rank={cfg.lora.rank} model.dtype={cfg.model.dtype}"
         )
     host = load_command(root, secrets=False)
@@ -74,12 +75,12 @@ def check_shared(cfg: Config) -> None:
             raise ConfigError(
                 f"trainer.shared={root}: the shared trainer is still starting after {START:g} s, or was killed (status: {status.state}; "
                 f"its logs: {paths.latest_logs}).\n  fix: try again when it has loaded its model; if it was killed, start it again: "
-                f"python train.py --config-dir {shlex.quote(str(root))} --config-name config resume=latest"
+                f"{program()} --config-dir {shlex.quote(str(root))} --config-name config resume=latest"
             ) from None
     if not is_present(paths):
         raise ConfigError(
             f"trainer.shared={root}: the shared trainer is not alive.\n"
-            f"  fix: start it again: python train.py --config-dir {shlex.quote(str(root))} --config-name config resume=latest"
+            f"  fix: start it again: {program()} --config-dir {shlex.quote(str(root))} --config-name config resume=latest"
         )
 
 

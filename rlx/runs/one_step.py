@@ -22,6 +22,7 @@ from rlx.config.rules import declared, target_name
 from rlx.config.schema import Config, LossTerms
 from rlx.runs.compare import flat
 from rlx.runs.run import Run
+from rlx.started import program
 from rlx.weights.files import versions
 
 MAY_DIFFER = ("loss", "ref")  # sections that change the gradient of a recorded batch at given weights
@@ -64,7 +65,7 @@ def other_objective(run: Run, overrides: Sequence[str]) -> tuple[Config, Config,
             f"{', '.join(without)}: has no effect on the gradient of a recorded batch at given weights; only loss, envs.NAME.loss and ref "
             "have.\n"
             "  fix: leave it out; to train the whole run again with it: "
-            f"python train.py --config-dir {shlex.quote(str(run.root))} --config-name config {shlex.join([f'replay={run.root}', *without])}"
+            f"{program()} --config-dir {shlex.quote(str(run.root))} --config-name config {shlex.join([f'replay={run.root}', *without])}"
         )
     of_env = {line: match[1] for line, key in keys.items() if (match := OF_ENV.fullmatch(key))}
     if unknown := sorted({*of_env.values()} - {*recorded.envs}):

@@ -28,8 +28,8 @@ from rlx.config.roots import root_of
 from rlx.config.schema import CommandConfig
 from rlx.config.secret import conceal, hide_lines, secrets_of
 from rlx.paths import RunPaths, write_text
+from rlx.started import SOURCE
 
-SOURCE = Path(rlx.__file__).resolve().parents[1]  # the checkout, or the site-packages folder of an installed copy
 PARTS = ("rlx", "environments")  # the folders there whose code runs
 BLOCK = 1 << 20  # bytes of a file that are hashed at a time
 DIFF = "uncommitted.diff"

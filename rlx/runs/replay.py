@@ -18,6 +18,7 @@ from rlx.config.load import load_run
 from rlx.config.schema import Config
 from rlx.paths import RunPaths
 from rlx.runs.compare import flat
+from rlx.started import program
 
 WITHOUT_EFFECT = (
     "seed",
@@ -76,7 +77,7 @@ def check_replay(cfg: Config, first: int) -> RunPaths:
             f"replay={cfg.replay} trains on batches that already exist, so these keys cannot take effect:\n"
             + "\n".join(f"    {problem}" for problem in problems)
             + f"\n  fix: start from that run's configuration and change only what the trainer does:\n"
-            f"       python train.py --config-dir {shlex.quote(str(paths.root))} --config-name config "
+            f"       {program()} --config-dir {shlex.quote(str(paths.root))} --config-name config "
             f"{shlex.quote(f'replay={paths.root}')} run.name=NAME …"
         )
     return paths

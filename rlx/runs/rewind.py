@@ -7,6 +7,8 @@ The caller must hold the directory's lock.
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
 import sys
 import time
@@ -16,18 +18,22 @@ from pathlib import Path
 
 from rlx.checkpoints import folders
 from rlx.checkpoints.folders import NoCheckpoint, Start
+from rlx.checkpoints.forked import write_forked
 from rlx.config.errors import ConfigError
 from rlx.config.evaluated import is_due
 from rlx.config.load import load_command
-from rlx.config.schema import CommandConfig, EvaluatedRun
+from rlx.config.schema import CommandConfig, EvaluatedRun, TrainingRoot
 from rlx.heartbeat import INTERVAL
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths, atomic, write_text
+from rlx.runs.differences import changed_keys
 from rlx.runs.lock import SWEEP, RunLock
+from rlx.started import program
 from rlx.weights import tmpfs
 from rlx.weights.files import WeightsError, verify, versions
 
 LATEST = "latest"
+OF_DATA = re.compile(r"(seed|data\.(name|subset|split|sets|shuffle)|envs\.[^.:]+(\.(id|args|python|split|curriculum))?)[.:]")
 GLIMPSE = 0.2  # seconds: a role that is refused at the same time holds the lock for a moment, which does not mean that the run lives
 
 
@@ -59,6 +65,23 @@ def find_fork(resume: str, warn: Callable[[str], None] = say) -> Start:
 def source_of(start: Start) -> RunPaths:
     """The run directory of a checkpoint."""
     return RunPaths(start.checkpoint.parent.parent)
+
+
+def note_fork(paths: RunPaths, start: Start, cfg: CommandConfig) -> RunPaths:
+    """Record which run a new one is forked from, and say so if the keys of its data are others. Returns that run's directory."""
+    source = source_of(start)
+    try:
+        found = load_command(source.root, secrets=False)
+    except ConfigError:  # of an older version
+        found = None
+    before = found if isinstance(found, TrainingRoot) else None
+    write_forked(paths, source, start.step, before)
+    if before is not None and (other := [line for line in changed_keys(before, cfg) if OF_DATA.match(line)]):
+        say(
+            f"{paths.root}: other data than in {source.root}: {', '.join(other)}\n"
+            "  what has other rows, or another order, starts at its beginning; the rest goes on where that run was (docs/resume.md)"
+        )
+    return source
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +193,10 @@ def refuse_ended(paths: RunPaths, lock: RunLock) -> None:
         return
     lock.close()
     what = f"it has policy versions up to {there[-1]}" if there else f"it has records, {paths.metrics}, or checkpoints"
+    continued = f"{program()} --config-dir {shlex.quote(str(paths.root))} --config-name config resume=latest"
     raise ConfigError(
         f"{paths.root} holds a run whose roles have all ended: {what}, and a role started separately begins at version 0.\n"
-        f"  fix: continue it with `rlx train --config-dir {paths.root} --config-name config resume=latest`; or give another run.dir="
+        f"  fix: continue it with `{continued}`; or give another run.dir="
     )
 
 

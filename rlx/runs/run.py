@@ -103,8 +103,8 @@ class Run:
         """Digests of the examples by environment, or of the data sets; `None` if the run ended before it recorded them."""
 
         def read(path: Path) -> Mapping[str, Any]:
-            (digests,) = json.loads(path.read_text()).values()  # of `envs`, or of `sets`
-            return digests
+            found = json.loads(path.read_text())
+            return found["envs"] if "envs" in found else found["sets"]
 
         return self._once("data", self.paths.data, read)
 

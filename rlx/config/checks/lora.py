@@ -15,12 +15,14 @@ TABLES = ("lm_head", "embed_tokens", "embed_in", "embed_out", "wte")
 
 @rule("lora")
 def without_a_rank(cfg: CommandConfig, of: Show) -> Iterator[str]:
-    # The file of a model or an experiment may say what adapters would get.
-    untouched = LoraConfig()
+    # The file of a model or an experiment may say what adapters would get. Whoever types a key wants adapters, also with its default:
+    # lora.alpha=32 is another value than that of the model's file.
     typed = [f.name for f in fields(LoraConfig) if f.name != "rank" and of.typed(f"lora.{f.name}")]
-    changed = [name for name in typed if getattr(cfg.lora, name) != getattr(untouched, name)]
-    if not cfg.lora.on and changed:
-        yield f"there are no adapters for {', '.join(of(f'lora.{name}') for name in changed)}: {of('lora.rank')}.\nSet lora.rank=16 or so."
+    if not cfg.lora.on and typed:
+        yield (
+            f"there are no adapters for {', '.join(of(f'lora.{name}') for name in typed)}: {of('lora.rank')}.\n"
+            "Set lora.rank=16 or so, or leave them out."
+        )
 
 
 @rule("lora")

@@ -98,7 +98,7 @@ class PolicyEngine:
         self._updating = asyncio.Lock()
         self.secret: Path | None = None  # the file with the secret of messages between the trainer and this server
         self.asking = False  # for weights, for which the trainer must first be ready
-        self._name = uuid.uuid4().hex  # in the trainer's mailbox
+        self._name = uuid.uuid4().hex  # of this start, also in the trainer's mailbox
         self._half = Half(self._give_up)  # whether the model is partly old and partly new, and the engine is paused
         self._numbers = itertools.count()
         self._open = asyncio.Event()  # set while new requests are admitted
@@ -219,6 +219,7 @@ class PolicyEngine:
             weights=self.weights,
             identity=self.identity,
             asking=self.asking,
+            start=self._name,
         )
 
     async def update_weights(self, folder: Path, version: int, kind: str = "files", in_flight: InFlight = InFlight()) -> None:

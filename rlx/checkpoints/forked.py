@@ -1,0 +1,47 @@
+"""What a fork must know of the data of the run that it starts from: whether its own rows, and their order, are the same.
+
+`forked.json` in the fork's directory, written once, so that the other run may be deleted.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rlx.config.schema import SftRoot, TrainingRoot
+from rlx.paths import RunPaths, write_text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forked:
+    """The run that a fork starts from."""
+
+    source: str  # its directory
+    step: int  # of the checkpoint from which the fork starts
+    seed: int | None = None  # None: its configuration cannot be read
+    shuffle: bool = True
+    data: dict[str, Any] | None = None  # its `data.json`; None: it has recorded no digests
+
+    def other_order(self, cfg: TrainingRoot) -> str | None:
+        """Why the fork's rows come in another order, if they do: `seed: 0 → 1`."""
+        if self.seed is None:
+            return None
+        shuffle = cfg.data.shuffle if isinstance(cfg, SftRoot) else True
+        if shuffle != self.shuffle:
+            return f"data.shuffle: {self.shuffle} → {shuffle}".lower()
+        return f"seed: {self.seed} → {cfg.seed}" if shuffle and self.seed != cfg.seed else None
+
+
+def write_forked(paths: RunPaths, source: RunPaths, step: int, before: TrainingRoot | None) -> None:
+    """Record the run that a new fork starts from. `before`: its configuration; None: it cannot be read."""
+    seed = None if before is None else before.seed
+    shuffle = before.data.shuffle if isinstance(before, SftRoot) else True
+    data = json.loads(source.data.read_text()) if source.data.is_file() else None
+    forked = Forked(source=str(source.root), step=step, seed=seed, shuffle=shuffle, data=data)
+    write_text(paths.forked, json.dumps(asdict(forked), indent=1) + "\n")
+
+
+def read_forked(paths: RunPaths) -> Forked | None:
+    """The run that this one starts from; None if it is no fork, or a fork of an older version, which goes on as it began."""
+    return Forked(**json.loads(paths.forked.read_text())) if paths.forked.is_file() else None

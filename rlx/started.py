@@ -1,0 +1,49 @@
+"""How the user started this program, for the commands that messages suggest: `python train.py`, `rlx sft`, or with paths where needed."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().parents[1]  # the checkout, or the site-packages folder of an installed copy
+
+
+def program(command: str = "train") -> str:
+    """The beginning of a line of the shell that starts a command of this very rlx from this directory."""
+    return started_as(sys.executable, sys.argv[0], command)
+
+
+def started_as(executable: str, script: str, command: str = "train") -> str:
+    """`program` where it that was started as `script`."""
+    if Path(script).suffix != ".py" and not script.startswith("-"):  # installed as a command; `-c`: Python was given its code
+        return f"{short_name(script)} {command}"
+    if Path(script).name == "train.py" and command == "train":
+        return f"{short_name(executable)} {shlex.quote(script)}"
+    by_module = Path(script).name == "__main__.py"
+    return f"{_with_module(short_name(executable), by_module)} {command}"
+
+
+def _with_module(python: str, by_module: bool) -> str:
+    """`python -m rlx.cli`, which searches the working directory first: that may be another checkout, or without the one that runs.
+
+    `by_module`: whether the user started rlx in this way, so that it is found unless the working directory has another.
+    """
+    here = Path.cwd().resolve()
+    has_another = here != SOURCE and (here / "rlx" / "__init__.py").is_file()
+    if SOURCE.name in ("site-packages", "dist-packages"):
+        return f"{python} -P -m rlx.cli" if has_another else f"{python} -m rlx.cli"
+    if here == SOURCE or (by_module and not has_another):
+        return f"{python} -m rlx.cli"
+    return f"PYTHONPATH={shlex.quote(str(SOURCE))} {python} -P -m rlx.cli"
+
+
+def short_name(program: str) -> str:
+    """The shortest name that finds a program from here."""
+    name, here = Path(program).name, os.getcwd() + os.sep
+    for short in (name, "python"):
+        if (found := shutil.which(short)) and os.path.abspath(found) == os.path.abspath(program):
+            return short
+    return shlex.quote(program.removeprefix(here))

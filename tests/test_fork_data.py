@@ -1,0 +1,184 @@
+"""Where the data of a fork begin: where the other run was if they are its own, else at their beginning."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_data_rows import write
+from test_data_supervised import samples_of
+from test_orchestrator_run import StandInServers, config_of, play
+from test_rollout_tasks import draw, envs
+from test_runs_rewind import ended, make, settled
+
+from rlx.checkpoints.folders import Start, being_written, write_start
+from rlx.checkpoints.forked import write_forked
+from rlx.config.load import compose
+from rlx.config.roots import SFT
+from rlx.config.schema import CkptConfig, Config, SftRoot
+from rlx.data.supervised import Samples, SupervisedSource
+from rlx.heartbeat import Heartbeat
+from rlx.paths import RunPaths
+from rlx.policy.source import keep_digests
+from rlx.roles.orchestrator import Orchestrator
+from rlx.rollout import tasks
+from rlx.rollout.tasks import TaskSequence, other_examples, started_over
+from rlx.runs.rewind import source_of
+from rlx.runs.run import Run
+
+
+def sft(rows: str, *overrides: str) -> SftRoot:
+    return compose([f"data.name={rows}", "model=tiny", *overrides], {}, SFT).cfg
+
+
+def fork(paths: RunPaths, name: str, step: int, before: Any) -> RunPaths:
+    """A directory of a fork from the checkpoint of `step`."""
+    forked = RunPaths(paths.root.parent / name)
+    forked.root.mkdir()
+    write_forked(forked, source_of(Start(step=step, checkpoint=paths.checkpoint_of(step))), step, before)
+    return forked
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> tuple[SftRoot, RunPaths]:
+    """A run of `rlx sft` that has begun."""
+    cfg, paths = sft(write(tmp_path / "a.jsonl", [{"n": 1}, {"n": 2}])), RunPaths(tmp_path / "first")
+    paths.root.mkdir()
+    assert keep_digests(cfg, paths) == 0
+    return cfg, paths
+
+
+def test_supervised_data_go_on_in_a_fork_with_the_same_rows(trained: tuple[SftRoot, RunPaths], tmp_path: Path) -> None:
+    cfg, paths = trained
+    forked = fork(paths, "same", 40, cfg)
+    elsewhere = shutil.copy(tmp_path / "a.jsonl", tmp_path / "moved.jsonl")
+    assert keep_digests(sft(elsewhere, "optim.lr=1e-4", "data.batch_size=3"), forked) == 0
+    assert "begin" not in json.loads(forked.data.read_text())
+    first_of_all = fork(paths, "unshuffled", 40, sft(elsewhere, "data.shuffle=false"))
+    assert keep_digests(sft(elsewhere, "data.shuffle=false", "seed=5"), first_of_all) == 0, "the seed orders nothing"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [("rows", "other rows"), ("seed", "seed: 0 → 7"), ("shuffle", "data.shuffle: true → false")],
+    ids=["rows", "seed", "order"],
+)
+def test_other_supervised_data_begin_at_their_beginning(
+    trained: tuple[SftRoot, RunPaths], tmp_path: Path, caplog: pytest.LogCaptureFixture, change: str, why: str
+) -> None:
+    cfg, paths = trained
+    other = {
+        "rows": lambda: sft(write(tmp_path / "b.jsonl", [{"n": 1}, {"n": 3}])),
+        "seed": lambda: replace(cfg, seed=7),
+        "shuffle": lambda: replace(cfg, data=replace(cfg.data, shuffle=False)),
+    }[change]()
+    forked = fork(paths, "other", 40, cfg)
+    assert keep_digests(other, forked) == 40
+    assert f"{why}: the data of this run begin at their first row, and not where {paths.root} was after 40 steps" in caplog.text
+    assert list(Run(forked.root).data or ()) == ["data.name"]
+    shutil.rmtree(paths.root)
+    assert keep_digests(other, forked) == 40, "a later attempt, after the other run was deleted"
+    again = fork(forked, "again", 60, other)
+    assert keep_digests(other, again) == 40, "a fork of the fork goes on in these data"
+
+
+def test_the_step_at_which_the_data_begin_has_the_first_rows() -> None:
+    def source(begin: int) -> SupervisedSource:
+        return SupervisedSource([(Samples("a", samples_of(16)), 1.0)], batch_size=6, seed=1, begin=begin)
+
+    def tokens(source: SupervisedSource, step: int) -> list[list[int]]:
+        return [sample.token_ids.tolist() for sample in source.receive(step).mini_batches[0]]
+
+    here, there = source(40), source(0)
+    assert [tokens(here, step) for step in (40, 42, 41)] == [tokens(there, step) for step in (0, 2, 1)]
+    here.receive(41)
+    there.receive(1)
+    assert here.report(41)["data/epoch"] == there.report(1)["data/epoch"]
+
+
+def examples(*numbers: int) -> Any:
+    return SimpleNamespace(rows=[{"example_id": number} for number in numbers])
+
+
+def config(*overrides: str) -> Config:
+    return compose(["env=[sums,reverse_text]", "dry_run=true", *overrides], {}).cfg
+
+
+@pytest.mark.parametrize("change", ["nothing", "rows", "seed", "a later checkpoint"])
+def test_environments_with_other_examples_begin_at_their_beginning(tmp_path: Path, change: str) -> None:
+    first, both = RunPaths(tmp_path / "first"), {"sums": examples(*range(9)), "reverse_text": examples(*range(8))}
+    first.root.mkdir()
+    tasks.keep_digests(first, both)
+    before = TaskSequence(both, {"sums": 1, "reverse_text": 1}, seed=0)
+    draw(before, 7)
+    forked = fork(first, "fork", 40, config())
+    cfg = config("seed=3") if change == "seed" else config()
+    if change in ("rows", "a later checkpoint"):
+        both["sums"] = examples(*range(20, 29))
+    tasks.keep_digests(forked, both)
+    others = other_examples(cfg, forked, 50 if change == "a later checkpoint" else 40)
+    expected = {"rows": {"sums": "other examples"}, "seed": dict.fromkeys(both, "seed: 0 → 3")}
+    assert others == expected.get(change, {})
+    after = TaskSequence(both, {"sums": 1, "reverse_text": 1}, seed=cfg.seed)
+    after.restore(started_over(before.state(), others))
+    used = {name: 0 if name in others else count for name, count in before.state().used.items()}
+    assert after.state().used == used
+    assert (after.carried(before.next("sums"), started_over(before.state(), others)) is None) == ("sums" in others), "in flight, or played"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("same", [True, False])
+def test_the_orchestrator_of_a_fork_begins_with_other_examples(tmp_path: Path, caplog: pytest.LogCaptureFixture, same: bool) -> None:
+    cfg = config_of(max_steps=2, ckpt=CkptConfig(interval=2))
+    envs: dict[str, Any] = {}
+    paths, _ = play(tmp_path / "first", cfg, envs=envs)
+    (written,) = being_written(paths)
+    checkpoint = written[1].rename(paths.checkpoint_of(2))
+    tasks.keep_digests(paths, envs)
+    forked = fork(paths, "fork", 2, cfg)
+    write_start(forked, Start(step=2, checkpoint=checkpoint))
+    if not same:
+        envs["e"].rows = [row | {"answer": "other"} for row in envs["e"].rows]
+    tasks.keep_digests(forked, envs)
+
+    async def began() -> dict[str, int]:
+        servers: Any = StandInServers()
+        orchestrator = Orchestrator(replace(cfg, max_steps=4), forked, envs, servers, servers, Heartbeat(forked, "orchestrator"))
+        return orchestrator.collector.tasks.state().used
+
+    used = asyncio.run(began())
+    assert (used["e"] > 0) == same
+    assert (f"envs.e begins at its first example, not where {checkpoint} was: other examples" in caplog.text) != same
+
+
+def test_a_fork_of_a_run_that_recorded_no_digests_goes_on_by_the_number_of_examples(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "fork")
+    paths.root.mkdir()
+    tasks.keep_digests(paths, envs(sums=5))
+    assert other_examples(config(), paths, 40) == {}
+    forked = fork(RunPaths(tmp_path / "older"), "other", 40, None)
+    assert other_examples(config(), forked, 40) == {}
+
+
+def test_a_new_fork_says_that_its_data_are_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = ended(tmp_path / "run")
+    make(settled(tmp_path / "fork", resume=str(source.root)))[1].close()
+    assert "other data" not in capsys.readouterr().err
+    assert json.loads((tmp_path / "fork" / "forked.json").read_text()) == {
+        "source": str(source.root),
+        "step": 6,
+        "seed": 0,
+        "shuffle": True,
+        "data": None,
+    }
+    cfg = settled(tmp_path / "other", resume=str(source.root), seed=1)
+    name = next(iter(cfg.envs))
+    make(replace(cfg, envs={name: replace(cfg.envs[name], args={"length": 5})}))[1].close()
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'other'}: other data than in {source.root}: seed: 0 → 1, envs.{name}.args.length: None → 5" in said
