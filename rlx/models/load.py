@@ -157,9 +157,9 @@ def load_policy(
     if read:
         check_packed_forward(model, device)
     if model.layout_kind(device) == "rows":
-        log.warning(
-            "%s computes the samples of a row beside each other, padded to the longest. One long sample among many short ones takes many "
-            "times the time and memory that the row's tokens do; a smaller trainer.micro_batch_tokens bounds it",
+        log.info(
+            "%s computes the samples of a row beside each other, padded to the longest. So a row has samples of similar length, and "
+            "trainer.micro_batch_tokens counts the padding",
             type(model.hf).__name__,
         )
     return model
