@@ -21,6 +21,7 @@ from rlx.config.schema import AcConfig, LoraConfig
 from rlx.kernels.logprob import choose_backend
 from rlx.kernels.toolchain import check_triton
 from rlx.models.attention import Call, watched
+from rlx.models.exact import keep_exact
 from rlx.models.experts import split_experts
 from rlx.models.flash import LONG, cudnn_agrees, install_flash_attention_3, remove_flash_attention_3
 from rlx.models.last import leaves_out, read_all
@@ -28,7 +29,7 @@ from rlx.models.layout import build_layout
 from rlx.models.liger import apply_liger, may_patch
 from rlx.models.lora import PARAMETERS, add_adapters, digest, draw_adapters
 from rlx.models.policy import PolicyModel, head_widths
-from rlx.models.read import different_from_first, empty_weights, is_untied, keep_float32_buffers, may_be_untied, read_weights
+from rlx.models.read import different_from_first, empty_weights, is_untied, may_be_untied, read_weights
 from rlx.models.shard import checkpoint_activations, compile_layers, free_gathered, overwritten_products, shard
 from rlx.models.slots import add_slots
 from rlx.models.split import split_layers
@@ -100,7 +101,7 @@ def load_policy(
         """The model on the meta device, sharded."""
         with torch.device("meta"):
             hf = AutoModelForCausalLM.from_config(whole, dtype=frozen, trust_remote_code=trust_remote_code)
-            keep_float32_buffers(hf)
+            keep_exact(hf)
             here = add_slots(hf, lora, slots, master) if lora is not None and slots is not None else None
             if lora is not None and here is None:
                 add_adapters(hf, lora, master)
