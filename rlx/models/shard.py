@@ -222,8 +222,8 @@ def _placement_of_exact(
             return None if others is None else others(parameter)
         if isinstance(parameter, DTensor):
             raise ValueError(
-                f"the model keeps a parameter {list(parameter.shape)} in float32, which trainer.tp and trainer.ep cannot while they divide it; "
-                "set both to 1, or model.dtype=float32"
+                f"the model keeps a parameter {list(parameter.shape)} in float32, which trainer.tp and trainer.ep cannot while they divide "
+                "it; set both to 1, or model.dtype=float32"
             )
         return ShardPlacementResult(None, apart)
 
