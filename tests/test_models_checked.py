@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from trainer_examples import VOCABULARY, make_model, make_sample, step_batch
+from trainer_examples import SIZES, VOCABULARY, make_model, make_sample, step_batch
 from transformers import AutoModelForCausalLM
 from transformers.models.doge import DogeConfig
 from transformers.models.gemma2 import Gemma2Config
@@ -17,6 +17,7 @@ from transformers.models.gemma3n import Gemma3nTextConfig
 from transformers.models.hrm_text import HrmTextConfig
 from transformers.models.llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.llama4 import Llama4Config, Llama4ForConditionalGeneration, Llama4TextConfig
 from transformers.models.mistral import MistralConfig
 from transformers.models.phimoe import PhimoeConfig
 from transformers.models.qwen2 import Qwen2Config
@@ -152,3 +153,38 @@ def test_selective_checkpointing_is_refused_where_a_layer_writes_into_what_it_wo
 def test_a_layer_with_a_mask_of_its_own_is_refused_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"DogeAttention makes an attention mask of its own.*Set model.attention=rows"):
         load_policy(saved(tmp_path, DogeConfig), one_process("cpu"), dtype="float32")
+
+
+CHUNKS = {
+    "num_hidden_layers": 4, "num_local_experts": 4, "intermediate_size_mlp": 32, "interleave_moe_layer_step": 2, "attention_chunk_size": 5,
+    "attn_temperature_tuning": True, "floor_scale": 4,
+}  # fmt: skip
+SEEN = {
+    "hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+    "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16,
+}  # fmt: skip
+
+
+def test_a_model_whose_base_is_itself_is_trained(tmp_path: Path) -> None:
+    model = check_gradients(saved(tmp_path, Llama4TextConfig, **CHUNKS))
+    assert model.hf.base_model is model.hf, "else this tests nothing"
+    assert model.padded
+
+
+def test_the_text_of_a_model_that_also_sees_is_trained(tmp_path: Path) -> None:
+    whole = Llama4ForConditionalGeneration(Llama4Config(vision_config=SEEN, text_config=SIZES | CHUNKS))
+    whole.save_pretrained(tmp_path / "model")
+    model = load_policy(str(tmp_path / "model"), one_process("cpu"), dtype="float32")
+    weights = whole.state_dict()
+    for name, parameter in model.hf.named_parameters():
+        assert torch.equal(parameter, weights[f"language_model.{name}"]), name
+
+
+def test_a_model_whose_layers_are_nowhere_known_is_refused_by_name() -> None:
+    hf = make_model(LlamaConfig)
+    hf.base_model_prefix, hf.decoder = "elsewhere", hf.model
+    del hf.model
+    with pytest.raises(
+        ValueError, match="LlamaForCausalLM cannot be trained: its layers are in none of the modules `elsewhere` and `model`"
+    ):
+        PolicyModel(hf)

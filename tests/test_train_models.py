@@ -20,6 +20,7 @@ from transformers.models.gpt_oss import GptOssConfig
 from transformers.models.granite import GraniteConfig
 from transformers.models.hyperclovax import HyperCLOVAXConfig
 from transformers.models.llama import LlamaConfig
+from transformers.models.llama4 import Llama4TextConfig
 from transformers.models.mistral import MistralConfig
 from transformers.models.nanochat import NanoChatConfig
 from transformers.models.phi import PhiConfig
@@ -29,6 +30,7 @@ from transformers.models.qwen3_next import Qwen3NextConfig
 
 from rlx.data.packing import pack
 from rlx.kernels.logprob import logprob
+from rlx.models.backbone import backbone
 from rlx.models.layout import build_layout
 from rlx.models.load import check_packed_forward
 from rlx.models.policy import PolicyModel
@@ -58,6 +60,11 @@ ARCHITECTURES = {
         Qwen3NextConfig,
         EXPERTS | {"shared_expert_intermediate_size": 16, "num_hidden_layers": 4, "linear_num_value_heads": 2, "linear_num_key_heads": 2,
                    "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    ),
+    "llama4_chunks": (
+        Llama4TextConfig,
+        {"num_hidden_layers": 4, "num_local_experts": 4, "intermediate_size_mlp": 32, "interleave_moe_layer_step": 2,
+         "attention_chunk_size": 5, "attn_temperature_tuning": True, "floor_scale": 4},
     ),
 }  # fmt: skip
 
@@ -97,7 +104,7 @@ def test_packed_log_probabilities_equal_the_models_own(name):
         wanted = own_log_probabilities(hf, samples)
     for ours, theirs in zip(trainer.score(one_row(samples)), wanted, strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=2e-5)
-    kind = "rows" if "recurrent" in name else "shared"
+    kind = "rows" if name in ("qwen3_next_recurrent", "llama4_chunks") else "shared"
     assert trainer.model.layout_kind(torch.device("cpu")) == kind
 
 
@@ -113,7 +120,7 @@ def test_shared_prompts_give_the_gradients_of_separate_rows(name):
         torch.testing.assert_close(gradient, found[1][parameter], rtol=2e-4, atol=2e-6, msg=parameter)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_next_recurrent"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_next_recurrent", "llama4_chunks"])
 def test_the_backbone_gets_no_mask_and_keeps_no_cache(name):
     """With an all-ones mask or a cache, transformers takes a packed row for one sequence, and a cache holds the keys of all layers."""
     config_class, keys = ARCHITECTURES[name]
@@ -122,7 +129,7 @@ def test_the_backbone_gets_no_mask_and_keeps_no_cache(name):
     def look(module, args, given, output):
         found.append((given["attention_mask"], output.past_key_values))
 
-    trainer.model.hf.base_model.register_forward_hook(look, with_kwargs=True)
+    backbone(trainer.model.hf).register_forward_hook(look, with_kwargs=True)
     trainer.score(one_row(make_samples()))
     assert found == [(None, None)]
 

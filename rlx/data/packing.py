@@ -11,6 +11,9 @@ micro-batch. Rollouts of one group stay together if they fit, so that the traine
 Ranks wait for each other in every row, so rows that run at the same time should take equally long. `Cost` says how long a row takes: the
 trainer passes the count of its model's operations (`rlx.train.flops.Flops.work`), in which attention grows with Σ n². The same function
 measures what is left (`RankBatch.imbalance`). A single rank waits for nobody: its rows are filled by tokens.
+
+A model that computes samples beside each other, `padded` to the longest of the row, gets rows in which the padding counts, too
+(`rlx.data.padding`). Groups are not kept together there, because such a model cannot compute a common prompt once.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from itertools import chain
 
 import numpy as np
 
+from rlx.data.padding import fill_padded
 from rlx.types import STREAMS, Count, LossCounts, LossOf, MicroBatch, MiniBatch, RankBatch, StepBatch, TrainingSample, check_streams
 
 Cost = Callable[[Sequence[int]], float]
@@ -44,7 +48,14 @@ class _Unit:
 
 
 def pack(
-    batch: StepBatch, *, rank: int, ranks: int, tokens: int, loss_of: Callable[[str], LossOf] = lambda env: ONE, cost: Cost = sum
+    batch: StepBatch,
+    *,
+    rank: int,
+    ranks: int,
+    tokens: int,
+    loss_of: Callable[[str], LossOf] = lambda env: ONE,
+    cost: Cost = sum,
+    padded: bool = False,
 ) -> RankBatch:
     """Pack the samples of each mini-batch (one optimizer step) into rows of at most `tokens` tokens, the same number for every rank.
 
@@ -54,14 +65,15 @@ def pack(
     If only some samples of a mini-batch have a stream, the others get its value in `rlx.types.STREAMS`.
     `loss_of`: what the samples of an environment are trained with. By default one objective trains all, with weights for its own loss.
     `cost`: what is balanced over several ranks, within the limit of `tokens`. Every rank must pass the same.
+    `padded`: samples are computed beside each other, each with as many tokens as the longest of the row; `tokens` limits all of them.
 
     Raises ValueError for a sample longer than `tokens`, or one with a trainable first token (nothing predicts it).
     """
     assert 0 <= rank < ranks, (rank, ranks)
-    everyone = [_all_rows_of(samples, ranks, tokens, loss_of, cost) for samples in batch.mini_batches]
+    everyone = [_all_rows_of(samples, ranks, tokens, loss_of, cost, padded) for samples in batch.mini_batches]
     packed = [_pack_mini_batch(samples, rank, ranks, *rows) for samples, rows in zip(batch.mini_batches, everyone, strict=True)]
     rows = [row for _, own in everyone for row in own]
-    return _with_balance(_rank_batch(batch, packed), rows, ranks, cost)
+    return _with_balance(_rank_batch(batch, packed), rows, ranks, cost, padded)
 
 
 def pack_together(
@@ -72,6 +84,7 @@ def pack_together(
     tokens: int,
     loss_of: Mapping[int, Callable[[str], LossOf]],
     cost: Cost = sum,
+    padded: bool = False,
 ) -> dict[int, RankBatch]:
     """Pack the batches of several runs, by slot, into common rows, as `pack` packs one.
 
@@ -87,8 +100,9 @@ def pack_together(
         samples = {slot: batch.mini_batches[number] for slot, batch in batches.items() if number < len(batch.mini_batches)}
         for sample in chain.from_iterable(samples.values()):
             _check(sample, tokens)
-        groups = {slot: _groups(_trained(own), loss_of[slot], cost if ranks > 1 else sum) for slot, own in samples.items()}
-        common = _all_rows(list(chain.from_iterable(groups.values())), ranks, tokens)
+        balanced = cost if ranks > 1 else sum
+        groups = {slot: _groups(_trained(own), loss_of[slot], balanced) for slot, own in samples.items()}
+        common = _all_rows(list(chain.from_iterable(groups.values())), ranks, tokens, balanced if padded else None)
         everyone += common
         rows = _rows_of(rank, ranks, common)
         for slot, own in samples.items():
@@ -97,7 +111,7 @@ def pack_together(
             minis[slot].append(
                 MiniBatch(micro_batches=tuple(_micro_batch(part, streams, slot) for part in parts), counts=_counts(groups[slot]))
             )
-    return {slot: _with_balance(_rank_batch(batch, minis[slot]), everyone, ranks, cost) for slot, batch in batches.items()}
+    return {slot: _with_balance(_rank_batch(batch, minis[slot]), everyone, ranks, cost, padded) for slot, batch in batches.items()}
 
 
 def check_samples(batch: StepBatch, tokens: int, used: Collection[str]) -> None:
@@ -124,22 +138,30 @@ def _rank_batch(batch: StepBatch, mini_batches: Sequence[MiniBatch]) -> RankBatc
 
 
 def samples_in_rows(
-    batch: StepBatch, *, rank: int, ranks: int, tokens: int, loss_of: Callable[[str], LossOf] = lambda env: ONE, cost: Cost = sum
+    batch: StepBatch,
+    *,
+    rank: int,
+    ranks: int,
+    tokens: int,
+    loss_of: Callable[[str], LossOf] = lambda env: ONE,
+    cost: Cost = sum,
+    padded: bool = False,
 ) -> list[list[TrainingSample]]:
     """The samples of each row that `pack` makes with the same arguments, over all mini-batches, in their order. Empty: a dummy row."""
-    everyone = [_all_rows_of(samples, ranks, tokens, loss_of, cost) for samples in batch.mini_batches]
+    everyone = [_all_rows_of(samples, ranks, tokens, loss_of, cost, padded) for samples in batch.mini_batches]
     rows = [row for _, own in everyone for row in _rows_of(rank, ranks, own)]
     return [[sample for unit in row for sample in unit.samples] for row in rows]
 
 
 def _all_rows_of(
-    samples: Sequence[TrainingSample], ranks: int, tokens: int, loss_of: Callable[[str], LossOf], cost: Cost
+    samples: Sequence[TrainingSample], ranks: int, tokens: int, loss_of: Callable[[str], LossOf], cost: Cost, padded: bool
 ) -> tuple[list[list[_Unit]], list[list[_Unit]]]:
     """A mini-batch's groups, and the rows of all ranks."""
     for sample in samples:
         _check(sample, tokens)
-    groups = _groups(_trained(samples), loss_of, cost if ranks > 1 else sum)
-    return groups, _all_rows(groups, ranks, tokens)
+    balanced = cost if ranks > 1 else sum
+    groups = _groups(_trained(samples), loss_of, balanced)
+    return groups, _all_rows(groups, ranks, tokens, balanced if padded else None)
 
 
 def _pack_mini_batch(
@@ -153,12 +175,15 @@ def _pack_mini_batch(
     )
 
 
-def _with_balance(batch: RankBatch, rows: list[list[_Unit]], ranks: int, cost: Cost) -> RankBatch:
+def _with_balance(batch: RankBatch, rows: list[list[_Unit]], ranks: int, cost: Cost, padded: bool) -> RankBatch:
     """The batch, with how equal the rows of all ranks are."""
+    computed = [[n for unit in row for n in unit.lengths] for row in rows]
+    if padded:
+        computed = [[max(lengths, default=0)] * len(lengths) for lengths in computed]
     return replace(
         batch,
-        imbalance=_imbalance([cost([n for unit in row for n in unit.lengths]) for row in rows], ranks),
-        attention_imbalance=_imbalance([sum(n * n for unit in row for n in unit.lengths) for row in rows], ranks),
+        imbalance=_imbalance([cost(lengths) for lengths in computed], ranks),
+        attention_imbalance=_imbalance([sum(n * n for n in lengths) for lengths in computed], ranks),
     )
 
 
@@ -243,13 +268,23 @@ def _groups(samples: Sequence[TrainingSample], loss_of: Callable[[str], LossOf],
     return found
 
 
-def _all_rows(groups: list[list[_Unit]], ranks: int, tokens: int) -> list[list[_Unit]]:
-    """The rows of all ranks. A single rank gets the groups without any advantage in rows of their own, last: they need no backward."""
+def _all_rows(groups: list[list[_Unit]], ranks: int, tokens: int, padded: Cost | None) -> list[list[_Unit]]:
+    """The rows of all ranks. A single rank gets the groups without any advantage in rows of their own, last: they need no backward.
+
+    `padded`: the cost of samples, if they are computed padded.
+    """
+
+    def fill(groups: list[list[_Unit]]) -> list[list[_Unit]]:
+        if padded is None:
+            return _fill(groups, ranks, tokens)
+        units = [unit for group in groups for unit in group]
+        return [[units[i] for i in row] for row in fill_padded([unit.lengths for unit in units], ranks, tokens, padded)]
+
     moving = [group for group in groups if any(sample.advantages.any() for unit in group for sample in unit.samples)]
     if ranks > 1 or len(moving) in (0, len(groups)):
-        return _fill(groups, ranks, tokens)
+        return fill(groups)
     still = [group for group in groups if not any(sample.advantages.any() for unit in group for sample in unit.samples)]
-    return _fill(moving, ranks, tokens) + _fill(still, ranks, tokens)
+    return fill(moving) + fill(still)
 
 
 def _fill(groups: list[list[_Unit]], ranks: int, tokens: int) -> list[list[_Unit]]:

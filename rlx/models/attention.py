@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from rlx.models.blocks import Bucket
+from rlx.models.bounded import attend_bounded
 from rlx.models.flash import attend_long, flash
 from rlx.models.layout import Layout
 from rlx.parallel.row import Row
@@ -141,8 +142,7 @@ def _bucket(
 ) -> Tensor:
     """Attend in one padded batch: q [S, H, Q, d], k [S, H_kv, L, d], v [S, H_kv, L, d_v] → [S·Q, H·d_v]."""
     if softcap is not None or sinks is not None:
-        visible = bucket.visible(window)
-        out = _plain(q, k, v, bucket.causal() if visible is None else visible, scaling, softcap, sinks)
+        out = attend_bounded(q, k, v, bucket.visible(window), scaling, softcap, sinks)
     else:
         dtype = q.dtype
         if q.is_cpu and dtype in (torch.float16, torch.bfloat16) and k.shape[-2] <= SHORT:
@@ -192,20 +192,6 @@ class _Take(torch.autograd.Function):
             places = torch.cat([index.flatten() for index in indices])
             total = flat.new_zeros(ctx.shape[0], width).index_add_(0, places, flat)
         return total.view(ctx.shape), None, *[None] * len(indices)
-
-
-def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float | None, softcap: float | None, sinks: Tensor | None) -> Tensor:
-    """Attention written out, for what sdpa does not support. q [S, H, Q, d], mask [S, 1, Q, L] → [S, H, Q, d_v]."""
-    repeat = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-    scores = (q @ k.transpose(-1, -2)).float() * (q.shape[-1] ** -0.5 if scaling is None else scaling)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = torch.where(mask, scores, -torch.inf)
-    if sinks is not None:
-        sink = sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)
-        return (torch.cat([scores, sink], -1).softmax(-1)[..., :-1]).to(v.dtype) @ v
-    return scores.softmax(-1).to(v.dtype) @ v
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scaling: float | None, window: int | None, grouped: bool) -> Tensor:

@@ -15,6 +15,8 @@ from typing import Any
 import transformers
 from torch.distributed.device_mesh import DeviceMesh
 
+from rlx.models.backbone import backbone
+
 EXCHANGE = "all_to_all"
 EXPERTS = "ep_dispatch_experts"  # the style of a module of experts in transformers' plans
 
@@ -25,7 +27,7 @@ def split_experts(hf: Any, mesh: DeviceMesh, alone: DeviceMesh, *, dense: bool =
     `alone` is a mesh of this rank only: no other rank has the same tokens. `dense`: a model without a plan for experts stays as it is.
     Raises ValueError if transformers has no plan for the family, or if the experts are not divisible.
     """
-    base, size = hf.base_model, mesh.size()
+    base, size = backbone(hf), mesh.size()
     plan = getattr(hf.config.get_text_config(), "base_model_ep_plan", None) or {}
     # Parameters first: dividing them sets a module's number of local experts, which the exchange reads when it is installed.
     names = [*dict(base.named_parameters()), *dict(base.named_modules())]

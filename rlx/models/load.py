@@ -20,8 +20,10 @@ from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 from rlx.config.schema import AcConfig, LoraConfig
 from rlx.kernels.logprob import choose_backend
 from rlx.kernels.toolchain import check_triton
+from rlx.models import routers
 from rlx.models.attention import Call, watched
 from rlx.models.copies import Copies
+from rlx.models.exact import keep_exact, kept_exact
 from rlx.models.experts import split_experts
 from rlx.models.flash import LONG, cudnn_agrees, install_flash_attention_3, remove_flash_attention_3
 from rlx.models.last import leaves_out, read_all
@@ -29,7 +31,7 @@ from rlx.models.layout import build_layout
 from rlx.models.liger import apply_liger, may_patch
 from rlx.models.lora import PARAMETERS, add_adapters, digest, draw_adapters
 from rlx.models.policy import PolicyModel, head_widths
-from rlx.models.read import different_from_first, empty_weights, is_untied, keep_float32_buffers, may_be_untied, read_weights
+from rlx.models.read import different_from_first, empty_weights, is_untied, may_be_untied, read_weights
 from rlx.models.shard import checkpoint_activations, compile_layers, free_gathered, overwritten_products, shard
 from rlx.models.slots import add_slots
 from rlx.models.split import split_layers
@@ -97,7 +99,7 @@ def load_policy(
         """The model on the meta device, sharded."""
         with torch.device("meta"):
             hf = AutoModelForCausalLM.from_config(whole, dtype=frozen, trust_remote_code=trust_remote_code)
-            keep_float32_buffers(hf)
+            keep_exact(hf)
             here = add_slots(hf, lora, slots, master) if lora is not None and slots is not None else None
             if lora is not None and here is None:
                 add_adapters(hf, lora, master)
@@ -152,14 +154,13 @@ def load_policy(
     if device.type == "cuda" and attention == "auto" and not compile and model.layout_kind(device) == "varlen":
         choose_attention(model, mesh)
     if not sharded and master != compute and lora is None:
-        plan = model.hf._get_dtype_plan(compute)
-        model.copies = Copies(model.hf, compute, {name for name, _ in model.hf.named_parameters() if any(key in name for key in plan)})
+        model.copies = Copies(model.hf, compute, {name for name, _ in kept_exact(model.hf, compute)})
     if read:
         check_packed_forward(model, device)
     if model.layout_kind(device) == "rows":
-        log.warning(
-            "%s computes the samples of a row beside each other, padded to the longest. One long sample among many short ones takes many "
-            "times the time and memory that the row's tokens do; a smaller trainer.micro_batch_tokens bounds it",
+        log.info(
+            "%s computes the samples of a row beside each other, padded to the longest. So a row has samples of similar length, and "
+            "trainer.micro_batch_tokens counts the padding",
             type(model.hf).__name__,
         )
     return model
@@ -229,6 +230,7 @@ def check_packed_forward(model: PolicyModel, device: torch.device | str = "cpu")
 
     For a sharded model every rank calls this. `device` is where the model computes. The check catches what no list of architectures could:
     factors on the logits, layers that ignore segment boundaries, masks of their own, windows that are longer than the check's sequences.
+    Experts that rounding chooses are no difference (`rlx.models.routers`).
     The last layer leaves nothing out any more (`rlx.models.last`) if that changes what is read.
     """
     vocabulary = model.hf.get_output_embeddings().weight.shape[0]
@@ -250,10 +252,19 @@ def check_packed_forward(model: PolicyModel, device: torch.device | str = "cpu")
         logp: Tensor = model(layout, index, labels, torch.ones(len(labels), device=device))[0]
         return logp
 
+    def own_log_probabilities(number: int) -> Tensor:
+        """Of one sequence, by the same experts. If several ranks share a row, none of them knows all tokens' experts."""
+        layout = build_layout(ids.numpy(), torch.tensor(boundaries).numpy(), trainable.numpy(), kind, device)
+        where = torch.from_numpy(layout.where)[boundaries[number] : boundaries[number + 1]].to(device)
+        known = choices if model.row is None else []
+        dtype = model.compute_dtype
+        with routers.repeated(known, layout.num_tokens, where, TOLERANCE[dtype], torch.finfo(dtype).eps):
+            return _own_log_probabilities(model.hf, sequences[number].to(device))
+
     last = model.layers[-1]
     fewer = None
     with model.computing(), torch.compiler.set_stance("force_eager"):  # compiling is not worth it for a few tokens
-        with watched() as calls, overwritten_products(model) as overwritten:
+        with watched() as calls, overwritten_products(model) as overwritten, routers.noted() as choices:
             packed = log_probabilities(trainable)
         _check_windows(model, calls)
         if overwritten:
@@ -267,7 +278,7 @@ def check_packed_forward(model: PolicyModel, device: torch.device | str = "cpu")
             fewer = log_probabilities(final)
         # From here on a sharded model's root keeps its parameters gathered; its layers gather theirs themselves.
         with nullcontext() if model.row is None else model.row.kept_whole():
-            own = torch.cat([_own_log_probabilities(model.hf, sequence.to(device)) for sequence in sequences])
+            own = torch.cat([own_log_probabilities(number) for number in range(len(sequences))])
     free_gathered(model)
     difference, spread = float((packed - own).abs().max()), float(own.std())
     limit = TOLERANCE[model.compute_dtype] * spread

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rlx.kernels.logprob import logprob
 from rlx.models.attention import NAME
+from rlx.models.backbone import backbone
 from rlx.models.copies import Copies
 from rlx.models.head import logit_scale, logit_softcap
 from rlx.models.last import skip_unread
@@ -58,9 +59,10 @@ class PolicyModel(nn.Module):
 
         `logprob_backend` is one of `rlx.kernels.logprob.BACKENDS`. `compute_dtype` is what sharding or `copies` cast parameters to; None:
         their own dtype. `row`: the ranks that compute each row together; None: this one alone. Raises ValueError if there are several
-        and the model mixes tokens in other layers than attention.
+        and the model mixes tokens in other layers than attention, or if it has its layers where nobody knows them (`backbone`).
         """
         super().__init__()
+        backbone(hf)
         self.hf = hf
         hf.eval()  # no dropout: the trainer must compute what the inference engine computes
         self.attention = attention
@@ -128,7 +130,7 @@ class PolicyModel(nn.Module):
             ids, positions, extra["row"] = self.row.piece(ids), self.row.span(positions), self.row
             own, index = self.row.own(index, layout.num_tokens)
             labels, temperature = labels[own], temperature[own]
-        hidden = self.hf.base_model(input_ids=ids, attention_mask=None, position_ids=positions, use_cache=False, **extra).last_hidden_state
+        hidden = backbone(self.hf)(input_ids=ids, attention_mask=None, position_ids=positions, use_cache=False, **extra).last_hidden_state
         hidden = hidden.flatten(0, 1).index_select(0, index)
 
         def score(hidden: Tensor, head: Any) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,6 @@ import json
 import logging
 import math
 import os
-import re
 import resource
 from collections.abc import Iterator
 from io import FileIO
@@ -105,7 +104,7 @@ def _read(hf: Any, source: str, mesh: Mesh, device: torch.device, trust_remote_c
                 log.warning("%s", _about_whole(hf, source, mesh, why))
             _read_whole(hf, source, mesh, device, trust_remote_code)
             return
-        plan = {} if mesh.grouped else hf._get_dtype_plan(hf.dtype)  # FSDP wants one dtype in a unit
+        plan = hf._get_dtype_plan(hf.dtype)
         loading = LoadStateDictConfig(
             pretrained_model_name_or_path=source, device_map={"": device}, dtype=hf.dtype, dtype_plan=plan, weight_mapping=mapping
         )
@@ -133,15 +132,6 @@ def _about_whole(hf: Any, source: str, mesh: Mesh, why: str) -> str:
         who = f"the whole of {source} is read beside the model"
     remedy = next(text for reason, text in REMEDIES.items() if why.endswith(reason))
     return f"{who}, which takes {size(bytes_)} of host memory more until it is loaded: {why}. {remedy.format(source=source)}"
-
-
-def keep_float32_buffers(hf: Any) -> None:
-    """Give the buffers that a family always keeps in float32 that dtype, as `from_pretrained` does: routers add some to their scores."""
-    plan = hf._get_dtype_plan(hf.dtype)
-    for prefix, module in hf.named_modules() if plan else ():
-        for name, buffer in module.named_buffers(recurse=False):
-            if any(re.search(part.replace("*", ".*"), f"{prefix}.{name}") for part in plan) and buffer.is_floating_point():
-                setattr(module, name, buffer.to(torch.float32))
 
 
 def empty_weights(hf: Any, device: torch.device) -> None:

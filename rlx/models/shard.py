@@ -7,8 +7,9 @@ over itself, so that mixed precision has only one implementation.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from rlx.config.schema import AcConfig
+from rlx.models.exact import kept_exact
 from rlx.models.last import read_all
 from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import Mesh
@@ -147,7 +149,8 @@ def shard(
 ) -> None:
     """Shard in place over the mesh's `fsdp` axis.
 
-    Parameters keep their dtype and are gathered in `compute_dtype`; gradients are summed in `reduce_dtype`.
+    Parameters keep their dtype and are gathered in `compute_dtype`, or in float32 if their family wants that (`rlx.models.exact`);
+    gradients are summed in `reduce_dtype`.
     `cpu_offload` keeps shards and gradients in host memory. Without `reshard_after_forward`, parameters stay gathered until backward.
     """
     # Imported here, because it takes seconds and a single process may not need it.
@@ -165,11 +168,19 @@ def shard(
         _score_within(head)
         model.scores_within_head = True
     placed = _placement_of_divided(mesh.shards) if mesh.shards else None
+    exact = [tensor for _, tensor in kept_exact(model.hf, compute_dtype) if isinstance(tensor, torch.nn.Parameter)]
+    if exact:  # a unit has one dtype for each of its process groups
+        apart = _shards_of(mesh.again())
+        placed = _placement_of_exact(exact, apart, placed)
+        how["shard_placement_fn"] = placed
     for module in (*model.layers, *own):
-        fully_shard(module, reshard_after_forward=reshard_after_forward, shard_placement_fn=placed, **how)
+        fully_shard(module, reshard_after_forward=reshard_after_forward, **how | {"shard_placement_fn": placed})
     fully_shard(model, **how)
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups if exact else ():
+                if group.mesh_info is apart:
+                    group.mp_policy = replace(precision, param_dtype=torch.float32)
             # None of these calls is recursive. The loss is already divided by global counts, so gradients must be summed. gloo has no
             # averaging sum, and there a factor of 1 without force-sum would still average.
             if mesh.world_size > 1:  # one rank would divide by 1 into a copy of all gradients
@@ -190,16 +201,41 @@ def may_be_unused(model: PolicyModel) -> bool:
     return model.slots is not None or any(isinstance(module, torch.nn.ModuleList) for module in experts)
 
 
+def _shards_of(mesh: DeviceMesh) -> Any:
+    """What FSDP calls a mesh of shards, or of several copies of them."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+
+    return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0) if mesh.ndim > 1 else FSDPMeshInfo(mesh, shard_mesh_dim=0)
+
+
+def _placement_of_exact(
+    exact: Sequence[torch.nn.Parameter], apart: Any, others: Callable[[torch.nn.Parameter], Any] | None
+) -> Callable[[torch.nn.Parameter], Any]:
+    """Where FSDP shards a parameter: `exact` ones over the process groups `apart`, others as `others` says."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+    from torch.distributed.tensor import DTensor
+
+    kept = {id(parameter) for parameter in exact}
+
+    def placed(parameter: torch.nn.Parameter) -> Any:
+        if id(parameter) not in kept:
+            return None if others is None else others(parameter)
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"the model keeps a parameter {list(parameter.shape)} in float32, which trainer.tp and trainer.ep cannot while they divide "
+                "it; set both to 1, or model.dtype=float32"
+            )
+        return ShardPlacementResult(None, apart)
+
+    return placed
+
+
 def _placement_of_divided(shards: Mapping[str, DeviceMesh]) -> Callable[[torch.nn.Parameter], Any]:
     """Where FSDP shards a parameter: one that is divided over the ranks of an axis only over the mesh of that axis in `shards`."""
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+    from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
     from torch.distributed.tensor import DTensor, Shard
 
-    def info_of(mesh: DeviceMesh) -> FSDPMeshInfo:
-        several = mesh.ndim > 1
-        return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0) if several else FSDPMeshInfo(mesh, shard_mesh_dim=0)
-
-    infos = {axis: info_of(mesh) for axis, mesh in shards.items()}
+    infos = {axis: _shards_of(mesh) for axis, mesh in shards.items()}
 
     def placed(parameter: torch.nn.Parameter) -> Any:
         if not isinstance(parameter, DTensor):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from rlx.models.backbone import backbone
 from rlx.parallel.row import Row
 
 OUTPUTS, INPUTS = "colwise", "rowwise"
@@ -33,18 +34,18 @@ def split_layers(hf: Any, row: Row, mesh: DeviceMesh) -> None:
 
     Raises ValueError if the family has no such plan, or one that divides attention in another way, or if sizes are not divisible.
     """
-    config, size = hf.config.get_text_config(), mesh.size()
+    config, size, base = hf.config.get_text_config(), mesh.size(), backbone(hf)
     plan = getattr(config, "base_model_tp_plan", None) or {}
     for name in ("num_attention_heads", "num_key_value_heads"):
         if (count := getattr(config, name, None)) and count % size:
             raise ValueError(f"trainer.tp={size} does not divide {name}={count} of {type(hf).__name__}; set it to a divisor")
     blocks: dict[nn.Module, dict[str, str]] = {}
-    for name, module in hf.base_model.named_modules():
+    for name, module in base.named_modules():
         style = plan.get(re.sub(r"\.\d+(?=\.)", ".*", name))
         if isinstance(module, nn.Linear) and style in DIVIDED:
             parent, _, leaf = name.rpartition(".")
-            blocks.setdefault(hf.base_model.get_submodule(parent), {})[leaf] = style
-    attending = [module for module in hf.base_model.modules() if hasattr(module, "o_proj") and hasattr(module, "head_dim")]
+            blocks.setdefault(base.get_submodule(parent), {})[leaf] = style
+    attending = [module for module in base.modules() if hasattr(module, "o_proj") and hasattr(module, "head_dim")]
     undivided = [module for module in attending if module not in blocks]
     if not attending or undivided or any(list(styles.values()).count(INPUTS) != 1 or len(styles) < 2 for styles in blocks.values()):
         raise ValueError(

@@ -93,6 +93,16 @@ class Mesh:
         """Whether there is a process group: of several processes, or of one that shards over itself."""
         return self.fsdp is not None
 
+    def again(self) -> DeviceMesh:
+        """Another mesh like `fsdp`, of the same ranks, whose process groups are its own. Every rank calls this."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        assert self.fsdp is not None
+        ranks, limit = self.fsdp.mesh, timedelta(seconds=self.limit) if math.isfinite(self.limit) else None
+        lists = [ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist() for axis in range(ranks.ndim)]
+        groups = [dist.new_subgroups_by_enumeration(each, timeout=limit)[0] for each in lists]
+        return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=self.fsdp.mesh_dim_names)
+
     def barrier(self) -> None:
         """Return when every rank has called this."""
         self.any(False)

@@ -201,6 +201,7 @@ class SharedTrainer:
             tokens=tokens,
             loss_of={slot: trainer.losses.loss_of for slot, trainer in trainers.items()},
             cost=self.meter.flops.work,
+            padded=self.model.padded,
         )
         iterations = {slot: member.cfg.trainer.num_iterations for slot, member in members.items()}
         began = time.perf_counter()

@@ -136,6 +136,7 @@ class Trainer:
             tokens=self.cfg.micro_batch_tokens,
             loss_of=self.step_trainer.losses.loss_of,
             cost=self.meter.flops.work,
+            padded=self.step_trainer.padded,
         )
         self.updated = False
         self.watch.beat(f"training step {batch.step}", batch.step)

@@ -140,7 +140,8 @@ def compare(
     for earlier in range(begin.step, step):
         say(f"training step {earlier} again")
         before = read_recorded(paths.recorded_of(earlier), earlier)
-        packed = pack(before, rank=0, ranks=1, tokens=cfg.micro_batch_tokens, loss_of=trainer.losses.loss_of)
+        how: dict[str, Any] = {"tokens": cfg.micro_batch_tokens, "loss_of": trainer.losses.loss_of, "padded": trainer.padded}
+        packed = pack(before, rank=0, ranks=1, **how)
         trainer.train_batch(packed, iterations=cfg.trainer.num_iterations)
         if trainer.reference is not None:
             trainer.reference.after_step(earlier, trainer.model)
@@ -198,9 +199,10 @@ class Measured:
     def __init__(self, trainer: PolicyTrainer, batch: StepBatch, tokens: int) -> None:
         """`tokens`: of one row."""
         self.trainer, self.step = trainer, batch.step
-        self.packed = pack(batch, rank=0, ranks=1, tokens=tokens, loss_of=trainer.losses.loss_of)
+        how: dict[str, Any] = {"tokens": tokens, "loss_of": trainer.losses.loss_of, "padded": trainer.padded}
+        self.packed = pack(batch, rank=0, ranks=1, **how)
         # The same batch with each token's number in place of its version is packed alike, and so tells where each token went.
-        self.numbers = pack(_numbered(batch), rank=0, ranks=1, tokens=tokens, loss_of=trainer.losses.loss_of)
+        self.numbers = pack(_numbered(batch), rank=0, ranks=1, **how)
         total = sum(len(sample.token_ids) for samples in batch.mini_batches for sample in samples)
         counts = [mini_batch.num_trained_tokens for mini_batch in self.packed.mini_batches]
         self.side = Side(weights=np.full(total, np.nan), gradient_norms=[], metrics=[], num_tokens=counts)

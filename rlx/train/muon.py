@@ -7,14 +7,15 @@ and parameters stay sharded. Steps are scaled to the size of AdamW's (arXiv 2502
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, _zeropower_via_newtonschulz
 
+from rlx.models.lora import PARAMETERS
 from rlx.train.optim import by_mesh
 
 
@@ -69,9 +70,22 @@ class Muon(torch.optim.Optimizer):
         parameter.add_(step.to(parameter.dtype), alpha=-lr * 0.2 * max(parameter.shape) ** 0.5)
 
 
-def groups_of(layers: torch.nn.Module, everything: torch.nn.Module) -> list[dict[str, Any]]:
+def groups_of(layers: nn.Module, everything: nn.Module) -> list[dict[str, Any]]:
     """The trained parameters of a model: the matrices of its decoder layers (`matrices`), then all others, by the ranks that share them."""
     trained = [parameter for parameter in everything.parameters() if parameter.requires_grad]
-    inside = {id(parameter) for parameter in layers.parameters() if parameter.ndim == 2}
+    inside = {id(parameter) for parameter in _matrices(layers)}
     parts = {flag: by_mesh(parameter for parameter in trained if (id(parameter) in inside) == flag) for flag in (True, False)}
     return [{"params": part, "matrices": flag} for flag, several in parts.items() for part in several]
+
+
+def _matrices(layers: nn.Module) -> Iterator[Tensor]:
+    """The parameters that multiply vectors: two-dimensional ones named `weight`, also of routers, and adapters'.
+
+    Others with two dimensions are stacks of vectors, whose rows have nothing to do with each other: biases of experts, norms of heads
+    (Cohere), decays of state spaces. A matrix under another name is left to AdamW, and so is one with a single row or column.
+    """
+    for module in layers.modules():
+        stacks = isinstance(module, nn.Embedding) or "norm" in type(module).__name__.lower()
+        for name, parameter in module.named_parameters(recurse=False):
+            if name in ("weight", *PARAMETERS) and not stacks and parameter.ndim == 2 and min(parameter.shape) > 1:
+                yield parameter

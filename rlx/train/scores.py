@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from torch import Tensor
 
@@ -22,6 +24,7 @@ class ScoreKeeper:
     def __init__(self, cfg: TrainingRoot, paths: RunPaths, mesh: Mesh, trainer: PolicyTrainer, cost: Cost) -> None:
         """`cost`: the one that packs the rows that are trained."""
         self.paths, self.mesh, self.losses, self.tokens, self.cost = paths, mesh, trainer.losses, cfg.micro_batch_tokens, cost
+        self.padded = trainer.padded
         self.keeps = cfg.records_scores and mesh.leads
         self._rows: list[Row] = []  # on the device until the step is done, so that no row waits for a copy
         if self.keeps:
@@ -36,7 +39,8 @@ class ScoreKeeper:
         if not self.keeps:
             return
         rank, ranks = self.mesh.data_rank, self.mesh.num_data_ranks
-        packed = samples_in_rows(batch, rank=rank, ranks=ranks, tokens=self.tokens, loss_of=self.losses.loss_of, cost=self.cost)
+        how: dict[str, Any] = {"tokens": self.tokens, "loss_of": self.losses.loss_of, "cost": self.cost, "padded": self.padded}
+        packed = samples_in_rows(batch, rank=rank, ranks=ranks, **how)
         write_scores(self.paths, scores_of(batch, [_sampled(row) for row in rows[: len(packed)]], packed), rank)
 
 

@@ -102,6 +102,11 @@ class PolicyTrainer:
         # Called after each row's forward with the row, logp [N] and entropy [N] of its scored tokens.
         self.after_forward: Callable[[MicroBatch, Tensor, Tensor], None] = lambda row, logp, entropy: None
 
+    @property
+    def padded(self) -> bool:
+        """Whether the policy or the reference computes samples padded to the longest of a row, so that rows must be packed for that."""
+        return self.model.padded or (self.reference is not None and self.reference.model.padded)
+
     def train_batch(
         self,
         batch: RankBatch,

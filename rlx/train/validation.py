@@ -32,7 +32,8 @@ class Validation:
         mesh = trainer.mesh
         self.trainer, self.watch = trainer, watch
         batch, self.left_out = rows
-        (self.rows,) = pack(batch, rank=mesh.data_rank, ranks=mesh.num_data_ranks, tokens=tokens, cost=cost).mini_batches
+        packed = pack(batch, rank=mesh.data_rank, ranks=mesh.num_data_ranks, tokens=tokens, cost=cost, padded=trainer.padded)
+        (self.rows,) = packed.mini_batches
         self.metrics = MetricsWriter(paths.metrics, "val") if mesh.first else None
 
     def record(self, version: int) -> None:

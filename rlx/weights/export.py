@@ -25,13 +25,14 @@ class Export:
     """The export of one model, whose tensors keep their names and shapes."""
 
     def __init__(self, model: PolicyModel | Slot, dtype: torch.dtype) -> None:
-        """`dtype`: of the published parameters; buffers keep theirs."""
+        """`dtype`: of the published parameters; buffers, and what the family keeps in float32, keep theirs."""
         self.model: Any = model
         self.dtype = dtype
 
     def published(self, name: str, tensor: torch.Tensor) -> torch.dtype:
-        """The dtype in which a tensor is published. Buffers are never cast for computing, so servers must not get rounded ones."""
-        return self.dtype if tensor.is_floating_point() and name not in self._buffers else tensor.dtype
+        """The dtype in which a tensor is published. Buffers, and what a family keeps in float32, are never cast for computing, so servers
+        must not get rounded ones."""
+        return self.dtype if tensor.is_floating_point() and name not in self._exact else tensor.dtype
 
     def convert(self, tensors: Tensors) -> Tensors:
         """These tensors of the trainer, as a checkpoint has them. They may be views."""
@@ -64,8 +65,12 @@ class Export:
         return by_layer(self._meta) if self.converts else [[name] for name in self._meta]
 
     @functools.cached_property
-    def _buffers(self) -> frozenset[str]:
-        return frozenset(name for name, _ in self.model.hf.named_buffers())
+    def _exact(self) -> frozenset[str]:
+        from rlx.models.exact import kept_exact
+
+        hf = self.model.hf
+        kept = kept_exact(hf, self.dtype) if hasattr(hf, "config") else ()  # adapters of a slot have no model
+        return frozenset(name for name, _ in (*hf.named_buffers(), *kept))
 
     @functools.cached_property
     def _meta(self) -> Tensors:

@@ -1,0 +1,174 @@
+"""Packing for models that compute the samples of a row beside each other, padded to the longest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_train_models import ARCHITECTURES
+from trainer_examples import VOCABULARY, gradients, make_model, make_sample, make_trainer, step_batch
+
+from rlx.data import packing
+from rlx.data.packing import ONE, pack, pack_together, samples_in_rows
+from rlx.models.layout import build_layout
+from rlx.models.policy import PolicyModel
+from rlx.roles.shared_trainer import SharedTrainer
+from rlx.roles.trainer import Trainer
+from rlx.train.validation import Validation
+from rlx.types import MicroBatch, RankBatch, TrainingSample
+
+pytestmark = pytest.mark.slow
+
+
+def of_lengths(lengths: Sequence[int], members: int = 4, seed: int = 0) -> list[TrainingSample]:
+    rng = np.random.default_rng(seed)
+    return [
+        make_sample(i // members, i % members, rng.integers(3, VOCABULARY, n).tolist(), range(2, n), rng) for i, n in enumerate(lengths)
+    ]
+
+
+def skewed(count: int = 256, longest: int = 400) -> list[TrainingSample]:
+    """Samples of about 20 tokens, a few of hundreds, in a random order."""
+    rng = np.random.default_rng(1)
+    return of_lengths(rng.lognormal(np.log(20), 1.0, count).clip(4, longest).astype(int).tolist())
+
+
+def work(lengths: Sequence[int]) -> float:
+    return sum(n + n * n / 100 for n in lengths)
+
+
+def computed(row: MicroBatch) -> int:
+    """Tokens that the model computes for a row, padding included, of its whole samples."""
+    lengths = np.diff(row.cu_seqlens)
+    return int(len(lengths) * lengths.max())
+
+
+def packed(samples: Sequence[TrainingSample], ranks: int, tokens: int, **keys: Any) -> list[RankBatch]:
+    return [pack(step_batch(0, [samples]), rank=rank, ranks=ranks, tokens=tokens, **keys) for rank in range(ranks)]
+
+
+def rows_of(batches: Sequence[RankBatch]) -> list[MicroBatch]:
+    return [row for batch in batches for mini_batch in batch.mini_batches for row in mini_batch.micro_batches]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("cost", [sum, work])
+def test_rows_hold_their_limit_with_the_padding(ranks: int, cost: Callable[[Sequence[int]], float]) -> None:
+    samples, tokens = skewed(), 512
+    before, after = packed(samples, ranks, tokens, cost=cost), packed(samples, ranks, tokens, cost=cost, padded=True)
+    assert max(map(computed, rows_of(before))) > 4 * tokens, "this is what padding does to rows that are filled by tokens"
+    assert max(map(computed, rows_of(after))) <= tokens
+    assert sorted(int(n) for row in rows_of(after) for n in np.diff(row.cu_seqlens) if n > 1) == sorted(len(s.token_ids) for s in samples)
+    assert len({len(batch.mini_batches[0].micro_batches) for batch in after}) == 1
+    assert after[0].mini_batches[0].counts == before[0].mini_batches[0].counts
+    total, longest = sum(len(s.token_ids) for s in samples), max(len(s.token_ids) for s in samples)
+    assert sum(map(computed, rows_of(after))) < total + tokens * np.log(longest / 4)
+    for one, again in zip(rows_of(after), rows_of(packed(samples, ranks, tokens, cost=cost, padded=True)), strict=True):
+        assert np.array_equal(one.token_ids, again.token_ids)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_rows_at_the_same_time_cost_the_same_with_the_padding(ranks: int) -> None:
+    batches = packed(skewed(1024), ranks, 512, cost=work, padded=True)
+    turns = np.array([[work([computed(row) // (n := len(row.cu_seqlens) - 1)] * n) for row in rows_of([batch])] for batch in batches])
+    assert batches[0].imbalance == pytest.approx(turns.max(0).sum() / turns.mean(0).sum(), rel=1e-3)
+    assert batches[0].imbalance < 1.1
+
+
+def test_a_rollout_of_several_samples_stays_whole_and_counts_with_its_longest() -> None:
+    rng = np.random.default_rng(0)
+    samples = [make_sample(0, 0, range(3, 3 + n), [1], rng) for n in (10, 4, 4)] + of_lengths([9, 9, 4, 4])[1:]
+    batch = packed(samples, 1, 30, padded=True)
+    assert sorted(np.diff(row.cu_seqlens).tolist() for row in rows_of(batch)) == [[9, 4, 4], [10, 4, 4]]
+    alone = packed(samples[:3], 1, 20, padded=True)
+    assert [computed(row) for row in rows_of(alone)] == [30], "a rollout that exceeds the limit has a row of its own"
+
+
+def test_an_empty_batch_and_few_samples_for_many_ranks_give_dummies() -> None:
+    for samples in ([], of_lengths([5])):
+        rows = rows_of(packed(samples, 3, 30, padded=True))
+        assert sorted(len(row.token_ids) for row in rows) == [1] * (3 - len(samples)) + [5] * len(samples)
+
+
+def test_runs_packed_together_hold_the_limit_in_common_rows() -> None:
+    batches = {slot: step_batch(0, [skewed(64)]) for slot in (0, 2)}
+    for rank in range(2):
+        parts = pack_together(batches, rank=rank, ranks=2, tokens=512, loss_of=dict.fromkeys(batches, lambda env: ONE), padded=True)
+        for row in zip(*(part.mini_batches[0].micro_batches for part in parts.values()), strict=True):
+            lengths = np.concatenate([np.diff(part.cu_seqlens) for part in row if part.loss_mask.any()])
+            assert len(lengths) * lengths.max() <= 512
+
+
+def test_gradients_do_not_depend_on_how_padded_rows_are_packed() -> None:
+    config_class, keys = ARCHITECTURES["qwen3_next_recurrent"]
+    samples, found = of_lengths([40, 5, 6, 7, 30, 5, 6, 7]), []
+    for padded in (False, True):
+        trainer = make_trainer(make_model(config_class, **keys))
+        assert trainer.padded
+        batch = pack(step_batch(0, [samples]), rank=0, ranks=1, tokens=82, padded=padded)
+        computed = [
+            build_layout(row.token_ids, row.cu_seqlens, row.scored, "rows", "cpu").num_tokens for row in batch.mini_batches[0].micro_batches
+        ]
+        assert (max(computed) > 82) != padded
+        trainer.accumulate_gradients(batch.mini_batches[0])
+        found.append(gradients(trainer))
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(gradient, found[1][name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_padded_reference_counts_too() -> None:
+    plain = make_trainer(make_model())
+    assert not plain.padded
+    plain.reference = SimpleNamespace(model=PolicyModel(make_model(), attention="rows"))  # type: ignore[assignment]
+    assert plain.padded
+
+
+class Packed(Exception):
+    """The keys that the packing got."""
+
+
+def keys_of(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, action: Callable[[], Any]) -> dict[str, Any]:
+    def stand_in(*args: Any, **keys: Any) -> Any:
+        raise Packed(keys)
+
+    monkeypatch.setattr(where, name, stand_in)
+    with pytest.raises(Packed) as raised:
+        action()
+    found: dict[str, Any] = raised.value.args[0]
+    return found
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_every_part_of_the_trainer_packs_for_its_model(monkeypatch: pytest.MonkeyPatch, padded: bool) -> None:
+    """Scores are found again in the rows that were trained, so all must agree."""
+    step_trainer = make_trainer(make_model(), attention="rows" if padded else "auto")
+    batch = step_batch(0, [of_lengths([5, 6])])
+    meter = SimpleNamespace(flops=SimpleNamespace(work=sum))
+    watch = SimpleNamespace(beat=lambda *_: None)
+    role: Any = SimpleNamespace(
+        mesh=step_trainer.mesh, cfg=SimpleNamespace(micro_batch_tokens=64), step_trainer=step_trainer, meter=meter, watch=watch
+    )
+    assert keys_of(monkeypatch, packing, "pack", lambda: Trainer.train(role, batch))["padded"] == padded
+    member = SimpleNamespace(receive=lambda: batch, trainer=step_trainer, cfg=None)
+    common: Any = SimpleNamespace(
+        cfg=role.cfg, mesh=role.mesh, meter=meter, watch=watch, model=step_trainer.model, members={0: member}, steps=0,
+        tried=lambda action, *args: (action(*args), ""), names=str,
+    )  # fmt: skip
+    assert keys_of(monkeypatch, packing, "pack_together", lambda: SharedTrainer.train(common, [0]))["padded"] == padded
+    rows: Any = (batch, {})
+    import rlx.train.validation as validation
+
+    given = keys_of(monkeypatch, validation, "pack", lambda: Validation(step_trainer, rows, 64, sum, None, None))  # type: ignore[arg-type]
+    assert given["padded"] == padded
+
+
+def test_samples_are_found_in_padded_rows() -> None:
+    samples = skewed(40)
+    for rank, batch in enumerate(packed(samples, 2, 512, padded=True)):
+        found = samples_in_rows(step_batch(0, [samples]), rank=rank, ranks=2, tokens=512, padded=True)
+        lengths = [np.diff(row.cu_seqlens).tolist() for row in rows_of([batch])]
+        assert [[len(sample.token_ids) for sample in row] or [1] for row in found] == lengths
