@@ -14,7 +14,7 @@ from rlx.config.load import compose
 from rlx.paths import RunPaths
 from rlx.runs.members import check_shared
 from rlx.runs.replay import check_replay
-from rlx.started import SOURCE, started_as
+from rlx.started import SOURCE, short_name, started_as
 
 
 def test_the_program_is_named_as_briefly_as_it_is_found(tmp_path, monkeypatch):
@@ -40,7 +40,7 @@ def test_a_suggested_command_imports_the_rlx_that_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     there = f"PYTHONPATH={SOURCE} {sys.executable} -P -m rlx.cli view"
     monkeypatch.chdir(SOURCE)
-    assert started_as(sys.executable, "train.py", "view") == f"{sys.executable} -m rlx.cli view"
+    assert started_as(sys.executable, "train.py", "view") == f"{short_name(sys.executable)} -m rlx.cli view"
     monkeypatch.chdir(tmp_path)
     assert started_as(sys.executable, f"{SOURCE}/train.py", "view") == there
     assert started_as(sys.executable, f"{SOURCE}/rlx/cli/__main__.py", "view") == f"{sys.executable} -m rlx.cli view"
@@ -52,10 +52,11 @@ def test_a_suggested_command_imports_the_rlx_that_runs(tmp_path, monkeypatch):
     assert "another checkout" in subprocess.run([sys.executable, "-m", "rlx.cli"], capture_output=True, text=True, check=False).stderr
 
 
-@pytest.mark.parametrize(("script", "begins"), [("/bin/rlx", "/bin/rlx train"), ("/co/train.py", f"{sys.executable} /co/train.py")])
+@pytest.mark.parametrize(("script", "begins"), [("/bin/rlx", "/bin/rlx train"), ("/co/train.py", "{python} /co/train.py")])
 def test_hints_of_a_run_name_the_command_that_the_user_gave(tmp_path, monkeypatch, script, begins):
     monkeypatch.setattr(sys, "argv", [script])
     monkeypatch.setenv("PATH", "/nowhere")
+    begins = begins.format(python=short_name(sys.executable))
     cfg = compose(["lora.rank=8", "dry_run=true"], {}).cfg
     with pytest.raises(ConfigError, match=re.escape(f"fix: start one first: {begins} run.dir={tmp_path / 'none'} ")):
         check_shared(replace(cfg, trainer=replace(cfg.trainer, shared=str(tmp_path / "none"))))
