@@ -181,6 +181,7 @@ def run_theirs(python: Path, folder: Path, run: Path, steps: int, goal: float | 
         "group_size": config.orchestrator.rollouts_per_example,
         "sampling": asdict(config.sampling) | {key: value for key, value in asdict(env.sampling).items() if value is not None},
         "lr": config.optim["lr"],
+        "bf16": config.model.dtype == "bfloat16",
         "warmup_steps": config.scheduler.warmup_steps,
         "threads": args.threads,
         "continuous_batching": args.continuous_batching,

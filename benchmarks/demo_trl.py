@@ -5,9 +5,9 @@
 Does not import rlx. Writes one JSON line per step to `out`, `{step, time, reward, tokens}`, as soon as the batch's rewards are known.
 Ends once the mean reward of five steps has reached `goal`.
 
-The settings are the fastest on a CPU: float32, no gradient checkpointing, one forward and backward for the whole batch, no
-reference model, no logging or saving, transformers' generation with the dynamic cache (`--continuous-batching` tries the other
-engine). It is on-policy: every step waits for the longest answer of its batch.
+The settings are the fastest on a CPU: rlx's dtype (16 bits by autocast, so the weights are float32, as rlx's are), no gradient
+checkpointing, one forward and backward for the whole batch, no reference model, no logging or saving, transformers' generation with the
+dynamic cache (`--continuous-batching` tries the other engine). It is on-policy: every step waits for the longest answer of its batch.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def main() -> None:
         seed=settings["seed"],
         data_seed=settings["seed"],
         use_cpu=True,
-        bf16=False,
+        bf16=settings["bf16"],
         gradient_checkpointing=False,
         per_device_train_batch_size=settings["batch_size"],
         gradient_accumulation_steps=1,

@@ -78,9 +78,12 @@ def run(argv: list[str], command: Command) -> int:
             print(f"\nnot written: {error}")
         print("\ndry run: nothing was started")
         return 0
+    from rlx.config.limits import multiplies_in_16_bits
     from rlx.plan.forecast import notes_of
 
-    for note in [*composed.notes, *notes_of(cfg), *(f"environment {line}" for line in environments)]:
+    here = cfg.launcher.name == "local"
+    times = notes_of(cfg, sixteen_bit=here and multiplies_in_16_bits())
+    for note in [*composed.notes, *times, *(f"environment {line}" for line in environments)]:
         print(note, flush=True)
     if in_pods:
         return pods.start(cfg, composed.later)

@@ -14,11 +14,17 @@ factor of 3."""
 LONG = 10.0  # seconds: a longer step is announced at the start of a run
 
 
-def notes_of(cfg: CommandConfig) -> list[str]:
-    """What the start of a run says of its time: nothing on CUDA, and nothing if its steps are short."""
+def notes_of(cfg: CommandConfig, *, sixteen_bit: bool = False) -> list[str]:
+    """What the start of a run says of its time: nothing on CUDA, and nothing if its steps are short.
+
+    `sixteen_bit`: whether the processor multiplies matrices in 16 bits.
+    """
     if not isinstance(cfg, (Config, SftRoot)) or cfg.hardware.device != "cpu" or cfg.hosts or sum(_seconds(cfg).values()) < LONG:
         return []
-    return [f"a step takes {time_on_cpu(cfg)}; {cfg.max_steps:,} steps (docs/models.md)"]
+    faster = []
+    if sixteen_bit and cfg.model.dtype == "float32":
+        faster = ["this processor multiplies matrices in 16 bits (AMX): model.dtype=bfloat16 is faster (docs/models.md)"]
+    return [f"a step takes {time_on_cpu(cfg)}; {cfg.max_steps:,} steps (docs/models.md)", *faster]
 
 
 def time_on_cpu(cfg: Config | SftRoot) -> str:
