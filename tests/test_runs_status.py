@@ -117,6 +117,13 @@ def test_last_lines_of_a_log_are_what_a_person_saw_last(tmp_path: Path) -> None:
             ),
             ["rank 1 (pid 14653) failed (exitcode 1)", "rank 0 (pid 2301) failed (exitcode -9, SIGKILL)"],
         ),
+        (  # rank 3 gave up because rank 2 was gone
+            REPORT.format(
+                others="3 (local_rank: 1)\n  exitcode  : -6 (pid: 2301)  (SIGABRT)",
+                first="2 (local_rank: 0)\n  exitcode  : -9 (pid: 14653)  (SIGKILL)",
+            ),
+            ["rank 3 (pid 2301) failed (exitcode -6, SIGABRT)", "rank 2 (pid 14653) failed (exitcode -9, SIGKILL)"],
+        ),
         (  # rank 0 did not end within 30 s of the signal
             REPORT.format(
                 others="0 (local_rank: 0)\n  exitcode  : -9 (pid: 14652)  (SIGKILL)",
@@ -125,7 +132,14 @@ def test_last_lines_of_a_log_are_what_a_person_saw_last(tmp_path: Path) -> None:
             ["rank 1 (pid 14653) failed (exitcode 1)"],
         ),
     ],
-    ids=["no report", "a peer was stopped", "a killed rank beside the first", "the first was killed", "a peer had to be killed"],
+    ids=[
+        "no report",
+        "a peer was stopped",
+        "a killed rank beside the first",
+        "the first was killed",
+        "a peer gave up",
+        "a peer had to be killed",
+    ],
 )
 def test_of_torchruns_report_the_ranks_remain_that_failed_by_themselves_and_a_killed_one_is_last(
     tmp_path: Path, report: str, ranks: list[str]

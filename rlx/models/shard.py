@@ -1,7 +1,7 @@
 """FSDP2 for the policy: shards every decoder layer, embedding, head and the rest over ranks; gradients are summed, never averaged.
 
 A single process needs no sharding if it computes in its parameters' dtype, or trains adapters, which cast themselves. Otherwise it shards
-over itself, so that mixed precision has only one implementation.
+over itself, which casts one layer at a time, or has copies of all parameters (`copies.py`), which is faster and takes more memory.
 """
 
 from __future__ import annotations

@@ -258,10 +258,11 @@ def _of_trainer(cfg: TrainingRoot, memory: TrainerMemory) -> list[str]:
     lines = [
         (memory.parameters + memory.gradients + (0.0 if apart else memory.optimizer), f"{where}parameters {size(memory.parameters)}, "
          f"gradients {size(memory.gradients)}{'' if apart else f', optimizer {size(memory.optimizer)}'}: {numbers}"),
+        (memory.copies, f"copies of the parameters in {cfg.model.dtype}, to compute with"),
         (memory.reference, f"{where}reference model, frozen"),
         (memory.context, "the process on the GPU: context, workspaces, NCCL"),
         (memory.layers, "two gathered layers: one computes, the next is prefetched" if again
-         else "all layers, gathered until backward" if cfg.trainer_ranks > 1 else f"all layers in {cfg.model.dtype}, to compute with"),
+         else "all layers, gathered until backward"),
         (memory.table, f"embedding {'or' if again else 'and'} head, gathered: {tables} × {cfg.model.dtype}"),
         (memory.activations, f"activations of one row: {row:,} tokens × {size(memory.activations / row)}"),
         (memory.head, "the head op: tiles of logits, gradients of hidden states and of one slice of the head"),

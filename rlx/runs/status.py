@@ -21,6 +21,9 @@ FINAL = ("completed", "failed", "interrupted", "preempted")
 EXIT_CODES = {"completed": 0, "failed": 1, "interrupted": 130, "preempted": LEFT}
 """Exit code by final state. Exit code 2 means an invalid configuration; then there is no run."""
 
+KILLED = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
+"""Return codes of a process that another one ended. A rank may abort by itself, because a peer is gone (NCCL's watchdog)."""
+
 STALE_HANDLE = 10.0  # seconds in which a network file system finds the file that replaced an open one
 
 
@@ -178,7 +181,7 @@ def _without_torchrun(lines: list[str]) -> list[str]:
             if not ranks:  # its report is missing, if it was killed, too
                 first = re.search(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)", report)
                 ranks = {first[3]: (first[2], int(first[1]), "")} if first else {}
-            worst_last = sorted(ranks.items(), key=lambda rank: rank[1][1] < 0)
+            worst_last = sorted(ranks.items(), key=lambda rank: rank[1][1] in KILLED)
             return lines[:number] + [
                 f"torchrun: rank {rank} (pid {pid}) failed (exitcode {code}{name})" for pid, (rank, code, name) in worst_last
             ]
