@@ -3,8 +3,8 @@
 # make test-fast                         install, then run the quick tests, of which none starts vLLM or SLURM (under 2 minutes on two cores)
 # make test                              these, then one of each kind on real vLLM, real processes and, as root on Debian, on a real SLURM
 #                                        that the tests install, start and stop
-# make test-long                         what make test leaves out: every role killed, every kind of requeue, the comparison with TRL
-# make test-nightly                      more cases of the same kinds that take minutes each: a walk-through, learning curves, 20,000 rollouts
+# make test-long                         what make test leaves out: every role killed, every kind of requeue, a walk-through
+# make test-nightly                      more cases of the same kinds that take minutes each: a walk-through on a real model, learning curves, 20,000 rollouts
 SHELL := /bin/bash
 ARGS ?=
 # The first of these that is Python 3.11, 3.12 or 3.13. An existing .venv keeps its Python unless PYTHON names another.

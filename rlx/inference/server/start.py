@@ -14,6 +14,7 @@ from vllm.v1.executor import Executor
 
 from rlx.config.schema_model import CPU_WIDTHS
 from rlx.inference.server.adapter import compute_experts_plainly, multiply_plainly
+from rlx.inference.server.draws import shorten_steps
 from rlx.inference.server.exchange import exchange_on_cpu
 from rlx.inference.server.kept import keep_weights
 from rlx.inference.server.norms import offer_kernels
@@ -34,6 +35,7 @@ def engine_config(arguments: dict[str, Any], *, cpu: bool, headless: bool = Fals
         multiply_plainly()
         compute_experts_plainly()
         offer_kernels()
+        shorten_steps()
         exchange_on_cpu()
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM's CPU platform has just set spawn, which takes 10 s longer
     return config
