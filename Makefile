@@ -3,7 +3,7 @@
 # make test-fast                         install, then run the quick tests, of which none starts vLLM or SLURM (under 2 minutes on two cores)
 # make test                              these, then one of each kind on real vLLM, real processes and, as root on Debian, on a real SLURM
 #                                        that the tests install, start and stop
-# make test-long                         what make test leaves out: every role killed, every kind of requeue, a walk-through
+# make test-long                         what make test leaves out: every role killed, every kind of requeue, a walk-through, TRL
 # make test-nightly                      more cases of the same kinds that take minutes each: a walk-through on a real model, learning curves, 20,000 rollouts
 SHELL := /bin/bash
 ARGS ?=
