@@ -69,6 +69,31 @@ def test_text_stays_as_a_file_has_it_where_a_key_holds_text(tmp_path: Path):
     assert compose(["--config-dir", str(tmp_path), "--config-name", "config"], {}).cfg.kubernetes.env == env | {"OTHER": 5}
 
 
+def test_what_a_file_has_over_a_merged_value_counts(tmp_path: Path):
+    (tmp_path / "kubernetes").mkdir()
+    (tmp_path / "kubernetes" / "mine.yaml").write_text(
+        "image: registry/rlx:1\nenv: {<<: {A: 0x20, B: 0x30}, A: 16}\nnode_selector: {<<: {A: 16, B: text}, A: 0x20}\n"
+    )
+    cfg = compose(["--config-dir", str(tmp_path), "kubernetes=mine", "launcher=kubernetes", "hardware=cpu"], {}).cfg
+    assert cfg.kubernetes.env == {"A": 16, "B": "0x30"}
+    assert cfg.kubernetes.node_selector == {"A": "0x20", "B": "text"}
+
+
+def test_text_in_a_list_stays_as_a_file_has_it(tmp_path: Path):
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [train, _self_]\n"
+        "slurm:\n  prefix: &words [taskset, 0x0f]\n  setup: *words\n"
+        "  container: {runtime: apptainer, image: /i.sif, python: python3, mounts: [/data], options: [007, 8]}\n"
+    )
+    argv = ["--config-dir", str(tmp_path), "--config-name", "mine"]
+    slurm = compose(argv, {}).cfg.slurm
+    assert (slurm.prefix, slurm.setup) == (["taskset", "0x0f"], ["taskset", "0x0f"])
+    assert slurm.container.options == ["007", "8"]
+    assert compose([*argv, "slurm.prefix=[a,3]"], {}).cfg.slurm.prefix == ["a", "3"], "set later, as a whole"
+    (tmp_path / "mine.yaml").write_text("defaults: [train, _self_]\noptim: {betas: [9e-1, 0.999]}\n")
+    assert compose(argv, {}).cfg.optim["betas"] == [0.9, 0.999], "no key of text"
+
+
 def test_text_of_one_key_stays_as_a_file_has_it(tmp_path: Path):
     (tmp_path / "mine.yaml").write_text("defaults: [train, _self_]\nrun:\n  name: 1.10\nseq_len: 0x40\nslurm: {partition: 007}\n")
     argv = ["--config-dir", str(tmp_path), "--config-name", "mine"]
