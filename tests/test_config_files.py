@@ -94,6 +94,15 @@ def test_text_in_a_list_stays_as_a_file_has_it(tmp_path: Path):
     assert compose(argv, {}).cfg.optim["betas"] == [0.9, 0.999], "no key of text"
 
 
+def test_a_null_in_place_of_a_choice_is_told_the_choices(tmp_path: Path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("defaults: [train, _self_]\ntrainer: {reshard_after_forward: null}\n")
+    key = "trainer.reshard_after_forward"
+    with pytest.raises(ConfigError) as caught:
+        compose(["--config-dir", str(tmp_path), "--config-name", "mine"], {})
+    assert f"`{key}` must be one of auto, true, false: {key}=null ({file})." in str(caught.value)
+
+
 def test_text_of_one_key_stays_as_a_file_has_it(tmp_path: Path):
     (tmp_path / "mine.yaml").write_text("defaults: [train, _self_]\nrun:\n  name: 1.10\nseq_len: 0x40\nslurm: {partition: 007}\n")
     argv = ["--config-dir", str(tmp_path), "--config-name", "mine"]
