@@ -11,6 +11,7 @@ import sys
 import typing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -20,6 +21,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.load import checked, compose, instantiate
 from rlx.config.schema import Config
 from rlx.config.signatures import read_signature, signature_of
+from rlx.config.targets import read_numbers
 from rlx.config.tree import alternatives, convert, leaves, split_optional
 
 pytestmark = pytest.mark.slow
@@ -100,6 +102,34 @@ def test_a_users_own_objective_is_imported_and_its_arguments_checked(module: str
     ):
         assert part in str(caught.value)
     assert compose([f"loss._target_={module}.any_keys", "loss.whatever=1"], {}).cfg.loss["whatever"] == 1
+
+
+NUMBERS = """
+from typing import Any, Literal
+
+def loss(tokens, *, first: int | str = 0, second: str | int = 0, rate: float | None = None, names: list[str] = (),
+         mixed: list[int | str] = (), pair: tuple[float, str] = (0.0, ""), several: list[float | None] = (),
+         anything: Any = None,
+         word: int | Literal["07"] = 1, either: str | list[int] = "", flag: bool = False):
+    return tokens
+"""
+
+
+def test_a_text_becomes_a_number_only_where_no_text_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "acme_numbers.py").write_text(NUMBERS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    same = {"first": "007", "second": "007", "names": ["1e-5", "x"], "mixed": ["007", 7], "anything": "1e-5", "word": "07", "flag": "yes"}
+    node = {
+        "_target_": "acme_numbers.loss",
+        **same,
+        "rate": "1e-5",
+        "pair": ["9e-1", "08"],
+        "several": ["1e-5", None, "x"],
+        "either": ["007"],
+    }
+    read_numbers(SimpleNamespace(loss=node))
+    read = {"rate": 1e-5, "pair": [0.9, "08"], "several": [1e-5, None, "x"], "either": [7]}
+    assert node == {"_target_": "acme_numbers.loss", **same, **read}
 
 
 @pytest.mark.parametrize(
