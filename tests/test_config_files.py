@@ -94,6 +94,17 @@ def test_text_in_a_list_stays_as_a_file_has_it(tmp_path: Path):
     assert compose(argv, {}).cfg.optim["betas"] == [0.9, 0.999], "no key of text"
 
 
+def test_environments_that_are_null_are_a_problem_with_its_file(tmp_path: Path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("defaults: [train, _self_]\nenvs: null\noptim: {lr: '1e-5'}\n")
+    with pytest.raises(ConfigError) as caught:
+        compose(["--config-dir", str(tmp_path), "--config-name", "mine"], {})
+    assert f"`envs` must be a section of keys, not null: envs=null ({file})." in str(caught.value)
+    (tmp_path / "config.yaml").write_text(compose([], {}).yaml.replace("\nenvs:", "\nenvs: null\nother:"))
+    with pytest.raises(ConfigError, match="`envs` must be a section of keys, not null"):
+        load_run(tmp_path)
+
+
 def test_a_null_in_place_of_a_choice_is_told_the_choices(tmp_path: Path):
     file = tmp_path / "mine.yaml"
     file.write_text("defaults: [train, _self_]\ntrainer: {reshard_after_forward: null}\n")

@@ -57,11 +57,17 @@ def nodes_of(cfg: Any) -> dict[str, type | None]:
 def all_nodes_of(cfg: Any) -> dict[str, tuple[dict[str, Any], type | None]]:
     """Every open node by its key, with the shared keys of its targets: those of `nodes_of`, and those of single environments."""
     nodes: dict[str, tuple[dict[str, Any], type | None]] = {name: (getattr(cfg, name), terms) for name, terms in nodes_of(cfg).items()}
-    for name, env in getattr(cfg, "envs", {}).items():
+    for name, env in _envs_of(cfg).items():
         for group in ("loss", "advantage"):
             if group in nodes and getattr(env, group, None):
                 nodes[f"envs.{name}.{group}"] = (getattr(env, group), TERMS[group])
     return nodes
+
+
+def _envs_of(cfg: Any) -> dict[str, Any]:
+    """The environments by name; empty for a command without them, and if `envs` itself is a problem, which has been reported."""
+    envs = getattr(cfg, "envs", None)
+    return envs if isinstance(envs, dict) else {}
 
 
 def must_be_built(cfg: Any, origins: Origins) -> bool:
@@ -101,7 +107,7 @@ def check_targets(cfg: Any, origins: Origins) -> list[Problem]:
             problems.append(Problem(f"{origins.show(f'{name}._target_', path)} cannot be used: {error}", (name,)))
             continue
         problems += _check_arguments(prefix, node, path, signature, terms, origins)
-    for name, env in getattr(cfg, "envs", {}).items():
+    for name, env in _envs_of(cfg).items():
         module = module_of(env.id)
         signature_of_env = read_signature(module, "load_environment") if env.python is None else None
         if signature_of_env is not None:
@@ -128,7 +134,7 @@ def read_numbers(cfg: Any) -> None:
                 _numbers_of_terms(node, terms)
             with contextlib.suppress(ConfigError):  # `check_targets` reports it
                 _numbers_of_arguments(node, signature_of(str(node.get("_target_", ""))))
-    for env in getattr(cfg, "envs", {}).values():
+    for env in _envs_of(cfg).values():
         if env.python is None and _holds_numbers(env.args):
             _numbers_of_arguments(env.args, read_signature(module_of(env.id), "load_environment") or inspect.Signature())
 
