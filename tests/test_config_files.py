@@ -69,6 +69,51 @@ def test_text_stays_as_a_file_has_it_where_a_key_holds_text(tmp_path: Path):
     assert compose(["--config-dir", str(tmp_path), "--config-name", "config"], {}).cfg.kubernetes.env == env | {"OTHER": 5}
 
 
+def test_what_a_file_has_over_a_merged_value_counts(tmp_path: Path):
+    (tmp_path / "kubernetes").mkdir()
+    (tmp_path / "kubernetes" / "mine.yaml").write_text(
+        "image: registry/rlx:1\nenv: {<<: {A: 0x20, B: 0x30}, A: 16}\nnode_selector: {<<: {A: 16, B: text}, A: 0x20}\n"
+    )
+    cfg = compose(["--config-dir", str(tmp_path), "kubernetes=mine", "launcher=kubernetes", "hardware=cpu"], {}).cfg
+    assert cfg.kubernetes.env == {"A": 16, "B": "0x30"}
+    assert cfg.kubernetes.node_selector == {"A": "0x20", "B": "text"}
+
+
+def test_text_in_a_list_stays_as_a_file_has_it(tmp_path: Path):
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [train, _self_]\n"
+        "slurm:\n  prefix: &words [taskset, 0x0f]\n  setup: *words\n"
+        "  container: {runtime: apptainer, image: /i.sif, python: python3, mounts: [/data], options: [007, 8]}\n"
+    )
+    argv = ["--config-dir", str(tmp_path), "--config-name", "mine"]
+    slurm = compose(argv, {}).cfg.slurm
+    assert (slurm.prefix, slurm.setup) == (["taskset", "0x0f"], ["taskset", "0x0f"])
+    assert slurm.container.options == ["007", "8"]
+    assert compose([*argv, "slurm.prefix=[a,3]"], {}).cfg.slurm.prefix == ["a", "3"], "set later, as a whole"
+    (tmp_path / "mine.yaml").write_text("defaults: [train, _self_]\noptim: {betas: [9e-1, 0.999]}\n")
+    assert compose(argv, {}).cfg.optim["betas"] == [0.9, 0.999], "no key of text"
+
+
+def test_environments_that_are_null_are_a_problem_with_its_file(tmp_path: Path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("defaults: [train, _self_]\nenvs: null\noptim: {lr: '1e-5'}\n")
+    with pytest.raises(ConfigError) as caught:
+        compose(["--config-dir", str(tmp_path), "--config-name", "mine"], {})
+    assert f"`envs` must be a section of keys, not null: envs=null ({file})." in str(caught.value)
+    (tmp_path / "config.yaml").write_text(compose([], {}).yaml.replace("\nenvs:", "\nenvs: null\nother:"))
+    with pytest.raises(ConfigError, match="`envs` must be a section of keys, not null"):
+        load_run(tmp_path)
+
+
+def test_a_null_in_place_of_a_choice_is_told_the_choices(tmp_path: Path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("defaults: [train, _self_]\ntrainer: {reshard_after_forward: null}\n")
+    key = "trainer.reshard_after_forward"
+    with pytest.raises(ConfigError) as caught:
+        compose(["--config-dir", str(tmp_path), "--config-name", "mine"], {})
+    assert f"`{key}` must be one of auto, true, false: {key}=null ({file})." in str(caught.value)
+
+
 def test_text_of_one_key_stays_as_a_file_has_it(tmp_path: Path):
     (tmp_path / "mine.yaml").write_text("defaults: [train, _self_]\nrun:\n  name: 1.10\nseq_len: 0x40\nslurm: {partition: 007}\n")
     argv = ["--config-dir", str(tmp_path), "--config-name", "mine"]

@@ -8,8 +8,11 @@ import functools
 import inspect
 import subprocess
 import sys
+import typing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 
@@ -18,7 +21,8 @@ from rlx.config.errors import ConfigError
 from rlx.config.load import checked, compose, instantiate
 from rlx.config.schema import Config
 from rlx.config.signatures import read_signature, signature_of
-from rlx.config.tree import leaves
+from rlx.config.targets import read_numbers
+from rlx.config.tree import alternatives, convert, leaves, split_optional
 
 pytestmark = pytest.mark.slow
 
@@ -98,6 +102,57 @@ def test_a_users_own_objective_is_imported_and_its_arguments_checked(module: str
     ):
         assert part in str(caught.value)
     assert compose([f"loss._target_={module}.any_keys", "loss.whatever=1"], {}).cfg.loss["whatever"] == 1
+
+
+NUMBERS = """
+from typing import Any, Literal
+
+def loss(tokens, *, first: int | str = 0, second: str | int = 0, rate: float | None = None, names: list[str] = (),
+         mixed: list[int | str] = (), pair: tuple[float, str] = (0.0, ""), several: list[float | None] = (),
+         anything: Any = None,
+         word: int | Literal["07"] = 1, either: str | list[int] = "", flag: bool = False):
+    return tokens
+"""
+
+
+def test_a_text_becomes_a_number_only_where_no_text_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "acme_numbers.py").write_text(NUMBERS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    same = {"first": "007", "second": "007", "names": ["1e-5", "x"], "mixed": ["007", 7], "anything": "1e-5", "word": "07", "flag": "yes"}
+    node = {
+        "_target_": "acme_numbers.loss",
+        **same,
+        "rate": "1e-5",
+        "pair": ["9e-1", "08"],
+        "several": ["1e-5", None, "x"],
+        "either": ["007"],
+    }
+    read_numbers(SimpleNamespace(loss=node))
+    read = {"rate": 1e-5, "pair": [0.9, "08"], "several": [1e-5, None, "x"], "either": [7]}
+    assert node == {"_target_": "acme_numbers.loss", **same, **read}
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (bool | str, "true or false or a string"),
+        (Literal["auto", 1] | list[int], "auto or 1 or a list"),
+        (dict[str, int], "a section of keys"),
+        (float, "a number"),
+    ],
+)
+def test_what_may_not_be_null_is_named_by_all_that_it_may_be(kind: Any, words: str):
+    with pytest.raises(TypeError, match=f"^{words}, not null$"):
+        convert(kind, None)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_how_a_value_is_read_does_not_depend_on_what_was_read_before(first: int):
+    both = [int | str | None, str | int | None]
+    for kind in (both[first], both[1 - first]):
+        members = [member for member in typing.get_args(kind) if member is not type(None)]
+        assert list(alternatives(split_optional(kind)[0])) == members
+        assert convert(kind, "007") == (7 if members[0] is int else "007")
 
 
 def test_a_users_module_that_fails_to_import_is_a_problem_of_the_configuration(tmp_path: Path, monkeypatch):

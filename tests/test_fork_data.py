@@ -58,8 +58,8 @@ def test_supervised_data_go_on_in_a_fork_with_the_same_rows(trained: tuple[SftRo
     cfg, paths = trained
     forked = fork(paths, "same", 40, cfg)
     elsewhere = shutil.copy(tmp_path / "a.jsonl", tmp_path / "moved.jsonl")
-    assert keep_digests(sft(elsewhere, "optim.lr=1e-4", "data.batch_size=3"), forked) == 0
-    assert "begin" not in json.loads(forked.data.read_text())
+    assert keep_digests(sft(elsewhere, "optim.lr=1e-4"), forked) == 0
+    assert "shift" not in json.loads(forked.data.read_text())
     first_of_all = fork(paths, "unshuffled", 40, sft(elsewhere, "data.shuffle=false"))
     assert keep_digests(sft(elsewhere, "data.shuffle=false", "seed=5"), first_of_all) == 0, "the seed orders nothing"
 
@@ -79,23 +79,65 @@ def test_other_supervised_data_begin_at_their_beginning(
         "shuffle": lambda: replace(cfg, data=replace(cfg.data, shuffle=False)),
     }[change]()
     forked = fork(paths, "other", 40, cfg)
-    assert keep_digests(other, forked) == 40
+    first = -40 * cfg.data.batch_size  # at step 40 the data begin
+    assert keep_digests(other, forked) == first
     assert f"{why}: the data of this run begin at their first row, and not where {paths.root} was after 40 steps" in caplog.text
     assert list(Run(forked.root).data or ()) == ["data.name"]
     shutil.rmtree(paths.root)
-    assert keep_digests(other, forked) == 40, "a later attempt, after the other run was deleted"
+    assert keep_digests(other, forked) == first, "a later attempt, after the other run was deleted"
     again = fork(forked, "again", 60, other)
-    assert keep_digests(other, again) == 40, "a fork of the fork goes on in these data"
+    assert keep_digests(other, again) == first, "a fork of the fork goes on in these data"
+
+
+def source(batch_size: int = 6, shift: int = 0) -> SupervisedSource:
+    sets = [(Samples(name, samples_of(size)), weight) for name, size, weight in (("a", 16, 3.0), ("b", 5, 1.0))]
+    return SupervisedSource(sets, batch_size=batch_size, seed=1, shift=shift)
+
+
+def tokens(source: SupervisedSource, step: int) -> list[list[int]]:
+    return [sample.token_ids.tolist() for sample in source.receive(step).mini_batches[0]]
+
+
+def test_forks_with_other_batch_sizes_have_the_rows_that_would_have_come_next(
+    trained: tuple[SftRoot, RunPaths], caplog: pytest.LogCaptureFixture
+) -> None:
+    cfg, paths = trained
+    before, sizes, begin, shift = cfg, [cfg.data.batch_size, 3, 7, 2], 0, 0
+    rows, seen = [row for step in range(30) for row in tokens(source(sizes[0]), step)], []
+    for number, size in enumerate(sizes):
+        cfg = replace(cfg, data=replace(cfg.data, batch_size=size))
+        if number:
+            paths = fork(paths, f"fork_{number}", begin, before)
+            shift = keep_digests(cfg, paths)
+            assert keep_digests(cfg, paths) == shift, "a later attempt"
+        before, data = cfg, source(size, shift)
+        seen += [row for step in range(begin, begin + 4) for row in tokens(data, step)]
+        begin += 4
+    assert seen == rows[: len(seen)]
+    assert data.report(begin - 1)["data/epoch"] == len(seen) / 21
+    assert not caplog.messages
+
+
+def test_a_fork_with_other_weights_of_the_data_sets_begins_at_their_beginning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def mixed(*weights: float) -> SftRoot:
+        names = [write(tmp_path / f"{number}.jsonl", [{"n": number}]) for number in range(len(weights))]
+        sets = [f"+data.sets.s{number}.{key}" for number, name in enumerate(names) for key in (f"name={name}", f"weight={weights[number]}")]
+        return compose([*sets, "model=tiny"], {}, SFT).cfg
+
+    paths = RunPaths(tmp_path / "first")
+    paths.root.mkdir()
+    assert keep_digests(mixed(1, 3), paths) == 0
+    assert keep_digests(mixed(2, 6), fork(paths, "alike", 40, mixed(1, 3))) == 0, "the same mixture"
+    assert not caplog.messages
+    other = mixed(3, 1)
+    assert keep_digests(other, fork(paths, "other", 40, mixed(1, 3))) == -40 * other.data.batch_size
+    assert "weights of data.sets: [1.0,3.0] → [3.0,1.0]: the data of this run begin at their first row" in caplog.text
+    assert keep_digests(mixed(1, 3, 1), fork(paths, "more", 40, mixed(1, 3))) < 0
+    assert "other rows: the data of this run begin" in caplog.text
 
 
 def test_the_step_at_which_the_data_begin_has_the_first_rows() -> None:
-    def source(begin: int) -> SupervisedSource:
-        return SupervisedSource([(Samples("a", samples_of(16)), 1.0)], batch_size=6, seed=1, begin=begin)
-
-    def tokens(source: SupervisedSource, step: int) -> list[list[int]]:
-        return [sample.token_ids.tolist() for sample in source.receive(step).mini_batches[0]]
-
-    here, there = source(40), source(0)
+    here, there = source(shift=-40 * 6), source()
     assert [tokens(here, step) for step in (40, 42, 41)] == [tokens(there, step) for step in (0, 2, 1)]
     here.receive(41)
     there.receive(1)
@@ -175,6 +217,8 @@ def test_a_new_fork_says_that_its_data_are_others(tmp_path: Path, capsys: pytest
         "step": 6,
         "seed": 0,
         "shuffle": True,
+        "batch_size": None,
+        "weights": [],
         "data": None,
     }
     cfg = settled(tmp_path / "other", resume=str(source.root), seed=1)

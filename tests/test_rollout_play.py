@@ -16,10 +16,11 @@ from rlx.config.roots import EVAL
 from rlx.config.schema_eval import EvalRoot
 from rlx.paths import RunPaths
 from rlx.rollout import concurrency
+from rlx.rollout import scored as rollout_scored
 from rlx.rollout.models import Origin
 from rlx.rollout.play import NothingWorks, Player, Records, jobs_of
 from rlx.rollout.results import METADATA, Outcome
-from rlx.rollout.scored import PLAYED, Scored
+from rlx.rollout.scored import PLAYED, PLAYED_BY, Scored
 from rlx.types import Rollout, Task
 
 
@@ -120,10 +121,11 @@ class Model:
         pass
 
 
-def scored(root: Path, env: Any) -> Scored:
+def scored(root: Path, env: Any, digest: str | None = None) -> Scored:
     cfg = compose(["dry_run=true", "env=sums", "rollouts_per_example=4"], {}, EVAL).cfg
     play = replace(cfg.orchestrator, max_retries=0, max_concurrent=4)
-    return Scored(replace(cfg, num_examples=10, rollouts_per_example=2, orchestrator=play), RunPaths(root), {"sums": env}, 0, Model())  # type: ignore[arg-type]
+    cfg = replace(cfg, num_examples=10, rollouts_per_example=2, orchestrator=play)
+    return Scored(cfg, RunPaths(root), {"sums": env}, 0, Model(), digest)  # type: ignore[arg-type]
 
 
 def test_an_environment_whose_every_rollout_fails_ends_the_evaluation_and_nothing_of_it_is_recorded(tmp_path: Path) -> None:
@@ -139,6 +141,27 @@ def test_an_environment_whose_every_rollout_fails_ends_the_evaluation_and_nothin
     assert len((folder / "results.jsonl").read_text().splitlines()) == 20
     again.forget()
     assert not (folder / PLAYED).exists()
+
+
+def test_a_kill_before_the_rollouts_of_other_weights_are_deleted_does_not_make_them_those_of_the_new_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asyncio.run(scored(tmp_path, Env(), "a").play())
+    with monkeypatch.context() as killed:
+        killed.setattr(Path, "unlink", kill)
+        with pytest.raises(KeyboardInterrupt):
+            scored(tmp_path, Env(), "b")
+    assert scored(tmp_path, Env(), "a").player.finished == 20, "nothing has changed yet"
+    with monkeypatch.context() as killed:
+        killed.setattr(rollout_scored, "note_weights", kill)
+        with pytest.raises(KeyboardInterrupt):
+            scored(tmp_path, Env(), "b")
+    assert scored(tmp_path, Env(), "b").player.finished == 0
+    assert (tmp_path / "eval" / "sums--tiny" / "step_0" / PLAYED_BY).read_text() == "b\n"
+
+
+def kill(*args: Any, **keys: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def test_a_rollout_that_fails_for_good_scores_0_and_is_counted(tmp_path: Path) -> None:

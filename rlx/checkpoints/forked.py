@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rlx.config.schema import SftRoot, TrainingRoot
+from rlx.config.tree import show
 from rlx.paths import RunPaths, write_text
 
 
@@ -21,6 +23,8 @@ class Forked:
     step: int  # of the checkpoint from which the fork starts
     seed: int | None = None  # None: its configuration cannot be read
     shuffle: bool = True
+    batch_size: int | None = None  # rows of a step of supervised training; None: not known, so it is taken for the fork's own
+    weights: list[float] | None = None  # of its data sets, in their order; None: not known
     data: dict[str, Any] | None = None  # its `data.json`; None: it has recorded no digests
 
     def other_order(self, cfg: TrainingRoot) -> str | None:
@@ -30,7 +34,20 @@ class Forked:
         shuffle = cfg.data.shuffle if isinstance(cfg, SftRoot) else True
         if shuffle != self.shuffle:
             return f"data.shuffle: {self.shuffle} → {shuffle}".lower()
+        weights = weights_of(cfg)
+        if self.weights is not None and len(weights) == len(self.weights) and shares_of(weights) != shares_of(self.weights):
+            return f"weights of data.sets: {show(self.weights)} → {show(weights)}"
         return f"seed: {self.seed} → {cfg.seed}" if shuffle and self.seed != cfg.seed else None
+
+
+def weights_of(cfg: TrainingRoot) -> list[float]:
+    """The weights of the data sets of supervised training, in their order."""
+    return [each.weight for each in cfg.data.all_sets.values()] if isinstance(cfg, SftRoot) else []
+
+
+def shares_of(weights: Sequence[float]) -> list[float]:
+    """The share of each data set: weights 1 and 3 mix them as 2 and 6 do."""
+    return [weight / sum(weights) for weight in weights]
 
 
 def write_forked(paths: RunPaths, source: RunPaths, step: int, before: TrainingRoot | None) -> None:
@@ -38,7 +55,9 @@ def write_forked(paths: RunPaths, source: RunPaths, step: int, before: TrainingR
     seed = None if before is None else before.seed
     shuffle = before.data.shuffle if isinstance(before, SftRoot) else True
     data = json.loads(source.data.read_text()) if source.data.is_file() else None
-    forked = Forked(source=str(source.root), step=step, seed=seed, shuffle=shuffle, data=data)
+    size = before.data.batch_size if isinstance(before, SftRoot) else None
+    weights = None if before is None else weights_of(before)
+    forked = Forked(source=str(source.root), step=step, seed=seed, shuffle=shuffle, batch_size=size, weights=weights, data=data)
     write_text(paths.forked, json.dumps(asdict(forked), indent=1) + "\n")
 
 

@@ -199,9 +199,9 @@ def _first(given: Namespace, overrides: list[str], hosts: list[tuple[str, int]],
         print(f"{missing}\nSee kubectl describe pod: it is not scheduled, or its image cannot be pulled.", file=sys.stderr)
         if not begun:
             return 1
-        return (
-            LEFT if given.hosts else after_missing(cfg, missing)
-        )  # a run that has begun waits for the cluster's hosts; by hand, for people
+        if given.hosts:
+            return LEFT  # by hand: people wait
+        return after_missing(cfg, missing)
     shown = []
 
     def show(root: Path) -> None:

@@ -11,7 +11,7 @@ import functools
 import inspect
 import math
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.rules import declared
 from rlx.config.schema import LossTerms, OptimTerms, split_terms
 from rlx.config.signatures import locate, module_of, read_signature, signature_of
-from rlx.config.tree import Builder, Origins, Problem, closest, convert, show, types_of
+from rlx.config.tree import Builder, Origins, Problem, alternatives, closest, convert, show, types_of
 
 TERMS: dict[str, type | None] = {"loss": LossTerms, "advantage": None, "optim": OptimTerms}
 """The open nodes of the configuration, with the keys that every target of a node shares."""
@@ -57,11 +57,17 @@ def nodes_of(cfg: Any) -> dict[str, type | None]:
 def all_nodes_of(cfg: Any) -> dict[str, tuple[dict[str, Any], type | None]]:
     """Every open node by its key, with the shared keys of its targets: those of `nodes_of`, and those of single environments."""
     nodes: dict[str, tuple[dict[str, Any], type | None]] = {name: (getattr(cfg, name), terms) for name, terms in nodes_of(cfg).items()}
-    for name, env in getattr(cfg, "envs", {}).items():
+    for name, env in _envs_of(cfg).items():
         for group in ("loss", "advantage"):
             if group in nodes and getattr(env, group, None):
                 nodes[f"envs.{name}.{group}"] = (getattr(env, group), TERMS[group])
     return nodes
+
+
+def _envs_of(cfg: Any) -> dict[str, Any]:
+    """The environments by name; empty for a command without them, and if `envs` itself is a problem, which has been reported."""
+    envs = getattr(cfg, "envs", None)
+    return envs if isinstance(envs, dict) else {}
 
 
 def must_be_built(cfg: Any, origins: Origins) -> bool:
@@ -101,7 +107,7 @@ def check_targets(cfg: Any, origins: Origins) -> list[Problem]:
             problems.append(Problem(f"{origins.show(f'{name}._target_', path)} cannot be used: {error}", (name,)))
             continue
         problems += _check_arguments(prefix, node, path, signature, terms, origins)
-    for name, env in getattr(cfg, "envs", {}).items():
+    for name, env in _envs_of(cfg).items():
         module = module_of(env.id)
         signature_of_env = read_signature(module, "load_environment") if env.python is None else None
         if signature_of_env is not None:
@@ -128,7 +134,7 @@ def read_numbers(cfg: Any) -> None:
                 _numbers_of_terms(node, terms)
             with contextlib.suppress(ConfigError):  # `check_targets` reports it
                 _numbers_of_arguments(node, signature_of(str(node.get("_target_", ""))))
-    for env in getattr(cfg, "envs", {}).values():
+    for env in _envs_of(cfg).values():
         if env.python is None and _holds_numbers(env.args):
             _numbers_of_arguments(env.args, read_signature(module_of(env.id), "load_environment") or inspect.Signature())
 
@@ -148,27 +154,35 @@ def _numbers_of_terms(node: dict[str, Any], terms: type) -> None:
         if is_dataclass(kind) and isinstance(node.get(name), dict):
             _numbers_of_terms(node[name], typing.cast(type, kind))
         elif name in node:
-            node[name] = _as_numbers(kind, node[name])
+            node[name] = _as_numbers([kind], node[name])
 
 
 def _numbers_of_arguments(node: dict[str, Any], signature: inspect.Signature) -> None:
     for name, parameter in signature.parameters.items():
         if name in node:
-            node[name] = _as_numbers(parameter.annotation, node[name])
+            node[name] = _as_numbers([parameter.annotation], node[name])
 
 
-def _as_numbers(kind: Any, value: Any) -> Any:
-    """`value` with numbers for those of its texts that `kind` has numbers for."""
-    try:
-        return _replaced(value, convert(kind, value))
-    except TypeError:  # another type than the key's: the checks report it
+def _as_numbers(kinds: Sequence[Any], value: Any) -> Any:
+    """`value` with numbers for its texts, where the types take numbers and no text. What is no number stays: the checks report it."""
+    kinds = [one for kind in kinds for one in alternatives(kind)]
+    if isinstance(value, list):
+        return [_as_numbers([item for kind in kinds for item in _items_of(kind, place)], each) for place, each in enumerate(value)]
+    if not isinstance(value, str) or any(kind in (str, Any) or value in typing.get_args(kind) for kind in kinds):
         return value
+    for kind in kinds:
+        if kind in (int, float):
+            with contextlib.suppress(TypeError):
+                return convert(kind, value)
+    return value
 
 
-def _replaced(value: Any, converted: Any) -> Any:
-    if isinstance(value, list) and isinstance(converted, list):
-        return list(map(_replaced, value, converted))
-    return converted if isinstance(value, str) else value
+def _items_of(kind: Any, place: int) -> tuple[Any, ...]:
+    """The type of a list's value at `place`, if `kind` is a type of lists that says it. Any: it may be anything."""
+    if kind is Any:
+        return (Any,)
+    inner = typing.get_args(kind) if typing.get_origin(kind) in (list, tuple) else ()
+    return inner[:1] if typing.get_origin(kind) is list or Ellipsis in inner else inner[place : place + 1]
 
 
 def _check_arguments(

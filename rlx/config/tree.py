@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import math
+import operator
 import re
 import types
 import typing
@@ -26,6 +27,7 @@ SECRET = re.compile(
     re.IGNORECASE,
 )
 NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+IN_WORDS: dict[Any, str] = {**NAMES, list: "a list", tuple: "a list", dict: "a section of keys"}
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Origins:
     of_groups: set[str] = field(default_factory=set)  # keys set last by a group file, not by the user or the primary file
     shipped: set[str] = field(default_factory=set)  # keys set last by a file that ships with rlx
     typed: set[str] = field(default_factory=set)  # keys set last by the command line or a variable
-    texts: dict[str, tuple[tuple[str, ...], str]] = field(default_factory=dict)  # what `written.note` adds
+    texts: dict[str, list[tuple[tuple[str | int, ...], str]]] = field(default_factory=dict)  # what `written.note` adds
     secret: frozenset[str] = frozenset()  # keys whose values are not shown
 
     def note(self, keys: Iterable[str], origin: str, of_group: bool = False, shipped: bool = False, typed: bool = False) -> None:
@@ -105,13 +107,19 @@ def types_of(cls: type) -> dict[str, Any]:
     return {f.name: hints[f.name] for f in fields(cls)}
 
 
-@functools.cache
+def alternatives(kind: Any) -> tuple[Any, ...]:
+    """The members of a union in their order; of any other type that type alone."""
+    return typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
+
+
 def split_optional(kind: Any) -> tuple[Any, bool]:
-    """A type without `None`, and whether it allowed `None`."""
-    if typing.get_origin(kind) in (types.UnionType, typing.Union):
-        rest = tuple(arg for arg in typing.get_args(kind) if arg is not type(None))
-        return (rest[0] if len(rest) == 1 else typing.Union[rest]), len(rest) < len(typing.get_args(kind))  # noqa: UP007
-    return kind, False
+    """A type without `None`, and whether it allowed `None`.
+
+    Not cached: `int | str` equals `str | int`, so the one would get the order of the other, and values are read as the first that fits.
+    """
+    members = alternatives(kind)
+    rest = [each for each in members if each is not type(None)]
+    return (functools.reduce(operator.or_, rest), True) if 0 < len(rest) < len(members) else (kind, False)
 
 
 def leaves(cls: type, prefix: str = "") -> Iterator[str]:
@@ -223,7 +231,7 @@ def convert(kind: Any, value: Any) -> Any:
     if value is None:
         if optional or kind is Any or kind is type(None):
             return None
-        raise TypeError(NAMES.get(kind, getattr(kind, "__name__", str(kind))) + ", not null")
+        raise TypeError(_in_words(kind) + ", not null")
     origin = typing.get_origin(kind)
     if origin in (types.UnionType, typing.Union):
         return _convert_to_any_of([arg for arg in typing.get_args(kind) if arg is not type(None)], value)
@@ -270,6 +278,16 @@ def convert(kind: Any, value: Any) -> Any:
     if not number.is_integer():
         raise TypeError(NAMES[int] + or_null)
     return int(value) if isinstance(value, int) or (isinstance(value, str) and value.lstrip("+-").isdigit()) else int(number)
+
+
+def _in_words(kind: Any) -> str:
+    """`true or false or a string`."""
+    if len(members := alternatives(kind)) > 1:
+        return " or ".join(map(_in_words, members))
+    if typing.get_origin(kind) is typing.Literal:
+        return " or ".join(map(show, typing.get_args(kind)))
+    plain = typing.get_origin(kind) or kind
+    return IN_WORDS.get(plain, getattr(plain, "__name__", str(plain)))
 
 
 def _convert_to_any_of(kinds: list[Any], value: Any) -> Any:
@@ -390,7 +408,8 @@ class Builder:
         try:
             value = convert(kind, value)
         except TypeError as error:
-            self.found.append(Problem(f"`{key}` must be {error}: {self.origins.show(key, value)}.", (key,)))
+            expected = range_of(f.metadata) if value is None and f.metadata.get("choices") else error
+            self.found.append(Problem(f"`{key}` must be {expected}: {self.origins.show(key, value)}.", (key,)))
             return MISSING
         if value is not None and f.metadata and not in_range(f.metadata, value):
             self.found.append(Problem(f"`{key}` must be {range_of(f.metadata)}: {self.origins.show(key, value)}.", (key,)))

@@ -128,24 +128,25 @@ class SupervisedSource:
 
     own = True
 
-    def __init__(self, sets: Sequence[tuple[Examples, float]], *, batch_size: int, seed: int, shuffle: bool = True, begin: int = 0) -> None:
+    def __init__(self, sets: Sequence[tuple[Examples, float]], *, batch_size: int, seed: int, shuffle: bool = True, shift: int = 0) -> None:
         """`sets`: examples, and the weight by which they share the places of a batch, which is one mini-batch of `batch_size` examples.
 
-        Each example is its own group. Without `shuffle` the examples come in their order. `begin`: the step that has the first of them.
+        Each example is its own group. Without `shuffle` the examples come in their order. The batch of a step begins at the place
+        `shift + step * batch_size` of the order. A fork has a shift if its steps before had other rows, or batches of another size.
         """
-        self.begin = begin
+        self.shift = shift
         self.sets, self.batch_size, self.seed, self.shuffle = [examples for examples, _ in sets], batch_size, seed, shuffle
         self.weights = [weight for _, weight in sets]
-        self._next, self._order = begin, self._places()
+        self._drawn, self._order = 0, self._places()
         self._reports: dict[int, dict[str, float]] = {}
 
     def receive(self, step: int, tick: Tick = lambda: None) -> StepBatch:
         """The batch of `step`. Steps may come in any order; the next step is the cheapest. Raises ValueError for a row it cannot use."""
-        if step < self._next:
-            self._next, self._order = self.begin, self._places()
-        while self._next <= step:
-            places = next(self._order)
-            self._next += 1
+        first = self.shift + step * self.batch_size
+        if first < self._drawn:
+            self._drawn, self._order = 0, self._places()
+        places = list(islice(self._order, first - self._drawn, first - self._drawn + self.batch_size))
+        self._drawn = first + self.batch_size
         counts: Counter[str] = Counter()
         samples = []
         for group, (number, index) in enumerate(places):
@@ -167,7 +168,7 @@ class SupervisedSource:
     def _report(self, step: int, places: Sequence[tuple[int, int]], samples: Sequence[TrainingSample], counts: Counter[str]) -> dict:
         rows = sum(map(len, self.sets))
         values: dict[str, float] = {
-            "data/epoch": (step + 1 - self.begin) * self.batch_size / rows,
+            "data/epoch": (self.shift + (step + 1) * self.batch_size) / rows,
             "batch/samples": len(samples),
             "batch/tokens": sum(len(sample.token_ids) for sample in samples),
             "batch/loss_tokens": sum(int(sample.loss_mask.sum()) for sample in samples),
@@ -178,15 +179,13 @@ class SupervisedSource:
             values |= {f"data/{examples.name}/rows": drawn[number] for number, examples in enumerate(self.sets)}
         return values
 
-    def _places(self) -> Iterator[list[tuple[int, int]]]:
-        """Endless: the (set, example) of every place of each batch."""
+    def _places(self) -> Iterator[tuple[int, int]]:
+        """Endless: the (set, example) of every place."""
         orders = [
             shuffled_batches(len(examples), 1, self.seed if number == 0 else f"{self.seed}/{number}", self.shuffle)
             for number, examples in enumerate(self.sets)
         ]
-        numbers = shares(self.weights)
-        while True:
-            yield [(number, next(orders[number])[0]) for number in islice(numbers, self.batch_size)]
+        return ((number, next(orders[number])[0]) for number in shares(self.weights))
 
 
 def shares(weights: Sequence[float]) -> Iterator[int]:

@@ -89,16 +89,16 @@ def fake_rollouts(cfg: Config, streams: Collection[str] = ()) -> FakeSource:
 
 def supervised(cfg: SftRoot, model: str, paths: RunPaths) -> SupervisedSource:
     """The rows of `data`. Raises ValueError for a data set that cannot be opened, or is not that of the run's earlier attempts."""
-    begin = keep_digests(cfg, paths)
+    shift = keep_digests(cfg, paths)
     chat, vocab_size = chat_of(cfg, model), vocab_size_of(cfg, model)
     sets = [(_examples(cfg, key, each, chat, vocab_size), each.weight) for key, each in cfg.data.all_sets.items()]
-    return SupervisedSource(sets, batch_size=cfg.data.batch_size, seed=cfg.seed, shuffle=cfg.data.shuffle, begin=begin)
+    return SupervisedSource(sets, batch_size=cfg.data.batch_size, seed=cfg.seed, shuffle=cfg.data.shuffle, shift=shift)
 
 
 def keep_digests(cfg: SftRoot, paths: RunPaths) -> int:
     """Write what shows that the data sets have changed. Raises ValueError if they have since an earlier attempt of the run.
 
-    Returns the step that has the first rows: 0, but in a fork with other data, or a fork of such a fork, the step where these begin.
+    Returns the `shift` of `SupervisedSource`: 0, but in a fork with other data or another batch size, or a fork of such a fork.
     """
     sets = {f"data.{'name' if key == 'data' else f'sets.{key}'}": each for key, each in cfg.data.all_sets.items()}
     if cfg.val.name is not None:
@@ -113,22 +113,22 @@ def keep_digests(cfg: SftRoot, paths: RunPaths) -> int:
             + f"\nRestore the data set; or train on the new one in another run from the last checkpoint, resume={paths.root} run.name=NEW; "
             "or begin anew with clean=true"
         )
-    begin = _begin(cfg, paths, here) if found is None else found.get("begin", 0)
-    write_text(paths.data, json.dumps({"sets": here, **({"begin": begin} if begin else {})}, indent=1) + "\n")
-    return begin
+    shift = _shift(cfg, paths, here) if found is None else found.get("shift", 0)
+    write_text(paths.data, json.dumps({"sets": here, **({"shift": shift} if shift else {})}, indent=1) + "\n")
+    return shift
 
 
-def _begin(cfg: SftRoot, paths: RunPaths, here: dict[str, Any]) -> int:
-    """The step at which the data sets begin in a run that is about to train for the first time. `here`: their digests."""
+def _shift(cfg: SftRoot, paths: RunPaths, here: dict[str, Any]) -> int:
+    """The shift of a run that is about to train for the first time. `here`: the digests of its data sets."""
     forked = read_forked(paths)
     if forked is None or forked.data is None:
         return 0
     before = [digest for key, digest in forked.data.get("sets", {}).items() if key.startswith("data.")]
     other = forked.other_order(cfg) or ("other rows" if before != [here[key] for key in here if key.startswith("data.")] else None)
-    if other is None:
-        return forked.data.get("begin", 0)
+    if other is None:  # the first step of the fork has the rows that the other run would have had next
+        return forked.data.get("shift", 0) + forked.step * ((forked.batch_size or cfg.data.batch_size) - cfg.data.batch_size)
     log.warning("%s: the data of this run begin at their first row, and not where %s was after %d steps", other, forked.source, forked.step)
-    return forked.step
+    return -forked.step * cfg.data.batch_size
 
 
 def validation_rows(cfg: TrainingRoot, mesh: Mesh, model: str, tick: Callable[[], None]) -> tuple[StepBatch, dict[str, float]] | None:

@@ -178,14 +178,19 @@ class Player:
         self.played(job, rollouts)
 
 
-def note_weights(note: Path, digest: str) -> str | None:
-    """Note which weights play, in a file beside the records. Returns the digest that an earlier attempt noted, if it is another.
+def other_weights(note: Path, digest: str) -> str | None:
+    """The digest of the weights that an earlier attempt noted beside its records, if it is another one. Changes nothing.
 
-    `digest`: theirs (`rlx.rollout.models.Origin`). Training that went back to an earlier checkpoint writes a version anew.
+    `digest`: of the weights that play now (`rlx.rollout.models.Origin`). Training that went back to an earlier checkpoint writes a version
+    anew.
     """
     before = note.read_text().strip() if note.is_file() else digest
-    write_text(note, f"{digest}\n")
     return before if before != digest else None
+
+
+def note_weights(note: Path, digest: str) -> None:
+    """Note which weights play. Call it once the records of other weights are gone: a kill in between would leave them as those of these."""
+    write_text(note, f"{digest}\n")
 
 
 class Records(Generic[T]):

@@ -20,7 +20,7 @@ from rlx.paths import RunPaths
 from rlx.rollout.batch import RewardErrors
 from rlx.rollout.evaluate import facts_of, write_scores
 from rlx.rollout.models import Model, Origin
-from rlx.rollout.play import FIRST, Job, NothingWorks, Player, Records, in_turn, jobs_of, note_weights
+from rlx.rollout.play import FIRST, Job, NothingWorks, Player, Records, in_turn, jobs_of, note_weights, other_weights
 from rlx.rollout.results import Outcome, outcome_of
 from rlx.types import Rollout
 
@@ -105,7 +105,7 @@ class Scored:
     def _note_weights(self, name: str, digest: str) -> None:
         """Note which weights play. Discards what an earlier attempt played with others: training may have written the version anew."""
         played, note = self._folder(name) / PLAYED, self._folder(name) / PLAYED_BY
-        before = note_weights(note, digest)
+        before = other_weights(note, digest)
         if before is not None and played.is_file() and (lines := played.read_bytes().count(b"\n")):
             log.warning(
                 "version %d of the weights has changed since an earlier attempt (digest %s in %s, now %s): the %d rollouts of %s that were "
@@ -113,6 +113,7 @@ class Scored:
                 *(self.version, before, note, digest, lines, name),
             )
             played.unlink()
+        note_weights(note, digest)
 
     def _jobs(self) -> Iterator[Job]:
         """The jobs of all environments in turn."""

@@ -27,7 +27,7 @@ from rlx.envs.base import Environment, sampling_of
 from rlx.envs.kinds import version_of
 from rlx.paths import RunPaths
 from rlx.policy.transcript import TranscribedPolicy, Transcript
-from rlx.rollout.play import FIRST, Job, NothingWorks, Player, Records, in_turn, jobs_of, note_weights
+from rlx.rollout.play import FIRST, Job, NothingWorks, Player, Records, in_turn, jobs_of, note_weights, other_weights
 from rlx.rollout.selection import CAUSES, Candidate, Selection, select
 from rlx.rollout.synthesized import FORMATS, METADATA, rows_of, to_json, write_metadata, write_rows
 from rlx.types import Rollout
@@ -85,14 +85,21 @@ class Synthesis:
 
         `digest`: theirs (`Origin`); None: not known. `what`: their name, for the warning.
         """
-        before = None if digest is None else note_weights(self.paths.finished.with_name(PLAYED_BY), digest)
-        if before is None or not (played := len(self.finished.read())):
+        if digest is None:
             return
+        note = self.paths.finished.with_name(PLAYED_BY)
+        before = other_weights(note, digest)
+        if before is not None and (played := len(self.finished.read())):
+            self._put_aside(played, f"{what} has changed since an earlier attempt (digest {before}, now {digest})")
+        note_weights(note, digest)
+
+    def _put_aside(self, played: int, why: str) -> None:
+        """Rename the file of finished rollouts, of which there are `played`, and begin another."""
         aside = next(path for n in itertools.count(1) if not (path := self.paths.finished.with_name(f"finished_{n}.jsonl")).exists())
         log.warning(
-            "%s has changed since an earlier attempt (digest %s, now %s): data of two models is not mixed. The %d rollouts of the old one "
-            "are now in %s, and all are played again. To choose among those instead, give the file its old name and use play=false",
-            *(what, before, digest, played, aside),
+            "%s: data of two models is not mixed. The %d rollouts of the old one are now in %s, and all are played again. "
+            "To choose among those instead, give the file its old name and use play=false",
+            *(why, played, aside),
         )
         self.finished.close()
         self.paths.finished.rename(aside)
