@@ -118,6 +118,13 @@ def test_forks_with_other_batch_sizes_have_the_rows_that_would_have_come_next(
     assert not caplog.messages
 
 
+def test_a_fork_of_a_fork_that_has_not_trained_yet_goes_on_where_that_would(trained: tuple[SftRoot, RunPaths]) -> None:
+    cfg, paths = trained
+    half = replace(cfg, data=replace(cfg.data, batch_size=cfg.data.batch_size // 2))
+    waiting = fork(paths, "waiting", 40, cfg)
+    assert keep_digests(half, fork(waiting, "second", 40, half)) == 40 * (cfg.data.batch_size - half.data.batch_size)
+
+
 def test_a_fork_with_other_weights_of_the_data_sets_begins_at_their_beginning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def mixed(*weights: float) -> SftRoot:
         names = [write(tmp_path / f"{number}.jsonl", [{"n": number}]) for number in range(len(weights))]

@@ -30,6 +30,8 @@ def test_tokens_are_drawn_as_often_as_their_probabilities_say():
 def test_a_row_draws_the_same_beside_other_rows_and_takes_one_number():
     probabilities = torch.rand(5, 50, generator=torch.Generator().manual_seed(0)).softmax(-1)
     together = draw(probabilities, given := generators(5))
+    mixed = draw(probabilities, {row: one for row, one in generators(5).items() if row != 2})
+    assert together[[0, 1, 3, 4]].tolist() == mixed[[0, 1, 3, 4]].tolist(), "row 2 has no seed there"
     for row in range(5):
         own = {0: torch.Generator().manual_seed(row)}
         assert draw(probabilities[row : row + 1], own) == together[row]
@@ -59,7 +61,11 @@ def test_the_head_is_multiplied_as_in_float32(bias: bool, monkeypatch: pytest.Mo
     assert torch.equal(multiply(hidden[None], weight, offset), found[None])
 
 
-def test_vllm_draws_itself_where_a_row_has_no_generator_and_multiplies_itself_in_the_heads_own_dtype():
+def test_a_row_that_is_not_finite_gives_token_0_as_vllms_own_draw_does():
+    assert draw(torch.tensor([[torch.nan, torch.nan], [0.0, 1.0]]), generators(2)).tolist() == [0, 1]
+
+
+def test_vllms_classes_are_changed_once_for_all_rows_and_multiply_themselves_in_the_heads_own_dtype():
     shorten_steps()
     shorten_steps()
     sampler = SimpleNamespace(use_fp64_gumbel=False, logprobs_mode="raw_logprobs")
@@ -67,10 +73,10 @@ def test_vllm_draws_itself_where_a_row_has_no_generator_and_multiplies_itself_in
     assert not hasattr(forward.__wrapped__, "__wrapped__"), "changed once"
     sure = torch.full((2, 7), -torch.inf)
     sure[0, 3] = sure[1, 5] = 0.0
-    with patch.object(draws, "draw") as ours:
-        assert forward(sampler, sure.clone(), generators(1), None, None)[0].tolist() == [3, 5]
-    ours.assert_not_called()
-    assert forward(sampler, sure.clone(), generators(2), None, None)[0].tolist() == [3, 5]
+    for seeded in (0, 1, 2):
+        with patch.object(draws, "draw", side_effect=draw) as ours:
+            assert forward(sampler, sure.clone(), generators(seeded), None, None)[0].tolist() == [3, 5]
+        ours.assert_called_once()
     top = torch.tensor([[3.0, 2.0, 1.0]])
     processed = SimpleNamespace(use_fp64_gumbel=False, logprobs_mode="processed_logprobs")
     kept, returned = forward(processed, top, generators(1), torch.tensor([1]), None)

@@ -39,6 +39,7 @@ def test_a_processor_that_multiplies_in_16_bits_is_named_to_a_run_in_float32(mon
     long = ["experiment=sums_smollm2", "hardware.cpu_threads=1"]
     assert "model.dtype=bfloat16 is faster" in notes_of(compose(long, {}).cfg, sixteen_bit=True)[1]
     assert len(notes_of(compose([*long, "model.dtype=bfloat16"], {}).cfg, sixteen_bit=True)) == 1
+    assert len(notes_of(compose([*long, "hardware.trainer_processes=2"], {}).cfg, sixteen_bit=True)) == 1, "FSDP takes the gain back"
     assert notes_of(compose([], {}).cfg, sixteen_bit=True) == [], "steps are short"
 
 

@@ -124,6 +124,13 @@ def test_last_lines_of_a_log_are_what_a_person_saw_last(tmp_path: Path) -> None:
             ),
             ["rank 3 (pid 2301) failed (exitcode -6, SIGABRT)", "rank 2 (pid 14653) failed (exitcode -9, SIGKILL)"],
         ),
+        (  # rank 1 ended for the fault of rank 0
+            REPORT.format(
+                others="0 (local_rank: 0)\n  exitcode  : -11 (pid: 2301)  (SIGSEGV)",
+                first="1 (local_rank: 1)\n  exitcode  : -6 (pid: 14653)  (SIGABRT)",
+            ),
+            ["rank 1 (pid 14653) failed (exitcode -6, SIGABRT)", "rank 0 (pid 2301) failed (exitcode -11, SIGSEGV)"],
+        ),
         (  # rank 0 did not end within 30 s of the signal
             REPORT.format(
                 others="0 (local_rank: 0)\n  exitcode  : -9 (pid: 14652)  (SIGKILL)",
@@ -138,6 +145,7 @@ def test_last_lines_of_a_log_are_what_a_person_saw_last(tmp_path: Path) -> None:
         "a killed rank beside the first",
         "the first was killed",
         "a peer gave up",
+        "a peer gave up after a crash",
         "a peer had to be killed",
     ],
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rlx.config.schema import SftRoot, TrainingRoot
@@ -51,7 +51,13 @@ def shares_of(weights: Sequence[float]) -> list[float]:
 
 
 def write_forked(paths: RunPaths, source: RunPaths, step: int, before: TrainingRoot | None) -> None:
-    """Record the run that a new fork starts from. `before`: its configuration; None: it cannot be read."""
+    """Record the run that a new fork starts from. `before`: its configuration; None: it cannot be read.
+
+    A fork that has not trained yet stands where the run stood from which it starts.
+    """
+    if not source.data.is_file() and (earlier := read_forked(source)) is not None and earlier.step == step:
+        write_text(paths.forked, json.dumps(asdict(replace(earlier, source=str(source.root))), indent=1) + "\n")
+        return
     seed = None if before is None else before.seed
     shuffle = before.data.shuffle if isinstance(before, SftRoot) else True
     data = json.loads(source.data.read_text()) if source.data.is_file() else None

@@ -66,11 +66,11 @@ def _warn_of_the_largest(units: Sequence[Sequence[int]], tokens: int) -> None:
     """Say how large a row becomes that one rollout makes larger than `tokens`; again only for a larger one."""
     unit = max(units, key=lambda unit: len(unit) * max(unit), default=[0])
     size = len(unit) * max(unit)
-    if size > max(tokens, _said[0]):
+    if size > max(tokens, _said[0], sum(unit)):
         _said[0] = size
         log.warning(
             "a rollout of %d samples takes a row of %d tokens, more than trainer.micro_batch_tokens=%d: its samples have %d tokens, but "
-            "this model pads each to the longest, %d, and objectives need a rollout in one row. One sample has no such padding: "
-            "orchestrator.trajectory_strategy=interleaved, and an environment that only appends messages",
+            "this model pads each to the longest, %d, and objectives need a rollout in one row. A conversation that only appends messages "
+            "is one sample, without padding",
             *(len(unit), size, tokens, sum(unit), max(unit)),
         )

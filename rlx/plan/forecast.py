@@ -22,7 +22,7 @@ def notes_of(cfg: CommandConfig, *, sixteen_bit: bool = False) -> list[str]:
     if not isinstance(cfg, (Config, SftRoot)) or cfg.hardware.device != "cpu" or cfg.hosts or sum(_seconds(cfg).values()) < LONG:
         return []
     faster = []
-    if sixteen_bit and cfg.model.dtype == "float32":
+    if sixteen_bit and cfg.model.dtype == "float32" and cfg.trainer_ranks == 1 and not cfg.reshards:  # FSDP on a CPU takes it back
         faster = ["this processor multiplies matrices in 16 bits (AMX): model.dtype=bfloat16 is faster (docs/models.md)"]
     return [f"a step takes {time_on_cpu(cfg)}; {cfg.max_steps:,} steps (docs/models.md)", *faster]
 

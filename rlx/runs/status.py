@@ -21,9 +21,6 @@ FINAL = ("completed", "failed", "interrupted", "preempted")
 EXIT_CODES = {"completed": 0, "failed": 1, "interrupted": 130, "preempted": LEFT}
 """Exit code by final state. Exit code 2 means an invalid configuration; then there is no run."""
 
-KILLED = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
-"""Return codes of a process that another one ended. A rank may abort by itself, because a peer is gone (NCCL's watchdog)."""
-
 STALE_HANDLE = 10.0  # seconds in which a network file system finds the file that replaced an open one
 
 
@@ -164,8 +161,8 @@ def last_lines(log: Path, count: int) -> tuple[str, ...]:
 def _without_torchrun(lines: list[str]) -> list[str]:
     """Replace the forty or so lines that torchrun prints after a rank's own error by one for each rank that failed by itself.
 
-    A killed rank stands last. When it dies, the collectives of its peers fail, and torchrun, which looks ten times a second, names
-    whichever rank has the lowest number.
+    A killed rank stands last, and before it one that aborted, as NCCL's watchdog does if a peer is gone. When a rank dies, the collectives
+    of its peers fail, and torchrun, which looks ten times a second, names whichever rank has the lowest number.
     """
     for number, line in enumerate(lines):
         if "torch/distributed/elastic/" in line and ("closing signal" in line or "failed (exitcode" in line):
@@ -181,7 +178,7 @@ def _without_torchrun(lines: list[str]) -> list[str]:
             if not ranks:  # its report is missing, if it was killed, too
                 first = re.search(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)", report)
                 ranks = {first[3]: (first[2], int(first[1]), "")} if first else {}
-            worst_last = sorted(ranks.items(), key=lambda rank: rank[1][1] in KILLED)
+            worst_last = sorted(ranks.items(), key=lambda rank: (rank[1][1] < 0) + (rank[1][1] < 0 and rank[1][1] != -signal.SIGABRT))
             return lines[:number] + [
                 f"torchrun: rank {rank} (pid {pid}) failed (exitcode {code}{name})" for pid, (rank, code, name) in worst_last
             ]

@@ -42,22 +42,25 @@ def multiply(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """[..., d], [V, d], [V] → [..., V] in float32."""
     flat = hidden.reshape(-1, hidden.shape[-1]).float()
     rows = max(1, PIECE // weight.shape[1])
-    buffer = torch.empty(min(rows, len(weight)), weight.shape[1])
-    logits = torch.empty(len(flat), len(weight))
+    buffer = torch.empty(min(rows, len(weight)), weight.shape[1], dtype=torch.float32)
+    logits = torch.empty(len(flat), len(weight), dtype=torch.float32)
     for begin in range(0, len(weight), rows):
         piece = weight[begin : begin + rows]
         logits[:, begin : begin + rows] = flat @ buffer[: len(piece)].copy_(piece).t()
     if bias is not None:
         logits += bias.float()
-    return logits.reshape(*hidden.shape[:-1], -1)
+    return logits.reshape(*hidden.shape[:-1], len(weight))
 
 
 def _with_one_number(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM draws two numbers per token of the vocabulary for every request with a seed: a third of a step of SmolLM2-135M."""
+    """vLLM draws two numbers per token of the vocabulary for every request with a seed: a third of a step of SmolLM2-135M.
+
+    All rows are drawn so, also beside rows without a seed or without randomness. A seed must give the same tokens in any company.
+    """
 
     @functools.wraps(forward)
     def forward_cpu(self: Any, logits: Tensor, generators: dict[int, torch.Generator], k: Tensor | None, p: Tensor | None) -> Any:
-        if len(generators) < len(logits) or self.use_fp64_gumbel:
+        if self.use_fp64_gumbel:
             return forward(self, logits, generators, k, p)
         logits = apply_top_k_top_p(logits, k, p)
         returned = None
@@ -73,12 +76,13 @@ def _with_one_number(forward: Callable[..., Any]) -> Callable[..., Any]:
 def draw(probabilities: Tensor, generators: dict[int, torch.Generator]) -> Tensor:
     """[N, V] → [N] a token of each row, where the row's random number falls among the cumulated probabilities.
 
-    Each row needs a generator, of which it takes one number. A token of probability 0 is never drawn.
+    A row takes one number of its generator; one that has none, of torch's own. A token of probability 0 is never drawn. A row that is not
+    finite gives token 0, as vLLM's own draw does.
     """
-    numbers = torch.empty(len(probabilities), dtype=torch.float64)
+    numbers = torch.rand(len(probabilities), dtype=torch.float64)
     for row, generator in generators.items():
         numbers[row].uniform_(generator=generator)
     cumulated = probabilities.cumsum(-1, dtype=torch.float64)
     total = cumulated[:, -1]
     wanted = torch.minimum(numbers * total, torch.nextafter(total, torch.zeros_like(total)))  # below it also after rounding
-    return torch.searchsorted(cumulated, wanted[:, None], right=True).squeeze(1).clamp_(max=probabilities.shape[1] - 1)
+    return torch.searchsorted(cumulated, wanted[:, None], right=True).squeeze(1).masked_fill_(total.isnan(), 0)
