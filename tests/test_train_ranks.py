@@ -269,8 +269,8 @@ def test_gradients_metrics_and_weights_of_several_processes_equal_those_of_one(c
         trained = [AutoModelForCausalLM.from_pretrained(version).state_dict() for version in versions]
     start = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
     for key, tensor in trained[0].items():
-        if "muon" in CASES[case][1] and "proj" in key:
-            # Newton-Schulz in bfloat16: rounding is 1 % of a step, and 4 % was seen where singular values are small. Halves that are made
+        if "muon" in CASES[case][1] and ("proj" in key or "gate.weight" in key):  # the matrices that Muon updates, also of routers
+            # Newton-Schulz in bfloat16: rounding is 1 % of a step, and 6 % was seen where singular values are small. Halves that are made
             # orthogonal by themselves are 30 % off.
             assert float((trained[1][key] - tensor).norm()) <= 0.1 * float((tensor - start[key]).norm()), key
         else:
