@@ -17,7 +17,7 @@ def program(command: str = "train") -> str:
 
 
 def started_as(executable: str, script: str, command: str = "train") -> str:
-    """`program` where it that was started as `script`."""
+    """`program` of a process with the interpreter `executable` that was started as `script` (its `sys.argv[0]`)."""
     if Path(script).suffix != ".py" and not script.startswith("-"):  # installed as a command; `-c`: Python was given its code
         return f"{short_name(script)} {command}"
     if Path(script).name == "train.py" and command == "train":

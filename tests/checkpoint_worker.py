@@ -42,14 +42,22 @@ class Job:
     rank: int = 0  # of adapters
     dropout: float = 0.0
     offload: bool = False  # the optimizer's state in host memory
+    dtype: str = "float32"  # in which the model computes
     divided: dict[str, int] = field(default_factory=dict)  # sizes of the mesh's axes
 
 
 def make_trainer(
-    model: str, optimizer: str = "AdamW", mesh: Mesh | None = None, *, rank: int = 0, dropout: float = 0.0, read: bool = True
+    model: str,
+    optimizer: str = "AdamW",
+    mesh: Mesh | None = None,
+    *,
+    rank: int = 0,
+    dropout: float = 0.0,
+    read: bool = True,
+    dtype: str = "float32",
 ) -> PolicyTrainer:
     lora = LoraConfig(rank=rank, dropout=dropout) if rank else None
-    policy = load_policy(model, mesh or one_process("cpu"), dtype="float32", lora=lora, read=read)
+    policy = load_policy(model, mesh or one_process("cpu"), dtype=dtype, lora=lora, read=read)
     return PolicyTrainer(
         policy,
         Objective(grpo, LossTerms(aggregate="token_mean"), max_length=16),
@@ -65,7 +73,7 @@ def run(job: Job, mesh: Mesh) -> None:
     if job.divided:
         mesh = divide(mesh, timeout=300, **job.divided)
     seed_masks(0, mesh)
-    trainer = make_trainer(job.model, job.optimizer, mesh, rank=job.rank, dropout=job.dropout, read=job.load is None)
+    trainer = make_trainer(job.model, job.optimizer, mesh, rank=job.rank, dropout=job.dropout, read=job.load is None, dtype=job.dtype)
     if job.offload:
         trainer.optimizer = CPUOffloadOptimizer(trainer.optimizer, mesh, bucket=2048)
     step = 0

@@ -21,7 +21,7 @@ from transformers.models.llama import LlamaConfig
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 
 from rlx.data.packing import pack
-from rlx.parallel.mesh import one_process
+from rlx.parallel.mesh import join, one_process
 from rlx.train.checkpoint import Progress, Saver, load
 from rlx.train.reference import Reference
 from rlx.train.step import PolicyTrainer
@@ -73,6 +73,24 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(model: st
     whole, half, rest = (result(tmp_path / name) for name in ("whole", "half", "rest"))
     assert half["records"] + rest["records"] == whole["records"]
     same_weights(rest["weights"], whole["weights"])
+
+
+def test_a_checkpoint_of_a_model_that_computes_with_copies_has_its_float32_parameters(model: str, tmp_path: Path) -> None:
+    """And goes on bit for bit, with copies as well as sharded over one process."""
+    job: dict[str, Any] = {"model": model, "dtype": "bfloat16"}
+    run(Job(**job, out=str(tmp_path / "whole"), first=0, last=UPDATES), one_process("cpu"))
+    run(Job(**job, out=str(tmp_path / "half"), first=0, last=HALF, save=str(tmp_path / "saved")), one_process("cpu"))
+    rest = {**job, "first": HALF, "last": UPDATES, "load": str(tmp_path / "saved")}
+    run(Job(**rest, out=str(tmp_path / "copies")), one_process("cpu"))
+    mesh = join(torch.device("cpu"), rank=0, world_size=1, timeout=60)
+    try:
+        run(Job(**rest, out=str(tmp_path / "sharded")), mesh)
+    finally:
+        mesh.close()
+    whole, copies, sharded = (result(tmp_path / name)["weights"] for name in ("whole", "copies", "sharded"))
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in whole.values())
+    same_weights(copies, whole)
+    same_weights(sharded, whole)
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Adagrad", "Muon"])

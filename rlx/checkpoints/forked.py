@@ -55,16 +55,19 @@ def write_forked(paths: RunPaths, source: RunPaths, step: int, before: TrainingR
 
     A fork that has not trained yet stands where the run stood from which it starts.
     """
-    if not source.data.is_file() and (earlier := read_forked(source)) is not None and earlier.step == step:
-        write_text(paths.forked, json.dumps(asdict(replace(earlier, source=str(source.root))), indent=1) + "\n")
-        return
-    seed = None if before is None else before.seed
-    shuffle = before.data.shuffle if isinstance(before, SftRoot) else True
     data = json.loads(source.data.read_text()) if source.data.is_file() else None
-    size = before.data.batch_size if isinstance(before, SftRoot) else None
-    weights = None if before is None else weights_of(before)
-    forked = Forked(source=str(source.root), step=step, seed=seed, shuffle=shuffle, batch_size=size, weights=weights, data=data)
-    write_text(paths.forked, json.dumps(asdict(forked), indent=1) + "\n")
+    forked = read_forked(source) if data is None else None
+    if forked is None or forked.step != step:
+        forked = Forked(
+            source="",
+            step=step,
+            seed=None if before is None else before.seed,
+            shuffle=before.data.shuffle if isinstance(before, SftRoot) else True,
+            batch_size=before.data.batch_size if isinstance(before, SftRoot) else None,
+            weights=None if before is None else weights_of(before),
+            data=data,
+        )
+    write_text(paths.forked, json.dumps(asdict(replace(forked, source=str(source.root))), indent=1) + "\n")
 
 
 def read_forked(paths: RunPaths) -> Forked | None:

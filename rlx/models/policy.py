@@ -62,7 +62,7 @@ class PolicyModel(nn.Module):
         and the model mixes tokens in other layers than attention, or if it has its layers where nobody knows them (`backbone`).
         """
         super().__init__()
-        backbone(hf)
+        backbone(hf)  # refuses a class that it does not know
         self.hf = hf
         hf.eval()  # no dropout: the trainer must compute what the inference engine computes
         self.attention = attention

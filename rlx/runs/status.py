@@ -178,7 +178,8 @@ def _without_torchrun(lines: list[str]) -> list[str]:
             if not ranks:  # its report is missing, if it was killed, too
                 first = re.search(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)", report)
                 ranks = {first[3]: (first[2], int(first[1]), "")} if first else {}
-            worst_last = sorted(ranks.items(), key=lambda rank: (rank[1][1] < 0) + (rank[1][1] < 0 and rank[1][1] != -signal.SIGABRT))
+            aborted = -signal.SIGABRT
+            worst_last = sorted(ranks.items(), key=lambda rank: (rank[1][1] < 0, rank[1][1] != aborted))
             return lines[:number] + [
                 f"torchrun: rank {rank} (pid {pid}) failed (exitcode {code}{name})" for pid, (rank, code, name) in worst_last
             ]

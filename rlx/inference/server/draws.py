@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 
-PIECE = 2**22  # numbers of the head that are cast at once: 16 MiB, which a processor's cache holds
+PIECE = 2**22  # numbers of the head that are cast at once, or of probabilities that are cumulated: 16 or 32 MiB, and not a GiB
 
 
 def shorten_steps() -> None:
@@ -29,11 +31,10 @@ def _by_pieces(apply: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(apply)
     def apply_head(self: Any, lm_head: Any, hidden_states: Tensor, embedding_bias: Tensor | None) -> Tensor:
-        weight = getattr(lm_head, "weight", None)
-        plain = type(getattr(lm_head, "quant_method", None)).__name__ in ("UnquantizedEmbeddingMethod", "UnquantizedLinearMethod")
-        if self.head_dtype != torch.float32 or not plain or weight is None or weight.dtype not in (torch.float16, torch.bfloat16):
-            return apply(self, lm_head, hidden_states, embedding_bias)
-        return multiply(hidden_states, weight, embedding_bias)
+        plain = isinstance(lm_head.quant_method, UnquantizedEmbeddingMethod | UnquantizedLinearMethod)
+        if self.head_dtype == torch.float32 and plain and lm_head.weight.dtype in (torch.float16, torch.bfloat16):
+            return multiply(hidden_states, lm_head.weight, embedding_bias)
+        return apply(self, lm_head, hidden_states, embedding_bias)
 
     return apply_head
 
@@ -82,6 +83,11 @@ def draw(probabilities: Tensor, generators: dict[int, torch.Generator]) -> Tenso
     numbers = torch.rand(len(probabilities), dtype=torch.float64)
     for row, generator in generators.items():
         numbers[row].uniform_(generator=generator)
+    rows = max(1, PIECE // probabilities.shape[1])
+    return torch.cat([_places(*part) for part in zip(numbers.split(rows), probabilities.split(rows), strict=True)])
+
+
+def _places(numbers: Tensor, probabilities: Tensor) -> Tensor:
     cumulated = probabilities.cumsum(-1, dtype=torch.float64)
     total = cumulated[:, -1]
     wanted = torch.minimum(numbers * total, torch.nextafter(total, torch.zeros_like(total)))  # below it also after rounding
