@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import statistics
@@ -36,6 +37,7 @@ class Run(NamedTuple):
     question: str
     keys: list[str]
     cpu: bool = True  # whether a CPU can play it
+    made: bool = False  # from random weights of 1.4B parameters, which this script makes
 
 
 SHORT = ["max_steps=30"]
@@ -71,6 +73,69 @@ RUNS = {
     ),
     "lora": Run("bfloat16, eager, adapters from files", [*SHORT, "model.dtype=bfloat16", "lora.rank=8", "inference.enforce_eager=true"]),
 }
+# A random model is rewarded for some of the letters that it writes, so its weights change. Its requests are in flight at every update.
+LARGE = [
+    "env=reverse_text",
+    "model=qwen3_1_7b",
+    "model.context_length=1024",
+    "max_steps=8",
+    "seq_len=512",
+    "sampling.max_tokens=256",
+    "orchestrator.batch_size=64",
+    "model.dtype=bfloat16",
+    "trainer.micro_batch_tokens=8192",
+    "optim.lr=1e-4",
+]
+RUNS |= {
+    f"large_{name}": Run(f"bfloat16, 1.4B parameters, {what}", [*LARGE, *keys], cpu=name != "ipc", made=True)
+    for name, what, keys in (
+        ("files", "versions from files in memory", ["weight_broadcast.folder=/dev/shm"]),
+        ("gloo", "over gloo", ["weight_broadcast.type=gloo"]),
+        ("ipc", "through the GPU's memory", ["weight_broadcast.type=ipc"]),
+    )
+}
+
+
+def made(folder: Path, *, cuda: bool) -> Path:
+    """A model of random weights in bfloat16 with the tiny model's tokenizer: 28 layers, 2,048 wide; on a CPU two, 64 wide."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from rlx.models.tiny import VOCABULARY, build_tokenizer
+
+    width, layers, heads, wide = (2048, 28, 16, 128) if cuda else (64, 2, 4, 32)
+    eos = VOCABULARY.index("<|im_end|>")
+    config = Qwen3Config(
+        vocab_size=len(VOCABULARY),
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        head_dim=wide,
+        max_position_embeddings=1024,
+        eos_token_id=eos,
+        pad_token_id=eos,
+        dtype="bfloat16",
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda" if cuda else "cpu"):
+        model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    build_tokenizer(1024).save_pretrained(folder)
+    return folder
+
+
+def sizes(folder: Path) -> list[str]:
+    """The keys that say how large the model of a folder is."""
+    from safetensors import safe_open
+
+    config = json.loads((folder / "config.json").read_text())
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        count = sum(math.prod(file.get_slice(name).get_shape()) for name in file)
+    keys = {"num_layers": "num_hidden_layers", "num_attention_heads": "num_attention_heads", "num_key_value_heads": "num_key_value_heads"}
+    keys |= {name: name for name in ("hidden_size", "head_dim", "vocab_size")}
+    return [f"model.num_parameters={count}", *[f"model.{name}={config[field]}" for name, field in keys.items()]]
 
 
 def play(name: str, folder: Path, *, cuda: bool, limit: float) -> subprocess.CompletedProcess[str]:
@@ -81,6 +146,8 @@ def play(name: str, folder: Path, *, cuda: bool, limit: float) -> subprocess.Com
         else ["hardware=cpu", "max_steps=3"]
     )
     keys = [key for key in RUNS[name].keys if cuda or not key.startswith(("max_steps=", "model.dtype="))]
+    if RUNS[name].made:
+        keys += [f"model.name={folder / 'made'}", *sizes(folder / "made")]
     path = os.pathsep.join([str(ROOT), *map(str, sorted((ROOT / "environments").glob("rlx_*"))), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "INFO"}
     command = [sys.executable, "-m", "rlx.cli", "train", *layout, *keys, f"run.dir={folder / name}"]
@@ -113,6 +180,15 @@ def judge(name: str, folder: Path, code: int) -> list[dict[str, object]]:
         row("mismatch/kl: median of the steps; goal: bfloat16's", statistics.median(kl), "nats", "<= 0.01")
         row("mismatch/abs_logp_diff_mean: median", statistics.median(every("mismatch/abs_logp_diff_mean")), "nats")
         row("mismatch/abs_logp_diff_max: largest", max(largest), "nats")
+    for what, metric in (
+        ("the trainer, held by a version: waits and copies, median", "time/broadcast"),
+        ("the trainer, held by sending one, median", "time/send_weights"),
+        ("a version is written beside a step, median", "time/write_weights"),
+        ("a step of the trainer with its waiting, median", "time/step"),
+    ):
+        found = [record[metric] for record in records if metric in record and "time/optimizer" in record][EARLY:]
+        if found:
+            row(what, statistics.median(found), "s")
     logs = "\n".join(file.read_text(errors="replace") for file in sorted((run / "logs").glob("attempt_0/inference_*.log")))
     updates = [(int(ready), int(paused), float(share)) for _, ready, paused, share in UPDATE.findall(logs)]
     if updates:
@@ -139,6 +215,8 @@ def main() -> None:
     names = [name for name in args.only if cuda or RUNS[name].cpu]
     folder = args.folder or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
+    if any(RUNS[name].made for name in names):
+        made(folder / "made", cuda=cuda)
     rows: list[dict[str, object]] = []
 
     def run(number: int, name: str) -> list[dict[str, object]]:

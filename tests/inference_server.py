@@ -30,7 +30,7 @@ from rlx.parallel.mesh import one_process
 from rlx.parallel.transfer import LOOPBACK
 from rlx.paths import COMPLETE, RunPaths
 from rlx.types import Turn
-from rlx.weights.memory import Offers
+from rlx.weights.memory import Offers, sender_of
 from rlx.weights.saving import facts
 from rlx.weights.subscribe import Subscriber
 
@@ -95,6 +95,7 @@ class Run:
         vllm: dict[str, Any] | None = None,
         context: int = CONTEXT,
         experts: int = 0,
+        device: str = "cpu",
     ) -> None:
         self.paths = RunPaths(root)
         self.tied, self.dtype, self.experts = tied, dtype, experts
@@ -114,7 +115,7 @@ class Run:
         )
         config.sampling.max_tokens = 16
         config.orchestrator.batch_size = config.orchestrator.rollouts_per_example = 8
-        config.hardware = HardwareConfig(name="cpu", device="cpu")
+        config.hardware = HardwareConfig(name=device, device=device, shared=device == "cuda", gpus_per_node=int(device == "cuda"))
         config.inference.kv_cache_gb = 0.25
         config.inference.port = port
         config.inference.vllm = vllm or {}
@@ -191,10 +192,10 @@ class Run:
         return worst
 
 
-def from_memory(run: Run) -> Run:
+def from_memory(run: Run, kind: str = "gloo") -> Run:
     """Have the run's server take weights from a trainer's memory, too."""
     config = load_run(run.paths.root)
-    config.weight_broadcast.type = "gloo"
+    config.weight_broadcast.type = kind
     run.paths.config.write_text(to_yaml(config))
     run.paths.endpoints.mkdir(parents=True, exist_ok=True)
     return run
@@ -211,13 +212,13 @@ def split_over_two(run: Run) -> Run:
 class MemoryTrainer:
     """The trainer's end of transfers from memory (`from_memory`). It sends the weights of `run.version`."""
 
-    def __init__(self, run: Run, timeout: float = 300.0, host: str = LOOPBACK) -> None:
-        self.run = run
-        self.offers = Offers(self.model(0), one_process("cpu"), run.paths, torch.float32, timeout, host=host)
+    def __init__(self, run: Run, timeout: float = 300.0, host: str = LOOPBACK, *, kind: str = "gloo", device: str = "cpu") -> None:
+        self.run, self.device = run, device
+        self.offers = Offers(self.model(0), one_process(device), run.paths, torch.float32, timeout, sender_of(kind), host)
 
     def model(self, version: int) -> PolicyModel:
         self.run.version(version)
-        return PolicyModel(copy.deepcopy(self.run.models[version]))  # it changes how the model computes
+        return PolicyModel(copy.deepcopy(self.run.models[version]).to(self.device))  # it changes how the model computes
 
     def offer(self, version: int) -> None:
         self.offers.source.model = self.model(version)
