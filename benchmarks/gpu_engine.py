@@ -132,7 +132,7 @@ def sizes(folder: Path) -> list[str]:
 
     config = json.loads((folder / "config.json").read_text())
     with safe_open(folder / "model.safetensors", "pt") as file:
-        count = sum(math.prod(file.get_slice(name).get_shape()) for name in file)
+        count = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 - safetensors files are not iterable
     keys = {"num_layers": "num_hidden_layers", "num_attention_heads": "num_attention_heads", "num_key_value_heads": "num_key_value_heads"}
     keys |= {name: name for name in ("hidden_size", "head_dim", "vocab_size")}
     return [f"model.num_parameters={count}", *[f"model.{name}={config[field]}" for name, field in keys.items()]]
@@ -180,15 +180,15 @@ def judge(name: str, folder: Path, code: int) -> list[dict[str, object]]:
         row("mismatch/kl: median of the steps; goal: bfloat16's", statistics.median(kl), "nats", "<= 0.01")
         row("mismatch/abs_logp_diff_mean: median", statistics.median(every("mismatch/abs_logp_diff_mean")), "nats")
         row("mismatch/abs_logp_diff_max: largest", max(largest), "nats")
-    for what, metric in (
+    for name_of, metric in (
         ("the trainer, held by a version: waits and copies, median", "time/broadcast"),
         ("the trainer, held by sending one, median", "time/send_weights"),
         ("a version is written beside a step, median", "time/write_weights"),
         ("a step of the trainer with its waiting, median", "time/step"),
     ):
-        found = [record[metric] for record in records if metric in record and "time/optimizer" in record][EARLY:]
-        if found:
-            row(what, statistics.median(found), "s")
+        times = [record[metric] for record in records if metric in record and "time/optimizer" in record][EARLY:]
+        if times:
+            row(name_of, statistics.median(times), "s")
     logs = "\n".join(file.read_text(errors="replace") for file in sorted((run / "logs").glob("attempt_0/inference_*.log")))
     updates = [(int(ready), int(paused), float(share)) for _, ready, paused, share in UPDATE.findall(logs)]
     if updates:

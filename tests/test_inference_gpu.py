@@ -1,7 +1,7 @@
 """Updates in flight of vLLM's engine on a GPU, by every way that one GPU allows: a token's log-probability is its version's.
 
-What differs from the engine on a CPU: a process of its own, vLLM's second model runner, asynchronous scheduling, CUDA graphs, and vLLM's own
-reload of weights. The reference is Hugging Face's forward pass on the CPU. Nothing here needs the network.
+What differs from the engine on a CPU: a process of its own, vLLM's second model runner, asynchronous scheduling, CUDA graphs, and
+vLLM's own reload of weights. The reference is Hugging Face's forward pass on the CPU. Nothing here needs the network.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from inference_server import EXACT, Run, prompts, running, same, sample, under_l
 from run_servers import Servers
 
 from rlx.inference.endpoints import Endpoint, endpoint_file
+from rlx.runs.status import last_lines
 from rlx.types import Turn
 from rlx.waiting import UNFIT
 
@@ -32,6 +33,20 @@ def test_a_port_that_is_taken_is_said_at_once(tmp_path: Path) -> None:
     assert f"127.0.0.1:{port}" in said
     assert "inference.port" in said
     assert "Traceback" not in said
+
+
+APART = """
+from rlx.roles import inference
+inference.runs_in_process = lambda config: False
+inference.end_at_once(inference.main)
+"""
+
+
+def test_the_error_of_an_engine_with_a_process_of_its_own_is_the_last_line_that_a_run_shows(tmp_path: Path) -> None:
+    """On CUDA every engine has one. The process that waits for it prints forty lines after the engine's error."""
+    run = Run(tmp_path, tied=True, vllm={"kv_cache_memory_bytes": 1000})
+    assert run.start(APART).wait(600) == 1
+    assert re.search(r"EngineCore.*ValueError: No available memory for the cache blocks", last_lines(run.log, 3)[-1])
 
 
 @pytest.mark.long

@@ -155,7 +155,21 @@ def last_lines(log: Path, count: int) -> tuple[str, ...]:
     except FileNotFoundError:
         return ()
     lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n")]
-    return tuple(_without_torchrun([line for line in lines if line])[-count:]) if count > 0 else ()
+    return tuple(_from_the_engine(_without_torchrun([line for line in lines if line]))[-count:]) if count > 0 else ()
+
+
+def _from_the_engine(lines: list[str]) -> list[str]:
+    """Leave out the forty or so lines that the process which waited for vLLM's engine prints after the engine's own error.
+
+    The last of them only says that the cause stands above. It is kept where the engine's last line names no error, as when it was killed.
+    """
+    traceback = "Traceback (most recent call last):"  # the engine's own lines begin with its name
+    if not any("See root cause above" in line for line in lines[-3:]) or traceback not in lines:
+        return lines
+    number = len(lines) - 1 - lines[::-1].index(traceback)
+    said = [line for line in lines[:number] if not line.endswith("[shutdown] Process manager: send sigterm to process EngineCore")]
+    known = bool(said) and re.search(r"error|exception", said[-1], flags=re.IGNORECASE) is not None
+    return said if known else [*said, *[line for line in lines[-3:] if "See root cause above" in line]]
 
 
 def _without_torchrun(lines: list[str]) -> list[str]:
