@@ -4,7 +4,8 @@
     python benchmarks/sft.py --threads 1 --cpu        on a machine with other work: seconds of a core, not of the clock
 
 Two sizes: the tiny model with the demo's lengths (a word and its reverse, 256 rows a step), and the model of `--model`, or one of SmolLM2
-135M's shape with random weights, on conversations of 16 to 160 tokens, 8 rows a step. Everything is in float32, on all cores.
+135M's shape with random weights, on conversations of 16 to 160 tokens, 8 rows a step. Everything is in float32, on all cores; with
+`--dtype bfloat16` all three compute in 16 bits, with parameters in float32 (TRL and the bare loop by autocast).
 
     rlx      the trainer of `rlx sft` (`sft_rlx.py`): rendering rows, masks, packing, forward, backward, clipping, AdamW; with `--ranks`
              the threads are those of several processes (`hardware.trainer_processes`)
@@ -131,6 +132,7 @@ class Side:
             "ranks": ranks,
             "threads": args.threads // ranks,
             "cpu": args.cpu,
+            "dtype": args.dtype,
             "adam": ADAM,
         }
         path = folder / f"{name}-{case.name}.json"
@@ -173,7 +175,8 @@ def compare(case: Case, folder: Path, python: Path, args: argparse.Namespace) ->
     def bare_block() -> tuple[float, float]:
         began = now()
         for batch in made:
-            bare_step(bare, optimizer, batch)
+            with torch.autocast("cpu", torch.bfloat16, enabled=args.dtype == "bfloat16"):
+                bare_step(bare, optimizer, batch)
         return now() - began, sum(map(tokens_of, made))
 
     ours = Side([sys.executable, str(HERE / "sft_rlx.py")], "rlx", case, folder, args, case.ranks)
@@ -207,13 +210,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="blocks of each side that count")
     parser.add_argument("--cpu", action="store_true", help="count seconds of a core; with --threads 1 other work hardly changes them")
     parser.add_argument("--ranks", type=int, default=1, help="rlx's trainer processes for the tiny model, which share the threads")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--only", choices=("tiny", "135M"))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     keep_freed_memory()  # as the trainer's process does
     torch.manual_seed(0)
     python = install_trl()
-    print(f"torch {torch.__version__}, TRL {trl_version(python)}, {args.threads} threads, {args.rounds} blocks\n")
+    print(f"torch {torch.__version__}, TRL {trl_version(python)}, {args.threads} threads, {args.dtype}, {args.rounds} blocks\n")
     print("| model | loop | tokens/s, median | min–max | rlx is faster by |\n| --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as name:
         for case in cases(Path(name), args.model, args.ranks):

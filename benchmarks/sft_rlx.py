@@ -50,7 +50,7 @@ def main() -> None:
         store = dist.FileStore(settings["folder"] + ".store", ranks)
         # A copy of the parameters on every rank: sharding a model this small only adds messages.
         mesh = join(torch.device("cpu"), rank=rank, world_size=ranks, timeout=600, store=store, copies=ranks)
-    policy = load_policy(settings["model"], mesh, dtype="float32")
+    policy = load_policy(settings["model"], mesh, dtype=settings["dtype"])
     optimizer = torch.optim.AdamW(policy.parameters(), **settings["adam"])
     trainer = PolicyTrainer(policy, Objective(sft, LossTerms(aggregate="token_mean")), optimizer, max_norm=1.0, mesh=mesh)
     now = time.process_time if settings["cpu"] else time.perf_counter

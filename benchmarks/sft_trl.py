@@ -55,7 +55,7 @@ def main() -> None:
     config = SFTConfig(
         output_dir=settings["folder"],
         use_cpu=True,
-        bf16=False,
+        bf16=settings["dtype"] == "bfloat16",  # by autocast
         gradient_checkpointing=False,
         per_device_train_batch_size=settings["batch"],
         gradient_accumulation_steps=1,

@@ -39,9 +39,11 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     run = Run(tmp_path_factory.mktemp("run"), tied=not experts, experts=experts, device=DEVICE, vllm=dict(SHARE))
     from_memory(run, kind)
     run.start()
-    run.ready()
-    yield run, kind
-    run.stop()
+    try:
+        run.ready()
+        yield run, kind
+    finally:
+        run.stop()
 
 
 @pytest.mark.parametrize("keep_kv", [False, True], ids=["dropped", "kept"])
@@ -72,9 +74,11 @@ def test_updates_in_flight_are_exact_on_this_device(run: tuple[Run, str], memory
             later = await asyncio.gather(*[sample(client, one, seed) for seed, one in enumerate(ids)])
             return flying, later, (await client.fleet.states())[0].attested
 
-    flying, later, attested = asyncio.run(conversation())
-    if trainer is not None:
-        trainer.offers.close()
+    try:
+        flying, later, attested = asyncio.run(conversation())
+    finally:
+        if trainer is not None:
+            trainer.offers.close()
     mixed = [turn for turn in flying if len(set(turn.versions.tolist())) > 1]
     worst, after = server.worst_kept(flying) if keep_kv else server.worst(flying, 1.0), server.worst(later, 1.0)
     print(f"{kind}, {'memory' if memory else 'files'}, {'kept' if keep_kv else 'dropped'}: ", end="")

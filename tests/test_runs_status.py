@@ -190,11 +190,15 @@ RuntimeError: Engine core initialization failed. See root cause above. Failed co
         ),
         ("loading\rCapturing graphs: 0%CUDA error (a.h:60): invalid", "Capturing graphs: 0%CUDA error (a.h:60): invalid"),
         ("(EngineCore pid=7) loading took 0.05 s", CALLER.splitlines()[-1]),
+        ("(EngineCore pid=7) WARNING errors are ignored", "RuntimeError: See root cause above. Failed core proc(s): {'EngineCore': -9}"),
     ],
-    ids=["an exception", "a library ended it", "it was killed"],
+    ids=["an exception", "a library ended it", "it was killed", "it was killed, and its exit code is known"],
 )
-def test_of_an_engine_that_failed_at_its_start_its_own_error_is_the_last_line(tmp_path: Path, said: str, last: str):
+@pytest.mark.parametrize("chained", [False, True])
+def test_of_an_engine_that_failed_at_its_start_its_own_error_is_the_last_line(tmp_path: Path, said: str, last: str, chained: bool):
     log = tmp_path / "log"
-    log.write_text(said + "\nINFO [shutdown] Process manager: send sigterm to process EngineCore\n" + CALLER)
+    caller = CALLER if not last.endswith("-9}") else CALLER.replace(CALLER.splitlines()[-1], last)
+    first = "Traceback (most recent call last):\nKeyError: 1\n\nDuring handling of the above exception, another exception occurred:\n\n"
+    log.write_text(said + "\nINFO [shutdown] Process manager: send sigterm to process EngineCore\n" + first * chained + caller)
     assert last_lines(log, 20)[-1] == last
     assert "serve" not in "\n".join(last_lines(log, 20))

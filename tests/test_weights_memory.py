@@ -122,7 +122,10 @@ def call_of(paths: RunPaths) -> Call:
     return Call(where(paths), TIMEOUT, read_secret(paths.offer_secret))
 
 
-def test_tensors_of_all_sizes_and_dtypes_arrive_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_tensors_of_all_sizes_and_dtypes_arrive_as_they_were(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`gpu`: through the buffers that a GPU's tensors are copied to."""
+    monkeypatch.setattr(transfer, "_in_host_memory", lambda _: device == "cpu")
     monkeypatch.setattr(transfer, "SMALL", 1000)
     monkeypatch.setattr(transfer, "PIECE", 4096)
     torch.manual_seed(0)
@@ -153,6 +156,7 @@ def test_tensors_of_all_sizes_and_dtypes_arrive_as_they_were(monkeypatch: pytest
     group.send(announced, [(name, tensor * 0) for name, tensor in sent])
     group.send(announced, sent)
     receiver.join(TIMEOUT)
+    assert len(group._pinned) == (0 if device == "cpu" else transfer.AHEAD), "however much was sent"
     assert len(memory[0]) == 2
     assert memory[0] == memory[1], "the second transfer arrives in the memory of the first"
     assert list(found) == [name for name, _ in sent]

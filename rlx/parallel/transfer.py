@@ -4,14 +4,16 @@
     rank 0         Group.send(announced, (name, tensor), …)
     other ranks    Group.receive(announced, places)  →  (name, tensor), … of those that have no place
 
-Both ends cut the stream of tensors in the same places. A large tensor is sent by itself from where it lies, without a copy; small
-neighbours travel together. The sender holds at most `AHEAD` messages, and the receiver two, so nobody holds a second model. The receiver
-keeps the memory of its two until the next transfer: new memory is handed out page by page, which takes longer than to receive into it.
+Both ends cut the stream of tensors in the same places. A large tensor is sent by itself; small neighbours travel together. The sender
+holds at most `AHEAD` messages, and the receiver two, so nobody holds a second model. What lies in host memory is sent from there, without
+a copy. What lies on a GPU is copied into `AHEAD` pinned buffers first. The buffers of both ends live as long as the group: new memory is
+handed out page by page, which takes longer than to receive into it.
 The group is gloo's. It is not torch's default group, so it may exist beside any other. A peer that dies ends the transfer with an error.
 """
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,6 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+log = logging.getLogger("rlx.trainer")
 
 SMALL = 1 << 20  # bytes; a smaller tensor travels with its neighbours
 PIECE = 1 << 26  # bytes of one message
@@ -135,20 +139,36 @@ class Group:
             self._group = gloo(place, rank, size, joining)
         self._group._set_default_timeout(timedelta(seconds=timeout))
         self._buffers = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]  # of even and of odd parts
+        self._pinned: list[Tensor] = []  # the sender's, of bytes, that no message in flight uses
 
     def send(self, announced: Announced, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Send all announced tensors, in order. They must not change before this returns. Raises RuntimeError if a receiver is lost."""
         walk = enumerate(tensors)
-        flying: deque[tuple[Any, Tensor]] = deque()
-        for part in parts(announced.sizes()):
+        divided = parts(announced.sizes())
+        size = min(PIECE, max((part.size for part in divided), default=0))
+        self._pinned = [buffer for buffer in self._pinned if len(buffer) >= size]
+        flying: deque[tuple[Any, Tensor, Tensor | None]] = deque()  # a message, its bytes, and the pinned buffer that holds them
+
+        def finish_one() -> None:
+            work, _, buffer = flying.popleft()
+            work.wait()
+            if buffer is not None:
+                self._pinned.append(buffer)
+
+        for part in divided:
             flat = _flat(part, announced, islice(walk, part.end - part.begin))
             for piece in flat.split(PIECE):
-                if len(piece):
-                    flying.append((self._group.broadcast(piece, 0), piece))
-                while len(flying) > AHEAD:
-                    flying.popleft()[0].wait()
+                if not len(piece):
+                    continue
+                while len(flying) >= AHEAD:
+                    finish_one()
+                buffer = None
+                if not _in_host_memory(piece):
+                    buffer = self._pinned.pop() if self._pinned else _pinned(size)
+                    piece = buffer[: len(piece)].copy_(piece)
+                flying.append((self._group.broadcast(piece, 0), piece, buffer))
         while flying:
-            flying.popleft()[0].wait()
+            finish_one()
         if (extra := next(walk, None)) is not None:
             raise ValueError(f"{extra[1][0]} was not announced")
 
@@ -199,19 +219,33 @@ class Group:
             self._group.abort()
             self._group = None  # the connections close when nobody refers to it
             self._buffers = []
+            self._pinned = []
+
+
+def _in_host_memory(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _pinned(size: int) -> Tensor:
+    """A buffer of so many bytes that a GPU copies to quickly."""
+    try:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    except RuntimeError as error:
+        log.warning("no memory could be pinned for the weights, so sending them takes longer: %s", error)
+        return torch.empty(size, dtype=torch.uint8)
 
 
 def _flat(part: _Part, announced: Announced, tensors: Iterable[tuple[int, tuple[str, Tensor]]]) -> Tensor:
-    """The bytes of a part's tensors, uint8 [part.size]: of a single one without a copy."""
+    """The bytes of a part's tensors, uint8 [part.size], on their device: of a single one without a copy."""
     flat = torch.empty(0, dtype=torch.uint8)
     count = 0
     for number, (name, tensor) in tensors:
         announced.check(number, name, tensor)
-        content = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+        content = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         if part.end - part.begin == 1 and len(content) == part.size:
             return content
         if not count:
-            flat = torch.zeros(part.size, dtype=torch.uint8)
+            flat = torch.zeros(part.size, dtype=torch.uint8, device=content.device)
         flat[part.places[count] : part.places[count] + len(content)] = content
         count += 1
     if count < part.end - part.begin:

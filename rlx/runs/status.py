@@ -21,6 +21,12 @@ FINAL = ("completed", "failed", "interrupted", "preempted")
 EXIT_CODES = {"completed": 0, "failed": 1, "interrupted": 130, "preempted": LEFT}
 """Exit code by final state. Exit code 2 means an invalid configuration; then there is no run."""
 
+TRACEBACK = "Traceback (most recent call last):"
+CHAINED = (  # Python's sentences between two tracebacks
+    "During handling of the above exception, another exception occurred:",
+    "The above exception was the direct cause of the following exception:",
+)
+
 STALE_HANDLE = 10.0  # seconds in which a network file system finds the file that replaced an open one
 
 
@@ -159,17 +165,19 @@ def last_lines(log: Path, count: int) -> tuple[str, ...]:
 
 
 def _from_the_engine(lines: list[str]) -> list[str]:
-    """Leave out the forty or so lines that the process which waited for vLLM's engine prints after the engine's own error.
+    """If vLLM's engine failed in a process of its own, the process that waited for it prints forty more lines. Leave them out.
 
-    The last of them only says that the cause stands above. It is kept where the engine's last line names no error, as when it was killed.
+    The last of them says that the cause stands above. It is kept if the engine's last line names no error, or if it has an exit code.
     """
-    traceback = "Traceback (most recent call last):"  # the engine's own lines begin with its name
-    if not any("See root cause above" in line for line in lines[-3:]) or traceback not in lines:
+    if not any("See root cause above" in line for line in lines[-3:]) or TRACEBACK not in lines:
         return lines
-    number = len(lines) - 1 - lines[::-1].index(traceback)
-    said = [line for line in lines[:number] if not line.endswith("[shutdown] Process manager: send sigterm to process EngineCore")]
-    known = bool(said) and re.search(r"error|exception", said[-1], flags=re.IGNORECASE) is not None
-    return said if known else [*said, *[line for line in lines[-3:] if "See root cause above" in line]]
+    said = lines
+    while said and (said is lines or said[-1] in CHAINED) and TRACEBACK in said:
+        said = said[: len(said) - 1 - said[::-1].index(TRACEBACK)]  # lines of the engine begin with its name, so its own are not found
+    said = [line for line in said if "[shutdown] Process manager: send sigterm" not in line]
+    summary = [line for line in lines[-3:] if "See root cause above" in line]
+    known = bool(said) and re.search(r"error|exception", said[-1], flags=re.IGNORECASE) and not re.search(r": -\d+", summary[0])
+    return said if known else said + summary
 
 
 def _without_torchrun(lines: list[str]) -> list[str]:
