@@ -144,15 +144,25 @@ def test_the_commands_of_a_page_compose(page: Path, there: Path) -> None:
 
 
 def test_the_commands_that_a_page_adds_to_its_walk_through_compose(there: Path) -> None:
-    """Demonstrations for harder sums, and supervised training on them."""
-    (program, script, out, *made), (other, kind, *trained) = commands_of(ROOT / "examples" / "smollm2" / "README.md", "sh")
-    assert (program, other, kind) == ("python", "rlx", "sft")
+    """Demonstrations for harder sums, supervised training on them, and reinforcement learning from a shorter one."""
+    (program, script, out, *made), *trained, learned = commands_of(ROOT / "examples" / "smollm2" / "README.md", "sh")
+    assert (program, *[each[:2] for each in trained]) == ("python", ["rlx", "sft"], ["rlx", "sft"])
+    assert learned[:2] == ["rlx", "train"]
     assert (ROOT / script).is_file()
     Path(out).parent.mkdir()
     Path(out).write_text("")
-    envs = compose(made).cfg.envs, compose(trained, None, SFT).cfg.envs
-    assert [dict(env["sums"].args)["level"] for env in envs] == [3, 3]
-    assert f"data.name={out}" in trained
+    assert all(f"data.name={out}" in each for each in trained)
+    start = compose(trained[-1][2:], None, SFT)
+    made_by_it = Path(f"outputs/{start.cfg.run.name}/weights/step_{start.cfg.max_steps}")
+    assert f"model.name={made_by_it}" in learned
+    made_by_it.mkdir(parents=True)
+    (made_by_it / "config.json").write_text("{}")
+    envs = [
+        compose(made).cfg.envs,
+        *[compose(each[2:], None, SFT).cfg.envs for each in trained],
+        compose(learned[2:], None, TRAIN).cfg.envs,
+    ]
+    assert [dict(env["sums"].args)["level"] for env in envs] == [3, 3, 3, 3]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
