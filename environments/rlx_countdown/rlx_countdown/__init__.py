@@ -126,6 +126,14 @@ def _solution(numbers: list[int], max_target: int, rng: random.Random) -> tuple[
     return (value, text.removeprefix("(").removesuffix(")")) if value <= max_target and value not in numbers else None
 
 
+class AnswerParser(vf.Parser):
+    """The answer is the content of the last `<answer></answer>` after `</think>`."""
+
+    def parse(self, text: str) -> str:
+        found = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>", text.rpartition("</think>")[2], re.DOTALL)
+        return found[-1].strip() if found else ""
+
+
 def solved(parser: vf.Parser, completion: vf.Messages, info: dict[str, Any]) -> float:
     """1.0 if the expression uses each number once and has the target as its value."""
     found = evaluate(parser.parse_answer(completion) or "")
@@ -169,7 +177,7 @@ def load_environment(
         raise ValueError(f"min_numbers={min_numbers} and max_numbers={max_numbers} must satisfy 2 <= min_numbers <= max_numbers <= 8")
     if largest < 2 or max_target < 10:
         raise ValueError(f"largest={largest} must be at least 2, and max_target={max_target} at least 10")
-    parser = vf.XMLParser(fields=["answer"])
+    parser = AnswerParser()
     arguments = (min_numbers, max_numbers, largest, max_target)
     return vf.SingleTurnEnv(
         dataset=Dataset.from_list(build_rows(num_examples, *arguments, seed)),

@@ -12,6 +12,7 @@ numbers in another order.
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 import re
 from pathlib import Path
@@ -20,8 +21,10 @@ from typing import Any
 import verifiers as vf
 from datasets import Dataset, get_dataset_config_names, get_dataset_default_config_name, load_dataset
 
-from rlx_math.checker import Checker, to_number
+from rlx_math.checker import LONGEST, Checker, to_number
 from rlx_math.problems import LEVELS, problems
+
+log = logging.getLogger(__name__)
 
 MIXED = (2, 3, 4)  # without a `level`; one step of arithmetic is for small models
 SYSTEM_PROMPT = "Solve the problem step by step. Write the final answer inside \\boxed{}."
@@ -29,6 +32,7 @@ EVAL_SEED = 1_000_003  # added to the seed for the evaluation problems
 SHOTS_SEED = 2_000_003  # and for the solved problems of `shots`
 QUESTIONS = ("problem", "question", "prompt")  # usual names of columns, in this order
 ANSWERS = ("answer", "solution")
+NUMBERS = ("chain_sum", "products")  # sources whose answer is a number and nothing else
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
@@ -48,6 +52,32 @@ class AnswerParser(vf.Parser):
         if answer != text:
             return answer
         return text if not self.require_box and "\n" not in text and len(text) <= 40 else ""
+
+
+def has_the_form(reply: str, question: str, answer: str, source: str) -> bool:
+    """Whether a reply to a generated problem is an answer, and not the problem itself: math-verify would find that equal.
+
+    Arithmetic asks for a number, a fraction for its lowest terms, and a product for no brackets.
+    """
+    if squeezed(reply) == squeezed(answer):
+        return True
+    if source in NUMBERS:
+        return re.search(r"[\d)}]\s*(?:[-+*/×]|\\cdot|\\times)\s*[({\s-]*\d", reply.rpartition("=")[2]) is None
+    if source == "fraction_simplification" and to_number(reply) is not None:
+        return as_written(reply) == as_written(answer)
+    if source == "product_of_polynomials" and "(" in reply:
+        return False
+    return re.fullmatch(r"-?[\d.]+", squeezed(reply)) is not None or squeezed(reply) not in squeezed(question)
+
+
+def squeezed(text: str) -> str:
+    """A text without what does not count: spaces, `$` and the words that size brackets."""
+    return re.sub(r"\\left|\\right|[\s$]", "", text).rstrip(".")
+
+
+def as_written(text: str) -> str:
+    """A fraction as `a/b`."""
+    return re.sub(r"\\[dt]?frac\{(-?\d+)\}\{(-?\d+)\}", r"\1/\2", squeezed(text))
 
 
 def build_rows(level: int | None, num_examples: int, seed: int, held_out: bool = False) -> list[dict[str, Any]]:
@@ -92,9 +122,15 @@ def read_rows(dataset: str, subset: str | None, split: str, question_column: str
         {"question": str(row[question]), "answer": final_answer(str(row[answer])), "info": {"source": dataset}}
         for row in found.select_columns(list({question, answer}))
     ]
-    if not (rows := [row for row in rows if row["answer"]]):
-        raise ValueError(f"{dataset}, split {split}: no row has an answer in column {answer}")
-    return rows
+    short = [row for row in rows if 0 < len(row["answer"]) <= LONGEST]
+    if not short:
+        raise ValueError(f"{dataset}, split {split}: no row has an answer in column {answer} of at most {LONGEST} characters")
+    if long := sum(len(row["answer"]) > LONGEST for row in rows):
+        log.warning(
+            "%s, split %s: %d of %d rows are left out. Their answers in column %s have more than %d characters, as solutions without a "
+            "box or `####` do, and no reply could be right", dataset, split, long, len(rows), answer, LONGEST,
+        )  # fmt: skip
+    return short
 
 
 def main_of(dataset: str) -> str | None:
@@ -106,7 +142,8 @@ def main_of(dataset: str) -> str | None:
 def final_answer(text: str) -> str:
     """The answer in a solution: what the last `\\boxed{}` holds, or what follows `####`, or the whole text."""
     if "\\boxed" in text:
-        return vf.extract_boxed_answer(text).strip()
+        bare = re.search(r"\\boxed\s+([^\s{$]+?)[.$\s]*$", text)  # TeX takes one sign without braces
+        return bare[1] if bare else vf.extract_boxed_answer(text).strip()
     return re.sub(r"(?<=\d),(?=\d{3})", "", text.rpartition("####")[2].strip()) if "####" in text else text.strip()
 
 
@@ -174,7 +211,9 @@ def load_environment(
         train = read_rows(dataset, subset, split, question_column, answer_column)
         random.Random(seed).shuffle(train)
         if eval_split is not None:
-            held_out = read_rows(dataset, subset, eval_split, question_column, answer_column)[:num_eval_examples]
+            held_out = read_rows(dataset, subset, eval_split, question_column, answer_column)
+            random.Random(seed).shuffle(held_out)  # a file may be sorted by subject
+            held_out = held_out[:num_eval_examples]
         else:
             if len(train) < 2:
                 raise ValueError(f"{dataset}, split {split}, has {len(train)} row; training and evaluation need one each")
@@ -189,9 +228,15 @@ def load_environment(
     def eval_rows() -> list[dict[str, Any]]:
         return held_out or build_rows(level, num_eval_examples, seed + EVAL_SEED, held_out=True)
 
-    async def correct(parser: vf.Parser, completion: vf.Messages, answer: str, state: vf.State) -> float:
+    async def correct(
+        parser: vf.Parser, prompt: vf.Messages, completion: vf.Messages, answer: str, info: dict[str, Any], state: vf.State
+    ) -> float:
         """1.0 if the answer is right."""
-        same = await checker.equal(parser.parse_answer(completion) or "", answer)
+        reply = parser.parse_answer(completion) or ""
+        state["check_timed_out"] = False
+        if dataset is None and not has_the_form(reply, str(prompt[-1]["content"]), answer, info["source"]):
+            return 0.0
+        same = await checker.equal(reply, answer)
         state["check_timed_out"] = same is None
         return float(bool(same))
 

@@ -1,13 +1,17 @@
 """Any data sets of reasoning-gym by name, alone or mixed.
 
-The model reasons and puts its answer in `<answer></answer>`. The reward is the data set's own score of it, 0 to 1.
+The model reasons and puts its answer in `<answer></answer>`; the last one counts. The reward is the data set's own score of it, 0 to 1.
+An answer that the data set's own code fails at is wrong. Some of that code evaluates answers, as Python or by sympy; it sees only those of
+a harmless form.
 A row is `question`, `answer` (the answer that the generator stored) and `info` (`source`: the data set; `index`: the entry in it;
 `held_out`: whether it is for evaluation). Entries are generated again when they are scored, so rows stay small.
 """
 
 from __future__ import annotations
 
+import ast
 import random
+import re
 from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
@@ -22,37 +26,80 @@ DEFAULT = ("chain_sum", "gsm_symbolic", "leg_counting", "letter_counting", "numb
 EVAL_SEED = 1_000_003  # added to the seed for the evaluation entries
 LOOKED_AT = 4  # entries of a data set for each evaluation example, among which those are looked for that are not trained on
 TRIED = 6  # entries of each data set whose stored answer is scored when the environment is loaded
+LITERALS = {"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"}  # data sets that pass an answer to Python's `eval`
+NUMBERS = {"countdown", "puzzle24"}  # that pass it to sympy, which evaluates it: `9**9**9**9` would take for ever
+FORMULAS = {"intermediate_integration", "polynomial_multiplication", "simple_integration"}  # likewise, with variables and functions
+FUNCTIONS = {"sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan", "sinh", "cosh", "tanh", "exp", "log", "ln", "sqrt", "pi"}
+LONGEST = 400  # characters of an answer that is evaluated
+WRONG = ("no", "nan")  # what no data set may pay for, if it is not the answer
+
+
+class AnswerParser(vf.Parser):
+    """The answer is the content of the last `<answer></answer>` after `</think>`."""
+
+    def parse(self, text: str) -> str:
+        found = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>", text.rpartition("</think>")[2], re.DOTALL)
+        return found[-1].strip() if found else ""
+
+
+def is_harmless(name: str, answer: str) -> bool:
+    """Whether a data set's own code may evaluate an answer: it has the form that the question asks for, and takes no time."""
+    if name not in LITERALS | NUMBERS | FORMULAS:
+        return True
+    if len(answer) > LONGEST:
+        return False
+    if name in LITERALS:
+        try:
+            node = ast.parse(answer.strip(), mode="eval").body
+            return (isinstance(node, ast.Name) and node.id.isupper()) or ast.literal_eval(node) is not None
+        except SyntaxError:
+            return True  # for `eval`, too; such as `1 2 3`
+        except (ValueError, TypeError, MemoryError, RecursionError):
+            return False
+    words = set(re.findall(r"[^\W\d_]+", answer))
+    powers = re.findall(r"(?:\*\*|\^)\s*\(?\s*-?\s*([\w.]*)", answer)
+    chained = re.search(r"(?:\*\*|\^)\s*\(?\s*-?[\w.]+\)?\s*(?:\*\*|\^)", answer)
+    if re.search(r"[^\w\s+\-*/^().,=]|_|\d{13}", answer) or chained or (name in NUMBERS and (words or powers)):
+        return False
+    return all(len(word) == 1 or word in FUNCTIONS for word in words) and all(sum(map(str.isdigit, power)) <= 2 for power in powers)
 
 
 class Sources:
     """The generators of the named data sets, for training and for evaluation."""
 
     def __init__(self, names: Sequence[str], config: dict[str, Any], sizes: tuple[int, int], seed: int) -> None:
-        """Raises ValueError for an unknown name or configuration, and for a data set that does not accept its own answers."""
+        """Raises ValueError for an unknown name or configuration, and for a data set that does not tell right answers from wrong ones."""
         self.names = tuple(names)
         self._sets: dict[tuple[str, bool], Any] = {}
-        for number, name in enumerate(names):
+        for name in names:
             for held_out, size in ((False, sizes[0]), (True, LOOKED_AT * sizes[1])):
-                own = seed + 7919 * number + EVAL_SEED * held_out
+                own = random.Random(f"{seed} {name} {held_out}").randrange(2**31)  # with `seed` itself, seeds side by side share entries
                 try:
                     self._sets[name, held_out] = reasoning_gym.create_dataset(name, seed=own, size=size, **config.get(name, {}))
                 except (AssertionError, TypeError, ValueError) as error:
                     raise ValueError(f"config={{{name}: {config.get(name, {})}}}: {error}") from error
             refused = self._refused(name, min(TRIED, sizes[0]))
             if refused:
-                raise ValueError(
-                    f"names: {name} cannot be trained on, because it does not accept its own answers: {refused}. Leave it out of names"
-                )
+                raise ValueError(f"names: {name} cannot be trained on, because {refused}. Leave it out of names")
         self.entry = lru_cache(maxsize=1024)(self._entry)
 
     def _refused(self, name: str, count: int) -> str:
-        """The first of `count` entries whose stored answer does not score 1.0, in words; empty if there is none."""
-        for index in range(count):
-            entry = self._entry(name, False, index)
+        """Why the first `count` entries show that answers are not scored by what they say, in words; empty if they do not show that.
+
+        A stored answer must score 1.0. What is no answer, or the answer of another entry, must not do so everywhere.
+        """
+        entries = [self._entry(name, False, index) for index in range(count)]
+        for index, entry in enumerate(entries):
             if entry["answer"] is None:
-                return f"entry {index} has no answer"
-            if (score := self.score(name, False, str(entry["answer"]), entry)) < 1:
-                return f"entry {index} scores {score:g} for {str(entry['answer'])[:60]!r}"
+                return f"it does not accept its own answers: entry {index} has no answer"
+            if (score := self._score(name, False, str(entry["answer"]), entry)) < 1:
+                return f"it does not accept its own answers: entry {index} scores {score:g} for {str(entry['answer'])[:60]!r}"
+        answers = [str(entry["answer"]) for entry in entries]
+        for wrong in (*WRONG, *answers):
+            others = [entry for entry, answer in zip(entries, answers, strict=True) if answer.lower() != wrong.lower()]
+            paid = [entry for entry in others if self.score(name, False, wrong, entry) >= 1]
+            if paid and (wrong in WRONG or (len(others) > 1 and len(paid) == len(others))):
+                return f"it accepts wrong answers: {wrong[:60]!r} scores 1 where the answer is {str(paid[0]['answer'])[:60]!r}"
         return ""
 
     def _entry(self, name: str, held_out: bool, index: int) -> dict[str, Any]:
@@ -63,7 +110,20 @@ class Sources:
         return (self.entry(name, held_out, index) for index in range(len(self._sets[name, held_out])))
 
     def score(self, name: str, held_out: bool, answer: str, entry: dict[str, Any]) -> float:
-        """The data set's score of an answer, 0 to 1."""
+        """The data set's score of an answer, 0 to 1; 0 for one that its code fails at or must not evaluate."""
+        if name == "gsm_symbolic":  # it would read `1,234` as 1
+            answer = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", answer)
+        right = str(entry["answer"])
+        if answer != right and (
+            not is_harmless(name, answer) or (re.search(r"\bnan\b", answer, re.I) and not re.search("nan", right, re.I))
+        ):
+            return 0.0
+        try:
+            return self._score(name, held_out, answer, entry)
+        except Exception:  # of any kind: some data sets do not expect other forms than their own
+            return 0.0
+
+    def _score(self, name: str, held_out: bool, answer: str, entry: dict[str, Any]) -> float:
         return float(self._sets[name, held_out].score_answer(answer=answer, entry=entry))
 
 
@@ -135,7 +195,7 @@ def load_environment(
         raise ValueError(f"num_examples={num_examples} and num_eval_examples={num_eval_examples} must be at least 1")
     sources = Sources(names, config, (num_examples, num_eval_examples), seed)
     rows = build_rows(sources, weights, num_examples, seed)
-    parser = vf.XMLParser(fields=["answer"])
+    parser = AnswerParser()
 
     def score(parser: vf.Parser, completion: vf.Messages, info: dict[str, Any]) -> float:
         """The data set's own score of the answer, 0 to 1."""

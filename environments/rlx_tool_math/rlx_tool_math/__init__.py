@@ -38,7 +38,7 @@ OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = 
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
 }
-LONGEST = 200  # characters of an expression; with + - * / its value stays as short
+LONGEST = 200  # characters of an expression
 
 
 def calc(x: str) -> str:
@@ -47,15 +47,18 @@ def calc(x: str) -> str:
     Args:
         x: the expression, with numbers, + - * / and brackets, such as "12*(3+4)".
     """
+    x = str(x)  # models send numbers, too
     if len(x) > LONGEST:
         return f"error: the expression has {len(x)} characters, the limit is {LONGEST}"
     try:
         value = _value(ast.parse(x.strip(), mode="eval").body)
+        return str(value) if value.denominator == 1 else str(float(value))
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return "error: not an expression of numbers, + - * / and brackets"
     except ZeroDivisionError:
         return "error: division by zero"
-    return str(value) if value.denominator == 1 else str(float(value))
+    except OverflowError:
+        return "error: the value is too large"
 
 
 def _value(node: ast.expr) -> Fraction:
@@ -168,7 +171,8 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 def last_number(text: str) -> Fraction | None:
     """The number in the last `\\boxed{}` of a text, or its last number; None if there is none."""
-    found = _NUMBER.findall(vf.extract_boxed_answer(text.rpartition("</think>")[2]))
+    said = vf.extract_boxed_answer(text.rpartition("</think>")[2])
+    found = _NUMBER.findall(re.sub(r"\{,\}|\\[,!]", ",", said.replace("\N{MINUS SIGN}", "-")))  # as LaTeX separates thousands
     return Fraction(found[-1].replace(",", "")) if found and len(found[-1]) <= 64 else None
 
 
@@ -238,6 +242,7 @@ def load_environment(
 
     return ToolMath(
         tools=[calc],
+        error_formatter=lambda error: f"error: {error}",  # of an unknown tool, and of arguments that it does not have
         max_turns=max_turns,
         dataset=Dataset.from_list(build_rows(level, num_examples, seed)),
         eval_dataset=lambda: Dataset.from_list(build_eval_rows(level, num_eval_examples, seed + EVAL_SEED)),
