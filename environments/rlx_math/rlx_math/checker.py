@@ -30,6 +30,8 @@ def to_number(text: str) -> Fraction | None:
 
     The text may have thousands separators, a `$` or `%` sign, a LaTeX fraction or a closing full stop.
     """
+    if len(text) > LONGEST:
+        return None
     text = _FRACTION.sub(r" \1/\2", text.strip().rstrip(".").strip("$"))  # apart from a whole number before it
     text = re.sub(r"(?<=\d)(?:,|\\,|\{,\}| )(?=\d{3}(?!\d))", "", text).replace("\\", "")
     text = re.sub(r"\s*/\s*|(?<=^-)\s+|(?<=^\$)\s+|\s+(?=%$)", lambda found: found[0].strip(), text.strip())

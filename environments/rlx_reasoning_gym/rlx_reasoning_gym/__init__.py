@@ -31,7 +31,7 @@ NUMBERS = {"countdown", "puzzle24"}  # that pass it to sympy, which evaluates it
 FORMULAS = {"intermediate_integration", "polynomial_multiplication", "simple_integration"}  # likewise, with variables and functions
 FUNCTIONS = {"sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan", "sinh", "cosh", "tanh", "exp", "log", "ln", "sqrt", "pi"}
 LONGEST = 400  # characters of an answer that is evaluated
-WRONG = ("no", "nan")  # what no data set may pay for, if it is not the answer
+WRONG = "no"  # what no data set may pay for, if it is not the answer
 
 
 class AnswerParser(vf.Parser):
@@ -43,25 +43,39 @@ class AnswerParser(vf.Parser):
 
 
 def is_harmless(name: str, answer: str) -> bool:
-    """Whether a data set's own code may evaluate an answer: it has the form that the question asks for, and takes no time."""
+    """Whether a data set's own code may evaluate an answer: it has the form that the question asks for, and no huge number comes of it."""
+    if name == "coin_flip":  # makes a fraction of it
+        return re.search(r"e[+-]?[\d_]{4,}", answer, re.IGNORECASE) is None
     if name not in LITERALS | NUMBERS | FORMULAS:
         return True
     if len(answer) > LONGEST:
         return False
-    if name in LITERALS:
-        try:
-            node = ast.parse(answer.strip(), mode="eval").body
-            return (isinstance(node, ast.Name) and node.id.isupper()) or ast.literal_eval(node) is not None
-        except SyntaxError:
-            return True  # for `eval`, too; such as `1 2 3`
-        except (ValueError, TypeError, MemoryError, RecursionError):
-            return False
-    words = set(re.findall(r"[^\W\d_]+", answer))
-    powers = re.findall(r"(?:\*\*|\^)\s*\(?\s*-?\s*([\w.]*)", answer)
-    chained = re.search(r"(?:\*\*|\^)\s*\(?\s*-?[\w.]+\)?\s*(?:\*\*|\^)", answer)
-    if re.search(r"[^\w\s+\-*/^().,=]|_|\d{13}", answer) or chained or (name in NUMBERS and (words or powers)):
+    try:
+        tree = ast.parse(answer.strip().replace("^", "**") if name not in LITERALS else answer.strip(), mode="eval").body
+        if name in LITERALS:
+            return (isinstance(tree, ast.Name) and tree.id.isupper()) or ast.literal_eval(tree) is not None
+        return re.search(r"[^\w\s+\-*/^().]|_|\d{13}", answer) is None and all(_may(node, name) for node in ast.walk(tree))
+    except SyntaxError:
+        return name in LITERALS  # such as `1 2 3`, which `eval` refuses
+    except (ValueError, TypeError, MemoryError, RecursionError):
         return False
-    return all(len(word) == 1 or word in FUNCTIONS for word in words) and all(sum(map(str.isdigit, power)) <= 2 for power in powers)
+
+
+def _may(node: ast.AST, name: str) -> bool:
+    """Whether a part of a formula may be evaluated. Powers have a small exponent and are not raised again; no name is sympy's own."""
+    if isinstance(node, ast.Attribute):
+        return False
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS and len(node.args) == 1 and name in FORMULAS
+    if isinstance(node, ast.Name):
+        return name in FORMULAS and (node.id in FUNCTIONS or (len(node.id) == 1 and node.id != "N"))
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        exponent = list(ast.walk(node.right))
+        constants = [part.value for part in exponent if isinstance(part, ast.Constant)]
+        raised = any(isinstance(part, ast.Pow) for side in (node.left, node.right) for part in ast.walk(side))
+        large = len(constants) > 2 or any(not isinstance(value, int | float) or value > 99 for value in constants)
+        return name in FORMULAS and not raised and not large and not any(isinstance(part, ast.Mult) for part in exponent)
+    return True
 
 
 class Sources:
@@ -72,13 +86,13 @@ class Sources:
         self.names = tuple(names)
         self._sets: dict[tuple[str, bool], Any] = {}
         for name in names:
-            for held_out, size in ((False, sizes[0]), (True, LOOKED_AT * sizes[1])):
+            for held_out, size in ((False, max(sizes[0], TRIED)), (True, LOOKED_AT * sizes[1])):
                 own = random.Random(f"{seed} {name} {held_out}").randrange(2**31)  # with `seed` itself, seeds side by side share entries
                 try:
                     self._sets[name, held_out] = reasoning_gym.create_dataset(name, seed=own, size=size, **config.get(name, {}))
                 except (AssertionError, TypeError, ValueError) as error:
                     raise ValueError(f"config={{{name}: {config.get(name, {})}}}: {error}") from error
-            refused = self._refused(name, min(TRIED, sizes[0]))
+            refused = self._refused(name, TRIED)
             if refused:
                 raise ValueError(f"names: {name} cannot be trained on, because {refused}. Leave it out of names")
         self.entry = lru_cache(maxsize=1024)(self._entry)
@@ -95,11 +109,11 @@ class Sources:
             if (score := self._score(name, False, str(entry["answer"]), entry)) < 1:
                 return f"it does not accept its own answers: entry {index} scores {score:g} for {str(entry['answer'])[:60]!r}"
         answers = [str(entry["answer"]) for entry in entries]
-        for wrong in (*WRONG, *answers):
+        for wrong in (WRONG, *(answers if name not in FORMULAS else ())):  # sympy takes seconds for formulas that differ
             others = [entry for entry, answer in zip(entries, answers, strict=True) if answer.lower() != wrong.lower()]
-            paid = [entry for entry in others if self.score(name, False, wrong, entry) >= 1]
-            if paid and (wrong in WRONG or (len(others) > 1 and len(paid) == len(others))):
-                return f"it accepts wrong answers: {wrong[:60]!r} scores 1 where the answer is {str(paid[0]['answer'])[:60]!r}"
+            paid = (self.score(name, False, wrong, entry) >= 1 for entry in others)
+            if any(paid) if wrong == WRONG else len(others) > 1 and all(paid):
+                return f"it accepts wrong answers: {wrong[:60]!r} scores 1 where the answer is another"
         return ""
 
     def _entry(self, name: str, held_out: bool, index: int) -> dict[str, Any]:

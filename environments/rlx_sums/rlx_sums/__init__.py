@@ -123,7 +123,7 @@ class LastNumberParser(vf.Parser):
     """The answer is the last whole number of the reply; a reply without one is its own answer. `7.0` and `1,234` are numbers, too."""
 
     def parse(self, text: str) -> str:
-        plain = re.sub(r"\{,\}|\\[,!]", ",", text.replace("\N{MINUS SIGN}", "-"))  # as LaTeX separates thousands
+        plain = re.sub(r"\{,\}|,?\\[,!]", ",", text.replace("\N{MINUS SIGN}", "-"))  # as LaTeX separates thousands
         numbers = re.findall(r"-?\d+(?:,\d{3})*(?:\.\d+)?", plain)
         if not numbers:
             return text.strip()

@@ -172,7 +172,7 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 def last_number(text: str) -> Fraction | None:
     """The number in the last `\\boxed{}` of a text, or its last number; None if there is none."""
     said = vf.extract_boxed_answer(text.rpartition("</think>")[2])
-    found = _NUMBER.findall(re.sub(r"\{,\}|\\[,!]", ",", said.replace("\N{MINUS SIGN}", "-")))  # as LaTeX separates thousands
+    found = _NUMBER.findall(re.sub(r"\{,\}|,?\\[,!]", ",", said.replace("\N{MINUS SIGN}", "-")))  # as LaTeX separates thousands
     return Fraction(found[-1].replace(",", "")) if found and len(found[-1]) <= 64 else None
 
 
