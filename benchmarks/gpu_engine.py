@@ -3,7 +3,7 @@
 `benchmarks/gpu.py` needs no vLLM and asks about the trainer alone; this needs vLLM's CUDA build and asks: does the engine start with the
 options that rlx gives it, do versions reach it over every transport that one GPU allows (files, `ipc`, `gloo`), are they what was trained,
 and how far are its log-probabilities from the trainer's? The small runs are started together, so their times say little about speed.
-`--only large_files large_gloo large_ipc` plays models of 1.4B parameters, one after the other; each takes about 40 GB of the GPU.
+`--only large_files large_gloo large_ipc` plays models of 1.4B parameters, one after the other; each takes some 40 GB by estimate.
 
 Each row is one JSON line, and all of them are a table at the end. Logs and metrics of the runs stay in FOLDER. Without a GPU the runs that
 a CPU can play are played with few steps: that shows that the script works.

@@ -100,7 +100,7 @@ class Sources:
     def _refused(self, name: str, count: int) -> str:
         """Why the first `count` entries show that answers are not scored by what they say, in words; empty if they do not show that.
 
-        A stored answer must score 1.0. What is no answer, or the answer of another entry, must not do so everywhere.
+        A stored answer must score 1.0. What is no answer must never do so, and the answer of one entry not at all others.
         """
         entries = [self._entry(name, False, index) for index in range(count)]
         for index, entry in enumerate(entries):
@@ -127,9 +127,10 @@ class Sources:
         """The data set's score of an answer, 0 to 1; 0 for one that its code fails at or must not evaluate."""
         if name == "gsm_symbolic":  # it would read `1,234` as 1
             answer = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", answer)
+        source = entry.get("metadata", {}).get("source_dataset", name)  # of `composite` the one that the entry is from
         right = str(entry["answer"])
         if answer != right and (
-            not is_harmless(name, answer) or (re.search(r"\bnan\b", answer, re.I) and not re.search("nan", right, re.I))
+            not is_harmless(source, answer) or (re.search(r"\bnan\b", answer, re.I) and not re.search("nan", right, re.I))
         ):
             return 0.0
         try:
