@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -175,6 +176,18 @@ def test_a_role_makes_the_run_directory_and_becomes_its_process(tmp_path: Path, 
     environment = became[0][2]
     assert (environment["OMP_NUM_THREADS"], environment["RLX_SUPERVISOR_PID"]) == ("1", str(os.getppid()))
     assert load_run(root).seed == 3
+
+
+def test_a_role_needs_the_gpus_of_its_own_process_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """The other processes may be on other hosts."""
+    became: list[Any] = []
+    monkeypatch.setattr(os, "execve", lambda *call: became.append(call) or 0)
+    monkeypatch.setattr("rlx.config.gpus.installed_gpus", lambda: 0)
+    keys = ["run.dir=mine", "model=qwen3_8b", "hardware=node8x2"]
+    assert main(["trainer", *keys]) == 2
+    assert re.search(r"trainer computes on GPU 0, 1, .* visible here is 0", capsys.readouterr().err)
+    assert main(["orchestrator", *keys]) == 0
+    assert len(became) == 1
 
 
 def test_a_role_with_another_configuration_does_not_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

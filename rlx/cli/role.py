@@ -60,12 +60,15 @@ One run in four terminals:
   rlx inference run.dir=outputs/mine
   rlx orchestrator run.dir=outputs/mine
   rlx trainer run.dir=outputs/mine
+On several hosts, with a folder that all see: docs/cluster.md.
 `rlx train --help` lists the groups and keys."""
 
 
 def _run(role: str, argv: list[str]) -> int:
     from rlx.cli.command import check_nodes
+    from rlx.config.checks.run import gpus_present
     from rlx.config.errors import ConfigError
+    from rlx.config.gpus import visible_gpus
     from rlx.config.load import compose
     from rlx.plan.environment import MissingGPU, environment_of
     from rlx.plan.make import make_plan
@@ -74,7 +77,7 @@ def _run(role: str, argv: list[str]) -> int:
     from rlx.runs.claim import join, settle
 
     replica, overrides = _replica(role, argv)
-    composed = compose(overrides)
+    composed = compose(overrides, without=[gpus_present])  # which is about all processes of the run, and others may be on other hosts
     cfg = settle(composed.cfg, composed.label)
     assert cfg.run.dir is not None
     plan = make_plan(cfg, Path(cfg.run.dir))
@@ -94,6 +97,11 @@ def _run(role: str, argv: list[str]) -> int:
         print(explain(cfg, [spec] if spec else [], composed.choices, composed.notes, cfg.run.dir, environments))
         print("\ndry run: nothing was started")
         return 0
+    if spec is not None and spec.gpus and max(spec.gpus) >= (visible := visible_gpus()):
+        raise ConfigError(
+            f"{spec.name} computes on GPU {', '.join(map(str, spec.gpus))} of its host (counted from 0), and the number of GPUs visible "
+            f"here is {visible}.\n  fix: start it on a host that has them, or choose a smaller hardware= than {cfg.hardware.name}"
+        )
     try:
         environment = {} if spec is None else environment_of(spec, os.environ)
     except MissingGPU as error:

@@ -22,7 +22,7 @@ RESERVED = {
     "RLX_SOURCE": "read by a run's `reproduce.sh`: the checkout to run instead of the recorded one",
     "RLX_REQUIRE_SLURM": "read by the tests: when set, SLURM tests fail where SLURM cannot be started, instead of being skipped",
     "RLX_REQUIRE_NAMESPACES": "the same for the test of two hosts in network namespaces",
-    "RLX_HOST": "set by the supervisor for the processes it starts on several hosts: the name of their host",
+    "RLX_HOST": "the name or address by which other hosts reach this one; the supervisor sets it, for roles by hand you do",
     "RLX_DATA_PARALLEL_ADDRESS": "read by an inference server with engines on other hosts: the address at which these reach its host",
     "RLX_DATA_PARALLEL_RPC_PORT": "read by it, too: the port at which its engines ask for their place; default a free one",
     "RLX_STALLS": "set by a role for the processes that it starts: the folder in which they answer the supervisor's questions",

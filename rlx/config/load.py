@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from rlx.config.errors import ConfigError, may_parse
 from rlx.config.inherited import Later
 from rlx.config.notes import notes_of
 from rlx.config.roots import EVAL, SYNTHESIZE, TRAIN, Root, root_named, root_of, where_else
-from rlx.config.rules import target_name
+from rlx.config.rules import Rule, target_name
 from rlx.config.saved import text_of
 from rlx.config.schema import CommandConfig, Config, PlayRoot, TrainingRoot
 from rlx.config.secret import FILE, hidden
@@ -71,22 +71,28 @@ class Composed(Generic[T]):
 
 
 @overload
-def compose(argv: Sequence[str] = ..., environ: Mapping[str, str] | None = ...) -> Composed[Config]: ...
+def compose(argv: Sequence[str] = ..., environ: Mapping[str, str] | None = ..., *, without: Collection[Rule] = ...) -> Composed[Config]: ...
 @overload
 def compose(argv: Sequence[str], environ: Mapping[str, str] | None, root: Root[T], kept: Kept | None = ...) -> Composed[T]: ...
-def compose(argv: Sequence[str] = (), environ: Mapping[str, str] | None = None, root: Root = TRAIN, kept: Kept | None = None) -> Composed:
+def compose(
+    argv: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+    root: Root = TRAIN,
+    kept: Kept | None = None,
+    without: Collection[Rule] = (),
+) -> Composed:
     """Compose and check the configuration that a command line of the root's command describes.
 
     `argv`: overrides (`loss=gspo`, `optim.lr=1e-6`) and hydra's `--config-dir`, `--config-name`, `--config-path`.
     `environ`: the environment variables; default `os.environ`. `kept`: a dictionary that compositions share while no file changes.
-    Raises ConfigError that lists all problems.
+    `without`: rules that do not apply to what is started. Raises ConfigError that lists all problems.
     """
     from rlx.config.composition import compose_tree
 
-    return checked(compose_tree(list(argv), os.environ if environ is None else environ, root, kept), root)
+    return checked(compose_tree(list(argv), os.environ if environ is None else environ, root, kept), root, without)
 
 
-def checked(tree: Tree, root: Root = TRAIN) -> Composed:
+def checked(tree: Tree, root: Root = TRAIN, without: Collection[Rule] = ()) -> Composed:
     """Check a composed tree: types and unknown keys, then the rules between keys, then the targets of open nodes.
 
     The last check imports targets of the user's own. The rules then run again, because they use what these targets declare.
@@ -100,11 +106,11 @@ def checked(tree: Tree, root: Root = TRAIN) -> Composed:
     ]
     problems = tree.problems + [problem for problem in builder.problems if not set(tree.unresolved) & set(problem.keys)]
     unknown = (*tree.unresolved, *(tree.later.keys if tree.later else ()))
-    problems += check(cfg, tree.origins, tuple(key for problem in problems for key in problem.keys) + unknown)
+    problems += check(cfg, tree.origins, tuple(key for problem in problems for key in problem.keys) + unknown, without)
     problems = problems or check_targets(cfg, tree.origins)
     targets = [] if problems else [node["_target_"] for node, _ in all_nodes_of(cfg).values()]
     if any(target.partition(".")[0] not in READABLE for target in targets):
-        problems = check(cfg, tree.origins, unknown)
+        problems = check(cfg, tree.origins, unknown, without)
     if problems:
         raise ConfigError([problem.text for problem in problems])
     notes = [*tree.notes, *_still_text(cfg, tree), *notes_of(cfg, tree.origins)]

@@ -208,6 +208,7 @@ def join(cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpe
         # If several roles start at once, one fills the directory and the others wait for it.
         def ready() -> bool:
             if not listed(paths.config) and lock.exclusive() and not listed(paths.config):
+                new_attempt(paths)  # environment workers of a role by hand write their logs there
                 _fill(paths, cfg, overrides, plan)
             return listed(paths.config)
 

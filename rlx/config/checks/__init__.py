@@ -13,6 +13,7 @@ lacks one.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -36,17 +37,20 @@ from rlx.config.checks import (  # noqa: F401  (importing them registers their r
     weights,
     workers,
 )
-from rlx.config.rules import RULES, applies
+from rlx.config.rules import RULES, Rule, applies
 from rlx.config.tree import Origins, Problem
 
 
-def check(cfg: Any, origins: Origins | None = None, wrong: tuple[str, ...] = ()) -> list[Problem]:
-    """The problems that the rules find in a configuration of any root. `wrong`: keys that already have a problem."""
+def check(cfg: Any, origins: Origins | None = None, wrong: tuple[str, ...] = (), without: Collection[Rule] = ()) -> list[Problem]:
+    """The problems that the rules find in a configuration of any root.
+
+    `wrong`: keys that already have a problem. `without`: rules that do not apply.
+    """
     show = _Shown(cfg, origins or Origins())
     problems = []
     root: type = type(cfg)
     for keys, function in RULES:
-        if applies(keys, root) and not any(_overlap(key, bad) for key in keys for bad in wrong):
+        if function not in without and applies(keys, root) and not any(_overlap(key, bad) for key in keys for bad in wrong):
             problems += [Problem(text, keys) for text in function(cfg, show)]
     return problems
 

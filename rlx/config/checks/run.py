@@ -302,7 +302,7 @@ def gpus_present(cfg: Config, of: Show) -> Iterator[str]:
     if h.nodes > 1:
         yield (
             f"launcher=local starts processes on this host only: {of('hardware.nodes')}. Use launcher=slurm or\nlauncher=kubernetes, start "
-            "each host by hand with `rlx pod` (docs/cluster.md), or dry_run=true to plan."
+            "each host by hand (`rlx pod`) or each role (`rlx trainer`; docs/cluster.md), or dry_run=true to plan."
         )
         return
     visible = visible_gpus() if h.device == "cuda" else 0
