@@ -1,10 +1,10 @@
-"""Every objective on the default run, with the same budget on the CPU: does the reward rise, and how fast?
+"""Every objective on the default run, or on the run of the overrides, with the same budget on the CPU: does the reward rise, and how fast?
 
     python benchmarks/objectives.py [--only grpo rloo …] [--seeds 0 1 2] [--steps 100] [--out DIR] [--table] [--write] [OVERRIDE …]
 
 Runs `python train.py loss=NAME seed=S` one after the other. Complete run directories are not run again, so the benchmark can be
 stopped and continued. `--table` only prints existing results. `--write` appends the table to `benchmarks/RESULTS.md`.
-Presets keep their papers' constants; everything else is the default run's. `sft` and `opd` are left out, because they ignore the reward.
+Presets keep their papers' constants; everything else is the default run's. `sft`, `opd` and `sdft` ignore the reward and are left out.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from demo import GOAL, WINDOW, ours
+from demo import GOAL, WINDOW, Curve, ours
 
 from rlx.config.shipped import conf_directory
 from rlx.runs.run import Run
 
 ROOT = Path(__file__).resolve().parent.parent
-LEFT_OUT = ("sft", "opd")
+LEFT_OUT = ("sft", "opd", "sdft")
 
 
 def presets() -> list[str]:
@@ -65,19 +65,21 @@ def play(out: Path, name: str, seed: int, steps: int, overrides: list[str]) -> N
 def table(out: Path, steps: int) -> str:
     """One row per objective, with its seeds' values side by side."""
     lines = [
-        f"| objective | seeds | reward, first {WINDOW} steps | last {WINDOW} steps | first step with a {WINDOW}-step mean of {GOAL} |",
-        "| --- | --- | --- | --- | --- |",
+        f"| objective | seeds | reward, first {WINDOW} steps | last {WINDOW} steps | first step with a {WINDOW}-step mean of {GOAL} "
+        "| seconds to it |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     for name in presets():
         found = {int(run.name.rpartition("seed")[2]): ours(run) for run in out.glob(f"{name}-seed*") if is_complete(run, steps)}
         if found:
             seeds = sorted(found)
-            reached = [found[seed].goal_step() for seed in seeds]
+            reached, seconds = ([of(found[seed]) for seed in seeds] for of in (Curve.goal_step, Curve.goal_seconds))
             cells = [
                 ", ".join(map(str, seeds)),
                 ", ".join(f"{statistics.mean(found[seed].rewards[:WINDOW]):.3f}" for seed in seeds),
                 ", ".join(f"{statistics.mean(found[seed].rewards[-WINDOW:]):.3f}" for seed in seeds),
                 ", ".join("–" if step is None else str(step) for step in reached),
+                ", ".join("–" if took is None else f"{took:.0f}" for took in seconds),
             ]
             lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -100,7 +102,8 @@ def main() -> None:
     print(found)
     if arguments.write:
         with (ROOT / "benchmarks" / "RESULTS.md").open("a") as file:
-            title = f"## {datetime.date.today()} Every objective on the default run: `python benchmarks/objectives.py`"
+            command = shlex.join(["python", "benchmarks/objectives.py", "--steps", str(arguments.steps), *overrides])
+            title = f"## {datetime.date.today()} Every objective with the same budget: `{command}`"
             file.write(f"\n{title}\n\n{found}\n")
 
 

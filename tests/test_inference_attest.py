@@ -8,12 +8,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from inference_server import EXACT, START, MemoryTrainer, Run, from_memory, prompts, sample, split_over_two
+from inference_server import EXACT, START, MemoryTrainer, Run, from_memory, prompts, running, sample, split_over_two, under_load
 from run_servers import Servers
 from safetensors.torch import load_file
 
 from rlx.inference.endpoints import Endpoint
 from rlx.inference.protocol import InferenceError, PolicyState, UpdateRefused
+from rlx.inference.telling import Manner
 from rlx.types import Turn
 from rlx.waiting import UNFIT
 from rlx.weights.files import header
@@ -111,24 +112,33 @@ def test_weights_that_are_not_those_that_were_trained_end_the_server(tmp_path: P
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("memory", [False, True], ids=["files", "gloo"])
-def test_every_slice_of_a_tensor_parallel_engine_is_compared_and_a_wrong_one_ends_the_server(tmp_path: Path, memory: bool) -> None:
-    """Of version 1 all slices are right; of version 2 one value of the second worker is wrong."""
+@pytest.mark.parametrize(("memory", "keep_kv"), [(False, False), (True, True)], ids=["files", "gloo, kept keys"])
+def test_every_slice_of_a_tensor_parallel_engine_is_compared_and_a_wrong_one_ends_the_server(
+    tmp_path: Path, memory: bool, keep_kv: bool
+) -> None:
+    """Version 1 comes under requests in flight and all its slices are right; of version 2 one value of the second worker is wrong."""
     run = split_over_two(Run(tmp_path, tied=True))
     trainer = started(run, memory, WRONG_SLICE)
     complaint = r"1 of \d+ tensors differ: model\.layers\.2\.self_attn\.o_proj\.weight"
 
-    async def conversation(endpoints: list[Endpoint]) -> tuple[Turn, PolicyState]:
-        async with Servers(endpoints, request_timeout=120, restart_timeout=1) as servers:
+    async def conversation(endpoints: list[Endpoint]) -> tuple[list[Turn], Turn, PolicyState]:
+        async with Servers(endpoints, request_timeout=120, restart_timeout=1, manner=Manner(keep_kv=keep_kv)) as servers:
             await servers.fleet.wait_ready(60)
-            await take(run, servers, trainer, 1)
-            found = await sample(servers, prompts(1)[0], 0), (await servers.fleet.states())[0]
+
+            async def change() -> None:
+                await running(servers, 3)
+                await take(run, servers, trainer, 1)
+
+            flying = await under_load(servers, prompts(3), change)
+            found = flying, await sample(servers, prompts(1)[0], 0), (await servers.fleet.states())[0]
             with pytest.raises(InferenceError, match=rf"failed midway.*{complaint}"):
                 await take(run, servers, trainer, 2)
             return found
 
-    turn, state = asyncio.run(conversation(run.ready()))
+    flying, turn, state = asyncio.run(conversation(run.ready()))
     assert (state.attested, state.not_compared) == (1.0, {})
+    assert any(set(turn.versions.tolist()) == {0, 1} for turn in flying)
+    assert (run.worst_kept(flying) if keep_kv else run.worst(flying, 1.0)) < EXACT
     assert set(turn.versions.tolist()) == {1}
     assert run.worst([turn], 1.0) < EXACT
     assert run.process is not None

@@ -39,17 +39,40 @@ def test_a_layer_that_was_not_packed_again_is_named() -> None:
         check_packed(model, packed)
 
 
-def test_a_wrong_value_in_one_column_of_a_packed_copy_is_found_in_some_turn() -> None:
+@pytest.mark.parametrize(("dtype", "slightly"), [(torch.float32, 1e-3), (torch.bfloat16, 0.5)])
+def test_a_wrong_value_anywhere_in_a_packed_copy_is_found_at_every_turn(dtype: torch.dtype, slightly: float) -> None:
+    torch.manual_seed(0)
     model = nn.Module()
     model.layer = Layer(weight=(6, 50))
+    weight = model.layer.weight.data = torch.randn(6, 50).to(dtype)
+    weight[3] *= 100  # a row's rounding is that of its own values
     model.layer.quant_method = Multiplies()  # type: ignore[assignment]
     model.layer.quant_method.pack(model.layer)
     packed = {model.layer: model.layer.weight}
-    model.layer.copy[2, 7] += 1
-    found = []
     for turn in range(50):
-        try:
+        check_packed(model, packed, turn)
+    model.layer.copy[2, 7] += slightly * weight[2].norm()
+    for turn in range(50):
+        with pytest.raises(ValueError, match="1 of 1 packed layers"):
             check_packed(model, packed, turn)
-        except ValueError:
-            found.append(turn)
-    assert len(found) == 4, "each of the four columns comes by"
+
+
+def test_a_change_that_is_smaller_than_rounding_is_found_where_the_whole_copy_is_old() -> None:
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.layer = Layer(weight=(6, 50))
+    model.layer.weight.data = torch.randn(6, 50)
+    model.layer.quant_method = Multiplies()  # type: ignore[assignment]
+    model.layer.quant_method.pack(model.layer)
+    model.layer.weight.data *= 1 + 1e-6
+    with pytest.raises(ValueError, match="1 of 1 packed layers"):
+        check_packed(model, {model.layer: model.layer.weight})
+
+
+def test_a_weight_that_is_not_finite_is_not_called_wrong() -> None:
+    model = nn.Module()
+    model.layer = Layer(weight=(6, 50))
+    model.layer.weight.data[2, 7] = torch.inf
+    model.layer.quant_method = Multiplies()  # type: ignore[assignment]
+    model.layer.quant_method.pack(model.layer)
+    check_packed(model, {model.layer: model.layer.weight})

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-COLUMNS = 4  # of each packed weight that are compared: a copy that was not made anew differs in each. Every version has others
+COLUMNS = 4  # of each packed weight that are compared exactly: a copy that was not made anew differs in each. Every version has others
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.04, torch.float16: 0.005}  # of a product with signs, × the norm of the weight's row
 SHOWN = 5  # names listed in a message
 
 
@@ -68,7 +69,7 @@ def own_copy(packed: Mapping[torch.nn.Module, Tensor]) -> set[torch.nn.Module]:
 def check_packed(model: torch.nn.Module, packed: Mapping[torch.nn.Module, Tensor], turn: int = 0) -> None:
     """Raise ValueError if a layer multiplies with other values than its original weight has (`kept_weights`): it was not packed again.
 
-    `turn`: number of the comparison, for `COLUMNS` other columns each time.
+    `turn`: number of the comparison, for `COLUMNS` other columns and other signs each time (`_multiplies_with`).
     """
     names = {module: name for name, module in model.named_modules()}
     wrong = [names[layer] for layer, weight in packed.items() if not _multiplies_with(layer, weight, turn)]
@@ -101,14 +102,30 @@ def check_heads(model: torch.nn.Module, turn: int = 0) -> None:
 
 
 def _multiplies_with(layer: Any, weight: Tensor, turn: int) -> bool:
-    """Whether a few columns of what the layer multiplies with, spread over all, are those of `weight` [out, in].
+    """Whether a layer multiplies with the values of `weight` [out, in].
 
-    A product with a vector of one 1 gives a column exactly.
+    A product with a vector of one 1 gives a column exactly: a few columns, spread over all, show a copy of an older version, however
+    little the weights have changed. A product with random signs has all columns in it, but is rounded: it shows what is wrong by more than
+    `TOLERANCE` times the norm of its row, or of the usual row if that is larger.
     """
     width = weight.shape[1]
     columns = sorted({(place * width // COLUMNS + turn) % width for place in range(COLUMNS)})
-    ones = torch.zeros(len(columns), width, dtype=weight.dtype, device=weight.device)
-    ones[range(len(columns)), columns] = 1
-    found = layer.quant_method.apply(layer, ones).to(weight.dtype)
-    finite = found.isfinite()  # 0 * inf is not
-    return torch.equal(found[finite], weight.detach()[:, columns].T[finite])
+    asked = torch.zeros(len(columns) + 1, width, dtype=weight.dtype, device=weight.device)
+    asked[range(len(columns)), columns] = 1
+    asked[-1] = torch.randint(2, (width,), generator=torch.Generator().manual_seed(turn)) * 2 - 1
+    found = layer.quant_method.apply(layer, asked).to(weight.dtype)
+    exact, mixed = found[:-1], found[-1].float()
+    finite = exact.isfinite()  # 0 * inf is not
+    return torch.equal(exact[finite], weight.detach()[:, columns].T[finite]) and _is_product(mixed, asked[-1], weight.detach())
+
+
+def _is_product(found: Tensor, signs: Tensor, weight: Tensor) -> bool:
+    """Whether `found` [out] is the product of `weight` [out, in] and `signs` [in], but for rounding."""
+    expected = torch.nn.functional.linear(signs[None], weight)[0].float()
+    finite = expected.isfinite()
+    tolerance = TOLERANCE[weight.dtype]
+    # The usual size of a product tells what the norm of most rows is at least, so norms are computed only where that does not decide.
+    usual = expected[finite].abs().median() if finite.any() else 0.0
+    doubtful = finite & ~((found - expected).abs() <= tolerance * usual)
+    norms = torch.linalg.vector_norm(weight[doubtful], dim=1, dtype=torch.float32)
+    return bool(((found - expected).abs()[doubtful] <= tolerance * norms).all())
