@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from inference_server import make_model
 from main_job import read_metrics, reproducible_lines
 from two_hosts import ADDRESSES, WIRE, command, two_hosts
 
@@ -37,8 +39,8 @@ class Hand:
         return self.run_dir.with_name(f"{self.run_dir.name}-{name}.log")
 
     def wait(self) -> None:
-        """Until every role but the servers has ended well."""
-        waiting = [name for name in self.started if not name.startswith("inference")]
+        """Until every role but the server's has ended well."""
+        waiting = [name for name in self.started if name not in ("inference", "headless")]
         deadline = time.monotonic() + LIMIT
         while waiting:
             for name in [each for each in waiting if self.started[each].poll() is not None]:
@@ -82,19 +84,35 @@ def test_four_role_commands_do_what_train_does_and_the_server_outlives_them(star
 
 
 @pytest.mark.long
-def test_role_commands_on_two_hosts_find_each_other_and_train_one_sharded_model(tmp_path: Path, model_cache: Path) -> None:
-    """The server and the second trainer rank are on one host, the orchestrator and the first rank on the other. Each host has an interface
-    that leads nowhere, so the one between them must be named."""
-    with two_hosts() as hosts, by_hand(tmp_path / "mine", *SHORT, "hardware=cpu_3nodes") as hand:
+def test_role_commands_on_two_hosts_find_each_other(tmp_path: Path) -> None:
+    """A server with an engine on each host, the orchestrator on the second, and a model sharded over a trainer rank on each.
+
+    Each host has an interface that leads nowhere, so the one between them must be named.
+    """
+    make_model(tmp_path / "experts", tied=True, seed=0, experts=4)
+    model = ("model=tiny_trained", f"model.name={tmp_path / 'experts'}", "model.num_experts=4")
+    layout = (
+        "hardware=cpu",
+        "hardware.nodes=4",
+        "hardware.trainer_processes=2",
+        "hardware.data_parallel=2",
+        "hardware.data_parallel_local=1",
+    )
+    places = ((0, "inference"), (1, "headless"), (1, "orchestrator"), (1, "trainer"), (0, "trainer --replica 1"))
+    with two_hosts() as hosts, by_hand(tmp_path / "mine", *SHORT, *model, *layout) as hand:
         for host in hosts:
             command(*host, "ip", "link", "add", "name", "other0", "type", "veth", "peer", "name", "other1")
             command(*host, "ip", "address", "add", "10.78.0.1/24", "dev", "other0")
             for name in ("other0", "other1"):
                 command(*host, "ip", "link", "set", name, "up")
-        for index, role in ((0, "prepare"), (0, "inference"), (1, "orchestrator"), (1, "trainer"), (0, "trainer --replica 1")):
-            variables = {"RLX_CACHE": str(model_cache), "RLX_HOST": ADDRESSES[index], "GLOO_SOCKET_IFNAME": WIRE}
+        for index, role in places:
+            variables = {"RLX_HOST": ADDRESSES[index], "GLOO_SOCKET_IFNAME": WIRE}
+            variables |= {"RLX_DATA_PARALLEL_ADDRESS": ADDRESSES[0], "RLX_DATA_PARALLEL_RPC_PORT": "13345"}
             hand.start(*role.split(), host=hosts[index], variables=variables)
         hand.wait()
+        found = json.loads((hand.run_dir / "endpoints" / "data_parallel_0.json").read_text())
+    assert ADDRESSES[0] in str(found)
+    assert "13345" in str(found)
     trained = [line for line in read_metrics(hand.run_dir) if line["source"] == "trainer"]
     assert [line["step"] for line in trained] == [0, 1, 2]
-    assert max(line["mismatch/kl"] for line in trained) < 1e-6, "servers play what both ranks have trained"
+    assert max(line["mismatch/kl"] for line in trained) < 1e-6, "both engines play what both ranks have trained"
