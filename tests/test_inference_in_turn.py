@@ -14,7 +14,7 @@ from rlx.inference.fleet import Fleet
 from rlx.inference.telling import Manner
 from rlx.types import Turn
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 LANES = 16
 

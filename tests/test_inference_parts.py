@@ -22,7 +22,7 @@ from rlx.process import HOST
 from rlx.types import Turn
 from rlx.waiting import UNFIT
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.nightly]
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 PROMPTS = prompts(6)
 
 

@@ -54,9 +54,10 @@ def rank(number: int, folder: Path) -> None:
     assert mesh.hosts() == [[0], [1]]
     sharded_tensors_become_whole_on_their_owner(mesh)
     publishers = {name: publisher_of(folder, name, mesh) for name in MODELS}
-    with patch.object(division, "SHARD_BYTES", 20_000):
+    with patch.object(division, "SHARD_BYTES", 20_000), patch.object(dist, "gather", wraps=dist.gather) as gathering:
         for publisher in publishers.values():
             publisher.ensure(1)
+    assert {call.args[0].dtype for call in gathering.call_args_list} == {torch.bfloat16}, "float32 would be twice the bytes"
     kept = {name: {key: tensor.nbytes for key, tensor in publisher._copies.items()} for name, publisher in publishers.items()}
     (folder / f"kept_{number}.json").write_text(json.dumps(kept))
     publisher = publishers["dense"]
