@@ -13,9 +13,13 @@ import yaml
 
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose, instantiate
+from rlx.config.savings import when_out_of_memory
 from rlx.config.schema import LossTerms, split_terms
 from rlx.losses.base import Objective
 from rlx.losses.tokens import TokenBatch
+from rlx.plan.explain import explain
+from rlx.plan.make import make_plan
+from rlx.preflight.probes import environments_of
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -39,15 +43,56 @@ def test_every_preset_is_explained_and_none_that_does_not_ship():
         compose(command.split(), {})
 
 
-def test_the_commands_of_the_page_of_distillation_compose(monkeypatch: pytest.MonkeyPatch):
-    page = (ROOT / "docs" / "distillation.md").read_text()
-    commands = [shlex.split(line, comments=True) for line in re.findall(r"^python train\.py (.*)$", page, re.MULTILINE)]
-    assert len(commands) > 8
+def commands_of(page: str) -> list[list[str]]:
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    return [shlex.split(line, comments=True) for line in re.findall(r"^python train\.py (.*)$", text, re.MULTILINE)]
+
+
+def test_the_commands_of_pages_are_not_refused_by_the_configuration_or_the_environments(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("KEY", "secret")
-    made = "model.name=outputs/shown/weights/step_250"  # by another command of the page: tests/test_distillation_page.py composes it
-    for argv in commands:
-        if "envs.custom.id=proposer-solver" not in argv and made not in argv:  # a taskset that is not installed everywhere
-            compose([*argv, "dry_run=true"], {})
+    elsewhere = {
+        "model.name=outputs/shown/weights/step_250",  # made by another command of the page: tests/test_distillation_page.py composes it
+        "envs.custom.id=proposer-solver",  # a taskset that is not installed everywhere
+        "eval.envs.mine.id=my-environment",
+        "my_conf",  # a folder of the reader's
+    }
+    configs = []
+    for page, least in {"distillation": 10, "evaluation": 5, "first_gpu_run": 6, "data": 5, "from_prime_rl": 3}.items():
+        commands = commands_of(page)
+        assert len(commands) >= least, page
+        configs += [compose([*argv, "dry_run=true"], {}).cfg for argv in commands if not elsewhere.intersection(argv)]
+    environments_of(configs)
+
+
+def test_the_experiment_that_the_page_for_users_of_prime_rl_shows_composes(tmp_path: Path):
+    (yaml_file,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "from_prime_rl.md").read_text(), re.DOTALL)
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(yaml_file)
+    cfg = compose([f"--config-dir={tmp_path}", "experiment=mine", "dry_run=true"], {}).cfg
+    assert (cfg.orchestrator.rollouts_per_example, cfg.loss["_target_"]) == (16, "rlx.losses.aipo.masked_is")
+
+
+def test_the_environment_that_the_page_adds_is_found(tmp_path: Path):
+    (yaml_file,) = re.findall(r"```yaml\n(# @package envs\.capitals\n.*?)```", (ROOT / "docs" / "environments.md").read_text(), re.DOTALL)
+    (tmp_path / "env").mkdir()
+    (tmp_path / "env" / "capitals.yaml").write_text(yaml_file)
+    argv = [f"--config-dir={tmp_path}", "env=capitals", "model=smollm2_135m", "launcher.check_envs=false", "dry_run=true"]
+    assert compose(argv, {}).cfg.envs["capitals"].sampling.max_tokens == 32
+
+
+def test_the_plan_that_the_page_of_the_first_run_shows_is_what_a_dry_run_says():
+    page = (ROOT / "docs" / "first_gpu_run.md").read_text()
+    (shown,) = re.findall(r"```\n(processes\n.*?)```", page, re.DOTALL)
+    cfg = compose([*commands_of("first_gpu_run")[0], "run.dir=/run"], {}).cfg
+    said = explain(cfg, make_plan(cfg, Path("/run")), {}, [], "/run").splitlines()
+    assert not [line for line in shown.splitlines() if line not in said]
+
+
+def test_the_advice_on_memory_that_the_page_shows_is_what_a_run_says():
+    page = (ROOT / "docs" / "diagnosis.md").read_text()
+    (argv,) = re.findall(r"by the estimates of `dry_run=true`\. For\s`(.*?)`", page)
+    (shown,) = re.findall(r"```\n(the device ran out of memory.*?)\n```", page, re.DOTALL)
+    assert when_out_of_memory(compose([*argv.split(), "dry_run=true"], {}).cfg) == shown
 
 
 def test_the_objective_that_the_page_adds_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

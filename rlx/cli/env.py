@@ -31,14 +31,15 @@ rlx env: {SUMMARY}.
 
 usage: rlx env list
        rlx env info NAME [--python PYTHON]
-       rlx env install FOLDER|PACKAGE [--python PYTHON]
+       rlx env install FOLDER|PACKAGE|ADDRESS [--python PYTHON]
        rlx env init NAME [--kind KIND] [--v1] [--folder FOLDER]
        rlx env check NAME [GROUP=OPTION …] [key=value …] [--json]
 
   rlx env list                          the installed environments, of this Python and of those made by install
   rlx env info my-env                   arguments, data, rewards, tools, what it needs, how to train on it
   rlx env init my-env --kind tools      write the package my-env: {kinds}; --v1: a v1 taskset
-  rlx env install ./my-env              from a folder (which it stays in) or a package's name, into this Python;
+  rlx env install ./my-env              from a folder (which it stays in), a package's name or an address
+                                        (git+https://…), into this Python;
                                         refused if it would change what rlx runs on
   rlx env install their-env --python theirs
                                         into a Python of its own, for envs.NAME.python: docs/workers.md

@@ -34,13 +34,14 @@ def help_text() -> str:
     return f"""\
 rlx pod: {SUMMARY}.
 
-usage: rlx pod --job NAME --nodes N --gpus N --volume DIR [--hosts NAME:PORT,…] COMMAND [key=value …]
+usage: rlx pod --job NAME --nodes N --volume DIR [--gpus N] [--hosts NAME:PORT,…] COMMAND [key=value …]
 
 On Kubernetes containers run it; people use `rlx train launcher=kubernetes`, or the chart in `charts/rlx` (docs/kubernetes.md). Elsewhere
 start it on each host by hand, with --hosts (docs/cluster.md).
 COMMAND is train, sft, eval or synthesize. Host 0 runs it, in DIR/<run.name>; the others serve it until it ends. After a restart the run
 resumes from its newest checkpoint.
 
+  --gpus N               GPUs of each host; without it hardware=auto does not know them, so name a layout
   --hosts NAME:PORT,…    each host's agent, in order; default: the names of the Job's pods
   JOB_COMPLETION_INDEX   environment variable: the number of this host, from 0
   JOB_UID                environment variable, the same on all hosts: which start of the run this is

@@ -32,7 +32,8 @@ usage: rlx watch [--tmux] RUN
   rlx watch outputs/mine              what the launcher shows, also over SSH and for a job on a cluster; without a terminal as lines
   rlx watch --tmux outputs/mine       a tmux session with this display and a pane for each role's log; Ctrl-b d leaves it
 
-It reads files only. Ctrl-C ends the display, and the run goes on.
+It reads the run's files. For a SLURM job it also asks SLURM: every 10 s for the job's state, and every 30 s why the job waits.
+Ctrl-C ends the display, and the run goes on.
 
 exit codes: that of the run once it has ended; 0 after Ctrl-C; 1 if its processes are gone without a final state"""
 
