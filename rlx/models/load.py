@@ -68,6 +68,7 @@ def load_policy(
     trained: bool = True,
     read: bool = True,
     context: int | None = None,
+    served: int | None = None,
 ) -> PolicyModel:
     """Load `source`: parameters in `optimization_dtype`, computing in `dtype`, gradients reduced in `reduce_dtype`.
 
@@ -76,8 +77,8 @@ def load_policy(
     A model that is not `trained` (a reference) may have no experts to divide (`trainer.ep`).
     `read=False` may leave the parameters uninitialised, if there are no adapters: a checkpoint of the training follows.
     Shards over the mesh's `fsdp` axis. One process without a process group has `rlx.models.copies` if the two dtypes differ.
-    `context`: tokens of the longest sample, if it is known.
-    Raises ValueError for an unknown dtype, for positions that depend on the packing (`check_rotary`), for a `logprob_backend` or `liger`
+    `context`: tokens of the longest sample, if it is known. `served`: the context of the servers that the run starts, if it starts any.
+    Raises ValueError for an unknown dtype, for positions that depend on the packing or differ from the servers' (`check_rotary`), for a `logprob_backend` or `liger`
     that cannot be used, for targets of `lora` that the model does not have, or for a model whose packed forward differs from its own
     (`check_packed_forward`).
     """
@@ -87,7 +88,7 @@ def load_policy(
     device, sharded = mesh.device, mesh.grouped
     master, compute = DTYPES[optimization_dtype], DTYPES[dtype]
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code).get_text_config()
-    check_rotary(source, config, context)
+    check_rotary(source, config, context, served)
     backend = choose_backend(logprob_backend, device, compute, getattr(config, "vocab_size", None))  # fails before the slow load
     if device.type == "cuda" and (backend == "triton" or may_patch(liger)):
         check_triton()
@@ -203,11 +204,12 @@ def _split(hf: Any, mesh: Mesh, *, dense: bool) -> None:
         split_experts(hf, mesh.expert, mesh.alone, dense=dense)
 
 
-def check_rotary(source: str, config: Any, context: int | None) -> None:
+def check_rotary(source: str, config: Any, context: int | None, served: int | None = None) -> None:
     """Raise ValueError for a model whose rotary frequencies would change with the longest sample of a row, at `context` tokens.
 
     LongRoPE (2402.13753) and dynamic scaling have other frequencies beyond the length of the first training. transformers chooses them by
-    the longest position of a forward pass, vLLM once for all requests.
+    the longest position of a forward pass. vLLM chooses those of LongRoPE once for all requests, by the engine's context (`served`), and
+    keeps those of dynamic scaling as they were.
     """
     found = getattr(config, "rope_parameters", None) or {}
     for rope in [found] if "rope_type" in found else [each for each in found.values() if isinstance(each, dict)]:
@@ -221,6 +223,12 @@ def check_rotary(source: str, config: Any, context: int | None) -> None:
                 f"{source} has other rotary frequencies beyond {most} tokens ({kind}), and a row of samples can have only one kind, "
                 "so log-probabilities would depend on the packing and differ from those of the servers. "
                 f"Set seq_len={most} or less, not {context}"
+            )
+        if kind == "longrope" and served is not None and served > most:
+            raise ValueError(
+                f"{source} has other rotary frequencies beyond {most} tokens ({kind}). Servers choose them once for all requests, by their "
+                f"context: at {served} tokens (inference.max_model_len) they would take those of long texts, and the trainer takes those of "
+                f"short ones (seq_len={context}). Set inference.max_model_len={most} or less, or null, which means seq_len"
             )
 
 
