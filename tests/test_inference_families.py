@@ -20,9 +20,10 @@ from transformers import AutoModelForCausalLM
 from transformers.models.deepseek_v2 import DeepseekV2Config
 
 from rlx.config.kv_cache import CPU_BLOCK
-from rlx.config.schema_model import CPU_WIDTHS
+from rlx.config.schema_model import CPU_WIDTHS, LoraConfig
 from rlx.inference.protocol import PolicyState
-from rlx.inference.server.start import refuse_widths
+from rlx.inference.server.arguments import adapter_arguments
+from rlx.inference.server.start import refuse_unused_adapters, refuse_widths
 from rlx.models.tiny import VOCABULARY, build_tokenizer
 from rlx.types import Turn
 
@@ -240,6 +241,24 @@ def test_a_server_on_a_cpu_names_the_heads_that_it_cannot_compute_before_it_load
         return
     with pytest.raises(ValueError, match=f"heads 24 wide on a CPU, and {tmp_path} has such heads"):
         refuse_widths(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek_v2", "llama"])
+def test_adapters_that_latent_attention_would_not_use_are_refused_with_the_layers_that_can_have_some(name: str, tmp_path: Path) -> None:
+    """vLLM loads them, so the comparison with the trained ones finds them equal."""
+    from vllm.config import ModelConfig
+
+    save_random(name, tmp_path)
+    model = ModelConfig(model=str(tmp_path), skip_tokenizer_init=True, dtype="float32")
+    targets = adapter_arguments(LoraConfig(rank=4), tmp_path)["lora_target_modules"]
+    if name not in LATENT:
+        refuse_unused_adapters(model, targets)
+        return
+    others = "down_proj,gate_proj,kv_a_proj_with_mqa,o_proj,q_proj,up_proj"
+    with pytest.raises(ValueError, match=rf"adapters of kv_b_proj .*{tmp_path}.*lora\.target_modules=\[{others}\]$"):
+        refuse_unused_adapters(model, targets)
+    refuse_unused_adapters(model, others.split(","))
 
 
 @pytest.mark.slow
