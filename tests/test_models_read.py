@@ -17,7 +17,7 @@ import torch.distributed as dist
 import xxhash
 from checkpoint_worker import make_trainer
 from forked import run_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from trainer_examples import make_model
@@ -156,6 +156,17 @@ def test_weights_that_are_not_whole_or_stay_quantized_are_refused(tmp_path: Path
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", quantized)
     with pytest.raises(ValueError, match=r"are quantized, and only plain ones can be trained: model\.layers\.0\..*weight is float8_e4m3fn"):
+        load_policy(str(tmp_path), one_process("cpu"), dtype="float32")
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.int8])
+def test_weights_that_are_quantized_without_a_word_in_the_configuration_are_refused(kind: torch.dtype, tmp_path: Path):
+    """Their numbers would be taken for weights, without the scales beside them."""
+    make_model().save_pretrained(tmp_path)
+    weights, name = load_file(tmp_path / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
+    weights[name], weights[f"{name}_scale"] = (100 * weights[name]).to(kind), torch.tensor(0.01)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"are quantized, and only plain ones can be trained: {name} is {str(kind)[6:]}\. Name a version"):
         load_policy(str(tmp_path), one_process("cpu"), dtype="float32")
 
 
