@@ -12,6 +12,7 @@ import pytest
 import torch
 from inference_server import CONTEXT, EOS, EXACT, MemoryTrainer, Run, from_memory, prompts, running, same, sample, under_load
 from run_servers import Servers
+from safetensors.torch import load_file, save_file
 from test_inference_adapter import adapter_run, publish
 from test_inference_heads import trained_version
 from test_models_families import FAMILIES
@@ -122,6 +123,31 @@ def test_versions_of_a_family_are_served_as_they_were_trained(name: str, tmp_pat
         assert state.attested == pytest.approx(COMPARED.get(name, 1.0), abs=1e-3)
         assert {re.split(r"(?<=experts)|\.weight|\.bias", left_out)[0] for left_out in state.not_compared} == NOT_COMPARED.get(name, set())
         assert state.attested + sum(state.not_compared.values()) == pytest.approx(1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_version_without_the_rotary_table_that_its_initial_model_stores_is_served_as_it_was_trained(tmp_path: Path) -> None:
+    run = Run(tmp_path, tied=False)
+    source = run.paths.root / "model"
+    save_random("llama", source)
+    weights = load_file(source / "model.safetensors")
+    table = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}
+    save_file(weights | table, source / "model.safetensors", metadata={"format": "pt"})
+    run.models[0] = plain(source)
+    folder = trained_version(run, 1)
+    run.start()
+
+    async def conversation() -> tuple[Turn, PolicyState]:
+        async with Servers(run.ready()) as servers:
+            await servers.update(folder, 1)
+            return await sample(servers, prompts(1)[0], 0), (await servers.fleet.states())[0]
+
+    turn, state = asyncio.run(conversation())
+    run.stop()
+    assert set(turn.versions.tolist()) == {1}
+    assert run.worst([turn], 1.0) < EXACT
+    assert state.attested == pytest.approx(1.0)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +95,8 @@ def check_policy(folder: Path, version: int, served: Shapes, tied: bool) -> None
     """Raise ValueError unless the folder is complete, of this version, and has the names and shapes of the served model.
 
     The values of tensors are not read here: the workers compare them as they read them (`reading.py`). Everything else is checked.
-    With `tied` embeddings, the head is optional, both here and in the served model (see `twin_of_head`).
+    With `tied` embeddings, the head is optional, both here and in the served model (see `twin_of_head`). Tensors of the served model may be
+    missing that the manifest names as `untrained`.
     """
     manifest = verify(folder, tensors=False)
     if manifest.get("version") != version:
@@ -103,13 +104,16 @@ def check_policy(folder: Path, version: int, served: Shapes, tied: bool) -> None
     for path in folder.glob("*.safetensors"):
         if path.name not in manifest["files"]:
             raise ValueError(f"{path} is not in the manifest, so it is not part of version {version}")
-    check_shapes(str(folder), tensor_shapes(folder), served, tied)
+    check_shapes(str(folder), tensor_shapes(folder), served, tied, manifest.get("untrained", ()))
 
 
-def check_shapes(what: str, given: Shapes, served: Shapes, tied: bool) -> None:
-    """Raise ValueError unless the given tensors have the names and shapes of the served model. `what`: where they come from."""
+def check_shapes(what: str, given: Shapes, served: Shapes, tied: bool, untrained: Iterable[str] = ()) -> None:
+    """Raise ValueError unless the given tensors have the names and shapes of the served model. `what`: where they come from.
+
+    `untrained`: tensors in the served model's files that the trainer's model does not have (`rlx.weights.untrained`).
+    """
     allowed = {TIED_HEAD} if tied else set()
-    missing = sorted(served.keys() - given.keys() - allowed)
+    missing = sorted(served.keys() - given.keys() - allowed - set(untrained))
     unknown = sorted(given.keys() - served.keys() - allowed)
     wrong = [
         f"{name} {list(given[name])} instead of {list(served[name])}"
