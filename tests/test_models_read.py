@@ -29,7 +29,7 @@ from transformers.models.phi3 import Phi3Config
 
 from rlx.config.load import compose
 from rlx.config.memory import size
-from rlx.models.load import check_rotary, load_policy
+from rlx.models.load import check_rotary, load_policy, longest_served
 from rlx.models.policy import PolicyModel
 from rlx.models.read import _keeps_shards, read_weights
 from rlx.models.shard import shard
@@ -230,6 +230,7 @@ def test_frequencies_that_servers_with_a_longer_context_would_not_have_are_refus
         cfg = compose(["hardware=cpu", "seq_len=24", "sampling.max_tokens=8", *overrides], environ={}).cfg
         return policy_of(cfg, str(tmp_path), one_process("cpu"), lambda _: nullcontext())
 
+    assert longest_served(str(tmp_path)) == 24  # what servers that already run are told
     policy()
     policy("inference.base_url=[http://127.0.0.1:1]", "inference.max_model_len=25")  # servers with a context of their own
     with pytest.raises(

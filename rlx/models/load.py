@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -211,13 +211,9 @@ def check_rotary(source: str, config: Any, context: int | None, served: int | No
     the longest position of a forward pass. vLLM chooses those of LongRoPE once for all requests, by the engine's context (`served`), and
     keeps those of dynamic scaling as they were.
     """
-    found = getattr(config, "rope_parameters", None) or {}
-    for rope in [found] if "rope_type" in found else [each for each in found.values() if isinstance(each, dict)]:
-        kind = rope.get("rope_type")
-        most = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-        if kind not in ("longrope", "dynamic") or context is None:  # a family with other positions may have no limit
-            continue
-        most = most or config.max_position_embeddings
+    if context is None:
+        return
+    for kind, most in _first_trained(config):
         if context > most:
             raise ValueError(
                 f"{source} has other rotary frequencies beyond {most} tokens ({kind}), and a row of samples can have only one kind, "
@@ -311,6 +307,22 @@ def _attends_once_at_the_end(layer: Any, calls: Sequence[Call]) -> bool:
     """Whether the last of a forward's attention calls is the layer's, and its only one."""
     parts = set(layer.modules())
     return [call.module in parts for call in calls] == [False] * (len(calls) - 1) + [True]
+
+
+def _first_trained(config: Any) -> Iterator[tuple[str, int]]:
+    """The kind of rotary frequencies, and the length up to which they are those of the first training, where longer texts have others."""
+    found = getattr(config, "rope_parameters", None) or {}
+    for rope in [found] if "rope_type" in found else [each for each in found.values() if isinstance(each, dict)]:
+        kind = rope.get("rope_type")
+        if kind in ("longrope", "dynamic"):  # a family with other positions may have no limit
+            most = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+            yield kind, most or config.max_position_embeddings
+
+
+def longest_served(source: str, *, trust_remote_code: bool = False) -> int | None:
+    """The longest context of a server that has the rotary frequencies of the trainer (`check_rotary`); None: any."""
+    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code).get_text_config()
+    return min((most for kind, most in _first_trained(config) if kind == "longrope"), default=None)
 
 
 def check_length(model: PolicyModel, context: int, served: int | None) -> None:
