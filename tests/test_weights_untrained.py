@@ -49,7 +49,7 @@ def begun(tmp_path: Path, source: str, *overrides: str) -> tuple[Broadcast, RunP
     """The trainer's end of a run that begins with `source`."""
     cfg = compose(["hardware=cpu", "seq_len=60", "sampling.max_tokens=8", *overrides], environ={}).cfg
     mesh, paths = one_process("cpu"), RunPaths(tmp_path / "run")
-    model = load_policy(source, mesh, dtype="float32")
+    model = load_policy(source, mesh, dtype="float32", lora=cfg.lora if cfg.lora.on else None)
     return Broadcast.of(cfg, model, mesh, paths, source, lambda *_: nullcontext()), paths
 
 
@@ -90,3 +90,12 @@ def test_a_model_whose_versions_its_servers_would_refuse_is_refused_before_the_f
     AutoModelForCausalLM.from_pretrained(source, dtype="auto").save_pretrained(tmp_path / "converted")
     build_tokenizer(64).save_pretrained(tmp_path / "converted")
     begun(tmp_path, str(tmp_path / "converted"))
+
+
+def test_adapters_of_layers_that_the_servers_files_call_otherwise_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    source = saved(tmp_path / "model", LlamaConfig, {}, {TABLE: torch.ones(2)})
+    adapters = ("lora.rank=4", "lora.target_modules=[q_proj]")
+    begun(tmp_path, source, *adapters)
+    bare = saved(tmp_path / "bare", LlamaConfig, {}, {}, "model.")
+    with pytest.raises(ValueError, match=r"would refuse .*a version holds no adapters for this model: base_model\.model\.model\.layers\.0"):
+        begun(tmp_path, bare, *adapters)

@@ -78,8 +78,9 @@ class Broadcast:
             lora=cfg.lora if cfg.lora.on else None,
             in_memory=cfg.memory_folder is not None,
         )
-        if mesh.first and not cfg.lora.on and isinstance(cfg, PlayRoot) and cfg.num_servers:
-            check_begun(source, fetch(source, None), model.hf, publisher.export.shapes, publisher.static.untrained)
+        if mesh.first and isinstance(cfg, PlayRoot) and cfg.num_servers:
+            what = publisher.export.shapes, publisher.static.untrained, cfg.lora.rank
+            check_begun(source, fetch(source, None), model.hf, *what)
         return cls(publisher, _offers_of(cfg, publisher, dtype), working)
 
     @property

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from rlx.inference.server.policy_files import Shapes, check_shapes, tensor_shapes
+from rlx.inference.server.policy_files import Shapes, check_layers, check_shapes, tensor_shapes
 
 
 def untrained(folder: Path, hf: Any, published: Iterable[str]) -> tuple[str, ...]:
@@ -24,14 +24,18 @@ def untrained(folder: Path, hf: Any, published: Iterable[str]) -> tuple[str, ...
     return tuple(sorted(beside - report.unexpected_keys))
 
 
-def check_begun(source: str, folder: Path, hf: Any, published: Shapes, left_out: Iterable[str]) -> None:
+def check_begun(source: str, folder: Path, hf: Any, published: Shapes, left_out: Iterable[str], rank: int | None = None) -> None:
     """Raise ValueError if servers that begin with the files in `folder`, of `source`, would refuse the versions that are trained from it.
 
-    They compare names and shapes at their first update, which is a whole step later. `left_out`: `untrained`.
+    They compare names and shapes at their first update, which is a whole step later. `left_out`: `untrained`. `rank`: that of the adapters,
+    if these are trained.
     """
     tied = any(getattr(config, "tie_word_embeddings", False) for config in (hf.config, hf.config.get_text_config()))
     try:
-        check_shapes("what is trained", published, tensor_shapes(folder), tied, left_out)
+        if rank:
+            check_layers("a version", published, tensor_shapes(folder), rank)
+        else:
+            check_shapes("what is trained", published, tensor_shapes(folder), tied, left_out)
     except ValueError as error:
         raise ValueError(
             f"servers that begin with {source} would refuse every version that is trained: {error}. Convert the model once, "

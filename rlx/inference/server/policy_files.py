@@ -156,17 +156,21 @@ def check_adapter(folder: Path, version: int, served: Shapes, rank: int, model: 
     has = json.loads((folder / ADAPTER_CONFIG).read_text())["r"]
     if has > rank:
         raise ValueError(f"{folder} has adapters of rank {has}, but this server was started for rank {rank} (lora.rank)")
-    given = {name: tuple(entry["shape"]) for name, entry in header(folder / ADAPTER)[0].items()}
+    check_layers(str(folder), {name: tuple(entry["shape"]) for name, entry in header(folder / ADAPTER)[0].items()}, served, has)
+
+
+def check_layers(what: str, given: Shapes, served: Shapes, rank: int) -> None:
+    """Raise ValueError unless the given tensors are adapters of this rank for layers of the served model. `what`: where they come from."""
     wrong = []
     for name, shape in given.items():
         found = OF_ADAPTER.fullmatch(name)
         whole = served.get(f"{found[1]}.weight") if found else None
-        if found is None or whole is None or len(whole) != 2 or shape != ((has, whole[1]) if found[2] == "A" else (whole[0], has)):
+        if found is None or whole is None or len(whole) != 2 or shape != ((rank, whole[1]) if found[2] == "A" else (whole[0], rank)):
             wrong.append(f"{name} {list(shape)}")
         elif name.replace(f".lora_{found[2]}.", f".lora_{'BA'['AB'.index(found[2])]}.") not in given:
             wrong.append(f"{name} without its other half")
     if wrong or not given:
-        raise ValueError(f"{folder} holds no adapters for this model: {_list(wrong) or 'no tensors'}")
+        raise ValueError(f"{what} holds no adapters for this model: {_list(wrong) or 'no tensors'}")
 
 
 def _list(names: list[str]) -> str:
