@@ -295,3 +295,4 @@ class InitialModel:
     identity: str  # `weights.files.identity`, as servers report theirs
     where: str  # the folder
     host: str
+    longest: int | None = None  # the longest context of a server that computes as the trainer does (`rlx.models.load.longest_served`)

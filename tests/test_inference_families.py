@@ -12,6 +12,7 @@ import pytest
 import torch
 from inference_server import CONTEXT, EOS, EXACT, MemoryTrainer, Run, from_memory, prompts, running, same, sample, under_load
 from run_servers import Servers
+from safetensors.torch import load_file, save_file
 from test_inference_adapter import adapter_run, publish
 from test_inference_heads import trained_version
 from test_models_families import FAMILIES
@@ -20,9 +21,10 @@ from transformers import AutoModelForCausalLM
 from transformers.models.deepseek_v2 import DeepseekV2Config
 
 from rlx.config.kv_cache import CPU_BLOCK
-from rlx.config.schema_model import CPU_WIDTHS
+from rlx.config.schema_model import CPU_WIDTHS, LoraConfig
 from rlx.inference.protocol import PolicyState
-from rlx.inference.server.start import refuse_widths
+from rlx.inference.server.arguments import adapter_arguments
+from rlx.inference.server.start import refuse_unused_adapters, refuse_widths
 from rlx.models.tiny import VOCABULARY, build_tokenizer
 from rlx.types import Turn
 
@@ -121,6 +123,31 @@ def test_versions_of_a_family_are_served_as_they_were_trained(name: str, tmp_pat
         assert state.attested == pytest.approx(COMPARED.get(name, 1.0), abs=1e-3)
         assert {re.split(r"(?<=experts)|\.weight|\.bias", left_out)[0] for left_out in state.not_compared} == NOT_COMPARED.get(name, set())
         assert state.attested + sum(state.not_compared.values()) == pytest.approx(1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_version_without_the_rotary_table_that_its_initial_model_stores_is_served_as_it_was_trained(tmp_path: Path) -> None:
+    run = Run(tmp_path, tied=False)
+    source = run.paths.root / "model"
+    save_random("llama", source)
+    weights = load_file(source / "model.safetensors")
+    table = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}
+    save_file(weights | table, source / "model.safetensors", metadata={"format": "pt"})
+    run.models[0] = plain(source)
+    folder = trained_version(run, 1)
+    run.start()
+
+    async def conversation() -> tuple[Turn, PolicyState]:
+        async with Servers(run.ready()) as servers:
+            await servers.update(folder, 1)
+            return await sample(servers, prompts(1)[0], 0), (await servers.fleet.states())[0]
+
+    turn, state = asyncio.run(conversation())
+    run.stop()
+    assert set(turn.versions.tolist()) == {1}
+    assert run.worst([turn], 1.0) < EXACT
+    assert state.attested == pytest.approx(1.0)
 
 
 @pytest.mark.slow
@@ -240,6 +267,24 @@ def test_a_server_on_a_cpu_names_the_heads_that_it_cannot_compute_before_it_load
         return
     with pytest.raises(ValueError, match=f"heads 24 wide on a CPU, and {tmp_path} has such heads"):
         refuse_widths(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek_v2", "llama"])
+def test_adapters_that_latent_attention_would_not_use_are_refused_with_the_layers_that_can_have_some(name: str, tmp_path: Path) -> None:
+    """vLLM loads them, so the comparison with the trained ones finds them equal."""
+    from vllm.config import ModelConfig
+
+    save_random(name, tmp_path)
+    model = ModelConfig(model=str(tmp_path), skip_tokenizer_init=True, dtype="float32")
+    targets = adapter_arguments(LoraConfig(rank=4), tmp_path)["lora_target_modules"]
+    if name not in LATENT:
+        refuse_unused_adapters(model, targets)
+        return
+    others = "down_proj,gate_proj,kv_a_proj_with_mqa,o_proj,q_proj,up_proj"
+    with pytest.raises(ValueError, match=rf"adapters of kv_b_proj .*{tmp_path}.*lora\.target_modules=\[{others}\]$"):
+        refuse_unused_adapters(model, targets)
+    refuse_unused_adapters(model, others.split(","))
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,24 @@ from transformers.models.llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.llama4 import Llama4Config, Llama4ForConditionalGeneration, Llama4TextConfig
 from transformers.models.mistral import MistralConfig
+from transformers.models.phi3 import Phi3Config
 from transformers.models.phimoe import PhimoeConfig
 from transformers.models.qwen2 import Qwen2Config
 from transformers.models.qwen2_moe import Qwen2MoeConfig
 from transformers.models.qwen3 import Qwen3Config
 
+from rlx.config.load import compose, to_yaml
 from rlx.config.schema import AcConfig, LossTerms
 from rlx.data.packing import pack
 from rlx.losses.base import Objective
 from rlx.losses.sft import sft
 from rlx.models.load import load_policy
 from rlx.models.policy import PolicyModel
+from rlx.models.tiny import build_tokenizer
 from rlx.parallel.mesh import one_process
+from rlx.paths import RunPaths
+from rlx.shared.member import Member
+from rlx.train.build import policy_of
 from rlx.train.step import PolicyTrainer
 from rlx.types import TrainingSample
 
@@ -46,6 +53,12 @@ WINDOWS: dict[str, tuple[type, dict[str, Any]]] = {
     "phimoe": (PhimoeConfig, {"num_local_experts": 4, "sliding_window": WINDOW}),
     "qwen2_moe": (Qwen2MoeConfig, EXPERTS | {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
 }
+
+
+LONGROPE = {
+    "rope_parameters": {"rope_theta": 1e4, "rope_type": "longrope", "short_factor": [1.0] * 2, "long_factor": [2.0] * 2},
+    "original_max_position_embeddings": WINDOW, "head_dim": 4,
+}  # fmt: skip
 
 
 def saved(tmp_path: Path, config: type, **keys: Any) -> str:
@@ -123,6 +136,26 @@ def test_a_window_that_attention_is_not_told_is_refused(name: str, tmp_path: Pat
             load_policy(source, one_process("cpu"), dtype="float32", context=context)
     load_policy(source, one_process("cpu"), dtype="float32", context=WINDOW)
     check_gradients(source, attention="rows")
+
+
+@pytest.mark.parametrize("longest", [8, 60])
+@pytest.mark.parametrize(("config", "keys", "message"), [
+    (*WINDOWS["phimoe"], rf"window of {WINDOW} tokens.*Set seq_len={WINDOW} or less, not 60"),
+    (Phi3Config, LONGROPE, rf"beyond {WINDOW} tokens \(longrope\).*Set seq_len={WINDOW} or less, not 60"),
+])  # fmt: skip
+def test_a_run_with_longer_samples_than_its_shared_trainers_is_refused_if_the_model_cannot_have_them(
+    config: type, keys: dict[str, Any], message: str, longest: int, tmp_path: Path
+) -> None:
+    source = saved(tmp_path, config, pad_token_id=0, **keys)
+    build_tokenizer(64).save_pretrained(source)
+    mesh, alike = one_process("cpu"), ["hardware=cpu", "lora.rank=4", "lora.target_modules=[o_proj]", "sampling.max_tokens=4"]
+    host = compose([*alike, f"seq_len={WINDOW}", "trainer.max_concurrent_runs=2", "trainer.micro_batch_tokens=60"], {}).cfg
+    shared = policy_of(host, source, mesh, lambda _: nullcontext())
+    paths = RunPaths(tmp_path / "run")
+    paths.root.mkdir()
+    paths.config.write_text(to_yaml(compose([*alike, f"seq_len={longest}", "trainer.shared=/outputs/host"], {}).cfg))
+    with nullcontext() if longest <= WINDOW else pytest.raises(ValueError, match=message):
+        Member(host, paths, "token", 0, shared, mesh, lambda: None)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from rlx.models.gguf import convert
+from rlx.models.gguf import check_numbers, convert
 
 TOKENS = [*bytes_to_unicode().values(), "ĊĊ", "12", "<|im_end|>"]
 HEADS, KEYS = 4, 2
@@ -45,8 +46,17 @@ def tensors_of(model: Any) -> dict[str, np.ndarray]:
     return found
 
 
-def write(path: Path, tensors: Mapping[str, np.ndarray], kind: gguf.GGMLQuantizationType, split: str = "gpt-2") -> Path:
+def write(
+    path: Path,
+    tensors: Mapping[str, np.ndarray],
+    kind: gguf.GGMLQuantizationType,
+    split: str = "gpt-2",
+    scaling: tuple[str, float] | None = None,
+) -> Path:
     writer = gguf.GGUFWriter(path, "llama")
+    if scaling is not None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType(scaling[0]))
+        writer.add_rope_scaling_factor(scaling[1])
     for add, value in (
         (writer.add_name, "small"), (writer.add_context_length, 64), (writer.add_embedding_length, 64), (writer.add_block_count, 2),
         (writer.add_feed_forward_length, 96), (writer.add_head_count, HEADS), (writer.add_head_count_kv, KEYS),
@@ -101,6 +111,40 @@ def test_a_file_with_a_tensor_that_the_model_has_no_place_for_is_refused(name: s
     tensors = tensors_of(llama(True)) | {name: np.ones(size, np.float32)}
     with pytest.raises(ValueError, match=words):
         convert(write(tmp_path / "small.gguf", tensors, gguf.GGMLQuantizationType.F32), tmp_path / "folder", "float32")
+
+
+@pytest.mark.parametrize("scaling", [("linear", 4.0), ("yarn", 2.0), ("none", 1.0), ("linear", 1.0)])
+def test_a_file_with_scaled_rotary_frequencies_is_refused_because_transformers_leaves_the_scale_out(
+    scaling: tuple[str, float], tmp_path: Path
+) -> None:
+    file = write(tmp_path / "small.gguf", tensors_of(llama(True)), gguf.GGMLQuantizationType.F32, scaling=scaling)
+    words = rf"small\.gguf scales its rotary frequencies \({scaling[0]}, factor {scaling[1]:g}\).*model\.name=FOLDER"
+    with nullcontext() if scaling[1] == 1.0 else pytest.raises(ValueError, match=words):
+        convert(file, tmp_path / "folder", "float32")
+
+
+def test_a_scale_that_transformers_takes_over_is_no_reason_to_refuse_a_file(tmp_path: Path) -> None:
+    file = write(tmp_path / "small.gguf", tensors_of(llama(True)), gguf.GGMLQuantizationType.F32, scaling=("linear", 4.0))
+    config = LlamaConfig(rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0})
+    check_numbers(gguf.GGUFReader(file), config, file)
+
+
+@pytest.mark.parametrize("width", [128, 256])
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+def test_gemmas_whose_queries_have_a_scale_that_no_file_tells_are_refused(family: str, width: int, tmp_path: Path) -> None:
+    """That of the 27B sizes, with heads 128 wide, is 144 or 168. transformers takes 256 for all, which is right for the others."""
+    file = tmp_path / "small.gguf"
+    writer = gguf.GGUFWriter(file, family)
+    writer.add_name("small")
+    writer.add_key_length(width)
+    writer.add_vocab_size(8)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    config = AutoConfig.from_pretrained(tmp_path, gguf_file=file.name)
+    words = rf"does not say by what number the queries of {family} are scaled, and transformers would take 256, although its heads are 128"
+    with nullcontext() if width == 256 else pytest.raises(ValueError, match=words):
+        check_numbers(gguf.GGUFReader(file), config, file)
 
 
 @pytest.mark.parametrize(

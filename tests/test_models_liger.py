@@ -70,6 +70,18 @@ def test_kernels_are_put_into_one_model_and_no_other():
     check_packed_forward(PolicyModel(make_model(num_hidden_layers=2)))  # a later model on the CPU, such as the reference
 
 
+@pytest.mark.parametrize(("config_class", "keys", "kernels"), [
+    (LlamaConfig, {"hidden_act": "gelu"}, "rope, rms_norm of llama"),
+    (LlamaConfig, {"hidden_act": "swish"}, "rope, rms_norm, swiglu of llama"),
+    (Gemma2Config, {"hidden_activation": "gelu"}, "rope, rms_norm of gemma2"),
+    (Gemma2Config, {"hidden_activation": "gelu_pytorch_tanh"}, "rope, rms_norm, geglu of gemma2"),
+])  # fmt: skip
+def test_feed_forward_layers_with_another_activation_than_the_kernels_keep_it(config_class, keys, kernels):
+    hf = make_model(config_class, **keys)
+    assert apply_liger(hf, "auto", CUDA).split(";")[0] == kernels
+    assert ("Liger" in hf.model.layers[0].mlp._get_name()) == ("glu" in kernels)
+
+
 @pytest.mark.parametrize(("ac", "compile", "kernels"), [
     (AcConfig(freq=1, mode="selective"), False, "rms_norm, swiglu of llama"),
     (None, True, "rms_norm, swiglu of llama"),

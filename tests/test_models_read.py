@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import resource
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ import torch.distributed as dist
 import xxhash
 from checkpoint_worker import make_trainer
 from forked import run_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from trainer_examples import make_model
@@ -24,14 +25,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
 from transformers.models.deepseek_v3 import DeepseekV3Config
 from transformers.models.hrm_text import HrmTextConfig
+from transformers.models.phi3 import Phi3Config
 
+from rlx.config.load import compose
 from rlx.config.memory import size
-from rlx.models.load import check_rotary, load_policy
+from rlx.models.load import check_rotary, load_policy, longest_served
 from rlx.models.policy import PolicyModel
 from rlx.models.read import _keeps_shards, read_weights
 from rlx.models.shard import shard
 from rlx.parallel.mesh import join, one_process
 from rlx.train import checkpoint
+from rlx.train.build import policy_of
 from rlx.train.checkpoint import Progress, Saver
 
 RANKS = 3
@@ -155,6 +159,17 @@ def test_weights_that_are_not_whole_or_stay_quantized_are_refused(tmp_path: Path
         load_policy(str(tmp_path), one_process("cpu"), dtype="float32")
 
 
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.int8])
+def test_weights_that_are_quantized_without_a_word_in_the_configuration_are_refused(kind: torch.dtype, tmp_path: Path):
+    """Their numbers would be taken for weights, without the scales beside them."""
+    make_model().save_pretrained(tmp_path)
+    weights, name = load_file(tmp_path / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
+    weights[name], weights[f"{name}_scale"] = (100 * weights[name]).to(kind), torch.tensor(0.01)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"are quantized, and only plain ones can be trained: {name} is {str(kind)[6:]}\. Name a version"):
+        load_policy(str(tmp_path), one_process("cpu"), dtype="float32")
+
+
 def test_shards_in_host_memory_stay_there_although_their_mesh_is_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """`trainer.fsdp_cpu_offload`: FSDP refuses parameters on a GPU."""
     make_model().save_pretrained(tmp_path)
@@ -201,6 +216,27 @@ def test_frequencies_that_would_depend_on_the_packing_are_refused(rope: dict, mo
     with pytest.raises(ValueError, match=f"not {most + 1}"):
         check_rotary("model", by_layer, most + 1)
     check_rotary("model", SimpleNamespace(rope_parameters={"rope_type": "yarn", "factor": 4.0}, max_position_embeddings=8), 1000)
+
+
+LONGROPE = {"rope_theta": 1e4, "rope_type": "longrope", "short_factor": [1.0] * 2, "long_factor": [2.0] * 2}
+
+
+def test_frequencies_that_servers_with_a_longer_context_would_not_have_are_refused(tmp_path: Path):
+    """vLLM takes the long ones for all requests once its context is longer than the first training, also for short requests."""
+    keys = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 24, "pad_token_id": 0, "head_dim": 4}
+    make_model(Phi3Config, **keys).save_pretrained(tmp_path)
+
+    def policy(*overrides: str) -> PolicyModel:
+        cfg = compose(["hardware=cpu", "seq_len=24", "sampling.max_tokens=8", *overrides], environ={}).cfg
+        return policy_of(cfg, str(tmp_path), one_process("cpu"), lambda _: nullcontext())
+
+    assert longest_served(str(tmp_path)) == 24  # what servers that already run are told
+    policy()
+    policy("inference.base_url=[http://127.0.0.1:1]", "inference.max_model_len=25")  # servers with a context of their own
+    with pytest.raises(
+        ValueError, match=r"beyond 24 tokens \(longrope\).*at 25 tokens \(inference\.max_model_len\).*max_model_len=24 or less"
+    ):
+        policy("inference.max_model_len=25")
 
 
 @pytest.mark.parametrize("read", [True, False])

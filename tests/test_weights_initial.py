@@ -105,6 +105,29 @@ def test_servers_of_others_may_have_the_weights_in_another_form_and_the_differen
     play(scene, Stand(), look=60)
 
 
+@pytest.mark.parametrize("longest", [64, 63, None])
+def test_a_server_with_the_rotary_frequencies_of_longer_texts_than_the_trainers_ends_the_run(longest: int | None, tmp_path: Path) -> None:
+    """Also one that already ran (inference.base_url), whose context no key of the run says."""
+    make_model().save_pretrained(tmp_path / "folder")
+    paths = RunPaths(tmp_path / "run")
+    write_initial(paths, tmp_path / "folder", longest)
+
+    async def scene(client: Servers, *stands: Stand) -> None:
+        stands[0].identity = identity(tmp_path / "folder")
+        await client.fleet.wait_ready(60)
+        client.fleet.insists = False
+        client.fleet.trained = lambda: read_initial(paths)
+        playing = asyncio.ensure_future(client.fleet.held())
+        await asyncio.sleep(0.2)
+        assert playing.done() == (longest == 63)
+        if longest == 63:
+            with pytest.raises(InferenceError, match=r"has a context of 64 tokens.*up to 63 tokens.*inference\.max_model_len=63 or less"):
+                await playing
+        playing.cancel()
+
+    play(scene, Stand(), look=60)
+
+
 OTHER_MODEL = """
 import sys
 if "rlx.roles.trainer" in sys.orig_argv:

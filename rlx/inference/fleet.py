@@ -231,8 +231,10 @@ class Fleet:
         while self._taken is None:
             # Only version 0 could be another model unnoticed, so a run that goes on from a checkpoint looks no longer than it has it.
             if trained is None and not self.version and (trained := await asyncio.to_thread(self.trained)) is not None:
+                serving = [one for one in self._servers if one.serves]
+                replica.check_contexts(serving, trained)
                 try:
-                    replica.check_initial([one for one in self._servers if one.serves], trained)
+                    replica.check_initial(serving, trained)
                 except InferenceError as error:
                     if self.insists:
                         raise

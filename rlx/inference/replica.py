@@ -69,6 +69,17 @@ def check_initial(servers: Sequence[Replica], trained: InitialModel) -> None:
             )
 
 
+def check_contexts(servers: Sequence[Replica], trained: InitialModel) -> None:
+    """Raise InferenceError if a server computes with other rotary frequencies than the trainer, because its context is longer."""
+    for server in servers:
+        if trained.longest is not None and server.context > trained.longest:
+            raise InferenceError(
+                f"{server.endpoint.name} has a context of {server.context} tokens, so it takes the rotary frequencies of long texts for "
+                f"all requests, and the trainer takes those of texts of up to {trained.longest} tokens (LongRoPE). Start the server with "
+                f"inference.max_model_len={trained.longest} or less"
+            )
+
+
 class Replica:
     """One replica."""
 
@@ -76,6 +87,7 @@ class Replica:
         self.endpoint = endpoint
         self.serves = serves  # samplers use it
         self.initial = self.model = ""  # its word of version 0's weights, and of where they lie: `identity` and `model` of `PolicyState`
+        self.context = 0  # tokens of prompt and completion together, by its word; 0: it has said nothing yet
         self.claimed = False  # for the run, and without another run's weights
         self.silent_since: float | None = None  # monotonic time of the first of its latest failures to answer
         self.hung = False  # it took a connection and did not answer
@@ -106,7 +118,7 @@ class Replica:
         began_anew = self._start not in (None, state.start) or state.version < self._version
         self.late &= not state.asking and not began_anew
         self._start, self._version = state.start, state.version
-        self.initial, self.model = state.identity, state.model
+        self.initial, self.model, self.context = state.identity, state.model, state.context_length
         return state
 
     def differs_from(self, others: Iterable[Replica]) -> Replica | None:

@@ -22,8 +22,8 @@ DIGITS_APART = ("smollm",)  # GPT-2's, after every digit was set apart; transfor
 def convert(file: Path, folder: Path, dtype: str) -> None:
     """Write the model, tokenizer and chat template of a GGUF `file` to `folder`, weights in `dtype` (`float32`, `bfloat16`).
 
-    Raises ValueError if transformers does not know the file's architecture, if the file lacks weights of it, or has other tensors beside
-    them (the scaled rotary frequencies of Llama 3.1 and Phi 3).
+    Raises ValueError if transformers does not know the file's architecture, if the file lacks weights of it, has other tensors beside them
+    (the scaled rotary frequencies of Llama 3.1 and Phi 3), or computes by numbers that transformers leaves out (`check_numbers`).
     """
     import torch
     from gguf import GGUFReader
@@ -33,6 +33,7 @@ def convert(file: Path, folder: Path, dtype: str) -> None:
     keys: dict[str, Any] = {"gguf_file": file.name, "dtype": getattr(torch, dtype), "output_loading_info": True}
     read, found = AutoModelForCausalLM.from_pretrained(file.parent, **keys)
     config = read.config
+    check_numbers(header, config, file)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     with torch.device("meta"):
@@ -56,6 +57,33 @@ def convert(file: Path, folder: Path, dtype: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     _split_as_the_file_says(tokenizer, header, file)
     tokenizer.save_pretrained(folder)
+
+
+def check_numbers(header: Any, config: Any, file: Path) -> None:
+    """Raise ValueError if the model would compute something else by `config`, which transformers made of the file's header.
+
+    transformers leaves out how rotary frequencies are scaled. No file says how Gemma's queries are scaled; transformers takes the default
+    of the family, which is that of the sizes whose heads are as wide.
+    """
+    name = header.fields["general.architecture"].contents()
+    said = {
+        key.removeprefix(f"{name}.rope."): field.contents() for key, field in header.fields.items() if key.startswith(f"{name}.rope.scal")
+    }
+    factor = said.get("scaling.factor", said.get("scale_linear", 1.0)) or 1.0  # 0: llama.cpp takes it for 1
+    kind = said.get("scaling.type", "linear")
+    found = getattr(config, "rope_parameters", None) or {}
+    ropes = [found] if "rope_type" in found else [each for each in found.values() if isinstance(each, dict)]
+    if kind != "none" and factor != 1.0 and not any((rope["rope_type"], rope.get("factor")) == (kind, factor) for rope in ropes):
+        raise ValueError(
+            f"{file} scales its rotary frequencies ({kind}, factor {factor:g}), and transformers leaves that out: the model would compute "
+            "something else. Use the model's own folder, model.name=FOLDER"
+        )
+    scale, width = getattr(config, "query_pre_attn_scalar", None), getattr(config, "head_dim", None)
+    if scale is not None and scale != width:
+        raise ValueError(
+            f"{file} does not say by what number the queries of {name} are scaled, and transformers would take {scale}, although its heads "
+            f"are {width} wide: a default of other sizes. Use the model's own folder, model.name=FOLDER"
+        )
 
 
 def _split_as_the_file_says(tokenizer: Any, header: Any, file: Path) -> None:

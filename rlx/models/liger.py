@@ -1,9 +1,10 @@
 """Patches Liger's layer kernels (norms, rotary positions, gated feed-forward layers) into one model, for the families that Liger supports.
 
 Liger patches the given model's modules, but also names in the family's transformers module, which would affect every later model in the
-process. `patch` restores those names: classes as they were, and functions so that CPU tensors use transformers' own. Two things are left
-out. The losses, because the log-probability op is rlx's own. And the experts, whose kernels round float32 to TF32, try 32 configurations
-for more than 20 s when they first run, and wait for the device in every layer.
+process. `patch` restores those names: classes as they were, and functions so that CPU tensors use transformers' own. Three things are left
+out. The losses, because the log-probability op is rlx's own. The experts, whose kernels round float32 to TF32, try 32 configurations
+for more than 20 s when they first run, and wait for the device in every layer. And feed-forward layers with another activation than the
+kernel's: Liger would put its own in its place.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 
 LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
 FEED_FORWARD = "swiglu"  # of dense layers and of experts: Liger has one switch for both
+ACTIVATIONS = {FEED_FORWARD: {"silu", "swish"}, "geglu": {"gelu_pytorch_tanh", "gelu_new", "gelu_fast"}}  # that each kernel computes
 
 
 def apply_liger(hf: Any, wanted: bool | str, device: torch.device, *, rope: bool = True, compiled: bool = False) -> str:
@@ -72,7 +74,10 @@ def patch(hf: Any, *, rope: bool = True) -> str:
     module = vars(sys.modules[type(hf).__module__])
     before = dict(module)
     has_experts = any(name.endswith(".experts") for name, _ in hf.named_modules())
-    left_out = {*LOSSES, *([] if rope else ["rope"]), *([FEED_FORWARD] if has_experts else [])}
+    config = hf.config.get_text_config()
+    named = {getattr(config, key, None) for key in ("hidden_act", "hidden_activation")} - {None}  # families have one or the other
+    unlike = [kernel for kernel, computed in ACTIVATIONS.items() if not named <= computed]
+    left_out = {*LOSSES, *unlike, *([] if rope else ["rope"]), *([FEED_FORWARD] if has_experts else [])}
     function(model=hf, **{name: False for name in left_out if name in options})
     for name, plain in before.items():
         if module[name] is not plain:

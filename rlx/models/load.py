@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -68,6 +68,7 @@ def load_policy(
     trained: bool = True,
     read: bool = True,
     context: int | None = None,
+    served: int | None = None,
 ) -> PolicyModel:
     """Load `source`: parameters in `optimization_dtype`, computing in `dtype`, gradients reduced in `reduce_dtype`.
 
@@ -76,10 +77,10 @@ def load_policy(
     A model that is not `trained` (a reference) may have no experts to divide (`trainer.ep`).
     `read=False` may leave the parameters uninitialised, if there are no adapters: a checkpoint of the training follows.
     Shards over the mesh's `fsdp` axis. One process without a process group has `rlx.models.copies` if the two dtypes differ.
-    `context`: tokens of the longest sample, if it is known.
-    Raises ValueError for an unknown dtype, for positions that depend on the packing (`check_rotary`), for a `logprob_backend` or `liger`
-    that cannot be used, for targets of `lora` that the model does not have, or for a model whose packed forward differs from its own
-    (`check_packed_forward`).
+    `context`: tokens of the longest sample, if it is known. `served`: the context of the servers that the run starts, if any.
+    Raises ValueError for an unknown dtype, for positions that depend on the packing or differ from the servers' (`check_rotary`), for a
+    `logprob_backend` or `liger` that cannot be used, for targets of `lora` that the model does not have, or for a model whose packed
+    forward differs from its own (`check_packed_forward`).
     """
     for key, name in (("model.dtype", dtype), ("trainer.optimization_dtype", optimization_dtype), ("trainer.reduce_dtype", reduce_dtype)):
         if name not in DTYPES:
@@ -87,7 +88,7 @@ def load_policy(
     device, sharded = mesh.device, mesh.grouped
     master, compute = DTYPES[optimization_dtype], DTYPES[dtype]
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code).get_text_config()
-    check_rotary(source, config, context)
+    check_rotary(source, config, context, served)
     backend = choose_backend(logprob_backend, device, compute, getattr(config, "vocab_size", None))  # fails before the slow load
     if device.type == "cuda" and (backend == "triton" or may_patch(liger)):
         check_triton()
@@ -203,24 +204,27 @@ def _split(hf: Any, mesh: Mesh, *, dense: bool) -> None:
         split_experts(hf, mesh.expert, mesh.alone, dense=dense)
 
 
-def check_rotary(source: str, config: Any, context: int | None) -> None:
+def check_rotary(source: str, config: Any, context: int | None, served: int | None = None) -> None:
     """Raise ValueError for a model whose rotary frequencies would change with the longest sample of a row, at `context` tokens.
 
     LongRoPE (2402.13753) and dynamic scaling have other frequencies beyond the length of the first training. transformers chooses them by
-    the longest position of a forward pass, vLLM once for all requests.
+    the longest position of a forward pass. vLLM chooses those of LongRoPE once for all requests, by the engine's context (`served`), and
+    keeps those of dynamic scaling as they were.
     """
-    found = getattr(config, "rope_parameters", None) or {}
-    for rope in [found] if "rope_type" in found else [each for each in found.values() if isinstance(each, dict)]:
-        kind = rope.get("rope_type")
-        most = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-        if kind not in ("longrope", "dynamic") or context is None:  # a family with other positions may have no limit
-            continue
-        most = most or config.max_position_embeddings
+    if context is None:
+        return
+    for kind, most in _first_trained(config):
         if context > most:
             raise ValueError(
                 f"{source} has other rotary frequencies beyond {most} tokens ({kind}), and a row of samples can have only one kind, "
                 "so log-probabilities would depend on the packing and differ from those of the servers. "
                 f"Set seq_len={most} or less, not {context}"
+            )
+        if kind == "longrope" and served is not None and served > most:
+            raise ValueError(
+                f"{source} has other rotary frequencies beyond {most} tokens ({kind}). Servers choose them once for all requests, by their "
+                f"context: at {served} tokens (inference.max_model_len) they would take those of long texts, and the trainer takes those "
+                f"of short ones (seq_len={context}). Set inference.max_model_len={most} or less, or null, which means seq_len"
             )
 
 
@@ -266,7 +270,8 @@ def check_packed_forward(model: PolicyModel, device: torch.device | str = "cpu")
     with model.computing(), torch.compiler.set_stance("force_eager"):  # compiling is not worth it for a few tokens
         with watched() as calls, overwritten_products(model) as overwritten, routers.noted() as choices:
             packed = log_probabilities(trainable)
-        _check_windows(model, calls)
+        model.window = min((call.masked for call in calls if call.masked is not None and call.masked != call.window), default=None)
+        _check_window(model, model.context)
         if overwritten:
             raise ValueError(
                 f"the layers of {type(model.hf).__name__} write into results that selective checkpointing keeps "
@@ -304,16 +309,40 @@ def _attends_once_at_the_end(layer: Any, calls: Sequence[Call]) -> bool:
     return [call.module in parts for call in calls] == [False] * (len(calls) - 1) + [True]
 
 
-def _check_windows(model: PolicyModel, calls: Sequence[Call]) -> None:
-    """Raise ValueError if samples may be longer than a window that transformers has in its masks and a layer does not pass on."""
-    for window in sorted({call.masked for call in calls if call.masked is not None and call.masked != call.window}):
-        if model.context is None or model.context > window:
-            raise ValueError(
-                f"{type(model.hf).__name__} has layers with a window of {window} tokens, but does not pass it on to its attention: packed "
-                f"samples would attend beyond it. Set seq_len={window} or less"
-                + ("" if model.context is None else f", not {model.context}")
-                + "; or model.attention=rows, if the servers apply the window (vLLM does not for Qwen2-MoE)"
-            )
+def _first_trained(config: Any) -> Iterator[tuple[str, int]]:
+    """The kind of rotary frequencies, and the length up to which they are those of the first training, where longer texts have others."""
+    found = getattr(config, "rope_parameters", None) or {}
+    for rope in [found] if "rope_type" in found else [each for each in found.values() if isinstance(each, dict)]:
+        kind = rope.get("rope_type")
+        if kind in ("longrope", "dynamic"):  # a family with other positions may have no limit
+            most = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+            yield kind, most or config.max_position_embeddings
+
+
+def longest_served(source: str, *, trust_remote_code: bool = False) -> int | None:
+    """The longest context of a server that has the rotary frequencies of the trainer (`check_rotary`); None: any."""
+    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code).get_text_config()
+    return min((most for kind, most in _first_trained(config) if kind == "longrope"), default=None)
+
+
+def check_length(model: PolicyModel, context: int, served: int | None) -> None:
+    """Raise ValueError if a loaded model cannot be trained on samples of `context` tokens, or not with servers of the context `served`.
+
+    For a run that joins a shared trainer: the model was checked for the trainer's own `seq_len` when it was loaded.
+    """
+    check_rotary(model.base["name"], model.hf.config.get_text_config(), context, served)
+    _check_window(model, context)
+
+
+def _check_window(model: PolicyModel, context: int | None) -> None:
+    """Raise ValueError if samples may be longer than `model.window`."""
+    if model.window is not None and (context is None or context > model.window):
+        raise ValueError(
+            f"{type(model.hf).__name__} has layers with a window of {model.window} tokens, but does not pass it on to its attention: "
+            f"packed samples would attend beyond it. Set seq_len={model.window} or less"
+            + ("" if context is None else f", not {context}")
+            + "; or model.attention=rows, if the servers apply the window (vLLM does not for Qwen2-MoE)"
+        )
 
 
 def _own_log_probabilities(hf: Any, sequence: Tensor) -> Tensor:

@@ -76,6 +76,7 @@ class PolicyModel(nn.Module):
         self.scores_within_head = False  # whether the head is sharded by itself, so that only its own forward has its parameters
         self.base: dict[str, str] = {}  # of a model with adapters: `name`, `digest` and `dtype` of the frozen model
         self.context: int | None = None  # tokens of the longest sample, if it is known
+        self.window: int | None = None  # the shortest that its layers have only in transformers' masks, so that packed samples ignore it
         self.slots: Here | None = None  # where its layers find each token's adapter, if it has several (`rlx.models.slots`)
         config = hf.config
         self.logit_scale, self.softcap = logit_scale(config), logit_softcap(config)

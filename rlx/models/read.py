@@ -65,7 +65,8 @@ BEGINNING = 4096  # bytes of each tensor that tell whether two hosts have the sa
 def read_weights(hf: Any, source: str, mesh: Mesh, device: torch.device, *, trust_remote_code: bool = False) -> None:
     """Fill `hf`, a transformers model on the meta device, whole or sharded by FSDP, from a folder or hub name. Tensors go to `device`.
 
-    Adapters are left uninitialised. Every rank calls this. Raises ValueError if the checkpoint lacks weights of the model.
+    Adapters are left uninitialised. Every rank calls this. Raises ValueError if the checkpoint lacks weights of the model, or has them
+    quantized.
     """
     with _kept_where_read(mesh.grouped and device.type != mesh.device.type):
         _read(hf, source, mesh, device, trust_remote_code)
@@ -99,6 +100,7 @@ def _read(hf: Any, source: str, mesh: Mesh, device: torch.device, trust_remote_c
             moved = (name for name, (parameter, by) in converted.items() if not _keeps_shards(by, dims.get(parameter, set())))
             why = next((f"{name} {IN_ANOTHER_LAYOUT}" for name in moved), None)
         _same_everywhere(stored, str(why), source, mesh)
+        _check_plain(source, stored, hf)
         if why is not None:
             if mesh.first:
                 log.warning("%s", _about_whole(hf, source, mesh, why))
@@ -289,11 +291,26 @@ def _check_whole(source: str, full: Any, hf: Any, lacking: list[str]) -> None:
     names = hf.state_dict().keys()
     for name, tensor in full.state_dict().items():
         if name not in names or (tensor.is_floating_point() and tensor.element_size() < 2):
-            kind = str(tensor.dtype).removeprefix("torch.")
-            raise ValueError(
-                f"the weights of {source} are quantized, and only plain ones can be trained: {name} is {kind}. "
-                "Name a version of the model that is not quantized"
-            )
+            raise _quantized(source, name, tensor.dtype)
+
+
+def _check_plain(source: str, stored: dict[str, Stored], hf: Any) -> None:
+    """Raise ValueError if stored weights are quantized although the configuration does not say so.
+
+    transformers would take their numbers for weights, without the scales beside them.
+    """
+    floating = {name for name, tensor in hf.state_dict().items() if tensor.is_floating_point()}
+    for name, part in stored.items():
+        if part.dtype.itemsize < 2 if part.dtype.is_floating_point else name in floating:
+            raise _quantized(source, name, part.dtype)
+
+
+def _quantized(source: str, name: str, dtype: torch.dtype) -> ValueError:
+    kind = str(dtype).removeprefix("torch.")
+    return ValueError(
+        f"the weights of {source} are quantized, and only plain ones can be trained: {name} is {kind}. "
+        "Name a version of the model that is not quantized"
+    )
 
 
 def _read_whole(hf: Any, source: str, mesh: Mesh, device: torch.device, trust_remote_code: bool) -> None:

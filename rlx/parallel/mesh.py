@@ -233,8 +233,16 @@ class Mesh:
         return peak
 
     def background_group(self) -> dist.ProcessGroup | None:
-        """A separate group for background work, whose collectives must not mix with training's. Every rank calls this."""
+        """A separate group for background work, whose collectives must not mix with training's. Every rank calls this.
+
+        Whoever has it calls `end_background` with it at the end.
+        """
         return dist.new_group(backend="gloo") if self.grouped else None
+
+    def end_background(self, group: dist.ProcessGroup | None) -> None:
+        """Give back the connections and threads of a `background_group` in which no collective is under way. Every rank calls this."""
+        if group is not None:
+            dist.destroy_process_group(group)
 
     def close(self) -> None:
         """Leave the process group."""

@@ -42,6 +42,7 @@ class Trainer:
     def __init__(self, cfg: TrainingRoot, paths: RunPaths, place: Place, watch: Watch) -> None:
         from rlx.checkpoints.folders import TRAINER, read_start
         from rlx.checkpoints.trainer import Checkpoints
+        from rlx.models.load import longest_served
         from rlx.parallel.mesh import build_mesh
         from rlx.policy.source import source_of, validation_rows
         from rlx.train.build import build
@@ -62,7 +63,7 @@ class Trainer:
         name = initial_model(cfg, paths, self.mesh, watch)
         start = read_start(paths)
         if start is None:
-            tell_initial(name, paths, self.mesh)
+            tell_initial(name, paths, self.mesh, longest_served(name, trust_remote_code=cfg.model.trust_remote_code))
         self.step_trainer = build(cfg, name, self.mesh, watch.working, resumes=start is not None)
         self.model, self.reference = self.step_trainer.model, self.step_trainer.reference
         self.summary = Summary(paths, self.mesh, self.step_trainer, warning)

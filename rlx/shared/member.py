@@ -19,14 +19,14 @@ from rlx.config.shared import differing
 from rlx.data.source import OrchestratorSource
 from rlx.heartbeat import EVALUATING, AtWork
 from rlx.metrics import MetricsWriter
-from rlx.models.load import DTYPES
+from rlx.models.load import DTYPES, check_length
 from rlx.models.lora import peft_config
 from rlx.models.policy import PolicyModel
 from rlx.models.slots import Slot
 from rlx.parallel.mesh import Mesh
 from rlx.paths import RunPaths, listed, write_text
 from rlx.shared.membership import PutOut, asked_with, is_present
-from rlx.train.build import losses_of, optimizer_of
+from rlx.train.build import losses_of, optimizer_of, served
 from rlx.train.checkpoint import load
 from rlx.train.reference import Reference
 from rlx.train.step import PolicyTrainer
@@ -63,6 +63,7 @@ class Member:
         self.cfg = cfg = load_run(paths.root)
         if problems := differing(host, cfg):
             raise ValueError("; ".join(problems))
+        check_length(model, cfg.seq_len, served(cfg))  # the trainer's own seq_len says nothing of its runs' samples
         self.paths, self.token, self.slot, self.mesh, self.tick = paths, token, slot, mesh, tick
         view = Slot(model, slot)
         view.begin(cfg.lora, cfg.seed)

@@ -11,7 +11,7 @@ import torch
 
 from rlx.config.declared import declared_in
 from rlx.config.objectives import trained_by
-from rlx.config.schema import Config, LossTerms, OptimTerms, TrainingRoot, split_terms
+from rlx.config.schema import Config, LossTerms, OptimTerms, PlayRoot, TrainingRoot, split_terms
 from rlx.config.targets import instantiate
 from rlx.losses.base import Objective
 from rlx.losses.mix import LossMix
@@ -79,6 +79,7 @@ def policy_of(
     """The model that is trained; of a shared trainer with an adapter for each run. For the arguments see `build`."""
     master, lora, slots = cfg.trainer.optimization_dtype, cfg.lora if cfg.lora.on else None, cfg.trainer.max_concurrent_runs
     trained: dict[str, Any] = {"ac": cfg.trainer.ac, "ac_offloading": cfg.trainer.ac_offloading, "lora": lora, "slots": slots}
+    trained["served"] = served(cfg)
     with working("loading the model"):
         model = load_policy(source, mesh, optimization_dtype=master, read=not resumes, seed=cfg.seed, **trained, **_loading(cfg))
     log.info("log-probability backend: %s; Liger layer kernels: %s", model.logprob_backend, model.liger)
@@ -108,6 +109,11 @@ def _loading(cfg: TrainingRoot) -> dict[str, Any]:
         "trust_remote_code": cfg.model.trust_remote_code,
         "context": cfg.seq_len,
     }
+
+
+def served(cfg: TrainingRoot) -> int | None:
+    """The context of the servers that the run starts; None if it starts none."""
+    return cfg.max_model_len if isinstance(cfg, PlayRoot) and cfg.num_servers else None
 
 
 def losses_of(cfg: TrainingRoot) -> LossMix:

@@ -98,10 +98,8 @@ class Saver:
     def __init__(self, trainer: PolicyTrainer, new_hash: Callable[[], Hash], *, in_background: bool = False) -> None:
         """`new_hash` makes hashes for the files' digests. `in_background` needs memory for a second copy of the state."""
         self.trainer, self.new_hash, self.mesh = trainer, new_hash, trainer.mesh
-        self._stager: DefaultStager | None = None
-        if in_background:
-            self._stager = self._new_stager()
-            self._group = trainer.mesh.background_group()
+        self._stager: DefaultStager | None = self._new_stager() if in_background else None
+        self._group = trainer.mesh.background_group() if in_background else None
 
     def _new_stager(self) -> DefaultStager:
         cuda = self.trainer.device.type == "cuda"
@@ -138,9 +136,11 @@ class Saver:
             self._stager.stage(_state_of(self.trainer, Progress(0, 0)))
 
     def close(self) -> None:
-        """Release the background's memory and threads."""
+        """Release the background's memory, threads and connections. Every rank calls this, when everything is written."""
         if self._stager is not None:
             self._stager.close()
+            group, self._group = self._group, None
+            self.mesh.end_background(group)
 
 
 def load(folder: Path, trainer: PolicyTrainer, *, alone: bool = True) -> Progress:

@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlx.config.chat_format import template_path
 from rlx.config.memory import versions_in_memory
-from rlx.config.schema import Config, TrainingRoot
+from rlx.config.schema import Config, PlayRoot, TrainingRoot
 from rlx.paths import RunPaths
 from rlx.process import host_name
 from rlx.waiting import Preempted
 from rlx.weights import tmpfs
+from rlx.weights.hub import fetch
 from rlx.weights.publish import Publisher
+from rlx.weights.untrained import check_begun
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +64,7 @@ class Broadcast:
     def of(cls, cfg: TrainingRoot, model: PolicyModel, mesh: Mesh, paths: RunPaths, source: str, working: Working) -> Broadcast:
         """The versions of a model loaded from `source` (folder or hub name), sent as the configuration says.
 
-        Raises ValueError if they cannot be sent from memory layer by layer.
+        Raises ValueError if they cannot be sent from memory layer by layer, or if servers that the run starts would refuse them.
         """
         from rlx.models.load import DTYPES
 
@@ -76,6 +78,9 @@ class Broadcast:
             lora=cfg.lora if cfg.lora.on else None,
             in_memory=cfg.memory_folder is not None,
         )
+        if mesh.first and isinstance(cfg, PlayRoot) and cfg.num_servers:
+            what = publisher.export.shapes, publisher.static.untrained, cfg.lora.rank
+            check_begun(source, fetch(source, None), model.hf, *what)
         return cls(publisher, _offers_of(cfg, publisher, dtype), working)
 
     @property
@@ -175,4 +180,5 @@ def _offers_of(cfg: TrainingRoot, publisher: Publisher, dtype: torch.dtype) -> O
     assert isinstance(cfg, Config)
     make = sender_of(cfg.transfer)
     host = host_name() if cfg.hardware.nodes > 1 else LOOPBACK
-    return Offers(publisher.model, publisher.mesh, publisher.paths, dtype, cfg.weight_broadcast.timeout, make, host)
+    untrained = publisher.static.untrained
+    return Offers(publisher.model, publisher.mesh, publisher.paths, dtype, cfg.weight_broadcast.timeout, make, host, untrained)

@@ -60,6 +60,11 @@ class Export:
         """What these tensors are in checkpoints: on the meta device, so names, dtypes and shapes alone."""
         return self.convert({name: self._meta[name] for name in names})
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every tensor in checkpoints, by name."""
+        return {name: tuple(shape) for name, shape in _shapes(self.described(list(self._meta))).items()}
+
     def units(self) -> list[list[str]]:
         """The trainer's tensors, by name, that are converted together: layers, or single tensors if nothing is converted."""
         return by_layer(self._meta) if self.converts else [[name] for name in self._meta]

@@ -3,7 +3,8 @@
 `weights/step_13/` holds safetensors under Hugging Face's names, the model's configuration and tokenizer, and, written last, `COMPLETE`:
 `{"version": 13, "files": {name: {"size", "xxh3"}}, "tensors": {name: {"shape", "dtype", "sum"}}}`. Any program that loads Hugging Face
 models can load it. If adapters are trained, it is a PEFT folder instead: `adapter_model.safetensors` and `adapter_config.json`, and the
-manifest has `"base": {"name", "identity"}` of the model that they belong to.
+manifest has `"base": {"name", "identity"}` of the model that they belong to. `"untrained": [name, …]` are tensors of the
+initial model's files that versions do not have, if there are any.
 
 Each tensor has one checksum, its sum (`sums.py`), because all three users can compute it. The trainer sums its memory, which also catches
 write errors. A server sums the files as it reads them, before it pauses. Its engine sums the parameters that it serves, where they lie.
@@ -23,7 +24,7 @@ import struct
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -240,6 +241,7 @@ class ModelFiles:
 
     files: Mapping[str, bytes]
     base: Mapping[str, str] | None = None  # of adapters: `name` and `identity` of their model
+    untrained: Sequence[str] = ()  # tensors of the initial model's files that no version has (`rlx.weights.untrained`)
 
     @classmethod
     def read(cls, source: str, hf: Any, dtype: str, *, trust_remote_code: bool = False) -> ModelFiles:
@@ -271,7 +273,7 @@ class ModelFiles:
 
     def with_chat_template(self, path: Path) -> ModelFiles:
         """These files with another chat template. `chat_template.jinja` wins over the one in `tokenizer_config.json`."""
-        return ModelFiles({**self.files, "chat_template.jinja": path.read_bytes()})
+        return replace(self, files={**self.files, "chat_template.jinja": path.read_bytes()})
 
 
 Tensors = dict[str, "torch.Tensor"]
@@ -333,8 +335,9 @@ def complete(paths: RunPaths, version: int, written: Sequence[Written], static: 
     for name, content in small.items():
         (folder / name).write_bytes(content)
         manifest[name] = {"size": len(content), "xxh3": xxhash.xxh3_64_hexdigest(content)}
-    base = {} if static.base is None else {"base": dict(static.base)}
-    (folder / COMPLETE).write_text(json.dumps({"version": version, "files": manifest, "tensors": tensors, **base}))
+    more: dict[str, Any] = {} if static.base is None else {"base": dict(static.base)}
+    more |= {"untrained": list(static.untrained)} if static.untrained else {}
+    (folder / COMPLETE).write_text(json.dumps({"version": version, "files": manifest, "tensors": tensors, **more}))
 
 
 def publish(paths: RunPaths, version: int) -> None:

@@ -62,7 +62,10 @@ def initial_model(cfg: TrainingRoot, paths: RunPaths, mesh: Mesh, watch: Watch) 
     return name
 
 
-def tell_initial(name: str, paths: RunPaths, mesh: Mesh) -> None:
-    """Let others compare this model, which is on the disk, with what the servers have. Every rank calls this."""
+def tell_initial(name: str, paths: RunPaths, mesh: Mesh, longest: int | None) -> None:
+    """Let others compare this model, which is on the disk, with what the servers have. Every rank calls this.
+
+    `longest`: `InitialModel.longest`.
+    """
     if mesh.first:
-        write_initial(paths, fetch(name, None))
+        write_initial(paths, fetch(name, None), longest)

@@ -1,6 +1,6 @@
 """What the trainer began with, for whoever compares it with the servers' version 0: `endpoints/initial_model.json`.
 
-    {"identity": "6bc1…", "where": "/cache/…/snapshots/1a2b", "host": "node2", "token": …}
+    {"identity": "6bc1…", "where": "/cache/…/snapshots/1a2b", "host": "node2", "longest": null, "token": …}
 
 Every later version is compared in full when it is loaded. Version 0 reaches nobody: trainer and servers each read it from their own disk,
 and a hub name may be another revision in the cache of another host.
@@ -19,13 +19,16 @@ from rlx.types import InitialModel
 from rlx.weights.files import identity
 
 
-def write_initial(paths: RunPaths, folder: Path) -> None:
-    """Say what is trained from version 0 on. Nothing is said of a model without safetensors files: no server of rlx starts with one."""
+def write_initial(paths: RunPaths, folder: Path, longest: int | None = None) -> None:
+    """Say what is trained from version 0 on. `longest`: `InitialModel.longest`.
+
+    Nothing is said of a model without safetensors files: no server of rlx starts with one.
+    """
     try:
         found = identity(folder)
     except (ValueError, FileNotFoundError):
         return
-    record = {"identity": found, "where": str(folder), "host": host_name(), "token": os.environ.get(TOKEN, "")}
+    record = {"identity": found, "where": str(folder), "host": host_name(), "longest": longest, "token": os.environ.get(TOKEN, "")}
     write_text(paths.trained_initial, json.dumps(record) + "\n")
 
 
@@ -37,4 +40,4 @@ def read_initial(paths: RunPaths) -> InitialModel | None:
         return None
     if found is None or found["token"] != os.environ.get(TOKEN, ""):
         return None
-    return InitialModel(identity=found["identity"], where=found["where"], host=found["host"])
+    return InitialModel(identity=found["identity"], where=found["where"], host=found["host"], longest=found["longest"])

@@ -123,11 +123,12 @@ class Caller:
 class Mailbox:
     """The trainer's end."""
 
-    def __init__(self, store: dist.TCPStore, announced: Announced, secret: bytes) -> None:
+    def __init__(self, store: dist.TCPStore, announced: Announced, secret: bytes, untrained: Sequence[str] = ()) -> None:
+        """`untrained`: what servers have besides (`rlx.weights.untrained`)."""
         self.store = store
         self.messages = Messages(store, secret)
         self._known: dict[str, None] = {}  # calls, in their order
-        self.messages.set(ANNOUNCED, [announced.names, announced.dtypes, announced.shapes])
+        self.messages.set(ANNOUNCED, [announced.names, announced.dtypes, announced.shapes, list(untrained)])
 
     @property
     def where(self) -> str:
@@ -247,7 +248,8 @@ class Call:
         try:
             self._store = reach_store(where, timeout)
             self._messages = Messages(self._store, secret)
-            self.announced = Announced(*self._messages.get(ANNOUNCED))
+            *announced, self.untrained = self._messages.get(ANNOUNCED)
+            self.announced = Announced(*announced)
         except (RuntimeError, OSError) as error:
             raise Gone(f"the trainer at {where} does not answer: {error}") from error
 

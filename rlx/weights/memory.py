@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -162,8 +162,9 @@ class Offers:
         timeout: float,
         make: MakeSender = GlooSender,
         host: str = LOOPBACK,
+        untrained: Sequence[str] = (),
     ) -> None:
-        """`timeout`: seconds for a transfer. `host`: the name by which the servers reach this host."""
+        """`timeout`: seconds for a transfer. `host`: the name by which the servers reach this host. `untrained`: `ModelFiles.untrained`."""
         self.mesh, self.paths, self.timeout, self.make = mesh, paths, timeout, make
         self.source = Source(model, mesh, dtype)
         self.version: int | None = None
@@ -171,7 +172,7 @@ class Offers:
         self._mailbox: Mailbox | None = None
         if mesh.first:
             paths.offer.unlink(missing_ok=True)  # of an earlier attempt
-            self._mailbox = Mailbox(serve_store(timeout, host), self.source.announced(), new_secret(paths))
+            self._mailbox = Mailbox(serve_store(timeout, host), self.source.announced(), new_secret(paths), untrained)
         self._callers: list[Caller] = []
         self._sender: Sender | None = None
         self._members: list[tuple[str, int]] = []  # of the sender's group

@@ -16,6 +16,7 @@ import functools
 import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from rlx.weights.export import Export
 from rlx.weights.files import ModelFiles, Tensors, Written
 from rlx.weights.hub import fetch
 from rlx.weights.saving import facts
+from rlx.weights.untrained import untrained
 from rlx.weights.writers import WriterFailed, Writers
 
 if TYPE_CHECKING:
@@ -107,6 +109,7 @@ class Publisher:
             static = ModelFiles.of_adapters(peft_config(model.hf, lora, source), fetch(source, None))
         elif mesh.first:
             static = ModelFiles.read(source, model.hf, str(dtype).removeprefix("torch."), trust_remote_code=trust_remote_code)
+            static = replace(static, untrained=untrained(fetch(source, None), model.hf, Export(model, dtype).shapes))
             if chat_template is not None:
                 static = static.with_chat_template(chat_template)
         # Ranks of one host share its memory and its way to the disk, so one of them writes.

@@ -271,7 +271,7 @@ class PolicyEngine:
                     raise Gone(f"the trainer at {where} cannot be asked: {error}") from error
                 announced = call.announced
                 given = {name: tuple(shape) for name, shape in zip(announced.names, announced.shapes, strict=True)}
-                check_shapes(f"the trainer's model at {where}", given, self.served, self._tied)
+                check_shapes(f"the trainer's model at {where}", given, self.served, self._tied, call.untrained)
             except ValueError as error:
                 raise BadWeights(f"version {version} was refused, version {self.version} is still served: {error}") from error
             workers = self.llm.vllm_config.parallel_config.world_size_across_dp

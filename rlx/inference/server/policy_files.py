@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +95,8 @@ def check_policy(folder: Path, version: int, served: Shapes, tied: bool) -> None
     """Raise ValueError unless the folder is complete, of this version, and has the names and shapes of the served model.
 
     The values of tensors are not read here: the workers compare them as they read them (`reading.py`). Everything else is checked.
-    With `tied` embeddings, the head is optional, both here and in the served model (see `twin_of_head`).
+    With `tied` embeddings, the head is optional, both here and in the served model (see `twin_of_head`). Tensors of the served model may be
+    missing that the manifest names as `untrained`.
     """
     manifest = verify(folder, tensors=False)
     if manifest.get("version") != version:
@@ -103,13 +104,16 @@ def check_policy(folder: Path, version: int, served: Shapes, tied: bool) -> None
     for path in folder.glob("*.safetensors"):
         if path.name not in manifest["files"]:
             raise ValueError(f"{path} is not in the manifest, so it is not part of version {version}")
-    check_shapes(str(folder), tensor_shapes(folder), served, tied)
+    check_shapes(str(folder), tensor_shapes(folder), served, tied, manifest.get("untrained", ()))
 
 
-def check_shapes(what: str, given: Shapes, served: Shapes, tied: bool) -> None:
-    """Raise ValueError unless the given tensors have the names and shapes of the served model. `what`: where they come from."""
+def check_shapes(what: str, given: Shapes, served: Shapes, tied: bool, untrained: Iterable[str] = ()) -> None:
+    """Raise ValueError unless the given tensors have the names and shapes of the served model. `what`: where they come from.
+
+    `untrained`: tensors in the served model's files that the trainer's model does not have (`rlx.weights.untrained`).
+    """
     allowed = {TIED_HEAD} if tied else set()
-    missing = sorted(served.keys() - given.keys() - allowed)
+    missing = sorted(served.keys() - given.keys() - allowed - set(untrained))
     unknown = sorted(given.keys() - served.keys() - allowed)
     wrong = [
         f"{name} {list(given[name])} instead of {list(served[name])}"
@@ -152,17 +156,21 @@ def check_adapter(folder: Path, version: int, served: Shapes, rank: int, model: 
     has = json.loads((folder / ADAPTER_CONFIG).read_text())["r"]
     if has > rank:
         raise ValueError(f"{folder} has adapters of rank {has}, but this server was started for rank {rank} (lora.rank)")
-    given = {name: tuple(entry["shape"]) for name, entry in header(folder / ADAPTER)[0].items()}
+    check_layers(str(folder), {name: tuple(entry["shape"]) for name, entry in header(folder / ADAPTER)[0].items()}, served, has)
+
+
+def check_layers(what: str, given: Shapes, served: Shapes, rank: int) -> None:
+    """Raise ValueError unless the given tensors are adapters of this rank for layers of the served model. `what`: where they come from."""
     wrong = []
     for name, shape in given.items():
         found = OF_ADAPTER.fullmatch(name)
         whole = served.get(f"{found[1]}.weight") if found else None
-        if found is None or whole is None or len(whole) != 2 or shape != ((has, whole[1]) if found[2] == "A" else (whole[0], has)):
+        if found is None or whole is None or len(whole) != 2 or shape != ((rank, whole[1]) if found[2] == "A" else (whole[0], rank)):
             wrong.append(f"{name} {list(shape)}")
         elif name.replace(f".lora_{found[2]}.", f".lora_{'BA'['AB'.index(found[2])]}.") not in given:
             wrong.append(f"{name} without its other half")
     if wrong or not given:
-        raise ValueError(f"{folder} holds no adapters for this model: {_list(wrong) or 'no tensors'}")
+        raise ValueError(f"{what} holds no adapters for this model: {_list(wrong) or 'no tensors'}")
 
 
 def _list(names: list[str]) -> str:

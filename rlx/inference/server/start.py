@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 from vllm.config import ModelConfig, VllmConfig
@@ -22,12 +23,16 @@ from rlx.inference.server.rendezvous import leave_no_files
 from rlx.inference.server.scheduler import keep_running
 from rlx.process import keep_freed_memory
 
+DERIVED = "kv_b_proj"  # the layer of latent attention from whose weight vLLM derives others
+
 
 def engine_config(arguments: dict[str, Any], *, cpu: bool, headless: bool = False) -> VllmConfig:
     """vLLM's configuration of an engine that starts in this process or is forked from it, which is changed as rlx needs it."""
     leave_no_files()
     config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER, headless=headless)
     keep_running(config.scheduler_config)
+    if config.lora_config is not None:
+        refuse_unused_adapters(config.model_config, config.lora_config.target_modules or ())
     if cpu:
         refuse_widths(config.model_config)
         keep_freed_memory(one_heap=True)  # a version's packed weights take the place of the old ones
@@ -39,6 +44,21 @@ def engine_config(arguments: dict[str, Any], *, cpu: bool, headless: bool = Fals
         exchange_on_cpu()
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM's CPU platform has just set spawn, which takes 10 s longer
     return config
+
+
+def refuse_unused_adapters(model: ModelConfig, targets: Iterable[str]) -> None:
+    """Raise ValueError if an engine with room for adapters of these layers would load some of them and not use them.
+
+    For latent attention (MLA) vLLM derives its matrices from the weight of `kv_b_proj` when it loads the model, and never calls the layer's
+    adapter. The comparison with the trained adapters would find them equal.
+    """
+    names = sorted(set(targets))
+    if model.use_mla and DERIVED in names:
+        others = ",".join(name for name in names if name != DERIVED)
+        raise ValueError(
+            f"vLLM does not use adapters of {DERIVED} in the latent attention of {model.model}, so it would serve another model than the "
+            f"trained one. Leave it out in trainer and server: lora.target_modules=[{others or 'q_proj,o_proj'}]"
+        )
 
 
 def refuse_widths(model: ModelConfig) -> None:
