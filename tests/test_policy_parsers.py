@@ -36,6 +36,9 @@ READ = {
     "pythonic": {
         "[add(x=2, y='3'), now()]": ("", [("add", {"x": 2, "y": "3"}), ("now", {})]),
         "<|tool_call_start|>[math.add(x=-2)]<|tool_call_end|>": ("", [("math.add", {"x": -2})]),
+        "Let me see. <|tool_call_start|>[add(x=2)]<|tool_call_end|>Checking…": ("Let me see.\nChecking…", [("add", {"x": 2})]),
+        "<|tool_call_start|>[add(x=2)]<|tool_call_end|>[add(x=2)]<|tool_call_end|> Soon.": ("Soon.", [("add", {"x": 2})]),
+        "Now. <|tool_call_start|>[add(x=2)]": ("Now.", [("add", {"x": 2})]),
     },
     "mistral": {
         'Now.[TOOL_CALLS] [{"name": "add", "arguments": {"x": 2}, "id": "123456789"}]': ("Now.", [("add", {"x": 2})]),
@@ -47,7 +50,11 @@ TEXT = {
     "hermes": ["no call", "<tool_call>{</tool_call>", f"{HERMES}<tool_call>add</tool_call>", '<tool_call>{"name": 7}</tool_call>'],
     "qwen3_coder": ["no call", "<tool_call>add</tool_call>", "<tool_call><function=add><parameter=x>2</function></tool_call>"],
     "llama3_json": ["no call", "a set {x}", '{"x": 5}', '{"name": "add", "parameters": [1]}', '{"name": "add", "parameters": {'],
-    "pythonic": ["no call", "[1, 2]", "[add(x=y)]", "[add(2)]", "[add(**x)]", "[]", "add(x=2)"],
+    "pythonic": [
+        *("no call", "[1, 2]", "[add(x=y)]", "[add(2)]", "[add(**x)]", "[]", "add(x=2)", "So: [add(x=2)]"),
+        *("[add(x=...)]", "[add(x={1, 2})]", "[add(x=b'2')]", "[add(x=2j)]", "[add(x={(1, 2): 3})]", "[add(x={[1]: 2})]"),
+        *("<|tool_call_start|>add<|tool_call_end|> Soon.", "Soon. <|tool_call_start|>"),
+    ],
     "mistral": ["no call", "[TOOL_CALLS]", "[TOOL_CALLS] [1]", "[TOOL_CALLS] [", '[TOOL_CALLS]add[ARGS]{"x": '],
 }
 
