@@ -107,7 +107,7 @@ def mistral(text: str, _: Tools) -> Calls | None:
             values, _end = json.JSONDecoder().raw_decode(rest.lstrip())
         except UNREADABLE:
             return None
-        return _all(before, map(_call, values)) if values else None
+        return _all(before, (_call(value, marked=True) for value in values)) if values else None
     found = []
     for block in rest.split("[TOOL_CALLS]"):
         head, brace, arguments = block.replace("[ARGS]", "").partition("{")
@@ -144,9 +144,14 @@ def _all(before: str, calls: Iterable[Said | None]) -> Calls | None:
     return (before, read) if len(read) == len(found) else None
 
 
-def _call(value: Any) -> Said | None:
-    """A call that was JSON."""
+def _call(value: Any, marked: bool = False) -> Said | None:
+    """A call that was JSON. Without the key of its arguments it is data with a name, such as `{"name": "Paris"}`; so it is in vLLM.
+
+    `marked`: the format's own mark says that it is a call, and a call without arguments may lack the key.
+    """
     if not (isinstance(value, dict) and isinstance(value.get("name"), str) and value["name"]):
+        return None
+    if not marked and not value.keys() & {"arguments", "parameters"}:
         return None
     arguments = value.get("arguments", value.get("parameters"))
     call_id = value.get("id")
