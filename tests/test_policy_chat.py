@@ -250,6 +250,18 @@ def test_a_call_that_cannot_be_read_reaches_the_environment_as_text() -> None:
     assert (reply.content, reply.calls) == (broken, ())
 
 
+@pytest.mark.parametrize(("name", "between", "count"), [("llama3_json", "; ", 0), ("hermes", "\n", 2)])
+def test_several_calls_stay_text_if_the_template_could_not_show_them_later(name: str, between: str, count: int) -> None:
+    chat = chat_of(name)
+    said = between.join([CALLS[name]] * 2)
+    prompt: list[Message] = [{"role": "user", "content": "add"}]
+    turn = turn_of(chat.render(prompt, [ADD]), [*chat.tokenizer.encode(said), *chat.stop_token_ids[-1:]])
+    reply = chat.parse(turn, [ADD])
+    assert (reply.content, len(reply.calls)) == ("" if count else said, count)
+    later = chat.extend(turn, [*prompt, reply.message], [{"role": "user", "content": "one at once"}], [ADD])
+    assert "one at once" in chat.tokenizer.decode(later)
+
+
 # what templates lose
 
 

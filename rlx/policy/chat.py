@@ -53,6 +53,7 @@ class Chat:
         self.keeps_tokens = keeps_tokens
         self._arguments = dict(arguments or {})
         self._decodes_arguments = False
+        self._one_call = False  # the template refuses an answer with two calls
         self._closing = 0  # stop tokens that end a whole conversation, behind that of its last answer
         self._prompts: dict[tuple, list[int]] = {}
         self._served: set[tuple[str, ...]] = set()  # names of tools that the format was seen to serve
@@ -61,7 +62,7 @@ class Chat:
             self.tool_parser, self.reasoning_parser = None, None
         else:
             traits = traits_of(self.show, str(tokenizer.chat_template))
-            self._decodes_arguments = traits.decodes_arguments
+            self._decodes_arguments, self._one_call = traits.decodes_arguments, traits.one_call
             marks = sorted(mark for mark in tokenizer.all_special_tokens if traits.end.startswith(mark))
             self.stop_token_ids = list(dict.fromkeys([tokenizer.eos_token_id, *map(tokenizer.convert_tokens_to_ids, marks), *ends]))
             closing = tokenizer.encode(traits.end, add_special_tokens=False)
@@ -170,6 +171,7 @@ class Chat:
     def parse(self, turn: Turn, tools: list[dict] | None = None) -> Reply:
         """Read the completion. If one of its tool calls cannot be read, all of it stays text, as in vLLM.
 
+        It does, too, if it has several calls and the template shows one at most: no later prompt could be rendered.
         Calls have the ids that the model wrote, or none.
         """
         if self.renderer is not None:
@@ -184,7 +186,8 @@ class Chat:
             tail = self.tokenizer.decode(turn.prompt_ids[-_TAIL:], skip_special_tokens=False)
             reasoning, text = read_reasoning(text, str(self.reasoning_parser), tail)
         calls: tuple[Call, ...] = ()
-        if tools and self.tool_parser != "none" and (read := TOOL_PARSERS[str(self.tool_parser)](text, tools)) is not None:
+        read = TOOL_PARSERS[str(self.tool_parser)](text, tools) if tools and self.tool_parser != "none" else None
+        if read is not None and (len(read[1]) == 1 or not self._one_call):
             text, calls = read[0], tuple(Call(call_id, utf8(name), utf8(arguments)) for name, arguments, call_id in read[1])
         return Reply(self._unmarked(text), self._unmarked(reasoning or "") or None, calls)
 
