@@ -279,6 +279,19 @@ def test_a_rollout_whose_reward_raised_fails_unless_its_environment_says_that_it
     assert "sometimes_raising raised KeyError" in (wrong.error or "")
 
 
+def test_a_metric_that_is_not_finite_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = load("rlx_reverse_text", num_examples=4)
+    score = env.env.rubric.score_rollout
+
+    async def with_ratio(state: Any) -> None:
+        await score(state)
+        state["metrics"] = {**(state["metrics"] or {}), "ratio": float("nan"), "seen": 2}
+
+    monkeypatch.setattr(env.env.rubric, "score_rollout", with_ratio)
+    rollout = play(env, Scripted("x"))
+    assert (rollout.status, rollout.metrics.get("seen"), rollout.metrics.get("ratio")) == ("ok", 2.0, None)
+
+
 def test_a_reward_that_raised_leaves_the_group_that_rewards_compare_without_rewards() -> None:
     env = load("rlx_test_group")
 

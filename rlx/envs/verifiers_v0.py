@@ -20,7 +20,7 @@ import verifiers as vf
 from verifiers.types import State
 
 from rlx.config.schema import EnvConfig
-from rlx.envs.base import REWARD_ERROR, failed, filled, with_raised_reward
+from rlx.envs.base import REWARD_ERROR, failed, filled, finite, with_raised_reward
 from rlx.envs.errors import FailureLog, failure_of, snake, sources_of
 from rlx.envs.messages import recorded
 from rlx.envs.stacks import waits_at
@@ -205,7 +205,7 @@ class VerifiersEnvironment:
     def _scored(self, player: Player, rollout: Rollout, state: State) -> Rollout:
         """The rollout with its rewards. In verifiers a reward function that raised scored 0; `with_raised_reward` decides what follows."""
         values = {name: float(value) for name, value in (state.get("metrics") or {}).items()}
-        metrics = {name: value for name, value in values.items() if name not in player.rewards}
+        metrics = finite({name: value for name, value in values.items() if name not in player.rewards})
         metrics["requests_beside"] = float(len(set(state[ANSWERED]) - set(trajectory_of(state))))
         metrics[REWARD_ERROR] = 0.0
         errors = state.get(REWARD_ERRORS, [])
@@ -215,7 +215,7 @@ class VerifiersEnvironment:
             causes = ", ".join(f"{name} returned {value}" for name, value in values.items() if not math.isfinite(value))
             what = f"the reward is {reward}" + (f": {causes}" if causes else "")
             return replace(rollout, status="error", stop="reward_not_finite", error=what, metrics=metrics)
-        rewards = {name: value for name, value in values.items() if name in player.rewards}
+        rewards = finite({name: value for name, value in values.items() if name in player.rewards})
         scored = replace(rollout, reward=reward, rewards=rewards, metrics=metrics, error=said)
         raised = any(name in player.rewards for name, _ in errors)  # one with weight 0 is a metric, and no part of the reward
         return with_raised_reward(scored, said or "", self.reward_raises) if raised else scored
