@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import math
 import sys
 import zlib
 from pathlib import Path
@@ -197,6 +198,13 @@ def test_the_rule_for_a_reward_that_raised_is_that_of_classic_environments(rule:
     assert (rollout.status, rollout.stop, rollout.reward, rollout.metrics["reward_error"]) == (status, stop, 0.0, 1.0)
     assert len(rollout.turns) == 1
     assert "KeyError: 'no digits'; at " in (rollout.error or "")
+
+
+def test_a_metric_that_is_not_finite_is_left_out():
+    (rollout,) = play(load(agents=("left",)), Recorder(lambda prompt: "host" if "HOST" in prompt else "INFINITE"))
+    assert rollout.status == "ok"
+    assert "length" not in rollout.metrics
+    assert all(map(math.isfinite, rollout.metrics.values()))
 
 
 def test_a_reward_that_raised_cannot_score_0_where_agents_are_judged_together():

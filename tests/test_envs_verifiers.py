@@ -279,6 +279,34 @@ def test_a_rollout_whose_reward_raised_fails_unless_its_environment_says_that_it
     assert "sometimes_raising raised KeyError" in (wrong.error or "")
 
 
+UNUSUAL = [("completion", "a text", "AttributeError"), ("metrics", {"ratio": "high"}, "ValueError")]
+
+
+@pytest.mark.parametrize(("key", "value", "said"), UNUSUAL)
+def test_an_unusual_state_costs_its_rollout_and_not_the_run(monkeypatch: pytest.MonkeyPatch, key: str, value: Any, said: str) -> None:
+    env = load("rlx_reverse_text", num_examples=4)
+
+    async def unusual(state: Any) -> None:
+        state.update({"reward": 1.0, key: value})
+
+    monkeypatch.setattr(env.env.rubric, "score_rollout", unusual)
+    rollout = play(env, Scripted("x"))
+    assert (rollout.status, rollout.stop, said in (rollout.error or "")) == ("error", "environment_error", True)
+
+
+def test_a_metric_that_is_not_finite_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = load("rlx_reverse_text", num_examples=4)
+    score = env.env.rubric.score_rollout
+
+    async def with_ratio(state: Any) -> None:
+        await score(state)
+        state["metrics"] = {**(state["metrics"] or {}), "ratio": float("nan"), "seen": 2}
+
+    monkeypatch.setattr(env.env.rubric, "score_rollout", with_ratio)
+    rollout = play(env, Scripted("x"))
+    assert (rollout.status, rollout.metrics.get("seen"), rollout.metrics.get("ratio")) == ("ok", 2.0, None)
+
+
 def test_a_reward_that_raised_leaves_the_group_that_rewards_compare_without_rewards() -> None:
     env = load("rlx_test_group")
 

@@ -250,6 +250,18 @@ def test_a_call_that_cannot_be_read_reaches_the_environment_as_text() -> None:
     assert (reply.content, reply.calls) == (broken, ())
 
 
+@pytest.mark.parametrize(("name", "between", "count"), [("llama3_json", "; ", 0), ("hermes", "\n", 2)])
+def test_several_calls_stay_text_if_the_template_could_not_show_them_later(name: str, between: str, count: int) -> None:
+    chat = chat_of(name)
+    said = between.join([CALLS[name]] * 2)
+    prompt: list[Message] = [{"role": "user", "content": "add"}]
+    turn = turn_of(chat.render(prompt, [ADD]), [*chat.tokenizer.encode(said), *chat.stop_token_ids[-1:]])
+    reply = chat.parse(turn, [ADD])
+    assert (reply.content, len(reply.calls)) == ("" if count else said, count)
+    later = chat.extend(turn, [*prompt, reply.message], [{"role": "user", "content": "one at once"}], [ADD])
+    assert "one at once" in chat.tokenizer.decode(later)
+
+
 # what templates lose
 
 
@@ -357,6 +369,16 @@ def test_a_renderer_keeps_reasoning_in_one_growing_sample() -> None:
     assert samples <= 15, "only turns that a limit cut begin another sample"
 
 
+NO_CALLS = [
+    '{"name": ["add"], "arguments": {}}',
+    '{"name": 5, "arguments": {}}',
+    '{"name": {"add": 1}, "arguments": {}}',
+    '{"name": "add", "arguments": [2]}',
+    '{"name": "add", "arguments": {"x": ' + "1" * 5000 + "}}",  # json refuses to make a number of it
+    '{"name": "add", "arguments": ' + "[" * 5000,
+]
+
+
 @pytest.mark.parametrize(
     ("said", "content", "calls"),
     [
@@ -369,6 +391,7 @@ def test_a_renderer_keeps_reasoning_in_one_growing_sample() -> None:
             "<tool_call>\nx\n</tool_call> and <tool_call>\ny\n</tool_call> so",
             [],
         ),
+        *((f"Now.<tool_call>{said}</tool_call>", f"Now.<tool_call>{said}</tool_call>", []) for said in NO_CALLS),
     ],
 )
 def test_what_a_renderer_cannot_read_reaches_the_environment_as_text(said: str, content: str, calls: list[str]) -> None:
@@ -376,3 +399,10 @@ def test_what_a_renderer_cannot_read_reaches_the_environment_as_text(said: str, 
     reply = chat.parse(turn_of([1], [*chat.tokenizer.encode(said), *chat.stop_token_ids[:1]]), [ADD])
     assert (reply.content, [call.name for call in reply.calls]) == (content, calls)
     assert (reply.reasoning is not None) == ("think" in said)
+
+
+def test_without_tools_a_renderer_reads_no_calls() -> None:
+    chat = qwen3()
+    said = 'Five.<tool_call>\n{"name": "add", "arguments": {"x": 2}}\n</tool_call>'
+    reply = chat.parse(turn_of([1], [*chat.tokenizer.encode(f"<think>\nhm\n</think>\n\n{said}"), *chat.stop_token_ids[:1]]))
+    assert (reply.content, reply.reasoning, reply.calls) == (said, "hm", ())

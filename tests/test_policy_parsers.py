@@ -20,7 +20,7 @@ READ = {
         f"{HERMES}\n{HERMES}": ("", [("add", {"x": 2})] * 2),
         HERMES.removesuffix("\n</tool_call>"): ("", [("add", {"x": 2})]),
         '<tool_call>{ "arguments": {"x": 2}, "name": "add"}</tool_call> ': ("", [("add", {"x": 2})]),
-        '<tool_call>{"name": "now"}</tool_call>': ("", [("now", {})]),
+        '<tool_call>{"name": "now", "arguments": {}}</tool_call>': ("", [("now", {})]),
     },
     "qwen3_coder": {
         f"Now.{CODER}": ("Now.", [("add", {"x": 2, "y": "3"})]),
@@ -36,19 +36,47 @@ READ = {
     "pythonic": {
         "[add(x=2, y='3'), now()]": ("", [("add", {"x": 2, "y": "3"}), ("now", {})]),
         "<|tool_call_start|>[math.add(x=-2)]<|tool_call_end|>": ("", [("math.add", {"x": -2})]),
+        "Let me see. <|tool_call_start|>[add(x=2)]<|tool_call_end|>Checking…": ("Let me see.\nChecking…", [("add", {"x": 2})]),
+        "<|tool_call_start|>[add(x=2)]<|tool_call_end|>[add(x=2)]<|tool_call_end|> Soon.": ("Soon.", [("add", {"x": 2})]),
+        "Now. <|tool_call_start|>[add(x=2)]": ("Now.", [("add", {"x": 2})]),
     },
     "mistral": {
         'Now.[TOOL_CALLS] [{"name": "add", "arguments": {"x": 2}, "id": "123456789"}]': ("Now.", [("add", {"x": 2})]),
+        '[TOOL_CALLS] [{"name": "now"}]': ("", [("now", {})]),
         '[TOOL_CALLS]add[ARGS]{"x": 2}[TOOL_CALLS]now[ARGS]{}': ("", [("add", {"x": 2}), ("now", {})]),
         '[TOOL_CALLS]add{"x": {"z": "}"}}': ("", [("add", {"x": {"z": "}"}})]),
     },
 }
 TEXT = {
-    "hermes": ["no call", "<tool_call>{</tool_call>", f"{HERMES}<tool_call>add</tool_call>", '<tool_call>{"name": 7}</tool_call>'],
+    "hermes": [
+        "no call",
+        "<tool_call>{</tool_call>",
+        f"{HERMES}<tool_call>add</tool_call>",
+        '<tool_call>{"name": 7}</tool_call>',
+        '<tool_call>{"name": "now"}</tool_call>',
+    ],
     "qwen3_coder": ["no call", "<tool_call>add</tool_call>", "<tool_call><function=add><parameter=x>2</function></tool_call>"],
-    "llama3_json": ["no call", "a set {x}", '{"x": 5}', '{"name": "add", "parameters": [1]}', '{"name": "add", "parameters": {'],
-    "pythonic": ["no call", "[1, 2]", "[add(x=y)]", "[add(2)]", "[add(**x)]", "[]", "add(x=2)"],
-    "mistral": ["no call", "[TOOL_CALLS]", "[TOOL_CALLS] [1]", "[TOOL_CALLS] [", '[TOOL_CALLS]add[ARGS]{"x": '],
+    "llama3_json": [
+        "no call",
+        '{"name": "Paris"}',
+        '{"name": "Paris", "country": "France"}',
+        "a set {x}",
+        '{"x": 5}',
+        '{"name": "add", "parameters": [1]}',
+        '{"name": "add", "parameters": {',
+    ],
+    "pythonic": [
+        *("no call", "[1, 2]", "[add(x=y)]", "[add(2)]", "[add(**x)]", "[]", "add(x=2)", "So: [add(x=2)]"),
+        *("[add(x=...)]", "[add(x={1, 2})]", "[add(x=b'2')]", "[add(x=2j)]", "[add(x={(1, 2): 3})]", "[add(x={[1]: 2})]"),
+        *("<|tool_call_start|>add<|tool_call_end|> Soon.", "Soon. <|tool_call_start|>"),
+    ],
+    "mistral": [
+        "no call",
+        "[TOOL_CALLS]",
+        "[TOOL_CALLS] [1]",
+        "[TOOL_CALLS] [",
+        '[TOOL_CALLS]add[ARGS]{"x": ',
+    ],
 }
 
 

@@ -165,6 +165,15 @@ def test_what_was_left_out_for_its_length_is_counted_in_tokens() -> None:
         assert described["batch/loss_tokens"] == 4 * (1 - share)
 
 
+def test_names_that_an_environment_chooses_do_not_replace_metrics_of_rlx() -> None:
+    own = {"reward": 0.5, "rewards": {"mean": 9.0, "exact": 2.0}, "metrics": {"share": 9.0, "trained_share": 9.0, "steps": 3.0}}
+    played = replace(rollout(turn([1], [2])), timing={"total": 1.0}, **own)
+    group = Group(id=5, task=TASK, rollouts=(played,), advantages=np.ones(1, dtype=np.float32))
+    values = step_metrics([group], StepBatch(step=0, mini_batches=(tuple(samples(played)),)), Tally())
+    assert (values["reward/e/mean"], values["env/e/share"], values["env/e/trained_share"]) == (0.5, 1.0, 1.0)
+    assert (values["reward/e/exact"], values["env/e/steps"]) == (2.0, 3.0)
+
+
 def test_an_unknown_strategy_is_named() -> None:
     with pytest.raises(ValueError, match="trajectory_strategy=tree"):
         samples(rollout(turn([1], [2])), strategy="tree")

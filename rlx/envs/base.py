@@ -7,6 +7,7 @@ The link to verifiers is `envs/verifiers_v0.py`; retries and batches belong to `
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, Protocol
@@ -70,6 +71,11 @@ def failed(task: Task, member: int, episode: Episode | None, status: Status, sto
         error=error,
         timing=dict(timing),
     )
+
+
+def finite(values: Mapping[str, float]) -> dict[str, float]:
+    """The values without NaN and infinity, which JSON cannot hold: they would make every mean NaN, and a line of metrics unreadable."""
+    return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 def with_raised_reward(rollout: Rollout, error: str, rule: str) -> Rollout:

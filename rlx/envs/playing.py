@@ -54,7 +54,7 @@ def answer(playing: Playing, message: Played | PlayFailed) -> None:
         except Exception as error:  # a defect of ours: it must reach the one who waits
             playing.answer.set_exception(error)
     else:
-        fail(playing, None, "error", "environment_error", "the environment cancelled the rollout's own task")
+        fail(playing, None, "error", "environment_error", message.error or "the environment cancelled the rollout's own task")
 
 
 def fail(playing: Playing, member: int | None, status: Status, stop: str, error: str) -> None:

@@ -117,7 +117,7 @@ class WorkerPool:
                     if isinstance(message, Rows):
                         rows += message.rows
                     elif isinstance(message, LoadFailed):
-                        worker.load_error = message.error
+                        worker.cannot_load(message.error)
                         log.error("%s", message.trace)
                     else:
                         assert isinstance(message, Loaded), f"{message} before the environment was loaded"
@@ -245,7 +245,7 @@ class WorkerPool:
             self._failed_starts = 0
             self._dispatch_waiting()
         elif isinstance(message, LoadFailed):
-            worker.load_error = message.error
+            worker.cannot_load(message.error)
 
     async def _respond(self, worker: Worker, playing: Playing, ask: Ask) -> None:
         """Answer one request of an episode."""
@@ -255,10 +255,9 @@ class WorkerPool:
             episode = playing.episodes[ask.member] = self.policy.episode(playing.task, ask.member, playing.attempt)
         try:
             reply = await episode.respond(ask.messages, ask.tools, ask.sampling, trained=ask.trained)
+            worker.child.link.send(answer_of(ask.number, reply))
         except Exception as error:
             worker.child.link.send(refusal(ask.number, error))
-            return
-        worker.child.link.send(answer_of(ask.number, reply))
 
     # -- watching
 

@@ -12,7 +12,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ import verifiers as vf
 from verifiers.types import State
 
 from rlx.config.schema import EnvConfig
-from rlx.envs.base import REWARD_ERROR, failed, filled, with_raised_reward
+from rlx.envs.base import REWARD_ERROR, failed, filled, finite, with_raised_reward
 from rlx.envs.errors import FailureLog, failure_of, snake, sources_of
 from rlx.envs.messages import recorded
 from rlx.envs.stacks import waits_at
@@ -28,7 +28,7 @@ from rlx.envs.together import CLEANUP_GRACE, abandon, raised_by, run_for, togeth
 from rlx.envs.verifiers_client import EpisodeClient, offered_tools
 from rlx.envs.verifiers_group import Player, leaves, players_of, routed
 from rlx.envs.verifiers_hooks import REWARD_ERRORS
-from rlx.policy.base import Policy
+from rlx.policy.base import Episode, Policy
 from rlx.stacks import rollout_name
 from rlx.types import Rollout, Status, Task
 
@@ -131,6 +131,24 @@ class VerifiersEnvironment:
         if (raised := raised_by(playing)) is not None:
             return fail("error", "environment_error", self._noted(f"example {task.example_id}", raised))
         state = playing.result()
+        try:
+            return self._ended(player, task, member, episode, client, state, timing, fail)
+        except Exception as error:  # the environment has put something of its own into the state: a completion that is no list of messages
+            return fail("error", "environment_error", self._noted(f"the state after example {task.example_id}", error))
+
+    def _ended(
+        self,
+        player: Player,
+        task: Task,
+        member: int,
+        episode: Episode,
+        client: EpisodeClient,
+        state: State,
+        timing: dict[str, float],
+        fail: Callable[[Status, str, str], tuple[Rollout, None]],
+    ) -> tuple[Rollout, State | None]:
+        """The rollout of an episode that has ended, and its state; None if it failed. Raises what an unusual state raises."""
+        assert self.policy is not None
         if (error := state.get("error")) is not None:
             return fail("error", snake(type(error).__name__), self._noted(f"example {task.example_id}", error))
         if state.get("timed_out"):
@@ -171,7 +189,11 @@ class VerifiersEnvironment:
             return [replace(r, status="error", stop="environment_error", error=text) for r in rollouts]
         each = (time.monotonic() - began) / len(rollouts)
         rollouts = [replace(r, timing={**r.timing, "total": r.timing["total"] + each, "scoring": each}) for r in rollouts]
-        scored = [self._scored(player, rollout, state) for rollout, state in zip(rollouts, states, strict=True)]
+        try:
+            scored = [self._scored(player, rollout, state) for rollout, state in zip(rollouts, states, strict=True)]
+        except Exception as error:  # a reward or metric in the state that is no number
+            text = self._noted(f"the rewards of example {rollouts[0].task.example_id}", error)
+            return [replace(r, status="error", stop="environment_error", error=text) for r in rollouts]
         # Rewards compare the group, so one without a reward leaves the others without one.
         whole = all(rollout.status == "ok" for rollout in scored)
         return scored if whole else [_unscored(rollout) if rollout.status == "ok" else rollout for rollout in scored]
@@ -205,7 +227,7 @@ class VerifiersEnvironment:
     def _scored(self, player: Player, rollout: Rollout, state: State) -> Rollout:
         """The rollout with its rewards. In verifiers a reward function that raised scored 0; `with_raised_reward` decides what follows."""
         values = {name: float(value) for name, value in (state.get("metrics") or {}).items()}
-        metrics = {name: value for name, value in values.items() if name not in player.rewards}
+        metrics = finite({name: value for name, value in values.items() if name not in player.rewards})
         metrics["requests_beside"] = float(len(set(state[ANSWERED]) - set(trajectory_of(state))))
         metrics[REWARD_ERROR] = 0.0
         errors = state.get(REWARD_ERRORS, [])
@@ -215,7 +237,7 @@ class VerifiersEnvironment:
             causes = ", ".join(f"{name} returned {value}" for name, value in values.items() if not math.isfinite(value))
             what = f"the reward is {reward}" + (f": {causes}" if causes else "")
             return replace(rollout, status="error", stop="reward_not_finite", error=what, metrics=metrics)
-        rewards = {name: value for name, value in values.items() if name in player.rewards}
+        rewards = finite({name: value for name, value in values.items() if name in player.rewards})
         scored = replace(rollout, reward=reward, rewards=rewards, metrics=metrics, error=said)
         raised = any(name in player.rewards for name, _ in errors)  # one with weight 0 is a metric, and no part of the reward
         return with_raised_reward(scored, said or "", self.reward_raises) if raised else scored

@@ -35,7 +35,7 @@ from verifiers.v1.utils.loaders import default_harness_id, env_config_type, impo
 from verifiers.v1.utils.loaders import load_environment as load_v1
 
 from rlx.config.schema import EnvConfig
-from rlx.envs.base import RAISED, REWARD_ERROR, failed, filled, with_raised_reward
+from rlx.envs.base import RAISED, REWARD_ERROR, failed, filled, finite, with_raised_reward
 from rlx.envs.errors import Failure, FailureLog, failure_of, in_one_line, snake, sources_of
 from rlx.envs.kinds import module_of
 from rlx.envs.messages import recorded
@@ -252,8 +252,8 @@ class V1Environment:
             prompt=messages[:first],
             completion=messages[first:],
             reward=reward if math.isfinite(reward) else 0.0,
-            rewards={name: float(value.score) for name, value in trace.rewards.items() if value is not None},
-            metrics=metrics,
+            rewards=finite({name: float(value.score) for name, value in trace.rewards.items() if value is not None}),
+            metrics=finite(metrics),
             status="ok" if math.isfinite(reward) else "error",
             stop=("context_length" if too_long else trace.stop_condition or "") if math.isfinite(reward) else "reward_not_finite",
             error=None if math.isfinite(reward) else f"the reward is {reward}",

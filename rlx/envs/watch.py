@@ -128,6 +128,11 @@ class Worker:
         mark = self.child.marks.step()
         return Verdict("memory" if used > HARD * bound else "retired", mark, says)
 
+    def cannot_load(self, error: str) -> None:
+        """Note the environment's own words, and end the process. It ends itself, unless it was its `Loaded` that could not be read."""
+        self.load_error = error
+        self.child.kill()
+
     def not_loaded(self, name: str, env_id: str, code: int) -> WorkerError:
         """What to say of a worker that ended before it had loaded the environment."""
         if self.load_error:

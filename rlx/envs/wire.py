@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ import msgspec
 
 from rlx.config.schema_rollout import EnvConfig
 from rlx.plain import from_json, to_json
+
+log = logging.getLogger(__name__)
 
 RECEIVE = 2**14  # bytes read at a time: the loop turns to other work between two reads
 
@@ -154,6 +157,7 @@ class Played(Message):
 
     number: int
     results: list[Result]
+    error: str = ""  # why there are no results; empty: the rollout's task was cancelled
 
 
 class PlayFailed(Message):
@@ -181,8 +185,16 @@ def _plain(value: Any) -> Any:
     return repr(value)
 
 
+class Head(msgspec.Struct, array_like=True, gc=False):
+    """The beginning of a message about a request, whatever follows."""
+
+    kind: str
+    number: Any = 0  # of the request, if the message is about one
+
+
 encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 _decode = msgspec.msgpack.Decoder().decode
+_head = msgspec.msgpack.Decoder(Head).decode
 
 
 def pack_row(row: Any) -> bytes:
@@ -311,8 +323,30 @@ class Link:
                 break
             found.append(memoryview(self._in)[start + 4 : end].tobytes())
             start = end
-        del self._in[:start]  # before decoding, so that a message that cannot be read takes only those that came with it along
-        return [self._decode(body) for body in found]
+        del self._in[:start]
+        return [message for body in found if (message := self._read_one(body)) is not None]
+
+    def _read_one(self, body: bytes) -> Any:
+        """The message. One that cannot be read says so to whoever waits for it: here, or, if it is a question, at the other end (None)."""
+        try:
+            return self._decode(body)
+        except Exception as error:  # not only ValidationError: a text that is not UTF-8, nesting that is too deep
+            said = f"{type(error).__name__}: {error}"
+        head = _head(body)
+        what = f"the message {head.kind} between the environment's worker and the orchestrator cannot be read: {said}"
+        log.error("%s", what)
+        match head.kind:
+            case "Answer" | "Refusal":
+                return Refusal(head.number, False, [("PolicyError", what)])
+            case "Played" | "PlayFailed":
+                return Played(head.number, [], what)
+            case "Rows" | "Loaded" | "LoadFailed":
+                return LoadFailed(what, "")
+            case "Ask":
+                self.send(Refusal(head.number, False, [("PolicyError", what)]))
+            case "Play":
+                self.send(Played(head.number, [], what))
+        return None
 
 
 def _frame(message: Message) -> bytes:

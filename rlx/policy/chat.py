@@ -14,7 +14,7 @@ from rlx.config.chat_format import arguments_of, family_of, unread
 from rlx.config.schema import ModelConfig
 from rlx.plain import utf8
 from rlx.policy.base import Call, Message, PolicyError, Reply
-from rlx.policy.parsers import CLOSE, OPEN, TOOL_PARSERS, arguments_as_json, read_reasoning
+from rlx.policy.parsers import CLOSE, OPEN, TOOL_PARSERS, UNREADABLE, arguments_as_json, read_reasoning
 from rlx.policy.templates import REMEDIES, decoded, problems, traits_of
 from rlx.types import Turn
 
@@ -53,6 +53,7 @@ class Chat:
         self.keeps_tokens = keeps_tokens
         self._arguments = dict(arguments or {})
         self._decodes_arguments = False
+        self._one_call = False  # the template refuses an answer with two calls
         self._closing = 0  # stop tokens that end a whole conversation, behind that of its last answer
         self._prompts: dict[tuple, list[int]] = {}
         self._served: set[tuple[str, ...]] = set()  # names of tools that the format was seen to serve
@@ -61,7 +62,7 @@ class Chat:
             self.tool_parser, self.reasoning_parser = None, None
         else:
             traits = traits_of(self.show, str(tokenizer.chat_template))
-            self._decodes_arguments = traits.decodes_arguments
+            self._decodes_arguments, self._one_call = traits.decodes_arguments, traits.one_call
             marks = sorted(mark for mark in tokenizer.all_special_tokens if traits.end.startswith(mark))
             self.stop_token_ids = list(dict.fromkeys([tokenizer.eos_token_id, *map(tokenizer.convert_tokens_to_ids, marks), *ends]))
             closing = tokenizer.encode(traits.end, add_special_tokens=False)
@@ -170,6 +171,7 @@ class Chat:
     def parse(self, turn: Turn, tools: list[dict] | None = None) -> Reply:
         """Read the completion. If one of its tool calls cannot be read, all of it stays text, as in vLLM.
 
+        It does, too, if it has several calls and the template shows one at most: no later prompt could be rendered.
         Calls have the ids that the model wrote, or none.
         """
         if self.renderer is not None:
@@ -184,23 +186,22 @@ class Chat:
             tail = self.tokenizer.decode(turn.prompt_ids[-_TAIL:], skip_special_tokens=False)
             reasoning, text = read_reasoning(text, str(self.reasoning_parser), tail)
         calls: tuple[Call, ...] = ()
-        if tools and self.tool_parser != "none" and (read := TOOL_PARSERS[str(self.tool_parser)](text, tools)) is not None:
+        read = TOOL_PARSERS[str(self.tool_parser)](text, tools) if tools and self.tool_parser != "none" else None
+        if read is not None and (len(read[1]) == 1 or not self._one_call):
             text, calls = read[0], tuple(Call(call_id, utf8(name), utf8(arguments)) for name, arguments, call_id in read[1])
         return Reply(self._unmarked(text), self._unmarked(reasoning or "") or None, calls)
 
     def _parse_typed(self, turn: Turn, tools: list[dict] | None) -> Reply:
-        from renderers import ToolCallParseStatus
-
         ids = turn.completion_ids.tolist()
-        parsed = self.renderer.parse_response(ids, tools=tools, prompt_ids=turn.prompt_ids.tolist())  # type: ignore[union-attr]
-        readable = (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)  # the environment tells the model that there is no such tool
+        end = len(ids)
+        while end and ids[end - 1] in self._stops:
+            end -= 1
+        try:
+            parsed = self.renderer.parse_response(ids, tools=tools, prompt_ids=turn.prompt_ids.tolist())  # type: ignore[union-attr]
+        except UNREADABLE:  # the renderer catches only JSON's own errors, and the model may write a number of 5000 digits
+            return Reply(self.tokenizer.decode(ids[:end]))
         content, attempts = parsed.content or "", parsed.tool_calls
-        # XML formats say INVALID_JSON of a value that is plain text; the call is readable all the same.
-        broken = [call for call in attempts if not call.name or (call.status not in readable and not isinstance(call.arguments, dict))]
-        if broken:
-            end = len(ids)
-            while end and ids[end - 1] in self._stops:
-                end -= 1
+        if attempts and not (tools and all(map(_readable, attempts))):  # without tools there is nothing to call: it is an answer in JSON
             span = attempts[0].token_span
             if span is not None and content in self.tokenizer.decode(ids[: span[0]]):  # else what it has of later text would come twice
                 return Reply(content + self.tokenizer.decode(ids[span[0] : end]), parsed.reasoning_content or None)
@@ -214,6 +215,17 @@ class Chat:
             if mark in text:
                 text = text.replace(mark, "")
         return text
+
+
+def _readable(call: Any) -> bool:
+    """Whether a call that a renderer found has a name, and arguments. The renderer passes on what the JSON holds, of any type."""
+    from renderers import ToolCallParseStatus
+
+    if not (isinstance(call.name, str) and call.name and isinstance(call.arguments, dict | str | None)):
+        return False
+    # XML formats say INVALID_JSON of a value that is plain text; the call is readable all the same.
+    # UNKNOWN_TOOL: the environment tells the model that there is no such tool.
+    return call.status in (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL) or isinstance(call.arguments, dict)
 
 
 Said = tuple[list[Message], Turn, list[dict] | None]  # a conversation up to an answer and with it, the answer's turn, the tools offered

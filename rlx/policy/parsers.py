@@ -20,7 +20,7 @@ Tools = Sequence[Mapping[str, Any]]
 Said = tuple[str, str, str]
 """Name, arguments (JSON) and id of a call. The id is empty if the format has none."""
 Calls = tuple[str, list[Said]]
-"""The text before the first call, and the calls."""
+"""The text before the first call, or beside the calls, and the calls."""
 
 OPEN, CLOSE = "<think>", "</think>"
 UNREADABLE = (ValueError, RecursionError, MemoryError, SyntaxError)  # of json and ast, also for nesting that is too deep
@@ -72,17 +72,25 @@ def llama3_json(text: str, _: Tools) -> Calls | None:
 
 
 def pythonic(text: str, _: Tools) -> Calls | None:
-    """`[add(x=2, y=3), add(x=1, y=1)]`: the whole answer is a list of calls with literal keyword arguments."""
-    for mark in ("<|python_tag|>", "<|tool_call_start|>", "<|tool_call_end|>"):
-        text = text.replace(mark, "")
-    source = text.strip()
+    """`[add(x=2, y=3), add(x=1, y=1)]`: a list of calls with literal keyword arguments.
+
+    It is the whole answer, or stands between LFM2's marks, with text before or after; the end mark may be missing.
+    """
+    before, marked, rest = text.partition("<|tool_call_start|>")
+    if marked:
+        source, _mark, after = rest.partition("<|tool_call_end|>")
+        after = after.rpartition("<|tool_call_end|>")[2]  # LFM2 may repeat the calls and end them once more; vLLM drops that, too
+        said = "\n".join(filter(None, (before.strip(), after.strip())))
+    else:
+        source, said = text.replace("<|python_tag|>", ""), ""
+    source = source.strip()
     if not (source.startswith("[") and source.endswith("]")):
         return None
     try:
         tree = ast.parse(source, mode="eval").body
         calls = tree.elts if isinstance(tree, ast.List) else []
-        return _all("", [_from_python(call) for call in calls]) if calls else None
-    except UNREADABLE:
+        return _all(said, [_from_python(call) for call in calls]) if calls else None
+    except (*UNREADABLE, TypeError):  # TypeError: a literal that JSON does not have (a set, bytes, `...`)
         return None
 
 
@@ -99,7 +107,7 @@ def mistral(text: str, _: Tools) -> Calls | None:
             values, _end = json.JSONDecoder().raw_decode(rest.lstrip())
         except UNREADABLE:
             return None
-        return _all(before, map(_call, values)) if values else None
+        return _all(before, (_call(value, marked=True) for value in values)) if values else None
     found = []
     for block in rest.split("[TOOL_CALLS]"):
         head, brace, arguments = block.replace("[ARGS]", "").partition("{")
@@ -136,9 +144,14 @@ def _all(before: str, calls: Iterable[Said | None]) -> Calls | None:
     return (before, read) if len(read) == len(found) else None
 
 
-def _call(value: Any) -> Said | None:
-    """A call that was JSON."""
+def _call(value: Any, marked: bool = False) -> Said | None:
+    """A call that was JSON. Without the key of its arguments it is data with a name, such as `{"name": "Paris"}`; so it is in vLLM.
+
+    `marked`: the format's own mark says that it is a call, and a call without arguments may lack the key.
+    """
     if not (isinstance(value, dict) and isinstance(value.get("name"), str) and value["name"]):
+        return None
+    if not marked and not value.keys() & {"arguments", "parameters"}:
         return None
     arguments = value.get("arguments", value.get("parameters"))
     call_id = value.get("id")

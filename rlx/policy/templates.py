@@ -39,6 +39,7 @@ TOOL = {
 USER = {"role": "user", "content": "probe question"}
 CALL = {"type": "function", "id": "call00000", "function": {"name": "probe_tool", "arguments": f'{{"probe_key": "{VALUE}"}}'}}
 CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+CALLING_TWICE = {**CALLING, "tool_calls": [CALL, {**CALL, "id": "call00001"}]}
 RETURNED = {"role": "tool", "tool_call_id": "call00000", "name": "probe_tool", "content": RESULT}
 
 Show = Callable[[list[dict], list[dict] | None, bool], str]
@@ -61,6 +62,7 @@ class Traits:
 
     decodes_arguments: bool  # it wants the arguments of a call as a mapping, not as JSON
     tool_parser: str  # the parser that reads the calls that it writes; "none" if no one does
+    one_call: bool  # it refuses a message with two calls, as Llama 3.1's does
     thinks: bool  # it knows reasoning between <think> and </think>
     end: str  # what follows the assistant's answer
 
@@ -75,6 +77,7 @@ def traits_of(show: Show, template: str) -> Traits:
     return Traits(
         decodes_arguments=decodes,
         tool_parser=next((name for name in TOOL_PARSERS if _reads(name, written.removesuffix(end))), "none"),
+        one_call=bool(written) and not _continuation(show, [USER], decoded(CALLING_TWICE) if decodes else CALLING_TWICE, [TOOL]),
         thinks=CLOSE in template or "reasoning_content" in template,
         end=end,
     )

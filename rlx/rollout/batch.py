@@ -122,13 +122,14 @@ def step_metrics(
     }
     for name in sorted({group[0].task.env for group in played}):
         own = [rollout for rollout in rollouts if rollout.task.env == name]
+        values |= means(f"reward/{name}", [rollout.rewards for rollout in own])
+        values |= means(f"env/{name}", [rollout.metrics for rollout in own])
+        # Behind those of the environment, whose functions may have any name: these names mean what `rlx.metrics` says.
         begun = {group[0].task.index: group[0].task.env for group in played}  # the parts of a group (`compared`) are one
         values[f"env/{name}/share"] = sum(env == name for env in begun.values()) / len(begun)
         trained_on = {group.id: group.task.env for group in groups}
         values[f"env/{name}/trained_share"] = sum(env == name for env in trained_on.values()) / max(len(trained_on), 1)
         values[f"reward/{name}/mean"] = np.mean([rollout.reward for rollout in own])
-        values |= means(f"reward/{name}", [rollout.rewards for rollout in own])
-        values |= means(f"env/{name}", [rollout.metrics for rollout in own])
     values |= {f"filter/{rule}": sum(broken == rule for broken, _ in filtered) for rule in rules}
     values["rollouts/dropped_off_policy"] = 0
     values |= {f"rollouts/dropped_{cause}": count for cause, count in sorted(tally.dropped.items())}

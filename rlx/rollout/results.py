@@ -8,7 +8,6 @@ Call the writer in a thread.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -18,6 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from rlx.envs.base import finite
 from rlx.paths import atomic
 from rlx.rollout.scores import FAILED, passes
 from rlx.types import Rollout, Status
@@ -66,8 +66,8 @@ def outcome_of(rollout: Rollout) -> Outcome:
         answer=row.get("answer", ""),
         info=row.get("info", {}),
         reward=rollout.reward if rollout.status == "ok" else 0.0,
-        rewards=_finite(rollout.rewards),
-        metrics=_finite(rollout.metrics),
+        rewards=finite(rollout.rewards),
+        metrics=finite(rollout.metrics),
         status=rollout.status,
         stop=rollout.stop,
         error=rollout.error,
@@ -82,11 +82,6 @@ def outcome_of(rollout: Rollout) -> Outcome:
 def attempts(examples: Sequence[Sequence[Outcome]]) -> list[list[float]]:
     """[N][n] rewards for `passes`: a rollout that failed scores 0 in a mean, and passes nothing, not even a threshold of 0."""
     return [[FAILED if outcome.failed else outcome.reward for outcome in example] for example in examples]
-
-
-def _finite(values: Mapping[str, float]) -> dict[str, float]:
-    """The values without NaN and infinity, which JSON cannot hold: they would come back as `None`, and make every mean NaN."""
-    return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 def write_results(folder: Path, examples: Sequence[Sequence[Outcome]], facts: Mapping[str, Any], pass_threshold: float) -> None:

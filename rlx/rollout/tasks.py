@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from rlx.checkpoints.folders import read_start
 from rlx.checkpoints.forked import read_forked
 from rlx.config.schema import BufferConfig, Config
 from rlx.envs.base import Environment
@@ -41,20 +42,41 @@ def data_digest(rows: Sequence[Any]) -> dict[str, Any]:
     return {"examples": len(rows), "xxh3": digest.hexdigest()}
 
 
-def keep_digests(paths: RunPaths, envs: Mapping[str, Environment], kept: bool = False) -> None:
+def keep_digests(paths: RunPaths, envs: Mapping[str, Environment], kept: bool = False, trained: bool = False) -> None:
     """Write the digests of the environments' examples, by their names in `envs`.
 
-    `kept`: whether earlier attempts left finished rollouts. Then ValueError is raised, and nothing written, if their examples were others.
+    `kept`: whether earlier attempts left finished rollouts. `trained`: whether training goes on from a checkpoint of this run
+    (`goes_on`). With either, ValueError is raised, and nothing written, if the examples of the earlier attempts were others.
     """
     digests = {name: data_digest(env.rows) for name, env in envs.items()}
-    if kept and paths.data.is_file():
+    if (kept or trained) and paths.data.is_file():
         before = json.loads(paths.data.read_text())["envs"]
-        if changed := [name for name in digests if before.get(name, digests[name]) != digests[name]]:
+        changed = [name for name in digests if before.get(name, digests[name]) != digests[name]]
+        if changed and trained:
+            lines = [f"\n  envs.{name}: {_in_words(before[name])} → {_in_words(digests[name])}" for name in changed]
+            raise ValueError(
+                "the examples of an environment have changed since the run began, so a resumed run would skip some and repeat others:"
+                + "".join(lines)
+                + "\nInstall the earlier version of the environment; or train on the new examples in another run from the last checkpoint, "
+                f"resume={paths.root} run.name=NEW; or begin anew with clean=true. An environment that draws its examples at random "
+                f"needs a seed (envs.{changed[0]}.args)"
+            )
+        if changed:
             raise ValueError(
                 f"the examples of {', '.join(changed)} are not those of the earlier attempts, so their finished rollouts belong to others. "
                 "Install the earlier version of the environment, or begin anew with another run.name or clean=true"
             )
     write_text(paths.data, json.dumps({"envs": digests}, indent=1) + "\n")
+
+
+def _in_words(digest: Mapping[str, Any]) -> str:
+    return f"{digest['examples']} examples (xxh3 {digest['xxh3']})"
+
+
+def goes_on(paths: RunPaths) -> bool:
+    """Whether this attempt goes on from what the run itself has trained. At the start of a fork it does not: see `other_examples`."""
+    start, forked = read_start(paths), read_forked(paths)
+    return start is not None and (forked is None or forked.step != start.step)
 
 
 def other_examples(config: Config, paths: RunPaths, step: int) -> dict[str, str]:

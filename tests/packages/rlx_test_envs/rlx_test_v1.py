@@ -39,7 +39,7 @@ class GameTask(vf.Task[vf.TaskData]):
 
     @vf.metric
     async def length(self, trace: vf.Trace) -> float:
-        return float(len(trace.last_reply))
+        return float("inf") if "INFINITE" in trace.last_reply else float(len(trace.last_reply))
 
 
 class GameConfig(vf.EnvConfig):
