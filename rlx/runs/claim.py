@@ -36,7 +36,7 @@ from rlx.runs.lock import RunLock
 from rlx.runs.members import check_shared, member_of, members_in, wait_until_let_go
 from rlx.runs.provenance import write_provenance
 from rlx.runs.replay import check_replay
-from rlx.runs.rewind import LATEST, Found, check_room, find_fork, is_fork, lacks_last_evaluation, note_fork, refuse_ended, rewind, say
+from rlx.runs.rewind import LATEST, Found, check_fork, find_fork, is_fork, lacks_last_evaluation, note_fork, refuse_ended, rewind, say
 from rlx.runs.run import PATIENCE, Run
 from rlx.runs.status import FINAL, read_status
 from rlx.runs.weights import initial_model
@@ -102,7 +102,7 @@ def create(
             cfg = replace(cfg, resume=None)
         if is_fork(cfg.resume):
             start = find_fork(str(cfg.resume))
-            check_room(start, cfg.total_steps)
+            check_fork(start, cfg)
             cfg = replace(cfg, resume=str(start.checkpoint))
         replayed = check_replay(cfg, start.step if start else 0) if isinstance(cfg, Config) and cfg.replay is not None else None
         lock = _claim(paths, clean=cfg.clean, found=found)
