@@ -157,6 +157,24 @@ def test_a_dry_run_of_a_named_directory_writes_configuration_and_plan(tmp_path: 
     assert [spec.name for spec in read_plan(tmp_path / "planned" / "plan.yaml")] == ["prepare", "inference_0", "orchestrator", "trainer"]
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (["slurm=dev"], "slurm=dev (command line) has no effect: launcher.name=local ("),
+        (["slurm.partition=gpu", "slurm.time_minutes=60"], "slurm.partition=gpu, slurm.time_minutes=60 (command line) has no effect"),
+        (["-m", "seed=1,2", "kubernetes.image=rlx"], "Add launcher=kubernetes, or leave it out."),
+    ],
+    ids=["file", "keys", "sweep"],
+)
+def test_what_is_typed_about_a_cluster_needs_its_launcher(
+    line: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
+    assert main(["train", "dry_run=true", *line]) == 2
+    assert says in capsys.readouterr().err
+    monkeypatch.setenv("RLX_SLURM", "dev")  # a site's default
+    assert main(["train", "dry_run=true", "kubernetes=null"]) == 0
+
+
 def test_train_refuses_a_directory_that_holds_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "thesis.tex").write_text("precious")
     assert main(["train", f"run.dir={tmp_path}", "clean=true"]) == 2

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from rlx.cli import pods
-from rlx.cli.command import Command, check_nodes, failure, label_of
+from rlx.cli.command import Command, check_cluster, check_nodes, failure, label_of
 
 
 def run(argv: list[str], command: Command) -> int:
@@ -30,6 +30,7 @@ def run(argv: list[str], command: Command) -> int:
 
         return sweep.run(argv, command)
     composed = compose(argv, None, command.root)
+    check_cluster(composed)
     if not composed.cfg.dry_run:  # which may be absent where a dry run is made
         use_cache(hub_variables(composed.cfg))
     cfg, label = command.resolve(composed.cfg), label_of(composed, command)
