@@ -157,6 +157,13 @@ def test_a_dry_run_of_a_named_directory_writes_configuration_and_plan(tmp_path: 
     assert [spec.name for spec in read_plan(tmp_path / "planned" / "plan.yaml")] == ["prepare", "inference_0", "orchestrator", "trainer"]
 
 
+def test_a_dry_run_plans_several_hosts_without_a_cluster_as_the_refusal_of_the_start_says(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "hardware=cpu_3nodes"]) == 2
+    assert "dry_run=true to plan" in capsys.readouterr().err
+    assert main(["train", "hardware=cpu_3nodes", "dry_run=true"]) == 0
+    assert "trainer" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [

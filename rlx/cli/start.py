@@ -41,7 +41,8 @@ def run(argv: list[str], command: Command) -> int:
     if in_pods:
         pods.check_client(cfg)
     elif cfg.launcher.name == "local":
-        require_one_host(plan)
+        if not cfg.dry_run:  # a plan may be for other machines
+            require_one_host(plan)
     else:
         from rlx.launch.slurm import check_directory
 
