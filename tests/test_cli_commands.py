@@ -157,6 +157,12 @@ def test_a_dry_run_of_a_named_directory_writes_configuration_and_plan(tmp_path: 
     assert [spec.name for spec in read_plan(tmp_path / "planned" / "plan.yaml")] == ["prepare", "inference_0", "orchestrator", "trainer"]
 
 
+@pytest.mark.parametrize("key", ["resume", "replay"])
+def test_a_dry_run_looks_at_the_run_that_it_would_start_from(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "dry_run=true", f"{key}=outputs/nowhere/else"]) == 2
+    assert f"{key}=outputs/nowhere/else: " in capsys.readouterr().err
+
+
 def test_a_dry_run_plans_several_hosts_without_a_cluster_as_the_refusal_of_the_start_says(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "hardware=cpu_3nodes"]) == 2
     assert "dry_run=true to plan" in capsys.readouterr().err

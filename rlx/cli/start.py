@@ -21,7 +21,7 @@ def run(argv: list[str], command: Command) -> int:
     from rlx.preflight.chats import check_chats
     from rlx.preflight.hub import check_cache, use_cache
     from rlx.preflight.probes import environments_of, lines_of
-    from rlx.runs.claim import changes, create, settle, write_description
+    from rlx.runs.claim import changes, create, settle, sources, write_description
     from rlx.runs.differences import change_note
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # exit code 130, as after Ctrl-C
@@ -53,6 +53,8 @@ def run(argv: list[str], command: Command) -> int:
     check_chats([cfg], [found])
     environments = lines_of(found)
     if cfg.dry_run:
+        if not in_pods:  # whose volume may not be mounted here
+            sources(cfg)
         from rlx.config.load import to_yaml
         from rlx.plan.explain import explain
 
