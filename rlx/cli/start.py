@@ -44,9 +44,11 @@ def run(argv: list[str], command: Command) -> int:
         if not cfg.dry_run:  # a plan may be for other machines
             require_one_host(plan)
     else:
-        from rlx.launch.slurm import check_directory
+        from rlx.launch.slurm import check_directory, note_of, overriding, sbatch_options
 
         check_directory(Path(cfg.run.dir), cfg)
+        if cfg.dry_run and (dropped := overriding(sbatch_options(cfg, str(cfg.run.name)))):
+            composed.notes.append(note_of(dropped))
     check_nodes(cfg, composed)
     check_cache([cfg])
     (found,) = environments_of([cfg])
@@ -100,7 +102,7 @@ def run(argv: list[str], command: Command) -> int:
         from rlx.launch.slurm import FOLDER, submit
 
         try:
-            (job,) = submit([(paths, cfg)], paths.root.name, paths.root / FOLDER)
+            (job,) = submit([(paths, cfg)], str(cfg.run.name), paths.root / FOLDER)  # the name that a dry run shows
         except RuntimeError as error:
             print(f"rlx: {error}", file=sys.stderr)
             return 1
