@@ -80,7 +80,7 @@ def broadcast(size: int, count: int) -> list[float]:
 class Trainer:
     """The trainer's end of both ways. Each version differs from the one before it in every tensor."""
 
-    def __init__(self, paths: RunPaths, folder: Path) -> None:
+    def __init__(self, paths: RunPaths, folder: Path, dtype: str) -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -90,10 +90,10 @@ class Trainer:
         from rlx.weights.publish import Publisher
 
         self.paths = paths
-        self.model = PolicyModel(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+        self.model = PolicyModel(AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)))
         mesh = one_process("cpu")
-        self.publisher = Publisher.of(self.model, mesh, paths, source=str(folder), dtype=torch.float32)
-        self.offers = Offers(self.model, mesh, paths, torch.float32, LIMIT)
+        self.publisher = Publisher.of(self.model, mesh, paths, source=str(folder), dtype=getattr(torch, dtype))
+        self.offers = Offers(self.model, mesh, paths, getattr(torch, dtype), LIMIT)
         self.version = 0
         self.bytes = sum(tensor.numel() * tensor.itemsize for _, tensor in self.model.named_weights())
 
@@ -103,7 +103,7 @@ class Trainer:
         self.version += 1
         with torch.no_grad():
             for _, tensor in self.model.named_weights():
-                tensor.mul_(1.0001)
+                tensor.mul_(1.01)  # more than 16 bits round away
         return self.version
 
     async def files(self, fleet: Fleet) -> dict[str, float]:
@@ -136,8 +136,8 @@ class Trainer:
         await fleet.update(found, LIMIT)
 
 
-async def measure(paths: RunPaths, folder: Path, rounds: int) -> dict[str, Any]:
-    trainer = Trainer(paths, folder)
+async def measure(paths: RunPaths, folder: Path, rounds: int, dtype: str) -> dict[str, Any]:
+    trainer = Trainer(paths, folder, dtype)
     endpoints = read_endpoints(paths, 1)
     found: dict[str, list[dict[str, float]]] = {"files": [], "gloo": []}
     async with Fleet(endpoints) as fleet:
@@ -171,7 +171,8 @@ def bare(paths: RunPaths, result: dict[str, Any], rounds: int) -> dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="folder of a float32 model")
+    parser.add_argument("--model", type=Path, help="folder of a model")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the trainer's and of the server's weights")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--receive", help=argparse.SUPPRESS)
@@ -182,7 +183,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         paths = RunPaths(Path(name))
         keys = [f"model.name={options.model.resolve()}", "model=smollm2_135m", "env=reverse_text", "hardware=cpu", "seq_len=256"]
-        config = compose([*keys, "sampling.max_tokens=64", "weight_broadcast.type=gloo", "hardware.cpu_threads=1"], {}).cfg
+        config = compose(
+            [*keys, f"model.dtype={options.dtype}", "sampling.max_tokens=64", "weight_broadcast.type=gloo", "hardware.cpu_threads=1"], {}
+        ).cfg
         paths.config.write_text(to_yaml(config))
         paths.initial_model.write_text(f"{options.model.resolve()}\n")
         paths.endpoints.mkdir()
@@ -195,7 +198,7 @@ def main() -> None:
                 if server.poll() is not None or time.monotonic() > deadline:
                     raise RuntimeError((paths.root / "server.log").read_text()[-3000:])
                 time.sleep(0.1)
-            result = asyncio.run(measure(paths, options.model, options.rounds))
+            result = asyncio.run(measure(paths, options.model, options.rounds, options.dtype))
             said = re.findall(r"ready after (\d+) ms, paused for (\d+) ms", (paths.root / "server.log").read_text())
             for place, name in enumerate(("files", "gloo")):  # the server's own words; the first of each has more to do
                 ready, paused = zip(*said[place + 2 :: 2], strict=True)

@@ -157,6 +157,37 @@ def test_a_dry_run_of_a_named_directory_writes_configuration_and_plan(tmp_path: 
     assert [spec.name for spec in read_plan(tmp_path / "planned" / "plan.yaml")] == ["prepare", "inference_0", "orchestrator", "trainer"]
 
 
+@pytest.mark.parametrize("key", ["resume", "replay"])
+def test_a_dry_run_looks_at_the_run_that_it_would_start_from(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "dry_run=true", f"{key}=outputs/nowhere/else"]) == 2
+    assert f"{key}=outputs/nowhere/else: " in capsys.readouterr().err
+
+
+def test_a_dry_run_plans_several_hosts_without_a_cluster_as_the_refusal_of_the_start_says(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "hardware=cpu_3nodes"]) == 2
+    assert "dry_run=true to plan" in capsys.readouterr().err
+    assert main(["train", "hardware=cpu_3nodes", "dry_run=true"]) == 0
+    assert "trainer" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (["slurm=dev"], "slurm=dev (command line) has no effect: launcher.name=local ("),
+        (["slurm.partition=gpu", "slurm.time_minutes=60"], "slurm.partition=gpu, slurm.time_minutes=60 (command line) has no effect"),
+        (["-m", "seed=1,2", "kubernetes.image=rlx"], "Add launcher=kubernetes, or leave it out."),
+    ],
+    ids=["file", "keys", "sweep"],
+)
+def test_what_is_typed_about_a_cluster_needs_its_launcher(
+    line: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
+    assert main(["train", "dry_run=true", *line]) == 2
+    assert says in capsys.readouterr().err
+    monkeypatch.setenv("RLX_SLURM", "dev")  # a site's default
+    assert main(["train", "dry_run=true", "kubernetes=null"]) == 0
+
+
 def test_train_refuses_a_directory_that_holds_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "thesis.tex").write_text("precious")
     assert main(["train", f"run.dir={tmp_path}", "clean=true"]) == 2

@@ -72,6 +72,8 @@ CASES = {
         "max_steps=0 model.dtype=float16 trainer.num_minibatches=0 sampling.temperature=0 sampling.top_p=1.5 max_async_level=-1 "
         "hardware.device=gpu scheduler.type=exponential trainer.micro_batch_tokens=0"
     ),
+    "seed_below_zero": Case("seed=-1"),
+    "seed_too_large": Case("seed=4294967296"),
     "wrong_value_of_the_optimizer": Case("optim.lr=-1 optim.weight_decay=-0.1 optim.betas=[0.9,1.5] scheduler.decay_steps=0"),
     "weights_without_files": Case("weight_broadcast.type=gloo lora.rank=8 inference.base_url=[http://127.0.0.1:1]"),
     "versions_in_memory_that_servers_do_not_see": Case(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from rlx.cli import main
@@ -34,3 +38,19 @@ def test_it_is_said_where_a_run_is_described(tmp_path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     assert main(["train", "dry_run=true", "max_steps=10", "scheduler.warmup_steps=11"]) == 0
     assert "note: the warm-up is longer than the run" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["text", "text_and_images"])
+def test_a_folder_with_a_model_of_other_sizes_than_the_chosen_one_is_said(tmp_path: Path, nested: bool):
+    def notes(**sizes: Any) -> list[str]:
+        made = {"hidden_size": 1024, "vocab_size": 151936, "head_dim": None, **sizes}
+        (tmp_path / "config.json").write_text(json.dumps({"text_config": made} if nested else made))
+        composed = compose(["model=qwen3_0_6b", f"model.name={tmp_path}", "env=math", "hardware=node8", "dry_run=true"], {})
+        return [note for note in composed.notes if "other sizes" in note]
+
+    assert notes(num_hidden_layers=28) == []
+    (note,) = notes(num_hidden_layers=36)
+    assert f"than that in model.name={tmp_path} (command line): model.num_layers=28 (" in note
+    assert (
+        "), but num_hidden_layers=36 in config.json. Choose the option of model= that describes it, or set model.num_layers=36 and" in note
+    )

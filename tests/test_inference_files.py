@@ -172,6 +172,14 @@ def test_on_cpu_the_engine_is_eager_in_this_process_and_never_splits_a_prefill()
     assert environment(cpu, {})["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
 
 
+def test_the_engines_seed_fits_numpys_32_bits_and_differs_between_replicas():
+    dated = config("cpu")
+    dated.seed = 20250101
+    seeds = [engine_arguments(dated, "folder", replica)["seed"] for replica in range(3)]
+    assert len({*seeds}) == 3
+    assert all(0 <= seed < 2**32 for seed in seeds)
+
+
 def test_on_cpu_the_cache_is_as_large_as_the_sequences_can_use_but_at_most_a_gibibyte_if_one_fits():
     tiny = config("cpu", max_num_seqs=4)
     token = 2 * 2 * 2 * 8 * 2  # keys and values of two layers, with two heads of eight numbers of 16 bits

@@ -86,3 +86,19 @@ def test_threads_of_a_process_that_computes_alone_may_spin() -> None:
     assert not any("OMP_WAIT_POLICY" in spec.env for spec in plan)
     several = make_plan(config("cpu", hardware={"cpu_threads": 2, "trainer_processes": 2}, bench=True), Path("/run"))
     assert [spec.env.get("OMP_WAIT_POLICY") for spec in several if spec.role == "trainer"] == ["PASSIVE"], "its ranks share the cores"
+
+
+@pytest.mark.parametrize(
+    ("layout", "hardware", "says"),
+    [
+        ("node8", {"nodes": 2, "trainer_processes": 2}, "no process is on host 1 (hardware.nodes=2) and 10 of 16 GPUs (hardware.gpus_per_"),
+        ("node8", {"trainer_processes": 2}, "no process is on 2 of 8 GPUs (hardware.gpus_per_node=8)"),
+        ("node8", {}, None),
+        ("cpu_3nodes", {}, None),
+        ("gpu1_shared", {}, None),
+    ],
+)
+def test_the_plan_says_which_hosts_and_gpus_have_no_process(layout: str, hardware: dict[str, int], says: str | None) -> None:
+    cfg = config(layout, hardware=hardware)
+    text = explain(cfg, make_plan(cfg, Path("/run")), {}, [], "/run")
+    assert says in text if says else "no process is on" not in text

@@ -266,6 +266,18 @@ def test_a_fork_of_nothing_is_refused(tmp_path: Path, resume: str, message: str)
     assert not (tmp_path / "fork").exists()
 
 
+def test_a_fork_with_a_model_of_other_sizes_is_refused_and_one_of_another_name_is_said(tmp_path: Path, capsys) -> None:
+    source = ended(tmp_path / "run")
+    model = load_run(source.root).model
+    larger = replace(model, name="larger", hidden_size=2 * model.hidden_size, num_layers=9)
+    sizes = rf"model.hidden_size: {model.hidden_size} ≠ {2 * model.hidden_size}, model.num_layers: {model.num_layers} ≠ 9\.\n  fix: "
+    with pytest.raises(ConfigError, match=rf"model.name={model.name}, and model.name=larger has other sizes \(there ≠ here\): {sizes}"):
+        make(settled(tmp_path / "fork", resume=str(source.root), model=larger))
+    assert not (tmp_path / "fork").exists()
+    make(settled(tmp_path / "fork", resume=str(source.root), model=replace(model, name="another")))[1].close()
+    assert f"model.name: {model.name} → another changes no weights" in capsys.readouterr().err
+
+
 def test_a_replay_needs_every_batch(tmp_path: Path) -> None:
     source = ended(tmp_path / "run")
     paths, _ = make(settled(tmp_path / "again", replay=str(source.root), max_steps=9))

@@ -93,6 +93,50 @@ def test_files_of_ones_own_are_found(tmp_path: Path):
     ]
 
 
+OPTUNA = """# @package _global_
+hydra:
+  sweeper:
+    {n_trials: 20, direction: maximize, sampler: {seed: 3, name: 'it"s'}, max_batch_size: null, params: {optim.lr: 'interval(1e-5,1e-2)'}}
+"""
+
+
+def test_a_sweeper_gets_the_keys_of_the_chosen_file_and_those_of_the_command_line_win(tmp_path: Path):
+    from hydra.types import RunMode
+
+    from rlx.config.sources import make_sweep_loader
+
+    (tmp_path / "sweeps").mkdir()
+    (tmp_path / "sweeps" / "mine.yaml").write_text(OPTUNA)
+    line = ["-m", "--config-dir", str(tmp_path), "sweeps=mine", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=5"]
+    found = expand(line, {})
+    assert found.params == ("optim.lr=interval(1e-5,1e-2)",)
+    lines = [each for each in found.options if each != "hydra/sweeper=optuna"]  # which need not be installed
+    lines = ["++" + each.lstrip("+") for each in lines]
+    config = make_sweep_loader([]).load_configuration(config_name=None, overrides=lines, run_mode=RunMode.MULTIRUN)
+    sweeper = config.hydra.sweeper
+    assert (sweeper.n_trials, sweeper.direction, sweeper.sampler, sweeper.max_batch_size) == (
+        5,
+        "maximize",
+        {"seed": 3, "name": 'it"s'},
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("sweeper", "fix"),
+    [
+        ("optuna", "hydra.sweeper.direction=maximize"),
+        ("ax", "hydra.sweeper.ax_config.experiment.minimize=false"),
+        ("nevergrad", "hydra.sweeper.optim.maximize=true"),
+    ],
+)
+def test_a_sweeper_that_would_minimise_the_reward_is_refused(sweeper: str, fix: str):
+    line = ["-m", f"hydra/sweeper={sweeper}", "optim.lr=interval(1e-5,1e-2)"]
+    with pytest.raises(ConfigError, match=rf"its reward\.\n  fix: {fix}"):
+        expand(line, {})
+    assert expand([*line, fix], {}).sweeper == sweeper
+
+
 @pytest.mark.parametrize(
     ("argv", "environ", "several"),
     [

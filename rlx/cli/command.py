@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,24 @@ def check_nodes(cfg: CommandConfig, composed: Composed) -> None:
         from rlx.train.nodes import check_built
 
         check_built(cfg)
+
+
+def check_cluster(composed: Composed) -> None:
+    """Raise ConfigError if the command line describes the job of a cluster that the chosen launcher does not use.
+
+    A file or a variable (RLX_SLURM) may describe a site's cluster for all runs. Whoever types it wants the run to be there.
+    """
+    from rlx.config.errors import ConfigError
+
+    launcher = composed.cfg.launcher.name
+    problems = []
+    for cluster in {"slurm", "kubernetes"} - {launcher}:
+        typed = [line for line in composed.overrides if re.match(rf"\+*{cluster}[.=]", line) and line.partition("=")[2] != "null"]
+        if typed:
+            shown = composed.origins.show("launcher.name", launcher)
+            problems.append(f"{', '.join(typed)} (command line) has no effect: {shown}.\nAdd launcher={cluster}, or leave it out.")
+    if problems:
+        raise ConfigError(problems)
 
 
 def failure(cause: Cause, root: Path) -> str:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from rlx.cli import pods
-from rlx.cli.command import Command, check_nodes, failure, label_of
+from rlx.cli.command import Command, check_cluster, check_nodes, failure, label_of
 
 
 def run(argv: list[str], command: Command) -> int:
@@ -21,7 +21,7 @@ def run(argv: list[str], command: Command) -> int:
     from rlx.preflight.chats import check_chats
     from rlx.preflight.hub import check_cache, use_cache
     from rlx.preflight.probes import environments_of, lines_of
-    from rlx.runs.claim import changes, create, settle, write_description
+    from rlx.runs.claim import changes, create, settle, sources, write_description
     from rlx.runs.differences import change_note
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # exit code 130, as after Ctrl-C
@@ -30,6 +30,7 @@ def run(argv: list[str], command: Command) -> int:
 
         return sweep.run(argv, command)
     composed = compose(argv, None, command.root)
+    check_cluster(composed)
     if not composed.cfg.dry_run:  # which may be absent where a dry run is made
         use_cache(hub_variables(composed.cfg))
     cfg, label = command.resolve(composed.cfg), label_of(composed, command)
@@ -40,17 +41,22 @@ def run(argv: list[str], command: Command) -> int:
     if in_pods:
         pods.check_client(cfg)
     elif cfg.launcher.name == "local":
-        require_one_host(plan)
+        if not cfg.dry_run:  # a plan may be for other machines
+            require_one_host(plan)
     else:
-        from rlx.launch.slurm import check_directory
+        from rlx.launch.slurm import check_directory, note_of, overriding, sbatch_options
 
         check_directory(Path(cfg.run.dir), cfg)
+        if cfg.dry_run and (dropped := overriding(sbatch_options(cfg, str(cfg.run.name)))):
+            composed.notes.append(note_of(dropped))
     check_nodes(cfg, composed)
     check_cache([cfg])
     (found,) = environments_of([cfg])
     check_chats([cfg], [found])
     environments = lines_of(found)
     if cfg.dry_run:
+        if not in_pods:  # whose volume may not be mounted here
+            sources(cfg)
         from rlx.config.load import to_yaml
         from rlx.plan.explain import explain
 
@@ -96,7 +102,7 @@ def run(argv: list[str], command: Command) -> int:
         from rlx.launch.slurm import FOLDER, submit
 
         try:
-            (job,) = submit([(paths, cfg)], paths.root.name, paths.root / FOLDER)
+            (job,) = submit([(paths, cfg)], str(cfg.run.name), paths.root / FOLDER)  # the name that a dry run shows
         except RuntimeError as error:
             print(f"rlx: {error}", file=sys.stderr)
             return 1

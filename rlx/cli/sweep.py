@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlx.cli.command import Command, check_nodes
+from rlx.cli.command import Command, check_cluster, check_nodes
 from rlx.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ def checked(lines: Sequence[Line], directory: Path, command: Command) -> list[El
     for line in lines:
         try:
             composed = compose(line.argv, None, command.root, kept)
+            check_cluster(composed)
             if not composed.cfg.dry_run:
                 use_cache(hub_variables(composed.cfg))
             cfg = replace(command.resolve(composed.cfg), run=RunConfig(name=line.name, dir=str(directory / line.name)))

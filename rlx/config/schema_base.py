@@ -24,7 +24,7 @@ class CommandConfig:
     may_change: ClassVar[tuple[str, ...]] = ()
     """Keys or sections that may change when a run of this command resumes in its directory, beside those of all (`rlx.runs.claim`)."""
 
-    seed: int = key(0, "seed of sampling, order and initialisation")
+    seed: int = key(0, "seed of sampling, order and initialisation", low=0, high=2**32 - 1)  # what every generator of numpy's accepts
     seq_len: int = key(MISSING, "longest training sample or played conversation (prompt plus completion), in tokens", low=2)
     dry_run: bool = key(False, "compose, check, plan and print; start nothing")
     clean: bool = key(False, "first delete an existing run directory of this name")

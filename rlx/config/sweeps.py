@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -23,10 +24,15 @@ from rlx.config.errors import ConfigError
 from rlx.config.overrides import line_of, parse, read_request
 from rlx.config.roots import TRAIN, Root
 from rlx.config.sources import make_loader
-from rlx.config.tree import secret_keys
+from rlx.config.tree import secret_keys, show
 
 LONGEST = 120  # maximum characters of a folder's name
 OF_THE_SWEEP = ("run.name", "run.dir")  # these name the sweep; its runs are in its folder
+REWARD = {  # a sweeper that minimises unless told otherwise -> what tells it to find the largest reward
+    "optuna": ("hydra.sweeper.direction", "maximize"),
+    "ax": ("hydra.sweeper.ax_config.experiment.minimize", "false"),
+    "nevergrad": ("hydra.sweeper.optim.maximize", "true"),
+}
 NOT_PART = ("launcher", "slurm", "kubernetes", "dry_run", "clean")  # keys that do not make it a different sweep
 
 
@@ -67,7 +73,7 @@ def expand(argv: Sequence[str], environ: Mapping[str, str] | None = None, root: 
     """The runs of a sweep. Raises ConfigError when the line cannot be parsed, sweeps nothing, or gives two runs the same name."""
     environ = os.environ if environ is None else environ
     argv = [part for part in argv if part not in ("-m", "--multirun")]
-    hydra_lines = [part for part in argv if part.startswith(("hydra/", "hydra.")) and not part.startswith("hydra.searchpath")]
+    hydra_lines = [p for p in argv if p.lstrip("+").startswith(("hydra/", "hydra.")) and not p.startswith("hydra.searchpath")]
     argv = [part for part in argv if part not in hydra_lines]
     request = read_request(argv, environ, root)
     named = {o.key_or_group: o.value() for o in request.overrides if o.key_or_group in OF_THE_SWEEP and not o.is_sweep_override()}
@@ -76,7 +82,8 @@ def expand(argv: Sequence[str], environ: Mapping[str, str] | None = None, root: 
     shared = [*options, *map(line_of, static)]
 
     tree = compose_tree(shared, environ, root)
-    params = parse([f"{key}={value}" for key, value in ((tree.hydra.get("sweeper") or {}).get("params") or {}).items()])
+    of_file = dict(tree.hydra.get("sweeper") or {})
+    params = parse([f"{key}={value}" for key, value in (of_file.pop("params", None) or {}).items()])
     chosen = {o.key_or_group for o in request.overrides}
     swept = [o for o in params if o.key_or_group not in chosen] + [o for o in request.overrides if o.is_sweep_override()]
     fixed = [line_of(o) for o in swept if not o.is_sweep_override()]  # a file may give a key only one value
@@ -89,6 +96,10 @@ def expand(argv: Sequence[str], environ: Mapping[str, str] | None = None, root: 
     directory = str(named["run.dir"]) if "run.dir" in named else None
     sweeper = next((line.partition("=")[2] for line in hydra_lines if line.startswith("hydra/sweeper=")), "basic")
     if sweeper != "basic":
+        lines = [f"++hydra.sweeper.{key}={_written(value)}" for key, value in of_file.items()]
+        hydra_lines = [*lines, *hydra_lines]  # the command line wins over the file
+        if sweeper in REWARD:
+            _require_direction(sweeper, of_file, hydra_lines)
         return Sweep(name, directory, (), sweeper, tuple(hydra_lines), tuple(map(line_of, swept)), (*shared, *fixed))
     if not swept:
         raise ConfigError(
@@ -105,6 +116,29 @@ def expand(argv: Sequence[str], environ: Mapping[str, str] | None = None, root: 
             )
         seen[element.name] = element
     return Sweep(name, directory, elements, None)
+
+
+def _require_direction(sweeper: str, of_file: Mapping[str, Any], lines: Sequence[str]) -> None:
+    """Raise ConfigError if neither the chosen files nor the command line say what a sweeper does with the reward: it would minimise it."""
+    key, value = REWARD[sweeper]
+    in_file: Any = of_file
+    for part in key.removeprefix("hydra.sweeper.").split("."):
+        in_file = in_file.get(part) if isinstance(in_file, Mapping) else None
+    if in_file is None and not any(line.lstrip("+").startswith(f"{key}=") for line in lines):
+        raise ConfigError(
+            f"hydra/sweeper={sweeper} looks for the smallest value unless it is told otherwise, and the value of a run is its reward.\n"
+            f"  fix: {key}={value}"
+        )
+
+
+def _written(value: Any) -> str:
+    """A value of a file, as hydra's grammar reads it on the command line."""
+    if isinstance(value, str):
+        escaped = value.replace('"', '\\"')
+        return f'"{escaped}"'
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}: {_written(inner)}" for name, inner in value.items()) + "}"
+    return "[" + ",".join(map(_written, value)) + "]" if isinstance(value, list) else show(value)
 
 
 def _sets(override: Override, key: str) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +83,38 @@ OF_THE_CLUSTER = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JW
 OF_THIS_SHELL = ("RLX_RUN_TOKEN", "RLX_HOST", "RLX_SUPERVISOR_PID", DEVICES)
 
 
+OF_MEMORY = {"mem": "SBATCH_MEM_PER_NODE", "mem_per_cpu": "SBATCH_MEM_PER_CPU", "mem_per_gpu": "SBATCH_MEM_PER_GPU"}
+
+
+def overriding(options: Mapping[str, Any]) -> dict[str, str]:
+    """The variables of this shell that `sbatch` would obey instead of the script with these `sbatch_options`: they win over it.
+
+    A variable stays where the script says nothing, so a site's default account or partition counts.
+    """
+    given = {*options, *options["additional_parameters"]}
+    names = {f"SBATCH_{option.upper()}" for option in given}
+    names |= set(OF_MEMORY.values()) if given & OF_MEMORY.keys() else set()  # they exclude each other
+    names |= {"SBATCH_GPUS_PER_NODE"} if "gres" in given else set()  # two ways to ask for the same GPUs
+    return {name: os.environ[name] for name in sorted(names) if name in os.environ}
+
+
+def note_of(variables: Mapping[str, str]) -> str:
+    """What is said of the result of `overriding`."""
+    shown = ", ".join(f"{name}={value}" for name, value in variables.items())
+    return f"sbatch does not get {shown}: such a variable would win over what the script says"
+
+
 @contextlib.contextmanager
-def own_job_forgotten() -> Iterator[None]:
+def own_job_forgotten(further: Collection[str] = ()) -> Iterator[None]:
     """Submit in this block: the new job inherits no GPUs of this host, and nothing of a run or job in which it is submitted.
+
+    `further`: other variables that `sbatch` does not get.
 
     `sbatch` passes all variables on, and does not replace those that the new job has no value for. `srun` would take them for its
     options: with SLURM_GPUS_PER_NODE of an interactive job, each step would see so many GPUs.
     """
-    names = [name for name in os.environ if name in OF_THIS_SHELL or (name.startswith("SLURM_") and name not in OF_THE_CLUSTER)]
+    shell = {*OF_THIS_SHELL, *further}
+    names = [name for name in os.environ if name in shell or (name.startswith("SLURM_") and name not in OF_THE_CLUSTER)]
     taken = {name: os.environ.pop(name) for name in names}
     try:
         yield

@@ -25,7 +25,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.load import load_command
 from rlx.config.schema import CommandConfig
 from rlx.launch.container import MOUNTS, Container
-from rlx.launch.sbatch import check_directory, make_executor, own_job_forgotten, sbatch_options, sbatch_script
+from rlx.launch.sbatch import check_directory, make_executor, note_of, overriding, own_job_forgotten, sbatch_options, sbatch_script
 from rlx.launch.starters import SrunStarter
 from rlx.launch.supervisor import Limits, Supervisor
 from rlx.paths import RunPaths, write_text
@@ -79,9 +79,11 @@ def submit(runs: Sequence[tuple[RunPaths, CommandConfig]], name: str, folder: Pa
         paths.job.unlink(missing_ok=True)  # the new job would read an older id here as that of its successor
         write_text(paths.sbatch, script)
     executor = make_executor(runs[0][1], name, folder, roots, code)
+    if dropped := overriding(sbatch_options(runs[0][1], name)):
+        print(note_of(dropped), file=sys.stderr)
     try:
         # submitit prints what sbatch says; an error has it as well
-        with own_job_forgotten(), contextlib.redirect_stderr(io.StringIO()) as said:
+        with own_job_forgotten(dropped), contextlib.redirect_stderr(io.StringIO()) as said:
             jobs = executor.submit_array([Attempt(str(paths.root)) for paths, _ in runs])
         print(said.getvalue(), end="", file=sys.stderr)
     except Exception as error:  # submitit reports sbatch's errors through several exception types

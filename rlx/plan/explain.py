@@ -39,7 +39,7 @@ def explain(
     sections = [
         ("composed", _composed(choices, notes, run_dir)),
         *([("environments", list(environments))] if environments else []),
-        ("processes", table(["process", "host", "GPUs", "ports", "command"], [_row(cfg, spec) for spec in plan]) + _apart(cfg, plan)),
+        ("processes", table(["process", "host", "GPUs", "ports", "command"], [_row(cfg, spec) for spec in plan]) + _apart(cfg, plan) + _idle(cfg, plan)),
         *SECTIONS[type(cfg)](cfg, plan),
     ]
     return "\n\n".join(f"{title}\n" + "\n".join(f"  {line}" for line in lines) for title, lines in sections)
@@ -105,6 +105,17 @@ def _apart(cfg: CommandConfig, plan: Sequence[ProcessSpec]) -> list[str]:
         for key, size in (("tp", cfg.trainer.tp), ("ep", cfg.trainer.ep))
         if on_host % size
     ]
+
+
+def _idle(cfg: CommandConfig, plan: Sequence[ProcessSpec]) -> list[str]:
+    """A line about hosts and GPUs that a job would have for nothing."""
+    hardware = cfg.hardware
+    hosts = sorted({*range(hardware.nodes)} - {spec.node for spec in plan})
+    have = hardware.nodes * hardware.gpus_per_node if hardware.device == "cuda" else 0
+    gpus = have - len({(spec.node, gpu) for spec in plan for gpu in spec.gpus})
+    parts = [f"host {', '.join(map(str, hosts))} (hardware.nodes={hardware.nodes})"] if hosts else []
+    parts += [f"{gpus} of {have} GPUs (hardware.gpus_per_node={hardware.gpus_per_node})"] if have and gpus else []
+    return [f"warning: no process is on {' and '.join(parts)}"] if parts else []
 
 
 def _in_flight(cfg: PlayRoot) -> str:

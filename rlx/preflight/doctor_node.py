@@ -23,7 +23,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.load import compose
 from rlx.config.schema import CommandConfig
 from rlx.launch.follow import ASK, LATE, Waiting
-from rlx.launch.sbatch import own_job_forgotten, python_of, sbatch_options
+from rlx.launch.sbatch import overriding, own_job_forgotten, python_of, sbatch_options
 from rlx.paths import listed, write_text
 from rlx.preflight.doctor import Examined, Finding, examine, existing
 from rlx.preflight.doctor_services import CHECKS
@@ -73,7 +73,7 @@ def on_a_node(cfg: CommandConfig, argv: Sequence[str]) -> tuple[str, list[Findin
     executor.update_parameters(**{key: value for key, value in options.items() if key != "mem"})
     executor.parameters |= {"mem": options.get("mem"), "wckey": None}
     try:
-        with own_job_forgotten():
+        with own_job_forgotten(overriding(options)):
             job = executor.submit(NodeCheck(argv, str(folder)))
     except Exception as error:  # submitit reports sbatch's errors through several exception types
         text = getattr(error, "stderr", None) or str(error)

@@ -36,7 +36,7 @@ from rlx.runs.lock import RunLock
 from rlx.runs.members import check_shared, member_of, members_in, wait_until_let_go
 from rlx.runs.provenance import write_provenance
 from rlx.runs.replay import check_replay
-from rlx.runs.rewind import LATEST, Found, check_room, find_fork, is_fork, lacks_last_evaluation, note_fork, refuse_ended, rewind, say
+from rlx.runs.rewind import LATEST, Found, check_fork, find_fork, is_fork, lacks_last_evaluation, note_fork, refuse_ended, rewind, say
 from rlx.runs.run import PATIENCE, Run
 from rlx.runs.status import FINAL, read_status
 from rlx.runs.weights import initial_model
@@ -96,15 +96,11 @@ def create(
     with writing(paths.root):
         if cfg.resume is not None and not is_fork(cfg.resume) and (cfg.resume != LATEST or (paths.root.exists() and not _is_free(paths))):
             return paths, _go_on(paths, cfg, overrides, plan, found)
-        start = None
         if cfg.resume == LATEST:
             say(f"there is no run in {paths.root} yet: starting {'at step 0' if cfg.has_checkpoints else 'a new one'}")
             cfg = replace(cfg, resume=None)
-        if is_fork(cfg.resume):
-            start = find_fork(str(cfg.resume))
-            check_room(start, cfg.total_steps)
-            cfg = replace(cfg, resume=str(start.checkpoint))
-        replayed = check_replay(cfg, start.step if start else 0) if isinstance(cfg, Config) and cfg.replay is not None else None
+        start, replayed = sources(cfg)
+        cfg = replace(cfg, resume=str(start.checkpoint)) if start else cfg
         lock = _claim(paths, clean=cfg.clean, found=found)
         try:
             if source := note_fork(paths, start, cfg) if start else replayed:
@@ -117,6 +113,16 @@ def create(
             raise
     lock.share()
     return paths, lock
+
+
+def sources(cfg: CommandConfig) -> tuple[Start | None, RunPaths | None]:
+    """The checkpoint of another run from which a new one starts, and the run that it replays. Only reads.
+
+    Raises ConfigError if there is none, or if this configuration cannot start from it."""
+    start = find_fork(str(cfg.resume)) if is_fork(cfg.resume) else None
+    if start:
+        check_fork(start, cfg)
+    return start, check_replay(cfg, start.step if start else 0) if isinstance(cfg, Config) and cfg.replay is not None else None
 
 
 def _adopt(paths: RunPaths, start: Start) -> Start:

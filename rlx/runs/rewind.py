@@ -34,6 +34,7 @@ from rlx.weights.files import WeightsError, verify, versions
 
 LATEST = "latest"
 OF_DATA = re.compile(r"(seed|data\.(name|subset|split|sets|shuffle)|envs\.[^.:]+(\.(id|args|python|split|curriculum))?)[.:]")
+SIZES = ("hidden_size", "num_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "num_experts", "vocab_size")
 GLIMPSE = 0.2  # seconds: a role that is refused at the same time holds the lock for a moment, which does not mean that the run lives
 
 
@@ -65,6 +66,34 @@ def find_fork(resume: str, warn: Callable[[str], None] = say) -> Start:
 def source_of(start: Start) -> RunPaths:
     """The run directory of a checkpoint."""
     return RunPaths(start.checkpoint.parent.parent)
+
+
+def check_fork(start: Start, cfg: CommandConfig, warn: Callable[[str], None] = say) -> None:
+    """Raise ConfigError if a run cannot start from another one's checkpoint: it has no step left, or its model has other sizes.
+
+    Calls `warn` if only the model's name differs. A fork trains the checkpoint's model, whatever `model` says: the memory estimate and
+    `config.yaml` would be about another one.
+    """
+    check_room(start, cfg.total_steps)
+    source = source_of(start).root
+    try:
+        there = load_command(source, secrets=False).model
+    except ConfigError:  # of an older version
+        return
+    here = cfg.model
+    sizes = {f"model.{name}": (getattr(there, name), getattr(here, name)) for name in SIZES}
+    if there.warm_start is not None and here.warm_start is not None:
+        name = "intermediate_size"
+        sizes[f"model.warm_start.{name}"] = getattr(there.warm_start, name), getattr(here.warm_start, name)
+    known = {key: both for key, both in sizes.items() if None not in both or key == "model.num_experts"}
+    if other := [f"{key}: {old} ≠ {new}" for key, (old, new) in known.items() if old != new]:
+        raise ConfigError(
+            f"resume={start.checkpoint} holds the model of that run, model.name={there.name}, and model.name={here.name} has other sizes "
+            f"(there ≠ here): {', '.join(other)}.\n  fix: choose that run's model, or leave out resume= to begin with {here.name}"
+        )
+    names = {f"model.{name}": (getattr(there, name), getattr(here, name)) for name in ("name", "gguf")}
+    if other := [f"{key}: {old} → {new}" for key, (old, new) in names.items() if old != new]:
+        warn(f"{cfg.run.dir}: {', '.join(other)} changes no weights: the run starts from those of {start.checkpoint}")
 
 
 def note_fork(paths: RunPaths, start: Start, cfg: CommandConfig) -> RunPaths:

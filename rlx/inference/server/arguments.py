@@ -97,7 +97,8 @@ def engine_arguments(config: PlayRoot, model: str, replica: int, meeting: Meetin
         "max_model_len": config.max_model_len,
         "max_num_seqs": -(-inference.max_num_seqs // hardware.data_parallel),
         "tensor_parallel_size": hardware.tensor_parallel,
-        "seed": config.seed * 1024 + replica,  # for requests without their own seed; it differs between replicas
+        # For requests without their own seed; it differs between replicas. vLLM seeds numpy with it, which takes 32 bits.
+        "seed": (config.seed * 1024 + replica) % 2**32,
         "trust_remote_code": config.model.trust_remote_code,
         # By default vLLM prefers `params.json` and `consolidated.safetensors` if the folder has them. The trainer and all later versions
         # use the tensor names of the Hugging Face files.
