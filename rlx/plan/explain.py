@@ -36,10 +36,11 @@ def explain(
     """The composed configuration, the placement of processes, the arithmetic of a batch, and memory estimates, as text.
 
     `environments`: what is known of each environment, one line each."""
+    rows = [_row(cfg, spec) for spec in plan]
     sections = [
         ("composed", _composed(choices, notes, run_dir)),
         *([("environments", list(environments))] if environments else []),
-        ("processes", table(["process", "host", "GPUs", "ports", "command"], [_row(cfg, spec) for spec in plan]) + _apart(cfg, plan) + _idle(cfg, plan)),
+        ("processes", [*table(["process", "host", "GPUs", "ports", "command"], rows), *_apart(cfg, plan), *_idle(cfg, plan)]),
         *SECTIONS[type(cfg)](cfg, plan),
     ]
     return "\n\n".join(f"{title}\n" + "\n".join(f"  {line}" for line in lines) for title, lines in sections)
