@@ -20,6 +20,7 @@ from checkpoint_worker import UPDATES, Job, full, make_trainer, run
 from forked import run_ranks
 from torch.distributed.checkpoint import FileSystemReader, filesystem
 from trainer_examples import make_model, make_samples, step_batch
+from transformers.models.ernie4_5_moe import Ernie4_5_MoeConfig
 from transformers.models.llama import LlamaConfig
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 
@@ -76,6 +77,25 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(model: st
     whole, half, rest = (result(tmp_path / name) for name in ("whole", "half", "rest"))
     assert half["records"] + rest["records"] == whole["records"]
     same_weights(rest["weights"], whole["weights"])
+
+
+def test_a_parameter_that_never_has_a_gradient_has_no_state_and_training_goes_on(tmp_path: Path) -> None:
+    """The bias by which ERNIE's router chooses experts. A checkpoint of one process has no optimizer state for it."""
+    model = str(tmp_path / "ernie")
+    make_model(Ernie4_5_MoeConfig, moe_num_experts=4, moe_k=2, moe_intermediate_size=16).save_pretrained(model)
+    job: dict[str, Any] = {"model": model}
+    run(Job(**job, out=str(tmp_path / "whole"), first=0, last=UPDATES), one_process("cpu"))
+    run(Job(**job, out=str(tmp_path / "half"), first=0, last=HALF, save=str(tmp_path / "saved")), one_process("cpu"))
+    stored = FileSystemReader(tmp_path / "saved").read_metadata().state_dict_metadata
+    assert any("e_score_correction_bias" in name for name in stored)
+    assert not any("e_score_correction_bias" in name for name in stored if name.startswith("optimizer."))
+    run(Job(**job, out=str(tmp_path / "rest"), first=HALF, last=UPDATES, load=str(tmp_path / "saved")), one_process("cpu"))
+    whole, half, rest = (result(tmp_path / name) for name in ("whole", "half", "rest"))
+    assert half["records"] + rest["records"] == whole["records"]
+    same_weights(rest["weights"], whole["weights"])
+    trainer = make_trainer(model)
+    load(tmp_path / "saved", trainer)
+    assert len(trainer.optimizer.state) < len(list(trainer.model.parameters())), "as in the run that never stopped"
 
 
 def test_a_checkpoint_of_a_model_that_computes_with_copies_has_its_float32_parameters(model: str, tmp_path: Path) -> None:

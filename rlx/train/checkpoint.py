@@ -14,7 +14,7 @@ import json
 import logging
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -156,6 +156,7 @@ def load(folder: Path, trainer: PolicyTrainer, *, alone: bool = True) -> Progres
     reader = dcp.FileSystemReader(folder)
     stored = reader.read_metadata().state_dict_metadata
     state = _state_of(trainer, Progress(0, 0))
+    stateless = _without_state(state, stored)
     moved = any(name.startswith("reference.") for name in stored)
     reference = trainer.reference
     if moved and reference is not None and reference.sync_interval is None and not reference.teacher:
@@ -186,6 +187,9 @@ def load(folder: Path, trainer: PolicyTrainer, *, alone: bool = True) -> Progres
             f"the checkpoint {folder} has {len(unused)} weights that this model lacks: {', '.join(unused[:3])}. Resume with the model.* "
             "and lora.* that it has; if its head was not tied to the embedding, set tie_word_embeddings to false in the model's config.json"
         )
+    parameters = dict(trainer.model.named_parameters())
+    for name in stateless:
+        trainer.optimizer.state.pop(parameters[name], None)
     for packed in state["random"].values():
         _set_random_state(packed)
     progress = Progress(**state["progress"])
@@ -201,6 +205,20 @@ def load(folder: Path, trainer: PolicyTrainer, *, alone: bool = True) -> Progres
     if trainer.losses.adapts:  # otherwise beta comes from the configuration
         trainer.losses.load_state_dict(state["objective"])
     return progress
+
+
+def _without_state(state: dict[str, Any], stored: Mapping[str, Any]) -> list[str]:
+    """Take out of a fresh `state` what a checkpoint rightly lacks: the optimizer's state of parameters that never had a gradient.
+
+    Returns their names. The optimizer of a run that never stopped has none for them, either. Adapters and a model without any state in the
+    checkpoint are left as they are, so that loading says what does not fit.
+    """
+    kept = {name.removeprefix("optimizer.").rpartition(".")[0] for name in stored if name.startswith("optimizer.")}
+    there = {name for name in state["optimizer"] if f"model.{name.removeprefix('hf.')}" in stored}
+    found = [name for name, entry in state["optimizer"].items() if entry and kept and name in there - kept]
+    for name in found:
+        del state["optimizer"][name]
+    return found
 
 
 def _state_of(trainer: PolicyTrainer, progress: Progress) -> dict[str, Any]:
