@@ -18,6 +18,7 @@ from rlx.config.load import compose
 from rlx.config.roots import SFT
 from rlx.config.schema import WarmStartConfig
 from rlx.data import supervised
+from rlx.data.packing import pack
 from rlx.data.supervised import Conversations, Prepared, Samples, SupervisedSource, shares, shuffled_batches
 from rlx.models import tiny
 from rlx.parallel.mesh import one_process
@@ -137,8 +138,17 @@ def test_a_refused_row_is_an_error_with_its_place_or_counted() -> None:
     report = source.report(0)
     assert (report["data/refused"], report["data/overlong"], report["batch/loss_tokens"]) == (1, 1, 4)
     nothing = SupervisedSource([(examples(skip_refused=True, roles={"tool"}), 1.0)], batch_size=3, seed=0)
-    with pytest.raises(ValueError, match="none of the batch's 3 rows can be trained on"):
+    with pytest.raises(ValueError, match="none of the last 3 rows, a whole pass, can be trained on"):
         nothing.receive(0)
+
+
+def test_a_batch_whose_rows_are_all_left_out_trains_nothing_and_the_run_goes_on() -> None:
+    source = SupervisedSource([(examples(skip_refused=True), 1.0)], batch_size=1, seed=0)  # one of three rows can be trained on
+    batches = [source.receive(step) for step in range(9)]
+    packed = [pack(batch, rank=0, ranks=1, tokens=64) for batch in batches]
+    assert sum(one.mini_batches[0].num_loss_tokens > 0 for one in packed) == 3
+    assert [source.report(step)["batch/samples"] for step in range(9)].count(0) == 6
+    assert not any(one.sampled for one in packed), "the metrics keep their names"
 
 
 def test_a_token_that_the_model_does_not_know_is_named() -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from rlx import codec
 from rlx.data.conversations import RowError, read_conversation
-from rlx.data.masks import ASSISTANT, Format, mark, to_sample
+from rlx.data.masks import ASSISTANT, Format, Marked, mark, to_sample
 from rlx.data.rows import Rows
 from rlx.types import StepBatch, TrainingSample
 
@@ -123,6 +123,10 @@ class Conversations:
         return samples
 
 
+NOTHING = to_sample(Marked(token_ids=[0, 0], trained=[False, False]), env="none")
+"""The one sample of a batch whose rows are all left out: nothing is trained, and the metrics are those of supervised data."""
+
+
 class SupervisedSource:
     """Batches of a mixture of examples. Every example of a set comes once before any of it comes again."""
 
@@ -138,10 +142,15 @@ class SupervisedSource:
         self.sets, self.batch_size, self.seed, self.shuffle = [examples for examples, _ in sets], batch_size, seed, shuffle
         self.weights = [weight for _, weight in sets]
         self._drawn, self._order = 0, self._places()
+        self._unusable = 0  # rows in a row that are left out
         self._reports: dict[int, dict[str, float]] = {}
 
     def receive(self, step: int, tick: Tick = lambda: None) -> StepBatch:
-        """The batch of `step`. Steps may come in any order; the next step is the cheapest. Raises ValueError for a row it cannot use."""
+        """The batch of `step`. Steps may come in any order; the next step is the cheapest.
+
+        If all its rows are left out, it trains nothing. Raises ValueError for a row that it cannot use, and after a whole pass of such
+        batches.
+        """
         first = self.shift + step * self.batch_size
         if first < self._drawn:
             self._drawn, self._order = 0, self._places()
@@ -152,11 +161,15 @@ class SupervisedSource:
         for group, (number, index) in enumerate(places):
             parts = self.sets[number].samples(index, counts)
             samples += [replace(part, group=group, member=member) for member, part in enumerate(parts)]
-        if not samples:
+        self._unusable = 0 if samples else self._unusable + len(places)
+        rows = sum(map(len, self.sets))
+        if self._unusable >= rows:
             lost = ", ".join(f"{name} {count}" for name, count in counts.items())
-            raise ValueError(f"step {step}: none of the batch's {self.batch_size} rows can be trained on ({lost}); raise seq_len")
+            raise ValueError(
+                f"step {step}: none of the last {rows} rows, a whole pass, can be trained on (of this batch: {lost}); raise seq_len"
+            )
         self._reports[step] = self._report(step, places, samples, counts)
-        return StepBatch(step=step, mini_batches=(tuple(samples),))
+        return StepBatch(step=step, mini_batches=(tuple(samples) or (NOTHING,),))
 
     def done(self, step: int) -> None:
         """Nothing to do."""
