@@ -273,6 +273,10 @@ CASES = {
     "environment_argument": Case("env=sums env.args.levle=3 env.args.seed=one"),
     "logger_not_installed": Case("logger=[wandb,tensorboard]", absent=("wandb", "tensorboard")),
     "engine_argument_owned": Case("inference.vllm.max-model-len=128"),
+    "engine_argument_unknown": Case("inference.vllm={blok_size:16,max-num-batched-tokens:512,zzz:1}"),
+    "engine_argument_that_breaks_the_run": Case(
+        "inference.vllm={logprobs_mode:raw_logits,worker_extension_cls:my.Own} +inference.vllm.load_format=dummy"
+    ),
     "loss_argument": Case("loss.eps_hgih=0.3 optim.betas=[0.9] advantage.ddof=no loss.aggregate=mean"),
     "target_absent": Case("loss._target_=rlx.losses.grpo.grop optim._target_=acme.Lion"),
     "everything_at_once": Case(

@@ -11,7 +11,8 @@ from rlx.config.gpus import visible_gpus
 from rlx.config.rules import OWN_LOSS, Show, rule
 from rlx.config.schema import Config, TrainingRoot
 from rlx.config.schema_model import CPU_WIDTHS
-from rlx.config.signatures import is_installed
+from rlx.config.signatures import fields_in_source, is_installed
+from rlx.config.tree import closest
 
 OWNED_BY_RLX = {  # vLLM's argument -> the rlx key that sets it
     "model": "model.name",
@@ -43,6 +44,11 @@ OWNED_BY_RLX = {  # vLLM's argument -> the rlx key that sets it
     "lora_dtype": "model.dtype",
     "weight_transfer_config": "weight_broadcast.type",
     "scheduler_cls": "weight_broadcast.keep_kv",
+}
+
+FIXED: dict[str, tuple[tuple[Any, ...], str]] = {  # vLLM's argument -> the values that rlx works with, and why
+    "logprobs_mode": (("processed_logprobs",), "the trainer computes log-probabilities at the sampling temperature"),
+    "worker_extension_cls": ((), "the engine takes new weights with rlx's own"),
 }
 
 
@@ -187,6 +193,25 @@ def engine_arguments(cfg: Config, of: Show) -> Iterator[str]:
         plain = name.replace("-", "_")
         if plain in OWNED_BY_RLX:
             yield f"{of(f'inference.vllm.{name}')} cannot be set here, because rlx has a key for it: set {OWNED_BY_RLX[plain]} instead."
+        elif plain in FIXED and cfg.inference.vllm[name] not in (allowed := FIXED[plain][0]):
+            remedy = f"set {plain}={allowed[0]}, which rlx sets, or leave it out" if allowed else "leave it out"
+            yield f"{of(f'inference.vllm.{name}')} would break the run: {FIXED[plain][1]}.\nInstead, {remedy}."
+        elif plain == "load_format" and cfg.inference.vllm[name] == "dummy":
+            yield f"{of(f'inference.vllm.{name}')}: the engine would answer with random weights at version 0.\nLeave it out."
+
+
+@rule("inference.vllm", "launcher", "slurm")
+def names_of_engine_arguments(cfg: Config, of: Show) -> Iterator[str]:
+    if not cfg.inference.vllm or cfg.launcher.name == "kubernetes" or cfg.slurm.container is not None:
+        return  # an image may have another vLLM
+    module = "vllm.engine.arg_utils"
+    known = [*fields_in_source(module, "EngineArgs"), *fields_in_source(module, "AsyncEngineArgs")]
+    for name in cfg.inference.vllm if known else ():  # else vLLM is not installed here
+        plain = name.replace("-", "_")
+        if name not in known and plain not in OWNED_BY_RLX:
+            near = closest(plain, known, 1)
+            hint = f" Did you mean inference.vllm.{near[0]}?" if near else ""
+            yield f"vLLM's engine has no argument {name}: {of(f'inference.vllm.{name}')}.{hint}"
 
 
 @rule("inference.base_url")
