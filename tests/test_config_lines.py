@@ -114,3 +114,32 @@ def test_a_sweep_keeps_such_a_path_and_still_varies_several(here: Path):
 def test_the_directory_of_a_sweep_may_have_letters_of_any_language():
     found = expand(["run.dir=läufe", "seed=1,2", "dry_run=true"], {})
     assert (found.directory, found.elements[0].argv) == ("läufe", ("dry_run=true", "seed=1"))
+
+
+@pytest.mark.parametrize("text", ["2024_06_01", "1e3", "007", "0x10"])
+def test_a_key_of_text_keeps_what_looks_like_a_number(text: str):
+    composed = compose([f"run.name={text}", f"+slurm.partition={text}", "launcher=slurm", "hardware=cpu", "dry_run=true"], {})
+    assert (composed.cfg.run.name, composed.cfg.slurm.partition) == (text, text)
+    assert compose([f"+kubernetes.env.A={text}"], {}).cfg.kubernetes.env == {"A": text}
+    assert composed.overrides[0] == f"run.name={text}", "as it was written"
+    assert compose(["optim.lr=1e-3", "max_steps=1_0"], {}).cfg.max_steps == 10
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("slurm.partition=gpu,preemptible", """For one text with a comma, quote it: 'slurm.partition="a,b"'. For one run per value"""),
+        ("seed=1,2", "several values. For one run per value"),
+        ("inference.base_url=a,b", "For a list, write inference.base_url=[a,b]. For"),
+        ("optim.betas=0.9,0.99", "For a list, write optim.betas=[a,b]. For"),
+    ],
+)
+def test_several_values_without_a_sweep_get_the_advice_that_their_key_takes(line: str, hint: str):
+    with pytest.raises(ConfigError) as caught:
+        compose([line], {})
+    assert hint in str(caught.value)
+
+
+def test_the_advice_for_a_text_with_a_comma_works():
+    lines = ['slurm.partition="gpu,preemptible"', "launcher=slurm", "hardware=cpu", "dry_run=true"]
+    assert compose(lines, {}).cfg.slurm.partition == "gpu,preemptible"

@@ -165,7 +165,7 @@ def test_the_charts_grace_is_that_of_the_default_run():
             ("kubernetes.env.A=true",),
             "YAML does not read the value of A as text, so the pods would get other text: kubernetes.env.A=true (command line)",
         ),
-        (("kubernetes.env.A=1.10",), "Quote it: A: '1.1' in a file"),
+        (("kubernetes.env={A: 1.10}",), "Quote it: A: '1.1' in a file"),
         (("kubernetes.env.A=null",), "does not read the value of A as text"),
         (("kubernetes.node_selector={example.com/x: true}",), "does not read the value of example.com/x as text"),
         (("kubernetes.tolerations=[{key: x, value: true}]",), "the value of a toleration is no text, which the cluster refuses"),

@@ -27,7 +27,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.roots import Root, has_key, key_of, where_else
 from rlx.config.secret import conceal
 from rlx.config.shipped import shipped_groups
-from rlx.config.tree import closest, near_keys, show
+from rlx.config.tree import closest, near_keys, show, split_optional, type_at
 
 LATE = ("sweeps", "experiment")  # groups composed after the environment variables; a variable for one counts as a command-line choice
 MAY_BE_ABSENT = ("experiment", "kubernetes", "logger", "slurm", "sweeps")  # groups that may be set to null
@@ -65,7 +65,7 @@ def read_request(argv: list[str], environ: Mapping[str, str], root: Root) -> Req
     options, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
         raise ConfigError([_unknown_option(option, root) for option in unknown])
-    overrides = parse(options.overrides)
+    overrides = parse(options.overrides, root.schema)
     asked = [("--config-path", options.config_path)] if options.config_path else []
     asked += [("--config-dir", directory) for directory in options.config_dir]
     asked += [("RLX_CONFIG_DIR", directory) for directory in environ.get("RLX_CONFIG_DIR", "").split(os.pathsep) if directory]
@@ -99,12 +99,12 @@ def _unknown_option(option: str, root: Root) -> str:
     return f"there is no option {option}. {hint}"
 
 
-def parse(lines: list[str]) -> list[Override]:
-    """Parse overrides. Raises ConfigError that lists all invalid ones."""
+def parse(lines: list[str], schema: type | None = None) -> list[Override]:
+    """Parse overrides. `schema`: its keys of text keep what looks like a number. Raises ConfigError that lists all invalid ones."""
     parsed, problems = [], []
     for line in lines:
         try:
-            parsed.append(copy.copy(_parse_plain(line)))
+            parsed.append(copy.copy(_with_text(_parse_plain(line), line, schema)))
         except HydraException:
             key, _, value = line.partition("=")
             absent = f" {value} does not exist; a path to be made needs quotes." if key.lstrip("+") in PATHS and "/" in value else ""
@@ -132,6 +132,23 @@ def _parse_plain(line: str) -> Override:
         pass
     escaped = value.replace("'", "\\'")
     return _parse(f"{key}='{escaped}'")
+
+
+def _with_text(override: Override, line: str, schema: type | None) -> Override:
+    """An override whose value is the text of the line, where hydra reads a number (2024_06_01, 1e3, 007) and the key holds text."""
+    key, _, text = line.partition("=")
+    value = value_of(override)
+    if isinstance(value, int | float) and not isinstance(value, bool) and str(value) != text and kind_of(schema, key.lstrip("+")) is str:
+        return _parse(f"{key}='{text}'")
+    return override
+
+
+def kind_of(schema: type | None, key: str) -> Any:
+    """The type of a key without None; `Any` if the schema does not say it."""
+    try:
+        return Any if schema is None else split_optional(type_at(schema, key))[0]
+    except KeyError:
+        return Any
 
 
 def _exists(path: str) -> bool:
@@ -176,8 +193,13 @@ def read_variable(variable: Variable) -> Any:
     return copy.deepcopy(override.value())
 
 
-def _for_a_list(key: str, before: str) -> str:
-    """How to write a list, unless the key is a group of which a configuration has one option."""
+def _for_a_list(key: str, before: str, schema: type | None = None) -> str:
+    """How to write a list, or a text with commas. Empty for a key that holds neither; a group may have one option only."""
+    kind = kind_of(schema, key)
+    if kind is str:
+        return f"For one text with a comma, quote it: '{before}\"a,b\"'. "
+    if kind in (int, float, bool):
+        return ""
     return f"A configuration has one {key}. " if chooses_one(key) else f"For a list, write {before}[a,b]. "
 
 
@@ -190,7 +212,7 @@ class Groups:
     """The groups and options in a set of directories, without the groups of other commands."""
 
     def __init__(self, sources: list[ConfigSource], root: Root) -> None:
-        self.sources = sources
+        self.sources, self.schema = sources, root.schema
         names = {name for source in sources for name in source.list("", ObjectType.GROUP)}
         lacking = {name: where_else(root.schema, key_of(name)) for name in names if not has_key(root.schema, key_of(name))}
         self.foreign = {name: hint for name, hint in lacking.items() if hint}  # group -> a sentence that names its command
@@ -228,7 +250,9 @@ class Groups:
             if key in self.foreign and not isinstance(value_of(o), dict):
                 found.append(f"`{line}`: this command has no group {key}. {self.foreign[key]}")
             elif o.is_sweep_override():
-                found.append(f"`{line}` gives one run several values. {_for_a_list(key, f'{key}=')}For one run per value, add -m.")
+                found.append(
+                    f"`{line}` gives one run several values. {_for_a_list(key, f'{key}=', self.schema)}For one run per value, add -m."
+                )
             elif o.is_delete() and key in self.names and key not in MAY_BE_ABSENT:
                 found.append(f"`{line}`: a configuration needs one option of {key}. Choices: {', '.join(self.options(key))}.")
             elif o.type == OverrideType.DEL and not self.is_choice(o) and not key.startswith(tuple(f"{each}." for each in OPEN)):
