@@ -31,6 +31,8 @@ class Case:
 
 CASES = {
     "unknown_key": Case("trianer.num_minibatches=2 model.dtyp=float32 top_p=0.9 foo=1"),
+    "unknown_key_of_other_frameworks": Case("lr=1e-5 trainer.optim.lr=1e-5 kl_coef=0.1 group_size=8 eps_low=0.1"),
+    "unknown_environment": Case("envs.revers.args.min_length=2"),
     "unknown_key_in_file": Case(
         "--config-dir my_conf experiment=first", files={"experiment/first.yaml": "# @package _global_\ntrainer: {microbatch_tokens: 64}\n"}
     ),

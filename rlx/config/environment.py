@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rlx.config.near import near_keys
 from rlx.config.roots import elsewhere, key_of
-from rlx.config.tree import closest, near_keys, split_optional, type_at
+from rlx.config.tree import closest, split_optional, type_at
 
 PREFIX = "RLX_"
 RESERVED = {

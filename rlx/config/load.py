@@ -20,6 +20,7 @@ import yaml
 from rlx.config.checks import check
 from rlx.config.errors import ConfigError, may_parse
 from rlx.config.inherited import Later
+from rlx.config.near import suggest
 from rlx.config.notes import notes_of
 from rlx.config.roots import EVAL, SYNTHESIZE, TRAIN, Root, root_named, root_of, where_else
 from rlx.config.rules import Rule, target_name
@@ -97,7 +98,7 @@ def checked(tree: Tree, root: Root = TRAIN, without: Collection[Rule] = ()) -> C
 
     The last check imports targets of the user's own. The rules then run again, because they use what these targets declare.
     """
-    builder = Builder(root.schema, tree.origins, elsewhere=partial(where_else, root.schema))
+    builder = Builder(root.schema, tree.origins, hint=lambda key: where_else(root.schema, key) or suggest(root.schema, key, tree.origins))
     cfg = builder.build(root.schema, tree.data)
     read_numbers(cfg)
     reported = [f"{key}." for problem in tree.problems for key in problem.keys]
@@ -208,7 +209,7 @@ def _rename(data: dict[str, Any]) -> None:
 def _build(path: Path, data: dict[str, Any], root: Root, secrets: bool) -> Any:
     if secrets:
         _fill_secrets(data, path.with_name(FILE))
-    builder = Builder(root.schema)
+    builder = Builder(root.schema, hint=partial(suggest, root.schema))
     cfg = builder.build(root.schema, data)
     read_numbers(cfg)
     if not secrets:

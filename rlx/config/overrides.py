@@ -24,10 +24,11 @@ from hydra.plugins.config_source import ConfigSource
 
 from rlx.config.environment import Variable
 from rlx.config.errors import ConfigError
+from rlx.config.near import near_keys
 from rlx.config.roots import Root, has_key, key_of, where_else
 from rlx.config.secret import conceal
 from rlx.config.shipped import shipped_groups
-from rlx.config.tree import closest, near_keys, show, split_optional, type_at
+from rlx.config.tree import closest, show, split_optional, type_at
 
 LATE = ("sweeps", "experiment")  # groups composed after the environment variables; a variable for one counts as a command-line choice
 MAY_BE_ABSENT = ("experiment", "kubernetes", "logger", "slurm", "sweeps")  # groups that may be set to null

@@ -18,6 +18,7 @@ from typing import Any
 
 from rlx.config.declared import OPTIM_RANGES
 from rlx.config.errors import ConfigError
+from rlx.config.near import suggest
 from rlx.config.rules import declared
 from rlx.config.schema import LossTerms, OptimTerms, split_terms
 from rlx.config.signatures import locate, module_of, read_signature, signature_of
@@ -92,7 +93,7 @@ def check_targets(cfg: Any, origins: Origins) -> list[Problem]:
     for name, (whole, terms) in all_nodes_of(cfg).items():
         node, prefix = dict(whole), f"{name}."
         if terms is not None:
-            builder = Builder(type(cfg), origins)
+            builder = Builder(type(cfg), origins, hint=functools.partial(suggest, type(cfg)))
             shared = {f.name for f in fields(terms)}
             builder.build(terms, {key: value for key, value in node.items() if key in shared}, prefix)
             problems += builder.problems

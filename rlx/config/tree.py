@@ -186,45 +186,6 @@ def closest(name: str, known: list[str], limit: int = 3) -> list[str]:
     return difflib.get_close_matches(name, known, n=limit, cutoff=0.6)
 
 
-def near_keys(cls: type, key: str) -> list[str]:
-    """The keys that the user probably meant by the unknown `key`, best first: in its section, elsewhere by its name, or spelt alike."""
-    prefix, section = deepest(cls, key)
-    known = list(leaves(cls))
-    name, _, rest = key.removeprefix(prefix).partition(".")
-    near = [f"{prefix}{found}.{rest}" if rest else f"{prefix}{found}" for found in closest(name, list(types_of(section)))]
-    if rest:
-        near = [found for found in near if found in known]
-    near += [leaf for leaf in known if leaf.rpartition(".")[2] == key.rpartition(".")[2] and leaf not in near]
-    if not set(near) & set(known):  # nothing found but sections
-        near = closest(key, [*near, *known])
-    return near[:3]
-
-
-def deepest(cls: type, key: str) -> tuple[str, type]:
-    """The innermost section around `key` that the schema has: its prefix, such as `envs.math.sampling.`, and its dataclass."""
-    kind: Any = cls
-    prefix, walked, section = "", "", cls
-    for part in key.split("."):
-        if is_dataclass(kind):
-            metadata = next((f.metadata for f in fields(kind) if f.name == part), None)
-            kind = (metadata and metadata.get("terms")) or split_optional(types_of(typing.cast(type, kind)).get(part))[0]
-        else:
-            kind = typing.get_args(kind)[1] if typing.get_origin(kind) is dict else None
-        walked = f"{walked}{part}."
-        if is_dataclass(kind):
-            prefix, section = walked, typing.cast(type, kind)
-    return prefix, section
-
-
-def suggest(cls: type, key: str) -> str:
-    """A hint for the unknown `key`: similar keys, or the keys of its section."""
-    if near := near_keys(cls, key):
-        return "Did you mean " + " or ".join(f"`{found}`" for found in near) + "?"
-    prefix, section = deepest(cls, key)
-    where = f"`{prefix[:-1]}`" if prefix else "The configuration"
-    return f"{where} has the keys {', '.join(sorted(types_of(section)))}."
-
-
 def convert(kind: Any, value: Any) -> Any:
     """`value` as `kind`. Raises TypeError with what was expected. Strings are read as numbers: environment variables are strings."""
     kind, optional = split_optional(kind)
@@ -338,7 +299,8 @@ class Builder:
     origins: Origins = field(default_factory=Origins)
     found: list[Problem] = field(default_factory=list)
     missing: list[tuple[str, str]] = field(default_factory=list)  # keys without a value, with their meaning
-    elsewhere: Callable[[str], str] = lambda key: ""  # a sentence that says where an unknown key is known, or ""
+    hint: Callable[[str], str] = lambda key: ""  # what to say about an unknown key: where it is known, or the keys that are near
+    siblings: dict[str, list[str]] = field(default_factory=dict)  # section of a mapping, such as `envs.math` -> all names in the mapping
 
     def __post_init__(self) -> None:
         self.origins.secret = frozenset(secret_keys(self.root))
@@ -351,6 +313,11 @@ class Builder:
     def _lacks(self, section: str) -> Problem:
         missing = [(key, doc) for key, doc in self.missing if key.rpartition(".")[0] == section]
         keys = tuple(key for key, _ in missing)
+        mapping, _, own = section.rpartition(".")
+        if others := [each for each in self.siblings.get(section, []) if f"{mapping}.{each}.id" not in dict(self.missing)]:
+            near = "".join(f" Did you mean `{mapping}.{each}`?" for each in closest(own, others, 1))
+            text = f"there is no `{section}` ({self.origins.written(section)}); `{mapping}` has {', '.join(others)}.{near}"
+            return Problem(f"{text}\nFor a new one, set {keys[0]}=…", keys)
         if set(keys) <= self.origins.secret:
             text = "".join(f"`{key}` is secret, so the file does not hold its value.\nGive it again: {key}=… " for key in keys)
             return Problem(text + "(${oc.env:NAME} reads a variable), or null if it is no longer needed.", keys)
@@ -383,9 +350,7 @@ class Builder:
         """Report an unknown key as the user wrote it, even if only its first part was looked up."""
         written = self.origins.written(key)
         origin = self.origins.find(written)
-        text = (
-            f"unknown key `{written}`" + (f" ({origin})" if origin else "") + f". {self.elsewhere(written) or suggest(self.root, written)}"
-        )
+        text = f"unknown key `{written}`" + (f" ({origin})" if origin else "") + f". {self.hint(written)}".rstrip()
         if key == "env" and origin.endswith(".yaml"):
             text += "\nA file of the group env must begin with the line `# @package envs.NAME`."
         self.found.append(Problem(text, (key, "envs") if key == "env" else (key,)))
@@ -404,6 +369,7 @@ class Builder:
             return self.build(typing.cast(type, plain), value, key + ".")
         if typing.get_origin(plain) is dict and is_dataclass(typing.get_args(plain)[1]) and isinstance(value, dict):
             item = typing.cast(type, typing.get_args(plain)[1])
+            self.siblings |= {f"{key}.{name}": list(map(str, value)) for name in value}
             return {str(name): self.build(item, each, f"{key}.{name}.") for name, each in value.items()}
         try:
             value = convert(kind, value)
