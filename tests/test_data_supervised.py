@@ -23,6 +23,7 @@ from rlx.data.supervised import Conversations, Prepared, Samples, SupervisedSour
 from rlx.models import tiny
 from rlx.parallel.mesh import one_process
 from rlx.policy.source import chat_of
+from rlx.types import StepBatch
 
 
 def samples_of(count: int, env: str = "a") -> list:
@@ -108,6 +109,25 @@ def test_what_is_longer_than_seq_len_is_dropped_or_cut_and_counted() -> None:
     (cut,) = examples(truncate=True).samples(1, counts)
     assert (bytes(cut.token_ids.tolist()), cut.loss_mask.tolist()) == (b"go.a lon", [False] * 3 + [True] * 5)
     assert counts == {"data/overlong": 1, "data/truncated": 1}
+
+
+def test_a_first_token_without_a_prompt_is_not_trained_and_the_row_can_be_packed() -> None:
+    asks, says = {"role": "user", "content": "go"}, {"role": "assistant", "content": "yes"}
+    rows = dataclasses.replace(examples(roles={"user", "assistant"}), rows=Rows([{"messages": [asks, says]}, {"messages": [says]}]))
+    (asked,), (said,) = (rows.samples(index, Counter()) for index in (0, 1))
+    assert (bytes(asked.token_ids.tolist()), asked.loss_mask.tolist()) == (b"go.yes.", [False, True, False, *[True] * 4])
+    assert (bytes(said.token_ids.tolist()), said.loss_mask.tolist()) == (b"yes.", [False, True, True, True])
+    pack(StepBatch(step=0, mini_batches=((asked, said),)), rank=0, ranks=1, tokens=16)
+
+
+def test_a_row_whose_only_trainable_token_is_the_first_is_refused_with_its_place() -> None:
+    letters = Rows([{"messages": [{"role": "user", "content": "a"}]}])
+    one = dataclasses.replace(examples(roles={"user"}), rows=letters)
+    with pytest.raises(ValueError, match="row 0 of words cannot be trained on: it has nothing to train"):
+        one.samples(0, Counter())
+    counts = Counter[str]()
+    assert dataclasses.replace(one, skip_refused=True).samples(0, counts) == []
+    assert counts == {"data/refused": 1}
 
 
 def test_a_row_is_rendered_once_and_counted_each_time_that_it_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 from trainer_examples import make_sample, make_samples, step_batch
 
 from rlx import arrays
-from rlx.data import packing
+from rlx.data import oversized, packing
 from rlx.data.packing import ONE, pack, pack_together
 from rlx.rollout.samples import samples_of
 from rlx.types import STREAMS, Group, MicroBatch, MiniBatch, RankBatch, Rollout, Task, TrainingSample, Turn
@@ -343,6 +343,29 @@ def test_a_rollout_of_several_samples_may_exceed_a_row_but_a_sample_may_not():
         ValueError, match=r"group 0, rollout 0, environment test: 8 tokens do not fit a packed row of 7; raise trainer\.micro_batch"
     ):
         pack(step_batch(0, [long]), rank=0, ranks=1, tokens=7)
+
+
+def test_a_rollout_that_exceeds_a_row_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(oversized, "_said", [0])
+    rng = np.random.default_rng(0)
+
+    def of(turns: int) -> list[TrainingSample]:
+        """A rollout of so many samples of 8 tokens, and one that fits."""
+        return [*(make_sample(0, 0, range(3, 11), [4], rng) for _ in range(turns)), make_sample(1, 0, [3, 4], [1], rng)]
+
+    def packed(turns: int, tokens: int) -> None:
+        for rank in range(2):
+            pack(step_batch(0, [of(turns)]), rank=rank, ranks=2, tokens=tokens)
+
+    packed(3, 24)
+    assert not caplog.messages, "a row that it fills is no trouble"
+    packed(3, 23)
+    packed(2, 12)
+    (said,) = caplog.messages
+    assert "a rollout of 3 samples takes a row of 24 tokens, more than trainer.micro_batch_tokens=23" in said
+    assert "orchestrator.trajectory_strategy=interleaved with a renderer" in said
+    packed(4, 23)
+    assert len(caplog.messages) == 2, "a larger one is said"
 
 
 def test_a_trainable_first_token_is_refused():

@@ -131,6 +131,39 @@ def test_a_changed_environment_is_another_recipe(tmp_path: Path, monkeypatch: py
     assert warm_start.environment_digest("not-installed") == ""
 
 
+def test_changed_data_of_an_environment_are_another_recipe_and_caches_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    package = tmp_path / "made_up_problems"
+    monkeypatch.syspath_prepend(tmp_path)
+    write_text(package / "__init__.py", "A = 1\n")
+
+    def after(name: str, text: str) -> str:
+        write_text(package / name, text)
+        return warm_start.environment_digest("made-up-problems")
+
+    one, two = after("data/problems.jsonl", "{}\n"), after("data/problems.jsonl", "[]\n")
+    assert one != two
+    assert after("__pycache__/problems.pyc", "A") == after(".cache/answers.json", "A") == two
+    (package / "data/problems.jsonl").rename(package / "data/tasks.jsonl")
+    assert warm_start.environment_digest("made-up-problems") not in (one, two), "a package may read its files by name"
+
+
+def test_a_large_file_of_an_environment_counts_by_its_size_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(warm_start, "LARGE", 8)
+    monkeypatch.syspath_prepend(tmp_path)
+    write_text(tmp_path / "made_up_numbers/__init__.py", "")
+    table = tmp_path / "made_up_numbers/table.bin"
+
+    def after(text: str, seconds: int) -> str:
+        write_text(table, text)
+        os.utime(table, (seconds, seconds))
+        return warm_start.environment_digest("made-up-numbers")
+
+    first = after("123456789", 1)
+    assert after("987654321", 1) == first, "it is not read"
+    assert after("123456789", 2) != first
+    assert after("1234567890", 1) != first
+
+
 def test_a_change_of_code_that_computes_is_another_recipe_and_one_of_what_carries_results_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

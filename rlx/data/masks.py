@@ -87,6 +87,7 @@ class Marked:
 def mark(conversation: Conversation, chat: Format, roles: Collection[str] = ASSISTANT) -> list[Marked]:
     """The samples of a conversation; the roles in `roles` are trained. Empty if it has no message to train.
 
+    The first token of a sample is never trained, also where a message begins without a prompt or a frame before it.
     Raises RowError if the template cannot show the conversation, shows an answer otherwise than as the continuation of its prompt, or
     leaves out what an answer says.
     """
@@ -117,6 +118,8 @@ def mark(conversation: Conversation, chat: Format, roles: Collection[str] = ASSI
         _continue(found, whole)
         for other in rest:
             _train_content(found[-1], messages[: trained[-1] + 1], other, tools, chat.transcript, whole)
+    for sample in found:
+        sample.trained[:1] = [False] * len(sample.trained[:1])  # nothing predicts a first token, so no loss reads it
     return found
 
 

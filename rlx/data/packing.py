@@ -25,6 +25,7 @@ from itertools import chain
 
 import numpy as np
 
+from rlx.data.oversized import warn_of_the_largest
 from rlx.data.padding import fill_padded
 from rlx.types import STREAMS, Count, LossCounts, LossOf, MicroBatch, MiniBatch, RankBatch, StepBatch, TrainingSample, check_streams
 
@@ -294,6 +295,7 @@ def _fill(groups: list[list[_Unit]], ranks: int, tokens: int) -> list[list[_Unit
     costliest first, which may need one row more for each rank than longest first. If even that has no room, they are placed longest first.
     """
     units = [unit for group in groups for unit in group]
+    warn_of_the_largest([unit.lengths for unit in units], tokens)
     total, cost = sum(unit.tokens for unit in units), sum(unit.cost for unit in units)
     per_rank = least = max(1, -(-total // (ranks * tokens)))
     # Two rollouts of more than half a row never share one. Without this, a batch of long ones is tried with every number of rows up to it.

@@ -96,7 +96,8 @@ class Conversations:
         try:
             parts = mark(read_conversation(self.rows[index], fills=self.rows.fills), self.chat, self.roles)
             if not any(any(part.trained) for part in parts):
-                raise RowError(f"it has nothing to train: no message of role {', '.join(sorted(self.roles))}")
+                roles = ", ".join(sorted(self.roles))
+                raise RowError(f"it has nothing to train: no message of role {roles}, or only its first token, which nothing predicts")
         except RowError as error:
             if self.skip_refused:
                 counts[REFUSED] += 1

@@ -10,8 +10,10 @@ Forward and backward of a token in a sequence of n tokens, without recomputation
 Of a row without backward (`PolicyTrainer.forward_only`) the forward alone counts: 2 · N and a third of the attention.
 
 Summed over the packed sequences the second part is 12 · L · H·d · Σn². A layer that sees the last w < n tokens has w · (2n − w) in place of
-n². A causal model needs half of it. The head counts for every token,
-as in other frameworks' numbers, although this trainer computes it only for trainable tokens; prompts that samples share count each time.
+n². One that sees blocks of c tokens has the sum of their squares. Layers without attention (linear attention, Mamba, convolutions) have no
+second part; what they compute per token besides their matrices is not counted. A causal model needs half of the second part.
+The head counts for every token, as in other frameworks' numbers, although this trainer computes it only for trainable tokens; prompts that
+samples share count each time.
 """
 
 from __future__ import annotations
@@ -47,6 +49,9 @@ PEAKS = {
 }
 """Dense bfloat16 operations per second, by a part of the device's name; the first that fits (NVIDIA's data sheets)."""
 
+WITHOUT_PAIRS = {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "moe", "mlp"}
+"""Kinds of layers in which no token attends to another (`layer_types` of a configuration)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Flops:
@@ -55,7 +60,8 @@ class Flops:
     matrices: float  # per token
     backward: float  # the part of `matrices` that a backward needs
     attention: float  # of one layer, per pair of tokens of one sequence, as if not causal
-    windows: tuple[int | None, ...]  # of each layer: how many tokens it sees; None: all
+    windows: tuple[int | None, ...]  # of each layer without blocks: how many tokens it sees; None: all; 0: it has no attention
+    blocks: tuple[int, ...] = ()  # of each layer with blocks: their length; a token sees its own block
 
     @classmethod
     def of(cls, hf: Any) -> Flops:
@@ -70,8 +76,10 @@ class Flops:
         met += [(p, active) for name, p in hf.named_parameters() if ".experts." in name and p.dim() == 3]
         backward = sum(_of_backward(p) * share for p, share in met)
         forward = sum(2.0 * p.numel() * share for p, share in met)
-        attention = 12.0 * config.num_attention_heads * _head_width(config)
-        return cls(matrices=forward + backward, backward=backward, attention=attention, windows=_windows(config))
+        windows, blocks = _layers(config)
+        attends = blocks or any(window != 0 for window in windows)  # a configuration without attention may have no heads
+        attention = 12.0 * config.num_attention_heads * _head_width(config) if attends else 0.0
+        return cls(matrices=forward + backward, backward=backward, attention=attention, windows=windows, blocks=blocks)
 
     def count(self, lengths: Iterable[int], *, causal: bool = False) -> float:
         """The operations for sequences of these lengths."""
@@ -91,6 +99,9 @@ class Flops:
         pairs = sum(
             layers * sum(n * n if window is None or n <= window else window * (2 * n - window) for n in lengths)
             for window, layers in Counter(self.windows).items()
+        )
+        pairs += sum(
+            layers * sum(n // block * block**2 + (n % block) ** 2 for n in lengths) for block, layers in Counter(self.blocks).items()
         )
         return self.attention * float(pairs) * (0.5 if causal else 1.0)
 
@@ -114,11 +125,14 @@ def _head_width(config: Any) -> float:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def _windows(config: Any) -> tuple[int | None, ...]:
-    """How many tokens each layer sees; None: all."""
-    window = getattr(config, "sliding_window", None)
+def _layers(config: Any) -> tuple[tuple[int | None, ...], tuple[int, ...]]:
+    """The windows and the blocks of the layers, see `Flops`. A layer of an unknown kind sees all tokens."""
+    window, block = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    seen = {"sliding_attention": window, "hybrid_sliding": window} | dict.fromkeys(WITHOUT_PAIRS, 0)
+    in_blocks = [kind == "chunked_attention" and block is not None for kind in kinds]
+    windows = tuple(seen.get(kind) for kind, blocked in zip(kinds, in_blocks, strict=True) if not blocked)
+    return windows, (block,) * sum(in_blocks)
 
 
 def _num_experts(config: Any) -> int:

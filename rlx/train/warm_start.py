@@ -1,6 +1,6 @@
 """The recipe of the model that rlx makes before a run: everything that determines what it learns, and so where the cache has it.
 
-    the keys of `model`  +  the run of `rlx sft` as values  +  environments with their code  +  the code that computes  →  hash  →  folder
+    the keys of `model`  +  the run of `rlx sft` as values  +  environments with their files  +  the code that computes  →  hash  →  folder
 
 The code is found, not listed: the files that the two roles of a warm start import, and those that these import. Of them the rooms in
 `COMPUTES` count. The other rooms carry results, or hold settings, which the recipe has as values. Imports neither torch nor verifiers.
@@ -35,6 +35,7 @@ OF_THE_RUN = (
 )  # sections of `rlx sft` that decide what is learned
 ROLES = ("rlx.roles.prepare", "rlx.roles.trainer")  # the processes of a warm start
 COMPUTES = ("data", "envs", "kernels", "losses", "models", "parallel", "policy", "roles", "train")
+LARGE = 2**26  # bytes; a larger file of an environment is not read for the recipe
 PACKAGE = Path(__file__).parent.parent  # rlx/
 IMPORT = re.compile(r"^ *(?:from (rlx[\w.]*) import (\([^)]*\)|[^\n]*)|import (rlx[\w.]*))", re.MULTILINE)
 
@@ -78,12 +79,27 @@ def model_folder(name: str, what: dict[str, Any]) -> Path:
 
 
 def environment_digest(environment_id: str) -> str:
-    """Digest of the Python files of an environment's module; empty if there is none. The module is not imported."""
+    """Digest of the files of an environment's package, its data included; empty if there is none. The package is not imported.
+
+    Caches are left out: `__pycache__`, and what is hidden.
+    """
     spec = importlib.util.find_spec(environment_id.rpartition("/")[2].replace("-", "_"))
     if spec is None or spec.origin is None:
         return ""
-    folders = spec.submodule_search_locations or []
-    return digest(sorted(file for folder in folders for file in Path(folder).rglob("*.py")) or [Path(spec.origin)])
+    found = hashlib.sha256()
+    for folder in map(Path, spec.submodule_search_locations or []):
+        for name in sorted(file.relative_to(folder) for file in folder.rglob("*")):
+            if (folder / name).is_file() and not any(part == "__pycache__" or part.startswith(".") for part in name.parts):
+                found.update(f"{name.as_posix()}\0{_content(folder / name)}\0".encode())
+    return found.hexdigest()[:16] if spec.submodule_search_locations else digest([Path(spec.origin)])
+
+
+def _content(file: Path) -> str:
+    """What stands for the content of a file; of a large one its size and its time, because reading it would delay every start."""
+    stat = file.stat()
+    if stat.st_size > LARGE:
+        return f"{stat.st_size} bytes of {stat.st_mtime_ns}"
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def digest(files: Sequence[Path]) -> str:
