@@ -111,3 +111,15 @@ def test_facts_of_an_environment_that_cannot_be_read_are_a_failure_to_load(agent
     (failed,), _ = exchange(FromWorker, [Loaded(1, False, False, "", [], "", 0.0, agents)], 1)
     assert isinstance(failed, LoadFailed)
     assert "the message Loaded" in failed.error
+
+
+def test_a_message_that_does_not_even_say_whose_it_is_ends_the_link() -> None:
+    """So the worker ends and is replaced, and its requests are played again; otherwise they would wait for ever."""
+    ours, theirs = socket.socketpair()
+    link = Link(theirs, FromWorker)
+    body = b"\x91" * 5000  # a list in a list, too deep to be read
+    ours.sendall(len(body).to_bytes(4, "little") + body)
+    assert link.receive(30.0) == []
+    assert ours.recv(1) == b"", "the other end sees the end of the stream"
+    ours.close()
+    link.close()

@@ -48,9 +48,10 @@ def _sizes_of_the_folder(cfg: CommandConfig, origins: Origins) -> Iterator[str]:
         return
     try:
         made = json.loads((Path(model.name).expanduser() / "config.json").read_text())
-    except (OSError, ValueError):  # loading the model says what is wrong with it
+    except (OSError, ValueError, RuntimeError):  # loading the model says what is wrong with it
         return
-    made = made.get("text_config") or made if isinstance(made, dict) else {}  # the inner one is of a model that sees, too
+    made = made if isinstance(made, dict) else {}
+    made = inner if isinstance(inner := made.get("text_config"), dict) else made  # the inner one is of a model that sees, too
     sizes = {key: made[name] for key, name in SIZES.items() if isinstance(made.get(name), int)}
     other = {key: size for key, size in sizes.items() if getattr(model, key) not in (None, size)}
     if other:

@@ -332,7 +332,12 @@ class Link:
             return self._decode(body)
         except Exception as error:  # not only ValidationError: a text that is not UTF-8, nesting that is too deep
             said = f"{type(error).__name__}: {error}"
-        head = _head(body)
+        try:
+            head = _head(body)
+        except Exception:  # nobody knows whose it is, so the worker is replaced, and its requests are played again
+            log.error("a message between the environment's worker and the orchestrator cannot be read: %s", said)
+            self.sock.shutdown(socket.SHUT_RDWR)
+            return None
         what = f"the message {head.kind} between the environment's worker and the orchestrator cannot be read: {said}"
         log.error("%s", what)
         match head.kind:

@@ -45,27 +45,25 @@ def data_digest(rows: Sequence[Any]) -> dict[str, Any]:
 def keep_digests(paths: RunPaths, envs: Mapping[str, Environment], kept: bool = False, trained: bool = False) -> None:
     """Write the digests of the environments' examples, by their names in `envs`.
 
-    `kept`: whether earlier attempts left finished rollouts. `trained`: whether training goes on from a checkpoint of this run
-    (`goes_on`). With either, ValueError is raised, and nothing written, if the examples of the earlier attempts were others.
+    `kept`: whether earlier attempts left finished rollouts. Then ValueError is raised, and nothing written, if their examples were others.
+    `trained`: whether training goes on from a checkpoint of this run (`goes_on`). Then other examples are a warning: a job that was
+    requeued should not end because a row has today's date in it.
     """
     digests = {name: data_digest(env.rows) for name, env in envs.items()}
     if (kept or trained) and paths.data.is_file():
         before = json.loads(paths.data.read_text())["envs"]
         changed = [name for name in digests if before.get(name, digests[name]) != digests[name]]
-        if changed and trained:
-            lines = [f"\n  envs.{name}: {_in_words(before[name])} → {_in_words(digests[name])}" for name in changed]
-            raise ValueError(
-                "the examples of an environment have changed since the run began, so a resumed run would skip some and repeat others:"
-                + "".join(lines)
-                + "\nInstall the earlier version of the environment; or train on the new examples in another run from the last checkpoint, "
-                f"resume={paths.root} run.name=NEW; or begin anew with clean=true. An environment that draws its examples at random "
-                f"needs a seed (envs.{changed[0]}.args)"
-            )
-        if changed:
+        if changed and not trained:
             raise ValueError(
                 f"the examples of {', '.join(changed)} are not those of the earlier attempts, so their finished rollouts belong to others. "
                 "Install the earlier version of the environment, or begin anew with another run.name or clean=true"
             )
+        for name in changed:
+            log.warning(
+                "envs.%s has other examples than before this attempt: %s → %s. Training goes on at their places, so it may skip some and "
+                "repeat others. An environment that draws its examples at random needs a seed (envs.%s.args)",
+                name, _in_words(before[name]), _in_words(digests[name]), name,
+            )  # fmt: skip
     write_text(paths.data, json.dumps({"envs": digests}, indent=1) + "\n")
 
 

@@ -8,6 +8,7 @@ This module handles tensors in one folder. `rlx.checkpoints` coordinates the rol
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import io
 import json
@@ -213,9 +214,14 @@ def _without_state(state: dict[str, Any], stored: Mapping[str, Any]) -> list[str
     Returns their names. The optimizer of a run that never stopped has none for them, either. Adapters and a model without any state in the
     checkpoint are left as they are, so that loading says what does not fit.
     """
-    kept = {name.removeprefix("optimizer.").rpartition(".")[0] for name in stored if name.startswith("optimizer.")}
+    kept = sorted(name for name in stored if name.startswith("optimizer."))
+
+    def lacks(name: str) -> bool:
+        place = bisect.bisect_left(kept, begin := f"optimizer.{name}.")
+        return place == len(kept) or not kept[place].startswith(begin)
+
     there = {name for name in state["optimizer"] if f"model.{name.removeprefix('hf.')}" in stored}
-    found = [name for name, entry in state["optimizer"].items() if entry and kept and name in there - kept]
+    found = [name for name, entry in state["optimizer"].items() if entry and kept and name in there and lacks(name)]
     for name in found:
         del state["optimizer"][name]
     return found

@@ -90,16 +90,19 @@ def environment_digest(environment_id: str) -> str:
     for folder in map(Path, spec.submodule_search_locations or []):
         for name in sorted(file.relative_to(folder) for file in folder.rglob("*")):
             if (folder / name).is_file() and not any(part == "__pycache__" or part.startswith(".") for part in name.parts):
-                found.update(f"{name.as_posix()}\0{_content(folder / name)}\0".encode())
+                found.update(f"{name.as_posix()}\0{_content(folder / name)}\0".encode(errors="surrogateescape"))
     return found.hexdigest()[:16] if spec.submodule_search_locations else digest([Path(spec.origin)])
 
 
 def _content(file: Path) -> str:
     """What stands for the content of a file; of a large one its size and its time, because reading it would delay every start."""
-    stat = file.stat()
-    if stat.st_size > LARGE:
-        return f"{stat.st_size} bytes of {stat.st_mtime_ns}"
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+    try:
+        stat = file.stat()
+        if stat.st_size > LARGE:
+            return f"{stat.st_size} bytes of {stat.st_mtime_ns}"
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError:  # another process has just deleted it, or nobody may read it
+        return "unreadable"
 
 
 def digest(files: Sequence[Path]) -> str:
