@@ -88,6 +88,21 @@ def test_a_writer_that_fails_is_heard_at_once_and_leaves_nothing(paths: RunPaths
     assert list(paths.weights.iterdir()) == []
 
 
+def test_an_announced_version_appears_before_an_end_by_an_error_but_not_at_any_price(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher, slow = publisher_of(paths), threading.Event()
+    plain = files.complete
+    monkeypatch.setattr("rlx.weights.files.complete", lambda *a, **k: (slow.wait(30), plain(*a, **k))[1])
+    publisher.gather(1)
+    publisher.announce(1)
+    publisher.let_appear(0.05)
+    assert not files.lasts(paths, 1)
+    slow.set()
+    publisher.let_appear(30.0)
+    assert files.lasts(paths, 1)
+
+
 def test_old_versions_go_when_a_new_one_appears_but_not_the_protected_ones(paths: RunPaths) -> None:
     publisher = publisher_of(paths)
     for version in range(1, 6):

@@ -35,6 +35,8 @@ from rlx.waiting import LEFT, Preempted
 
 log = logging.getLogger("rlx.trainer")
 
+LAST_WRITE = 5.0  # seconds for a version that is being written when the trainer ends by an error
+
 
 class Trainer:
     """One rank's objects, built from the run's configuration."""
@@ -237,7 +239,11 @@ def main() -> int:
     except Preempted:  # there is no state to save yet
         return LEFT
     with tracked(cfg, paths, place.name or ""):
-        code = trainer.run()
+        try:
+            code = trainer.run()
+        except Exception:
+            trainer.broadcast.publisher.let_appear(LAST_WRITE)  # the process ends at once, and its threads with it
+            raise
     trainer.mesh.close()
     return code
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -156,6 +156,10 @@ class Publisher:
         for future in self._pending:
             future.result()
         self._pending = []
+
+    def let_appear(self, seconds: float) -> None:
+        """Before an end by an error: give the announced versions so long to appear."""
+        wait(self._pending, seconds)
 
     def ensure(self, version: int) -> None:
         """Make sure that the version is on the disk. If not, publish the current weights as that version. Every rank calls this."""
