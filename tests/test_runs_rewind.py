@@ -21,7 +21,7 @@ from rlx.config.schema_rollout import EvalConfig
 from rlx.metrics import MetricsWriter, read_metrics
 from rlx.paths import COMPLETE, RunPaths
 from rlx.plan.make import make_plan
-from rlx.runs.claim import RunLock, create
+from rlx.runs.claim import RunLock, create, sources
 from rlx.runs.rewind import Found, rewind, trim_metrics
 from rlx.runs.status import Status
 from rlx.weights import tmpfs
@@ -276,6 +276,17 @@ def test_a_fork_with_a_model_of_other_sizes_is_refused_and_one_of_another_name_i
     assert not (tmp_path / "fork").exists()
     make(settled(tmp_path / "fork", resume=str(source.root), model=replace(model, name="another")))[1].close()
     assert f"model.name: {model.name} → another changes no weights" in capsys.readouterr().err
+
+
+def test_a_dry_run_of_a_fork_reads_no_checkpoint_through(tmp_path: Path) -> None:
+    """One of hundreds of gigabytes takes minutes; the start reads it."""
+    source = ended(tmp_path / "run")
+    shard = source.checkpoint_of(6) / "trainer" / "shard"
+    shard.write_bytes(b"x" * shard.stat().st_size)
+    fork = settled(tmp_path / "fork", resume=str(source.root))
+    assert [sources(replace(fork, dry_run=dry))[0].step for dry in (True, False)] == [6, 3]
+    shard.write_bytes(b"short")
+    assert sources(replace(fork, dry_run=True))[0].step == 3, "sizes are compared"
 
 
 def test_a_replay_needs_every_batch(tmp_path: Path) -> None:

@@ -48,14 +48,14 @@ def steps(paths: RunPaths) -> list[int]:
     return sorted(_number(path) for path in paths.checkpoints.glob("step_*") if listed(path / COMPLETE))
 
 
-def newest(paths: RunPaths, warn: Callable[[str], None]) -> Start | None:
-    """The newest undamaged checkpoint, or None. Checks every byte; damaged checkpoints are skipped with a warning."""
+def newest(paths: RunPaths, warn: Callable[[str], None], *, digests: bool = True) -> Start | None:
+    """The newest undamaged checkpoint, or None. Damaged ones are skipped with a warning. `digests`: whether every byte is checked."""
     for path in sorted(paths.checkpoints.glob("step_*"), key=_number, reverse=True):
         try:
-            return check(path)
+            return check(path, digests=digests)
         except WeightsError as error:
             if not listed(path):  # its run is alive and has pruned it, so there is a newer one
-                return newest(paths, warn)
+                return newest(paths, warn, digests=digests)
             warn(f"skipping checkpoint {path.name}: {error}")
     return None
 
@@ -72,9 +72,12 @@ def at(paths: RunPaths, step: int) -> Start:
         raise NoCheckpoint(f"checkpoint {path} is damaged: {error}") from error
 
 
-def check(path: Path) -> Start:
-    """Read a whole checkpoint and compare it with its manifest. Raises WeightsError naming the file and the problem."""
-    manifest = verify(path)
+def check(path: Path, *, digests: bool = True) -> Start:
+    """Compare a checkpoint with its manifest; with `digests` every byte of it, otherwise names and sizes.
+
+    Raises WeightsError naming the file and the problem.
+    """
+    manifest = verify(path, digests=digests)
     if not isinstance(manifest.get("step"), int):
         raise WeightsError(f"{path / COMPLETE} names no step; it is not a checkpoint")
     return Start(step=manifest["step"], checkpoint=path.absolute())

@@ -58,7 +58,7 @@ def check_cluster(composed: Composed) -> None:
 
     launcher = composed.cfg.launcher.name
     problems = []
-    for cluster in {"slurm", "kubernetes"} - {launcher}:
+    for cluster in (each for each in ("slurm", "kubernetes") if each != launcher):
         typed = [line for line in composed.overrides if re.match(rf"\+*{cluster}[.=]", line) and line.partition("=")[2] != "null"]
         if typed:
             shown = composed.origins.show("launcher.name", launcher)

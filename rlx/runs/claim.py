@@ -118,8 +118,10 @@ def create(
 def sources(cfg: CommandConfig) -> tuple[Start | None, RunPaths | None]:
     """The checkpoint of another run from which a new one starts, and the run that it replays. Only reads.
 
-    Raises ConfigError if there is none, or if this configuration cannot start from it."""
-    start = find_fork(str(cfg.resume)) if is_fork(cfg.resume) else None
+    A dry run does not read all of the checkpoint, which may take minutes. Raises ConfigError if there is none, or if this configuration
+    cannot start from it.
+    """
+    start = find_fork(str(cfg.resume), digests=not cfg.dry_run) if is_fork(cfg.resume) else None
     if start:
         check_fork(start, cfg)
     return start, check_replay(cfg, start.step if start else 0) if isinstance(cfg, Config) and cfg.replay is not None else None

@@ -48,13 +48,16 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def find_fork(resume: str, warn: Callable[[str], None] = say) -> Start:
-    """The checkpoint at a path: a checkpoint folder, or the newest one of a run directory. Raises ConfigError if there is none."""
+def find_fork(resume: str, warn: Callable[[str], None] = say, *, digests: bool = True) -> Start:
+    """The checkpoint at a path: a checkpoint folder, or the newest one of a run directory. Raises ConfigError if there is none.
+
+    `digests`: whether every byte is checked.
+    """
     path = Path(resume).expanduser().absolute()
     try:
         if path.name.startswith("step_") and not RunPaths(path).config.is_file():  # a run directory may have such a name, too
-            return folders.check(path)
-        start = folders.newest(RunPaths(path), warn)
+            return folders.check(path, digests=digests)
+        start = folders.newest(RunPaths(path), warn, digests=digests)
     except WeightsError as error:
         raise ConfigError(f"resume={resume} is no complete checkpoint: {error}\n  fix: name another one") from error
     if start is None:

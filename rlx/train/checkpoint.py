@@ -211,8 +211,8 @@ def load(folder: Path, trainer: PolicyTrainer, *, alone: bool = True) -> Progres
 def _without_state(state: dict[str, Any], stored: Mapping[str, Any]) -> list[str]:
     """Take out of a fresh `state` what a checkpoint rightly lacks: the optimizer's state of parameters that never had a gradient.
 
-    Returns their names. The optimizer of a run that never stopped has none for them, either. Adapters and a model without any state in the
-    checkpoint are left as they are, so that loading says what does not fit.
+    Returns their names. The optimizer of a run that never stopped has none for them, either. Nothing is taken out if the checkpoint lacks
+    the parameter itself, or has no optimizer's state at all: then loading says what does not fit.
     """
     kept = sorted(name for name in stored if name.startswith("optimizer."))
 

@@ -60,7 +60,7 @@ class Export:
         """What these tensors are in checkpoints: on the meta device, so names, dtypes and shapes alone."""
         return self.convert({name: self._meta[name] for name in names})
 
-    @property
+    @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every tensor in checkpoints, by name."""
         return {name: tuple(shape) for name, shape in _shapes(self.described(list(self._meta))).items()}

@@ -109,12 +109,14 @@ class Publisher:
             static = ModelFiles.of_adapters(peft_config(model.hf, lora, source), fetch(source, None))
         elif mesh.first:
             static = ModelFiles.read(source, model.hf, str(dtype).removeprefix("torch."), trust_remote_code=trust_remote_code)
-            static = replace(static, untrained=untrained(fetch(source, None), model.hf, Export(model, dtype).shapes))
             if chat_template is not None:
                 static = static.with_chat_template(chat_template)
         # Ranks of one host share its memory and its way to the disk, so one of them writes.
         writers = (0,) if lora is not None else [ranks[0] for ranks in mesh.hosts()]
-        return cls(model, mesh, paths, static, dtype, writers=writers, in_memory=in_memory)
+        found = cls(model, mesh, paths, static, dtype, writers=writers, in_memory=in_memory)
+        if mesh.first and lora is None:
+            found.static = replace(static, untrained=untrained(fetch(source, None), model.hf, found.export.shapes))
+        return found
 
     def gather(self, version: int, *, lasts: bool = True) -> None:
         """Copy the current weights and start writing them. Every rank calls this. Raises PublishFailed for the previous version.

@@ -124,7 +124,7 @@ def _is_product(found: Tensor, signs: Tensor, weight: Tensor) -> bool:
     expected = torch.nn.functional.linear(signs[None], weight)[0].float()
     finite = expected.isfinite()
     tolerance = TOLERANCE[weight.dtype]
-    # The usual size of a product tells what the norm of most rows is at least, so norms are computed only where that does not decide.
+    # Most rows differ by less than a small part of the usual product. Norms, which read the weights once more, are for the others.
     usual = expected[finite].abs().median() if finite.any() else 0.0
     doubtful = finite & ~((found - expected).abs() <= tolerance * usual)
     norms = torch.linalg.vector_norm(weight[doubtful], dim=1, dtype=torch.float32)
