@@ -5,7 +5,7 @@
     other ranks    Group.receive(announced, places)  →  (name, tensor), … of those that have no place
 
 Both ends cut the stream of tensors in the same places. A large tensor is sent by itself; small neighbours travel together. The sender
-holds at most `AHEAD` messages, and the receiver two, so nobody holds a second model. What lies in host memory is sent from there, without
+and the receiver hold at most `AHEAD` messages, so nobody holds a second model. What lies in host memory is sent from there, without
 a copy. What lies on a GPU is copied into `AHEAD` pinned buffers first. The buffers of both ends live as long as the group: new memory is
 handed out page by page, which takes longer than to receive into it.
 The group is gloo's. It is not torch's default group, so it may exist beside any other. A peer that dies ends the transfer with an error.
@@ -31,7 +31,7 @@ log = logging.getLogger("rlx.trainer")
 
 SMALL = 1 << 20  # bytes; a smaller tensor travels with its neighbours
 PIECE = 1 << 26  # bytes of one message
-AHEAD = 4  # messages that the sender has started and not finished
+AHEAD = 4  # messages that either end has started and not finished
 ALIGNED = 16  # bytes: where a tensor may begin in a message
 JOIN = 60.0  # seconds for the members of a new group to connect
 CONNECT = 20.0  # seconds for a connection to a store
@@ -138,7 +138,7 @@ class Group:
         else:
             self._group = gloo(place, rank, size, joining)
         self._group._set_default_timeout(timedelta(seconds=timeout))
-        self._buffers = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]  # of even and of odd parts
+        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(AHEAD)]  # the receiver's, for parts that have no place
         self._pinned: list[Tensor] = []  # the sender's, of bytes, that no message in flight uses
 
     def send(self, announced: Announced, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -184,28 +184,33 @@ class Group:
             if name in into and str(into[name].dtype) == f"torch.{dtype}" and list(into[name].shape) == list(shape)
         }  # fmt: skip
         alone = [announced.names[part.begin] if part.end - part.begin == 1 else "" for part in divided]  # of a part with one tensor
-        buffers = self._buffers
-        for parity in range(2):
-            largest = max((part.size for part, name in list(zip(divided, alone, strict=True))[parity::2] if name not in fitting), default=0)
-            if len(buffers[parity]) < largest:
-                buffers[parity] = torch.empty(largest, dtype=torch.uint8)
+        buffered = [number for number in range(len(divided)) if alone[number] not in fitting]
+        turn = {number: place % AHEAD for place, number in enumerate(buffered)}  # which buffer it is received into
+        for place, buffer in enumerate(self._buffers):
+            largest = max((divided[number].size for number in buffered[place::AHEAD]), default=0)
+            if len(buffer) < largest:
+                self._buffers[place] = torch.empty(largest, dtype=torch.uint8)
 
         def begin(number: int) -> list[Any]:
-            if alone[number] in fitting:
-                flat = into[alone[number]].detach().reshape(-1).view(torch.uint8)
+            if number in turn:
+                flat = self._buffers[turn[number]][: divided[number].size]
             else:
-                flat = buffers[number % 2][: divided[number].size]
+                flat = into[alone[number]].detach().reshape(-1).view(torch.uint8)
             return [self._group.broadcast(piece, 0) for piece in flat.split(PIECE) if len(piece)]
 
-        coming = begin(0) if divided else []
+        coming: deque[list[Any]] = deque()
+        started = 0
         for number, part in enumerate(divided):
-            for work in coming:
+            # A sender waits until a message is expected. The buffers of all parts up to the last one begun are different.
+            while started < len(divided) and started < number + AHEAD:
+                coming.append(begin(started))
+                started += 1
+            for work in coming.popleft():
                 work.wait()
-            coming = begin(number + 1) if number + 1 < len(divided) else []
-            if alone[number] in fitting:
+            if number not in turn:
                 continue
             rest = []
-            for name, tensor in _views(part, announced, buffers[number % 2]):
+            for name, tensor in _views(part, announced, self._buffers[turn[number]]):
                 if name in fitting:
                     into[name].detach().copy_(tensor)
                 else:
