@@ -27,15 +27,21 @@ STALE = "the head multiplies with other values than its weight has"
 PERTURBED = f"""
 from rlx.inference.server import ROOM as room
 pack = room.pack
-def wrong(model, packed, device):
+def wrong(model, *rest):
     model.model.norm.weight[3] += 1e-3
-    pack(model, packed, device)
+    return pack(model, *rest)
 room.pack = wrong
 {START}
 """
 STALE_HEAD = f"""
-from rlx.inference.server import ROOM as room
-room.pack = lambda model, packed, device: [layer.quant_method.process_weights_after_loading(layer) for layer in packed]
+from rlx.inference.server import ROOM as room, transfer
+pack, heads = room.pack, transfer.heads
+def stale(model, *rest):
+    transfer.heads = lambda model: []
+    made = pack(model, *rest)
+    transfer.heads = heads
+    return made
+room.pack = stale
 {START}
 """
 SKIPPED = f"""
@@ -56,12 +62,12 @@ worker.Reading, transfer.GlooEngine.receive_weights = earlier, first
 WRONG_SLICE = f"""
 from rlx.inference.server import ROOM as room
 pack, loaded = room.pack, []
-def wrong(model, packed, device):
+def wrong(model, *rest):
     from vllm.distributed import get_tensor_model_parallel_rank
     loaded.append(model)
     if len(loaded) == 2 and get_tensor_model_parallel_rank() == 1:
         model.model.layers[2].self_attn.o_proj.weight[0, 0] += 1e-3
-    pack(model, packed, device)
+    return pack(model, *rest)
 room.pack = wrong
 {START}
 """

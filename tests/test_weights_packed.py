@@ -9,7 +9,7 @@ import torch
 from test_weights_attest import Layer
 from torch import nn
 
-from rlx.inference.server.kept import check_packed
+from rlx.inference.server.kept import check_packed, question
 
 
 class Multiplies:
@@ -50,11 +50,11 @@ def test_a_wrong_value_anywhere_in_a_packed_copy_is_found_at_every_turn(dtype: t
     model.layer.quant_method.pack(model.layer)
     packed = {model.layer: model.layer.weight}
     for turn in range(50):
-        check_packed(model, packed, turn)
+        check_packed(model, packed, {model.layer: question(weight, turn)})
     model.layer.copy[2, 7] += slightly * weight[2].norm()
     for turn in range(50):
         with pytest.raises(ValueError, match="1 of 1 packed layers"):
-            check_packed(model, packed, turn)
+            check_packed(model, packed, {model.layer: question(weight, turn)})
 
 
 def test_a_change_that_is_smaller_than_rounding_is_found_where_the_whole_copy_is_old() -> None:

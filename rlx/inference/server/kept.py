@@ -6,14 +6,17 @@ would take a slow path (40 ms for a tiny model). Here the original is kept, new 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 COLUMNS = 4  # of each packed weight that are compared exactly: a copy that was not made anew differs in each. Every version has others
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.04, torch.float16: 0.005}  # of a product with signs, × the norm of the weight's row
+TURNS = itertools.count()  # comparisons so far
 SHOWN = 5  # names listed in a message
 
 
@@ -66,13 +69,15 @@ def own_copy(packed: Mapping[torch.nn.Module, Tensor]) -> set[torch.nn.Module]:
     return found
 
 
-def check_packed(model: torch.nn.Module, packed: Mapping[torch.nn.Module, Tensor], turn: int = 0) -> None:
+def check_packed(
+    model: torch.nn.Module, packed: Mapping[torch.nn.Module, Tensor], asked: Mapping[torch.nn.Module, Question] = MappingProxyType({})
+) -> None:
     """Raise ValueError if a layer multiplies with other values than its original weight has (`kept_weights`): it was not packed again.
 
-    `turn`: number of the comparison, for `COLUMNS` other columns and other signs each time (`_multiplies_with`).
+    `asked`: questions to the layers, as far as they were made already (`question`).
     """
     names = {module: name for name, module in model.named_modules()}
-    wrong = [names[layer] for layer, weight in packed.items() if not _multiplies_with(layer, weight, turn)]
+    wrong = [names[layer] for layer, weight in packed.items() if not _multiplies_with(layer, weight, asked.get(layer))]
     if wrong:
         shown = ", ".join(wrong[:SHOWN]) + (f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else "")
         raise ValueError(
@@ -92,36 +97,50 @@ def heads(model: torch.nn.Module) -> list[Any]:
     return [layer for layer in tables if isinstance(layer, ParallelLMHead)] or tables
 
 
-def check_heads(model: torch.nn.Module, turn: int = 0) -> None:
+def check_heads(model: torch.nn.Module, asked: Mapping[torch.nn.Module, Question] = MappingProxyType({})) -> None:
     """Raise ValueError if the packed copy that a CPU head multiplies with has other values than its weight.
 
-    After an update the weight itself is right, so only the packed copy shows that an update has forgotten it.
+    After an update the weight itself is right, so only the packed copy shows that an update has forgotten it. `asked`: see `check_packed`.
     """
-    if not all(_multiplies_with(head, head.weight, turn) for head in heads(model)):
+    if not all(_multiplies_with(head, head.weight, asked.get(head)) for head in heads(model)):
         raise ValueError("the served weights are not those that were trained: the head multiplies with other values than its weight has")
 
 
-def _multiplies_with(layer: Any, weight: Tensor, turn: int) -> bool:
-    """Whether a layer multiplies with the values of `weight` [out, in].
+class Question(NamedTuple):
+    """What a layer is asked to multiply, and what its product must be if it multiplies with the values of a weight [out, in].
 
     A product with a vector of one 1 gives a column exactly: a few columns, spread over all, show a copy of an older version, however
     little the weights have changed. A product with random signs has all columns in it, but is rounded: it shows what is wrong by more than
     `TOLERANCE` times the norm of its row, or of the usual row if that is larger.
     """
+
+    inputs: Tensor  # [columns + 1, in]
+    columns: Tensor  # [columns, out]
+    mixed: Tensor  # [out], in float32
+
+
+def question(weight: Tensor, turn: int) -> Question:
+    """`turn`: for `COLUMNS` other columns and other signs each time."""
+    weight = weight.detach()
     width = weight.shape[1]
     columns = sorted({(place * width // COLUMNS + turn) % width for place in range(COLUMNS)})
-    asked = torch.zeros(len(columns) + 1, width, dtype=weight.dtype, device=weight.device)
-    asked[range(len(columns)), columns] = 1
-    asked[-1] = torch.randint(2, (width,), generator=torch.Generator().manual_seed(turn)) * 2 - 1
-    found = layer.quant_method.apply(layer, asked).to(weight.dtype)
-    exact, mixed = found[:-1], found[-1].float()
+    inputs = torch.zeros(len(columns) + 1, width, dtype=weight.dtype, device=weight.device)
+    inputs[range(len(columns)), columns] = 1
+    inputs[-1] = torch.randint(2, (width,), generator=torch.Generator().manual_seed(turn)) * 2 - 1
+    return Question(inputs, weight[:, columns].T.contiguous(), torch.nn.functional.linear(inputs[-1:], weight)[0].float())
+
+
+def _multiplies_with(layer: Any, weight: Tensor, asked: Question | None) -> bool:
+    """Whether a layer multiplies with the values of `weight` [out, in]."""
+    asked = question(weight, next(TURNS)) if asked is None else asked
+    found = layer.quant_method.apply(layer, asked.inputs).to(weight.dtype)
+    exact = found[:-1]
     finite = exact.isfinite()  # 0 * inf is not
-    return torch.equal(exact[finite], weight.detach()[:, columns].T[finite]) and _is_product(mixed, asked[-1], weight.detach())
+    return torch.equal(exact[finite], asked.columns[finite]) and _is_product(found[-1].float(), asked.mixed, weight.detach())
 
 
-def _is_product(found: Tensor, signs: Tensor, weight: Tensor) -> bool:
-    """Whether `found` [out] is the product of `weight` [out, in] and `signs` [in], but for rounding."""
-    expected = torch.nn.functional.linear(signs[None], weight)[0].float()
+def _is_product(found: Tensor, expected: Tensor, weight: Tensor) -> bool:
+    """Whether `found` [out] is the product `expected` [out] of `weight` [out, in] and signs, but for rounding."""
     finite = expected.isfinite()
     tolerance = TOLERANCE[weight.dtype]
     # Most rows differ by less than a small part of the usual product. Norms, which read the weights once more, are for the others.

@@ -16,6 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -131,10 +132,12 @@ def compare(
     written: Mapping[str, Mapping[str, Any]],
     comparable: Collection[str],
     split: Split = ALONE,
+    summed: Mapping[str, str] = MappingProxyType({}),
 ) -> Compared:
     """Compare the served tensors with `written` (by name: `shape`, `dtype`, `sum`).
 
-    Only tensors in `comparable` are compared. Shares are of all elements that were written, and of those that the engine has beside them.
+    Only tensors in `comparable` are compared. `summed`: checksums of served tensors that were computed since they have these values.
+    Shares are of all elements that were written, and of those that the engine has beside them.
     Raises ValueError, which names the tensors with other values.
     """
     if not written:
@@ -165,7 +168,9 @@ def compare(
         if why:
             left_out[name] = (why, sizes[name] / total)
     left_out |= {name: ("not among the trained tensors", size / total) for name, size in beside.items()}
-    wrong = [name for name, found in zip(whole, _checksums(list(whole.values())), strict=True) if found != written[name]["sum"]]
+    left = [name for name in whole if name not in summed]
+    sums = {**summed, **dict(zip(left, _checksums([whole[name] for name in left]), strict=True))}
+    wrong = [name for name in whole if sums[name] != written[name]["sum"]]
     refuse(wrong, len(written))
     return Compared(1 - sum(share for _, share in left_out.values()) if total else 0.0, left_out, parts)
 

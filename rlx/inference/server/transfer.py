@@ -9,9 +9,10 @@ What vLLM renames, casts or rearranges cannot be compared once it is served, so 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -20,25 +21,49 @@ from vllm.model_executor.model_loader.mtp_validation import disable_mtp_complete
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from rlx.inference.server.kept import heads, kept_weights
+from rlx.inference.server.kept import TURNS, Question, heads, kept_weights, question
 from rlx.inference.server.policy_files import TIED_HEAD
 from rlx.parallel.transfer import Announced, Group, reach_store
 from rlx.weights.attest import checksum
 
 
-def unpack(packed: dict[torch.nn.Module, torch.nn.Parameter]) -> None:
+def unpack(packed: Mapping[torch.nn.Module, torch.nn.Parameter]) -> None:
     """Give layers whose weight was packed (`kept_weights`) their original weight, into which new values can be loaded."""
     for layer, weight in packed.items():
         layer.weight = weight
 
 
-def pack(model: torch.nn.Module, packed: dict[torch.nn.Module, torch.nn.Parameter], device: str) -> None:
-    """Pack them again, with their new values."""
-    for layer in packed:
-        layer.quant_method.process_weights_after_loading(layer)  # type: ignore[operator, union-attr]
+class Beside(NamedTuple):
+    """What a thread computed from the original weights while they were packed: nothing is generated then, and packing takes one thread."""
+
+    questions: Mapping[torch.nn.Module, Question] = MappingProxyType({})  # to the layers that multiply with packed copies
+    sums: Mapping[str, str] = MappingProxyType({})  # checksums, by tensor
+
+
+def pack(
+    model: torch.nn.Module,
+    packed: Mapping[torch.nn.Module, torch.nn.Parameter],
+    device: str,
+    originals: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> Beside:
+    """Pack them again, with their new values. `originals`: whole tensors that are served in them, to be summed meanwhile."""
     # A CPU head multiplies with a packed copy. `load_weights` does not update it, nor does vLLM's reload if the head is tied.
-    for head in heads(model) if device == "cpu" else ():
-        head.quant_method.process_weights_after_loading(head)
+    tables = heads(model) if device == "cpu" else []
+    weights = [*packed.items(), *((head, head.weight) for head in tables)]
+    turn = next(TURNS)
+
+    def compute() -> Beside:
+        with torch.no_grad():
+            return Beside(
+                {layer: question(weight, turn) for layer, weight in weights},
+                {name: checksum(tensor) for name, tensor in originals.items()},
+            )
+
+    with ThreadPoolExecutor(1, "beside") as pool:
+        beside = pool.submit(compute)
+        for layer in [*packed, *tables]:
+            layer.quant_method.process_weights_after_loading(layer)
+        return beside.result()
 
 
 def forget_reload(model: torch.nn.Module, config: Any) -> None:
@@ -86,6 +111,8 @@ class GlooEngine(WeightTransferEngine[GlooInit, GlooUpdate]):
     group: Group | None = None
     twin: str | None = None  # the tensor that is also loaded as the head (`PolicyWorker.twin`)
     places: Mapping[str, torch.Tensor] = MappingProxyType({})  # of tensors that are served as they are sent: see `Group.receive`
+    originals: Mapping[str, torch.Tensor] = MappingProxyType({})  # see `pack`
+    beside = Beside()  # of the latest update
     attested: Mapping[str, str] = MappingProxyType({})  # tensors that are compared as they are served, and in which dtype
     arrived: Mapping[str, str] = MappingProxyType({})  # checksums of the others, as they came
 
@@ -131,7 +158,7 @@ class GlooEngine(WeightTransferEngine[GlooInit, GlooUpdate]):
         with torch.no_grad():
             if not self.packed:
                 finalize_layerwise_reload(self.model, self.model_config)
-            pack(self.model, self.packed, self.device.type)
+            self.beside = pack(self.model, self.packed, self.device.type, self.originals)
 
     def shutdown(self) -> None:
         if self.group is not None:

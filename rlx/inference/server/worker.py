@@ -21,7 +21,7 @@ from rlx.inference.server.orders import Obedient
 from rlx.inference.server.policy_files import TIED_HEAD, tensor_shapes, tensors, twin_of_head, with_head
 from rlx.inference.server.reading import Reading, State
 from rlx.inference.server.served import Compared, Place, Split, compare, faithful, places, refuse, storage
-from rlx.inference.server.transfer import GlooEngine, forget_reload, pack, unpack
+from rlx.inference.server.transfer import Beside, GlooEngine, forget_reload, pack, unpack
 from rlx.paths import COMPLETE
 from rlx.process import peak_memory
 from rlx.weights.attest import has_sum
@@ -41,8 +41,8 @@ class PolicyWorker(Obedient):
     twin: str | None = None  # the tensor that equals the head, if vLLM untied the head because version 0 stores it twice
     places: Mapping[str, Place] = MappingProxyType({})  # of tensors that can be written while the engine generates
     trained: dict[str, dict[str, Any]]  # what the manifest says of the tensors that are being read
+    originals: Mapping[str, torch.Tensor] = MappingProxyType({})  # whole tensors that are served in weights that were packed
     reading: Reading
-    turn: int = 0  # comparisons of packed copies so far
 
     def describe_device(self) -> tuple[str, float, float]:
         """The fields of `protocol.Device`."""
@@ -83,24 +83,28 @@ class PolicyWorker(Obedient):
             else:
                 self.model_runner.reload_weights(weights_iterator=entries)
             self.reading.rest.clear()  # the files need not be mapped any longer
-            pack(model, packed, self.vllm_config.device_config.device_type)
-            return self.attest_policy(self.trained)
+            beside = pack(model, packed, self.vllm_config.device_config.device_type, self.originals)
+            return self.attest_policy(self.trained, beside)
 
-    def attest_policy(self, trained: dict[str, Any]) -> Compared:
-        """Compare the served weights with what was trained (`compare`), and what cannot be compared with it as it arrived."""
-        if isinstance(self.weight_transfer_engine, GlooEngine):
-            arrived, self.weight_transfer_engine.arrived = self.weight_transfer_engine.arrived, {}
+    def attest_policy(self, trained: dict[str, Any], beside: Beside | None = None) -> Compared:
+        """Compare the served weights with what was trained (`compare`), and what cannot be compared with it as it arrived.
+
+        `beside`: what was computed while files were loaded; None: they were not.
+        """
+        if isinstance(engine := self.weight_transfer_engine, GlooEngine):
+            beside, engine.beside = beside or engine.beside, Beside()
+            arrived, engine.arrived = engine.arrived, {}
             refuse([name for name, found in arrived.items() if found != trained[name]["sum"]], len(trained))
+        beside = beside or Beside()
         model = self.model_runner.get_model()
         packed = kept_weights(model)
         if self.twin in trained and TIED_HEAD not in trained:
             trained = trained | {TIED_HEAD: trained[self.twin]}  # it was loaded as the head, too
         with torch.no_grad():
             if self.vllm_config.device_config.device_type == "cpu":
-                self.turn += 1
-                check_heads(model, self.turn)
-                check_packed(model, packed, self.turn)
-            return compare(model, packed, trained, self.comparable, self._split())
+                check_heads(model, beside.questions)
+                check_packed(model, packed, beside.questions)
+            return compare(model, packed, trained, self.comparable, self._split(), beside.sums)
 
     def _split(self) -> Split:
         from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
@@ -136,12 +140,14 @@ class PolicyWorker(Obedient):
             every = places(model, packed, shapes, found, self._split())
             unread = {storage(packed[layer]) for layer in own_copy(packed)}
             self.places = {name: place for name, place in every.items() if storage(place.served) in unread}
+            own = {storage(weight) for weight in packed.values()}
+            self.originals = {name: served for name, (served, _, dim) in every.items() if dim is None and storage(served) in own}
         self.initial, self.comparable = initial, frozenset(found)
         self.sums = {name: found.get(name, {"shape": shape, "dtype": "", "sum": ""}) for name, shape in shapes.items()}
         if getattr(self.vllm_config.model_config, "word_embeddings_untied_by_checkpoint", False):
             self.twin = twin_of_head(initial)
         if isinstance(self.weight_transfer_engine, GlooEngine):
-            self.weight_transfer_engine.twin = self.twin
+            self.weight_transfer_engine.twin, self.weight_transfer_engine.originals = self.twin, self.originals
             self.weight_transfer_engine.places = {name: place.served for name, place in every.items() if place.dim is None}
             self.weight_transfer_engine.attested = {
                 name: str(served.dtype).removeprefix("torch.")
