@@ -77,15 +77,20 @@ async def measure(run: Path, batches: int, length: int) -> None:
         await asyncio.gather(*(rollout(prompt, serial + i, 1) for i, prompt in enumerate(running)))
         return time.perf_counter() - began
 
+    kinds: dict[str, InFlight | None] = {
+        "undisturbed": None,
+        "an update in flight": InFlight(),
+        "an update in flight, keys and values kept": InFlight(keep_kv=True),
+        "an update, drained": InFlight(drain_tokens=LIMIT),
+    }
+    found: dict[str, list[tuple[float, float, int]]] = {what: [] for what in kinds}
+    for number in range(batches + 1):  # in turn, because a machine's speed drifts
+        for what, in_flight in kinds.items():
+            one = await batch(in_flight)
+            if number:  # the first of each has more to do
+                found[what].append(one)
     took: list[float] = []
-    for what, in_flight in (
-        ("undisturbed", None),
-        ("an update in flight", InFlight()),
-        ("an update in flight, keys and values kept", InFlight(keep_kv=True)),
-        ("an update, drained", InFlight(drain_tokens=LIMIT)),
-    ):
-        await batch(in_flight)
-        measured = [await batch(in_flight) for _ in range(batches)]
+    for what, measured in found.items():
         seconds, cpu, tokens = (statistics.median(column) for column in zip(*measured, strict=True))
         rate = f"{1e3 * seconds:.1f} ms a batch of {len(prompts)} ({1e3 * cpu:.1f} ms CPU), {tokens / seconds:.0f} new tokens/s"
         print(f"{what}: {rate}", flush=True)
