@@ -52,6 +52,8 @@ async def measure(run: Path, batches: int, length: int) -> None:
         work = [asyncio.ensure_future(rollout(prompt, serial + i)) for i, prompt in enumerate(prompts)]
         if in_flight is not None:
             while len(engine.core.sinks) < len(work) or min(len(sink.token_ids) for sink in engine.core.sinks.values()) < BEFORE:
+                if any(task.done() for task in work):
+                    raise RuntimeError(f"a request ended before all had {BEFORE} tokens: set inference.max_num_seqs, or fewer rollouts")
                 await asyncio.sleep(0.001)
             engine.core.version = version - 1  # so that the same files can be loaded again
             updating = asyncio.ensure_future(engine.update_weights(paths.weights_of(version), version, in_flight=in_flight))

@@ -22,6 +22,7 @@ from rlx.weights.saving import save
 
 pytestmark = pytest.mark.slow
 STALE = "the head multiplies with other values than its weight has"
+PACKED = r"1 of \d+ tensors differ: model\.layers\.2\.self_attn\.o_proj\.weight"
 
 # Files are loaded by the module `worker`, what comes from memory by `transfer`: each program names its ROOM.
 PERTURBED = f"""
@@ -33,14 +34,16 @@ def wrong(model, *rest):
 room.pack = wrong
 {START}
 """
+PERTURBED_ORIGINAL = PERTURBED.replace("model.model.norm.weight[3]", "model.model.layers[2].self_attn.o_proj.weight[0, 0]")
 STALE_HEAD = f"""
-from rlx.inference.server import ROOM as room, transfer
-pack, heads = room.pack, transfer.heads
+from rlx.inference.server import ROOM as room
+pack = room.pack
 def stale(model, *rest):
-    transfer.heads = lambda model: []
-    made = pack(model, *rest)
-    transfer.heads = heads
-    return made
+    kind = type(model.lm_head.quant_method)
+    before, kind.process_weights_after_loading = kind.process_weights_after_loading, lambda *_: None
+    beside = pack(model, *rest)
+    kind.process_weights_after_loading = before
+    return beside
 room.pack = stale
 {START}
 """
@@ -94,6 +97,8 @@ async def take(run: Run, servers: Servers, trainer: MemoryTrainer | None, versio
     [
         pytest.param(False, STALE_HEAD, STALE, id="files-stale tied head"),
         pytest.param(False, PERTURBED, r"1 of \d+ tensors differ: model\.norm\.weight", id="files-one tensor", marks=pytest.mark.long),
+        pytest.param(False, PERTURBED_ORIGINAL, PACKED, id="files-one packed tensor"),
+        pytest.param(True, PERTURBED_ORIGINAL, PACKED, id="gloo-one packed tensor", marks=pytest.mark.long),
         pytest.param(False, SKIPPED, r"\d\d of \d\d tensors differ", id="files-a version skipped", marks=pytest.mark.long),
         pytest.param(True, STALE_HEAD, STALE, id="gloo-stale tied head"),
         pytest.param(True, PERTURBED, r"1 of \d+ tensors differ: model\.norm\.weight", id="gloo-one tensor", marks=pytest.mark.nightly),

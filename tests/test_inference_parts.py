@@ -87,10 +87,10 @@ def test_weights_and_pauses_reach_an_engine_on_another_host_and_its_death_ends_t
 ENGINE_1_WRONG = f"""
 from rlx.inference.server import worker
 attest = worker.PolicyWorker.attest_policy
-def wrong(self, trained):
+def wrong(self, trained, *beside):
     if self.vllm_config.parallel_config.data_parallel_index == 1 and self.reading.folder.name == 'step_2':
         self.model_runner.get_model().model.norm.weight[3] += 1e-3
-    return attest(self, trained)
+    return attest(self, trained, *beside)
 worker.PolicyWorker.attest_policy = wrong
 {START}
 """

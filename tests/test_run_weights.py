@@ -279,11 +279,11 @@ if "rlx.roles.inference" in sys.orig_argv:
     from rlx.inference.server.worker import PolicyWorker
     attest, seen = PolicyWorker.attest_policy, [0]
 
-    def wrong(worker, trained):
+    def wrong(worker, trained, *beside):
         seen[0] += 1
         if seen[0] == 3:
             worker.model_runner.get_model().model.norm.weight.data[3] += 1e-3
-        return attest(worker, trained)
+        return attest(worker, trained, *beside)
 
     PolicyWorker.attest_policy = wrong
 """

@@ -5,9 +5,9 @@
     other ranks    Group.receive(announced, places)  →  (name, tensor), … of those that have no place
 
 Both ends cut the stream of tensors in the same places. A large tensor is sent by itself; small neighbours travel together. The sender
-and the receiver hold at most `AHEAD` messages, so nobody holds a second model. What lies in host memory is sent from there, without
-a copy. What lies on a GPU is copied into `AHEAD` pinned buffers first. The buffers of both ends live as long as the group: new memory is
-handed out page by page, which takes longer than to receive into it.
+holds at most `AHEAD` messages, and the receiver as many parts, or two if they are large, so nobody holds a second model. What lies in host
+memory is sent from there, without a copy. What lies on a GPU is copied into `AHEAD` pinned buffers first. The buffers of both ends live as
+long as the group: new memory is handed out page by page, which takes longer than to receive into it.
 The group is gloo's. It is not torch's default group, so it may exist beside any other. A peer that dies ends the transfer with an error.
 """
 
@@ -31,7 +31,7 @@ log = logging.getLogger("rlx.trainer")
 
 SMALL = 1 << 20  # bytes; a smaller tensor travels with its neighbours
 PIECE = 1 << 26  # bytes of one message
-AHEAD = 4  # messages that either end has started and not finished
+AHEAD = 4  # messages (at the receiver: parts) that have begun and not ended
 ALIGNED = 16  # bytes: where a tensor may begin in a message
 JOIN = 60.0  # seconds for the members of a new group to connect
 CONNECT = 20.0  # seconds for a connection to a store
@@ -185,9 +185,11 @@ class Group:
         }  # fmt: skip
         alone = [announced.names[part.begin] if part.end - part.begin == 1 else "" for part in divided]  # of a part with one tensor
         buffered = [number for number in range(len(divided)) if alone[number] not in fitting]
-        turn = {number: place % AHEAD for place, number in enumerate(buffered)}  # which buffer it is received into
-        for place, buffer in enumerate(self._buffers):
-            largest = max((divided[number].size for number in buffered[place::AHEAD]), default=0)
+        # A sender waits until a message is expected. Buffers of large parts would take the memory of as many layers.
+        ahead = AHEAD if all(divided[number].size <= PIECE for number in buffered) else 2
+        turn = {number: place % ahead for place, number in enumerate(buffered)}  # which buffer it is received into
+        for place, buffer in enumerate(self._buffers[:ahead]):
+            largest = max((divided[number].size for number in buffered[place::ahead]), default=0)
             if len(buffer) < largest:
                 self._buffers[place] = torch.empty(largest, dtype=torch.uint8)
 
@@ -201,8 +203,7 @@ class Group:
         coming: deque[list[Any]] = deque()
         started = 0
         for number, part in enumerate(divided):
-            # A sender waits until a message is expected. The buffers of all parts up to the last one begun are different.
-            while started < len(divided) and started < number + AHEAD:
+            while started < len(divided) and started < number + ahead:  # so each of them has another buffer
                 coming.append(begin(started))
                 started += 1
             for work in coming.popleft():

@@ -23,6 +23,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from rlx.inference.server.kept import TURNS, Question, heads, kept_weights, question
 from rlx.inference.server.policy_files import TIED_HEAD
+from rlx.inference.server.served import each
 from rlx.parallel.transfer import Announced, Group, reach_store
 from rlx.weights.attest import checksum
 
@@ -34,7 +35,8 @@ def unpack(packed: Mapping[torch.nn.Module, torch.nn.Parameter]) -> None:
 
 
 class Beside(NamedTuple):
-    """What a thread computed from the original weights while they were packed: nothing is generated then, and packing takes one thread."""
+    """What was computed from the original weights while they were packed: nothing is generated then, and with one thread a role packing
+    leaves the other cores idle."""
 
     questions: Mapping[torch.nn.Module, Question] = MappingProxyType({})  # to the layers that multiply with packed copies
     sums: Mapping[str, str] = MappingProxyType({})  # checksums, by tensor
@@ -50,13 +52,13 @@ def pack(
     # A CPU head multiplies with a packed copy. `load_weights` does not update it, nor does vLLM's reload if the head is tied.
     tables = heads(model) if device == "cpu" else []
     weights = [*packed.items(), *((head, head.weight) for head in tables)]
-    turn = next(TURNS)
+    turn, size = next(TURNS), sum(tensor.nbytes for tensor in originals.values())
 
     def compute() -> Beside:
         with torch.no_grad():
             return Beside(
                 {layer: question(weight, turn) for layer, weight in weights},
-                {name: checksum(tensor) for name, tensor in originals.items()},
+                dict(each(lambda entry: (entry[0], checksum(entry[1])), originals.items(), size)),
             )
 
     with ThreadPoolExecutor(1, "beside") as pool:
@@ -124,7 +126,7 @@ class GlooEngine(WeightTransferEngine[GlooInit, GlooUpdate]):
         self.group = Group(store, init_info.name, rank, init_info.world_size, init_info.timeout)
 
     def start_weight_update(self) -> None:
-        self.arrived = {}
+        self.arrived, self.beside = {}, Beside()
         self.packed = kept_weights(self.model)
         if self.packed:
             unpack(self.packed)

@@ -122,7 +122,7 @@ class PolicyWorker(Obedient):
             with set_current_vllm_config(self.vllm_config), torch.no_grad():
                 forget_reload(model, self.vllm_config.model_config)
         self._weight_update_active = False
-        self.weight_transfer_engine.arrived = {}  # files may be loaded next
+        self.weight_transfer_engine.arrived, self.weight_transfer_engine.beside = {}, Beside()  # files may be loaded next
         self.weight_transfer_engine.reset_weight_update_target()
         self.weight_transfer_engine.shutdown()
 
