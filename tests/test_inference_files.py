@@ -19,6 +19,7 @@ from rlx.inference.server.arguments import engine_arguments, environment, runs_i
 from rlx.inference.server.policy_files import check_policy, tensor_shapes, tensors, twin_of_head, with_head
 from rlx.paths import RunPaths
 from rlx.waiting import WaitTimeout
+from rlx.weights.saving import save
 
 MODEL = {"embed.weight": (7, 4), "norm.weight": (4,)}
 
@@ -121,6 +122,16 @@ def test_a_version_without_a_head_is_given_one_where_the_engine_wants_it():
     assert list(with_head(iter(without), "embed")) == [*without, ("lm_head.weight", embedding)]
     own = [("lm_head.weight", norm), *without]
     assert list(with_head(iter(own), "embed")) == own
+
+
+def test_the_values_of_tensors_are_left_to_the_workers_which_read_each_once(tmp_path: Path):
+    file = tmp_path / "model.safetensors"
+    record, facts = save({name: torch.randn(shape) for name, shape in MODEL.items()}, file)
+    (tmp_path / "COMPLETE").write_text(json.dumps({"version": 1, "files": {file.name: record}, "tensors": facts}))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    check_policy(tmp_path, 1, MODEL, tied=False)
 
 
 def test_every_difference_is_named(tmp_path: Path):

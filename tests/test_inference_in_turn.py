@@ -37,16 +37,20 @@ def test_updates_in_turn_leave_a_server_that_generates_and_every_token_is_of_the
         runs[0].version(version)
     began: list[tuple[str, int]] = []
     during: dict[tuple[str, int], int] = {}  # requests that the other server had when one was done
-    load = Fleet._load
+    load, loading = Fleet._load, 0
 
     async def watched(fleet: Fleet, server: Any, weights: Any, together: int = 1) -> None:
+        nonlocal loading
         assert together == 1
+        assert loading == 0, "one at a time"
         key = (server.endpoint.name, weights.version)
         before = await fleet.states()
         versions = sorted(state.version for state in before)
         assert versions in ([weights.version - 1] * 2, [weights.version - 1, weights.version]), versions
         began.append(key)
+        loading += 1
         await load(fleet, server, weights, together)
+        loading -= 1
         after = await fleet.states()
         during[key] = sum(state.running for state, old in zip(after, before, strict=True) if state.version == old.version)
 

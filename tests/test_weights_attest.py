@@ -61,7 +61,14 @@ def test_a_copy_has_the_values_and_the_checksum_of_what_was_copied(dtype: torch.
     assert copied(source, wider := torch.empty(shape, dtype=torch.float64)) == by_hand(wider), "what the target holds is summed"
 
 
+@pytest.mark.gpu
 def test_a_gpu_sums_what_a_cpu_sums() -> None:
+    for shape, dtype in [((3 * attest.ROW + 5,), torch.float32), ((77, 33), torch.bfloat16), ((0,), torch.float32)]:
+        tensor = torch.randn(shape).to(dtype)
+        assert checksum(tensor.cuda()) == checksum(tensor)
+
+
+def test_sums_by_blocks_as_a_gpu_computes_them_are_those_of_rows() -> None:
     words = torch.randint(-(2**63), 2**63 - 1, (3 * attest.ROW + 5,))
     for count in (0, 1, attest.ROW - 1, attest.ROW, attest.ROW + 1, len(words)):
         rows, blocks = attest._sums_of_rows(words[:count]), attest._sums_of_blocks(words[:count])
