@@ -136,7 +136,7 @@ def compare(
 ) -> Compared:
     """Compare the served tensors with `written` (by name: `shape`, `dtype`, `sum`).
 
-    Only tensors in `comparable` are compared. `summed`: checksums of served tensors that were computed since they have these values.
+    Only tensors in `comparable` are compared. `summed`: checksums that this update has computed already, of tensors where they are served.
     Shares are of all elements that were written, and of those that the engine has beside them.
     Raises ValueError, which names the tensors with other values.
     """
