@@ -1,0 +1,189 @@
+"""The tensors in safetensors folders: names, dtypes, shapes, places and digests, read from the files without torch or vLLM.
+
+    entries(folder)["model.norm.weight"]  →  Entry(path=…/model.safetensors, dtype="float32", shape=(64,), begin=4096, end=4352)
+
+`files.py` verifies whole versions with it. The engine's worker uses it to check a version before loading it. A folder holds a Hugging Face
+model or a PEFT adapter.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import xxhash
+
+from rlx.paths import COMPLETE
+from rlx.weights import tmpfs
+
+Shapes = Mapping[str, tuple[int, ...]]
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # of a PEFT folder
+TIED_HEAD = "lm_head.weight"
+OF_ADAPTER = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")  # PEFT's names: the layer, and which of the two matrices
+# The dtypes that safetensors files hold: the format's name → torch's name, which manifests have.
+DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "C64": "complex64",
+}  # fmt: skip
+CHUNK = 1 << 20  # bytes read at a time for a digest
+LISTED = 5  # names listed in a message
+
+
+class WeightsError(ValueError):
+    """A weights folder does not match its manifest, or has none."""
+
+
+class Entry(NamedTuple):
+    """Where a tensor lies in a file."""
+
+    path: Path
+    dtype: str  # torch's name
+    shape: tuple[int, ...]
+    begin: int  # byte of the file, inclusive
+    end: int  # exclusive
+
+
+def entries(folder: Path) -> dict[str, Entry]:
+    """The tensors of the model or the adapter in a folder, by name, in the order of the files.
+
+    Raises ValueError if there are no weight files, if a file is not a safetensors file or its length differs from what its header says, or
+    if two files have a tensor of the same name. Raises OSError if a file is missing.
+    """
+    paths = [folder / ADAPTER] if (folder / ADAPTER_CONFIG).is_file() else weight_files(folder)
+    found: dict[str, Entry] = {}
+    for path in paths:
+        here = header(path)
+        if twice := sorted(here.keys() & found.keys()):
+            raise ValueError(f"{folder} holds {twice[0]} twice: in {found[twice[0]].path.name} and in {path.name}")
+        found |= here
+    return found
+
+
+def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a folder, by name. Raises as `entries`."""
+    return {name: entry.shape for name, entry in entries(folder).items()}
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a Hugging Face model folder that make up the model, as transformers chooses them.
+
+    These are `model.safetensors`, or the files named by `model.safetensors.index.json`, or `model*.safetensors`. Other safetensors files
+    are ignored: they hold the same weights under their original names (`consolidated.safetensors`).
+    Raises ValueError if there are none, FileNotFoundError if the index names a missing file.
+    """
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index} is not an index of weights: {type(error).__name__}: {error}") from error
+        if missing := [name for name in names if not (folder / name).is_file()]:
+            raise FileNotFoundError(f"{index} names missing files: {', '.join(missing)}; fetch the model again")
+        return [folder / name for name in names]
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        others = ", ".join(sorted(file.name for file in folder.glob("*.safetensors"))) or "none at all"
+        raise ValueError(f"{folder} holds no model*.safetensors (other safetensors files: {others})")
+    return files
+
+
+def header(path: Path) -> dict[str, Entry]:
+    """The tensors of a safetensors file, by name.
+
+    The file starts with the length of its header (8 bytes, little endian) and the JSON header. Offsets count from the header's end.
+    Raises ValueError if the file is not in this format, or not as long as its header says.
+    """
+    length = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        size = struct.unpack("<Q", start)[0] if len(start) == 8 else length
+        text = file.read(size) if size < length else b""
+    try:
+        described = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
+        found = {
+            name: Entry(path, DTYPES.get(entry["dtype"], entry["dtype"]), tuple(entry["shape"]), *(8 + size + at for at in offsets))
+            for name, entry in described.items()
+            for offsets in [entry["data_offsets"]]
+        }
+        end = max((entry.end for entry in found.values()), default=8 + size)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not a safetensors file, or was cut short") from error
+    if end != length:
+        raise ValueError(f"{path} has {length} bytes, but its header says {end}")
+    return found
+
+
+def digest(entry: Entry) -> str:
+    """16 hexadecimal digits: the xxh3 of a tensor's bytes in its file."""
+    return digest_of(entry.path, entry.begin, entry.end)
+
+
+def digest_of(path: Path, begin: int = 0, end: int | None = None) -> str:
+    """The xxh3 of a part of a file, as 16 hexadecimal digits. Bytes that the file does not have are not counted."""
+    state, buffer = xxhash.xxh3_64(), memoryview(bytearray(CHUNK))
+    with path.open("rb", buffering=0) as file:
+        file.seek(begin)
+        left = CHUNK if end is None else end - begin
+        while left > 0 and (got := file.readinto(buffer[: min(left, CHUNK)])):
+            state.update(buffer[:got])
+            left -= 0 if end is None else got
+    return state.hexdigest()
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    """The content of a version's manifest, `COMPLETE` (`files.py` describes it). Raises WeightsError without a valid one."""
+    marker = folder / COMPLETE
+    if not marker.is_file():
+        raise WeightsError(tmpfs.lost(folder) or f"{folder}: no file {COMPLETE}; the folder was not finished, or is not a weights folder")
+    try:
+        found: dict[str, Any] = json.loads(marker.read_text())
+        for record in found["tensors"].values():
+            _ = record["xxh3"], record["dtype"], record["shape"]
+        for record in found["files"].values():
+            _ = record["size"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(f"{marker}: not a manifest of this version of rlx ({type(error).__name__}: {error})") from error
+    return found
+
+
+def check_shapes(what: str, given: Shapes, served: Shapes, tied: bool, untrained: Iterable[str] = ()) -> None:
+    """Raise ValueError unless the given tensors have the names and shapes of the served model. `what`: where they come from.
+
+    With `tied` embeddings both may lack a head or have one. `untrained`: tensors in the served model's files that the trainer's model does
+    not have (`rlx.weights.untrained`).
+    """
+    allowed = {TIED_HEAD} if tied else set()
+    missing = sorted(served.keys() - given.keys() - allowed - set(untrained))
+    unknown = sorted(given.keys() - served.keys() - allowed)
+    wrong = [
+        f"{name} {list(given[name])} instead of {list(served[name])}"
+        for name in sorted(given.keys() & served.keys())
+        if given[name] != served[name]
+    ]
+    problems = [f"{what}: {_list(names)}" for what, names in (("missing", missing), ("unknown", unknown), ("wrong shape", wrong)) if names]
+    if problems:
+        raise ValueError(f"{what} is not this model; " + "; ".join(problems))
+
+
+def check_layers(what: str, given: Shapes, served: Shapes, rank: int) -> None:
+    """Raise ValueError unless the given tensors are adapters of this rank for layers of the served model. `what`: where they come from."""
+    wrong = []
+    for name, shape in given.items():
+        found = OF_ADAPTER.fullmatch(name)
+        whole = served.get(f"{found[1]}.weight") if found else None
+        if found is None or whole is None or len(whole) != 2 or shape != ((rank, whole[1]) if found[2] == "A" else (whole[0], rank)):
+            wrong.append(f"{name} {list(shape)}")
+        elif name.replace(f".lora_{found[2]}.", f".lora_{'BA'['AB'.index(found[2])]}.") not in given:
+            wrong.append(f"{name} without its other half")
+    if wrong or not given:
+        raise ValueError(f"{what} holds no adapters for this model: {_list(wrong) or 'no tensors'}")
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
