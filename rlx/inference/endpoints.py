@@ -18,22 +18,26 @@ from rlx.waiting import wait_for
 
 log = logging.getLogger(__name__)
 
-BACKLOG = 4096  # connections that the kernel queues before we accept them
 
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket on `host`:`port`. Port 0 means any free port. Raises OSError if the port is taken."""
+def free_port(host: str, port: int = 0) -> int:
+    """A port of this host that nobody listens on, preferably `port`. Raises OSError if the host's name is wrong."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
-        sock.bind((host, port))
-        sock.listen(BACKLOG)  # now no other process can take the port
-    except OSError:
-        sock.close()
-        raise
-    sock.setblocking(False)
-    return sock
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
+        try:
+            probe.bind((host, port))
+        except OSError:
+            if not port:
+                raise
+            return free_port(host)
+        return int(probe.getsockname()[1])
+
+
+def url_of(host: str, port: int) -> str:
+    """The address of a server on this host. If it listens on all addresses, it has the host's name."""
+    if host in ("0.0.0.0", "::"):
+        host = host_name()
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,19 +80,12 @@ def endpoint_file(paths: RunPaths, replica: int) -> Path:
     return paths.endpoints / f"inference_{replica}.json"
 
 
-def publish_endpoint(file: Path, sock: socket.socket, api_key: str) -> str:
-    """Write this process's address to `file`, readable only by the user. Returns the URL.
-
-    If the server listens on all addresses, the URL has the host's name.
-    """
-    host, port = sock.getsockname()[:2]
-    if host in ("0.0.0.0", "::"):
-        host = host_name()
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    record = {"url": url, "api_key": api_key, "pid": os.getpid(), "host": host_name()}
+def publish_endpoint(file: Path, endpoint: Endpoint) -> str:
+    """Write a server's address to `file`, readable only by the user. Returns the URL."""
+    record = {"url": endpoint.url, "api_key": endpoint.api_key, "pid": os.getpid(), "host": host_name()}
     with atomic(file, 0o600) as temporary:
         temporary.write_text(json.dumps(record))
-    return url
+    return endpoint.url
 
 
 def read_endpoint(file: Path) -> Endpoint | None:

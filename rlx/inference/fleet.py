@@ -1,8 +1,17 @@
-"""The servers of a run as a whole: tracks their policy version and updates all of them to the next one.
+"""The servers of a run as a whole: tracks their policy version and brings all of them to the next one.
 
-There is one fleet per run. It checks every server now and then, and which servers there are. A server that restarted or joined gets the
-run's version before it samples for the run: requests name the version that they need, and a server refuses versions newer than its own.
-A server that does not answer is left out while others do: updates do not wait for it, and samplers are told (`on_change`).
+There is one fleet per run. Every LOOK seconds it asks every server for its version, and which servers there are. A server that restarted
+or joined gets the run's version before samplers use it. A server that does not answer is left out while others do: updates do not wait for
+it, and samplers learn of it (`on_change`).
+
+    what happens to a server                                what the fleet does
+    no answer during an update                              left out once another has the version; without another: waits `restart_timeout`
+    it is slower than the others by far                     left out; it gets the version before it serves again
+    it refuses the version (names, shapes, checksums)       UpdateRefused: the run ends, nothing was changed
+    it serves other weights than those loaded               WeightsDiffer: the run ends, the server stays paused
+    a load fails midway                                     the server ends; another one serves, or the run waits for its restart
+    it has a label of another run                           TakenServer: the run ends
+
 Sampling is `rlx.inference.sampler`.
 """
 
@@ -10,47 +19,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
-
-import aiohttp
-import msgspec
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from rlx.concurrent import all_of
-from rlx.inference import replica
+from rlx.inference import wire
+from rlx.inference.client import Client
 from rlx.inference.endpoints import Endpoint
-from rlx.inference.protocol import (
-    CONNECT,
-    FAILING,
-    HELD,
-    PAUSE,
-    RESTART,
-    Claim,
-    Device,
+from rlx.inference.replica import Replica, ServerState, totals
+from rlx.inference.sampler import PAUSE, RESTART
+from rlx.inference.wire import (
     InferenceError,
-    PolicyState,
+    RequestRefused,
     ServerUnreachable,
     StaleServer,
     TakenServer,
     UpdateRefused,
-    WeightsGone,
-    error_of,
-    failure_of,
-    names_version,
+    WeightsDiffer,
+    label_of,
+    parse_label,
 )
-from rlx.inference.replica import Replica
-from rlx.inference.telling import AT_ONCE, Limit, Manner, tell_all, tell_in_turn
 from rlx.types import InitialModel, WeightVersion
+from rlx.weights.transfer_files import request_transfer
 
 log = logging.getLogger(__name__)
 
 LOOK = 2.0  # seconds between two checks of the servers
 HUNG = 30.0  # seconds after which a server that takes a connection but does not answer counts as lost, if others answer
-FREED = HELD + 5.0  # seconds to wait at the start for a server of another run: it may have been killed
-
-_state = msgspec.json.Decoder(PolicyState)
+GONE = 2.0  # seconds without an answer after which an update goes on without a server, if others have the version
+SLOWER = 4.0  # factor: a server that takes so much longer than the first one is left out of an update
 
 
 class Fleet:
@@ -60,199 +59,289 @@ class Fleet:
         self,
         endpoints: Sequence[Endpoint],
         restart_timeout: float = RESTART,
-        manner: Manner = AT_ONCE,
+        *,
+        run: str = "",
+        adopt: bool = False,
+        verify_every: int = 16,
         look: float = LOOK,
         find: Callable[[], Sequence[Endpoint]] | None = None,
         hung: float = HUNG,
-        run: str = "",
     ) -> None:
         """`restart_timeout`: seconds for which a lone server may be unreachable during an update.
 
-        `manner`: how updates treat requests in flight. `look`: seconds between two checks of the servers.
-        `find`: the servers that the run has at the moment, called in a thread at every check; None: they never change.
-        `hung`: seconds for an answer in such a check, if other servers answer.
-        `run`: the run's directory, which claims the servers: no other run can change their weights meanwhile (`protocol.Claim`).
+        `run`: the token in the labels of the run's versions. `adopt`: the servers are updated by others, or by nobody; their version is
+        this fleet's. `verify_every`: updates between two full compares. `look`: seconds between two checks of the servers. `find`: the
+        servers that the run has at the moment, called in a thread at every check; None: they never change. `hung`: seconds for an answer in
+        such a check, if other servers answer.
         """
         self.version = 0
         self.on_change: Callable[[Sequence[Endpoint], Collection[str]], None] = lambda serving, lost: None  # `Sampler.use`
-        self.look_up: Callable[[int], WeightVersion | None] = lambda version: None  # where else a version is now: `Subscriber.at`
-        self.insists = True  # on servers that began with what the trainer began with; False: a difference is said
-        self.trained: Callable[[], InitialModel | None] = lambda: None  # what the trainer began with, once it says so: `Subscriber.initial`
-        self._weights: WeightVersion | None = None  # the weights of `version`; None for version 0
-        self._patience = 600.0  # seconds for the latest update
-        self._told = 0  # the version of the latest update, whether or not it is complete
+        self.look_up: Callable[[int], WeightVersion | None] = lambda version: None  # where a version is now: `Subscriber.at`
+        self.insists = True  # on servers that started with the trainer's model; False: a difference is logged
+        self.trained: Callable[[], InitialModel | None] = lambda: None  # the trainer's model, once it is known: `Subscriber.initial`
+        self._weights: WeightVersion | None = None  # of `version`; None: the initial model
         self._servers = [Replica(endpoint) for endpoint in endpoints]
-        self._restart_timeout = restart_timeout
-        self._manner = manner
-        self._look = look
-        self._find = find
-        self._hung = hung
-        self._run = run
-        self._taken: TakenServer | None = None  # another run has claimed a server on which this run played
-        self._adopted = False  # the versions are somebody else's
-        self._session: aiohttp.ClientSession | None = None
+        self._restart_timeout, self._run, self._adopts, self._verify_every = restart_timeout, run, adopt, verify_every
+        self._look, self._find, self._hung = look, find, hung
+        self._failed: asyncio.Future[InferenceError] = asyncio.get_running_loop().create_future()  # what a check found ends the run
         self._watching: asyncio.Task[None] | None = None
-        self._limit: Limit | None = None  # of the update in progress
+        self._client = Client()
 
     async def __aenter__(self) -> Fleet:
-        connector, timeout = aiohttp.TCPConnector(limit=0, keepalive_timeout=300), aiohttp.ClientTimeout(total=None, sock_connect=CONNECT)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
-        self._watching = asyncio.ensure_future(self._watch())
+        await self._client.__aenter__()
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        assert self._session is not None
-        assert self._watching is not None
-        self._watching.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._watching
-        if self._run:
-            leaving = [self._ask(server, "POST", "/claim", self._claim(keep=False)) for server in self._servers]
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(replica.GONE):  # without an answer, the server is free later
-                    await asyncio.gather(*leaving, return_exceptions=True)
-        await self._session.close()
+        if self._watching is not None:
+            self._watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watching
+        await self._client.__aexit__()
 
     # -- versions
 
     async def update(self, weights: WeightVersion, timeout: float = 600.0) -> None:
-        """Update all servers to a version, without losing a request. Returns when all servers that answer have it.
+        """Bring all servers to a version, in parallel, without losing a request. Returns when all servers that answer have it.
 
-        A server that does not answer or is too late is left out if another one has the version. It gets it before it serves again.
         The version's files must stay until the next update, because a server that restarts loads them.
-        Raises UpdateRefused if a server rejects the weights, WeightsGone if the trainer does not have them any more, and ServerUnreachable
-        or InferenceError if a server fails or none finishes in time (`telling.Limit`). Time does not count while no server answers, nor
-        while servers wait until the trainer is ready to send.
+        Raises the errors of the table above, and ServerUnreachable if no server has the version after `timeout` seconds, in which time
+        without any server does not count.
         """
-        servers, self._patience = [server for server in self._servers if server.serves] or self._servers, timeout
-        self._limit, self._told = Limit(weights, timeout), weights.version
-
-        def tell(server: Replica, together: int) -> Awaitable[None]:
-            return self._tell(server, weights, together)
-
-        try:
-            if weights.kind == "memory":
-                # Between two updates the trainer may never be able to send (sharded, and with its next batch ready): they join now.
-                joining = [one for one in self._servers if one not in servers and one.claimed and not one.gone]
-                missing = await tell_all(servers, tell, self._limit, beside=joining)
-            else:
-                missing = await (tell_in_turn if self._manner.in_turn else tell_all)(servers, tell, self._limit)
-        finally:
-            self._limit = None
-        for server, why in missing:
-            self._leave_out(server, f"version {weights.version} is served without {server.endpoint.name}: {why}")
+        servers = [server for server in self._servers if server.serves] or self._servers
+        if weights.kind == "memory":
+            missing = await self._transfer(servers, weights, timeout)
+        else:
+            missing = await self._load_all(servers, weights, timeout)
         self._weights, self.version = weights, weights.version
+        for server, why in missing.items():
+            self._leave_out(server, f"version {weights.version} is served without {server.endpoint.name}: {why}")
+
+    async def _load_all(self, servers: Sequence[Replica], weights: WeightVersion, timeout: float) -> dict[Replica, str]:
+        """Load a version from files into all servers. Returns the servers without it, and why; at least one has it."""
+        loading = {asyncio.ensure_future(self._insist(server, weights)): server for server in servers}
+        waiting, missing = set(loading), dict[Replica, str]()
+        began, first = time.monotonic(), 0.0  # seconds of the first server that has it
+        try:
+            while waiting:
+                done, waiting = await asyncio.wait(waiting, timeout=PAUSE, return_when=asyncio.FIRST_COMPLETED)
+                now = time.monotonic()
+                for task in done:
+                    try:
+                        task.result()
+                        first = first or now - began
+                    except (UpdateRefused, WeightsDiffer, TakenServer):
+                        raise
+                    except InferenceError as error:
+                        missing[loading[task]] = str(error)
+                for task in waiting.copy():
+                    server = loading[task]
+                    slow = first and now - began > max(self._hung, SLOWER * first)
+                    if (first and server.gone(now, GONE)) or slow or now - began > timeout:
+                        waiting.discard(task)
+                        missing[server] = (
+                            f"it took no version {weights.version} in {now - began:.0f} s (weight_broadcast.timeout={timeout:g})"
+                        )
+        finally:
+            for task in loading:
+                task.cancel()
+            await asyncio.gather(*loading, return_exceptions=True)
+        if len(missing) == len(servers):
+            raise ServerUnreachable("; ".join(f"{server.endpoint.name}: {why}" for server, why in missing.items()))
+        return missing
+
+    async def _insist(self, server: Replica, weights: WeightVersion) -> None:
+        """Load a version into a server. While it does not answer, try again for `restart_timeout` seconds."""
+        last_answer = time.monotonic()
+        while True:
+            try:
+                return await server.load(self._client, self.look_up(weights.version) or weights, self._run, self._verify_every)
+            except (UpdateRefused, WeightsDiffer):
+                raise
+            except InferenceError:
+                if server.silent_since is None:
+                    last_answer = time.monotonic()
+                    raise
+                if time.monotonic() - last_answer > self._restart_timeout:
+                    raise
+            await asyncio.sleep(PAUSE)
+
+    async def _transfer(self, servers: Sequence[Replica], weights: WeightVersion, timeout: float) -> dict[Replica, str]:
+        """Let the trainer send a version from its memory to all servers, which are paused meanwhile. Returns those without it, and why."""
+        label, urls = label_of(weights.version, self._run), [(one.endpoint.url, one.endpoint.api_key) for one in servers]
+        async with contextlib.AsyncExitStack() as stack:
+            for server in servers:
+                await stack.enter_async_context(server.lock)
+            await all_of(one.ask(self._client.post(one.endpoint, wire.PAUSE)) for one in servers)
+            failed = await request_transfer(weights.where, weights.version, urls, timeout)
+            whole = [one for one in servers if one.endpoint.url not in failed]
+            if not whole:
+                raise ServerUnreachable(f"no server got version {weights.version} from the trainer: {failed}")
+            await all_of(one.label(self._client, label) for one in whole)
+        return {one: failed[one.endpoint.url] for one in servers if one not in whole}
 
     async def restore(self, endpoint: Endpoint) -> None:
-        """Update the server at `endpoint` to the run's version if it restarted. Raises StaleServer if that fails."""
+        """Bring the server at `endpoint` to the run's version if it restarted. Raises InferenceError if that fails."""
         for server in self._servers:
             if server.endpoint.key == endpoint.key:
-                server.endpoint = endpoint
-                await self._restore(server)
-                return
+                async with server.lock:  # an update in progress ends first
+                    await server.look(self._client)
+                return await self._bring_up_to_date(server)
         raise StaleServer(f"{endpoint.name} is not one of this run's servers: {', '.join(s.endpoint.url for s in self._servers)}")
+
+    async def _bring_up_to_date(self, server: Replica) -> None:
+        """Bring one server, whose state is new, to the run's version, unless it has it. Raises TakenServer if another run uses it."""
+        state = server.state
+        assert state is not None
+        if self._has_version(server):
+            return
+        other = parse_label(state.label)
+        if other is not None and other[1] != self._run and server.serves:
+            raise TakenServer(
+                f"{server.endpoint.name} has version {other[0]} of another run ({other[1]}; this one is {self._run}).\n"
+                "  fix: give each run servers of its own, or run them in turn"
+            )
+        log.info("%s has version %s; it gets version %d", server.endpoint.name, state.label, self.version)
+        if self._weights is None:
+            if (differs := server.differs_from([one for one in self._servers if one.serves])) is not None:
+                raise StaleServer(
+                    f"{server.endpoint.name} started with {state.model}, and {differs.endpoint.name} with other weights.\n"
+                    "  fix: start it with the run's model"
+                )
+            await server.reset(self._client, self._run)
+        elif self._weights.kind == "memory" and (self.look_up(self.version) or self._weights).kind == "memory":
+            raise StaleServer(f"{server.endpoint.name} joins with the next version, which the trainer sends from its memory")
+        else:
+            await server.load(self._client, self.look_up(self.version) or self._weights, self._run, self._verify_every)
+
+    def _has_version(self, server: Replica) -> bool:
+        assert server.state is not None
+        name = label_of(self.version, self._run)
+        if self._weights is not None and self._weights.kind == "adapter":
+            return name in server.adapters
+        found = parse_label(server.state.label)
+        return server.state.label == name or (found is not None and found[1] == self._run and found[0] > self.version)
+
+    def adapter(self, version: int) -> str | None:
+        """The name of the adapter that a version is; None: it is a whole model."""
+        return label_of(version, self._run) if self._weights is not None and self._weights.kind == "adapter" else None
+
+    # -- state
 
     @property
     def size(self) -> int:
         """Servers that serve the run at the moment."""
         return sum(server.serves for server in self._servers)
 
-    async def versions(self) -> list[int]:
-        """The policy version that each server has, in the order of the endpoints."""
-        return [state.version for state in await self.states()]
+    @property
+    def context(self) -> int:
+        """Tokens of prompt and completion together that every server takes; 0: not known yet."""
+        return min((server.state.context for server in self._servers if server.state is not None), default=0)
+
+    @property
+    def compared(self) -> float:
+        """The share of the served weights that was compared with the files, of the server where it is smallest."""
+        return min((server.compared or 0.0 for server in self._servers if server.serves), default=0.0)
 
     async def stats(self) -> dict[str, float]:
-        """Current metrics by name of the servers that answer: the mean of the cache usage, the sums of the others.
-
-        Raises the first server's error if no server answers.
-        """
+        """Current metrics by name of the servers that answer. Raises the first server's error if no server answers."""
         serving = [server for server in self._servers if server.serves] or self._servers
-        answers = await asyncio.gather(*(self._state_soon(server) for server in serving), return_exceptions=True)
-        states = [answer for answer in answers if isinstance(answer, PolicyState)]
+        asked = (
+            self._client.in_time(self._client.get(s.endpoint, wire.METRICS), s.endpoint, self._hung, "report metrics") for s in serving
+        )
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        found = [wire.metrics_of(answer) for answer in answers if isinstance(answer, bytes)]
         for answer in answers:
-            if isinstance(answer, BaseException) and (not states or not isinstance(answer, InferenceError)):
+            if isinstance(answer, BaseException) and (not found or not isinstance(answer, InferenceError)):
                 raise answer
-        return replica.totals(states)
+        return totals(found) | {"perf/weights_compared": self.compared}
 
-    async def devices(self) -> list[Device]:
-        """What the workers of the servers that serve compute on. Raises ServerUnreachable if one does not say so in `hung` seconds."""
-        asked = (one.in_time(self._ask(one, "GET", "/devices"), self._hung, "devices") for one in self._servers if one.serves)
-        return replica.devices_of(await all_of(asked))
+    async def states(self) -> list[ServerState]:
+        """The state of each server that serves."""
+        serving = [server for server in self._servers if server.serves] or self._servers
+        return await all_of(server.look(self._client, not self._adopts) for server in serving)
 
-    async def states(self) -> list[PolicyState]:
-        """The state of each server, in the order of the endpoints."""
-        return await all_of(self._state(server) for server in self._servers)
+    async def wait_ready(self, timeout: float, tick: Callable[[], None] | None = None) -> None:
+        """Return when every server answers and has version 0, or with `adopt` whatever it has. From then on the servers are watched.
 
-    async def wait_ready(self, timeout: float, tick: Callable[[], None] | None = None, adopt: bool = False) -> None:
-        """Return when every server answers and has version 0. A server that still has a version of an earlier run is reset to 0.
-
-        `tick`: called several times a second meanwhile. `adopt`: the servers keep their version, which is then the fleet's. Raises
-        ServerUnreachable, which names the server, RequestRefused for a wrong key, TakenServer if another run has a server for longer than a
-        killed one would, or InferenceError if versions to adopt differ.
+        `tick`: called several times a second meanwhile. Raises ServerUnreachable, which names the server, RequestRefused for a wrong key
+        or a server without the worker extension, or InferenceError if servers have different models.
         """
-        self._adopted = adopt
         began = time.monotonic()
         for server in self._servers:
             while True:
                 try:
-                    state = await self._state_soon(server)
+                    asked = server.look(self._client, not self._adopts)
+                    await self._client.in_time(asked, server.endpoint, self._hung, "report its state")
                     break
                 except ServerUnreachable as error:
                     if time.monotonic() > began + timeout:
                         raise ServerUnreachable(f"{server.endpoint.name} was not ready after {timeout:g} s: {error}") from error
-                except TakenServer as error:
-                    patience = min(timeout, FREED)
-                    if not server.said:
-                        log.warning("%s. It is asked for %g s, because that run may be gone", error, patience)
-                    server.said = str(error)
-                    if time.monotonic() > began + patience:
-                        raise
                 if tick is not None:
                     tick()
                 await asyncio.sleep(PAUSE)
-            if not adopt and server.serves and (other := server.differs_from(self._servers[:1])) is not None:
-                raise InferenceError(
-                    f"{server.endpoint.name} began with other weights than {other.endpoint.name}: its model is {state.model}. "
-                    "All servers of a run need the model that it trains"
-                )
-            if state.version > self.version and not adopt:
-                await self._reset(server)
-            server.claimed = True
-        if adopt:
-            have = set(await self.versions())
-            if len(have) > 1:
-                raise InferenceError(f"the servers have different versions: {sorted(have)}. Does a run update them (inference.base_url)?")
-            (self.version,) = have
+        if self._adopts:
+            await self._adopt()
+        else:
+            for server in self._servers:
+                if (other := server.differs_from(self._servers[:1])) is not None and server.state is not None:
+                    raise InferenceError(
+                        f"{server.endpoint.name} started with other weights than {other.endpoint.name}: {server.state.model}.\n"
+                        "  fix: start all servers of a run with the model that it trains"
+                    )
+            await all_of(server.reset(self._client, self._run) for server in self._servers)
+        self._watching = asyncio.ensure_future(self._watch())
+
+    async def _adopt(self) -> None:
+        """Take the servers' version for the fleet's. Servers without a route for labels have version 0."""
+        labels = set()
+        for server in self._servers:
+            try:
+                labels.add(await self._client.label(server.endpoint))
+            except RequestRefused:
+                labels.add(wire.UNLABELLED)
+        if len(labels) > 1:
+            raise InferenceError(f"the servers have different versions: {sorted(labels)}. Does a run update them (inference.base_url)?")
+        found = parse_label(labels.pop())
+        self.version = found[0] if found else 0
 
     async def held(self) -> None:
-        """Runs for ever. Raises TakenServer once another run has claimed a server on which this run plays, and InferenceError once the
-        trainer says that it began with another model than the servers (`trained`)."""
+        """Runs for ever. Raises what makes the run's rollouts wrong: TakenServer, WeightsDiffer, or InferenceError once it is known that
+        the trainer began with another model than the servers (`trained`)."""
         trained: InitialModel | None = None
-        while self._taken is None:
+        while not self._failed.done():
             # Only version 0 could be another model unnoticed, so a run that goes on from a checkpoint looks no longer than it has it.
             if trained is None and not self.version and (trained := await asyncio.to_thread(self.trained)) is not None:
-                serving = [one for one in self._servers if one.serves]
-                replica.check_contexts(serving, trained)
-                try:
-                    replica.check_initial(serving, trained)
-                except InferenceError as error:
-                    if self.insists:
-                        raise
-                    log.warning("%s. The same weights in another dtype, or with a tied head stored, differ in this, too", error)
-            await asyncio.sleep(PAUSE)
-        raise self._taken
+                self._compare_initial(trained)
+            await asyncio.wait([self._failed], timeout=PAUSE)
+        raise self._failed.result()
 
-    async def _reset(self, server: Replica) -> None:
-        """Return a server to version 0: it still has a version of another run."""
-        status, answer = await self._insist(server, "POST", "/reload_weights", self._claim())
-        if status != 200:
-            raise error_of(server.endpoint.name, status, answer)
+    def _compare_initial(self, trained: InitialModel) -> None:
+        """Raise InferenceError if a server started with another model than the trainer, or computes it with other rotary frequencies."""
+        for server in self._servers:
+            state, name = server.state, server.endpoint.name
+            if state is None or not server.serves:
+                continue
+            if trained.longest is not None and state.context > trained.longest:
+                raise InferenceError(
+                    f"{name} has a context of {state.context} tokens, so it takes the rotary frequencies of long texts for all requests, "
+                    f"and the trainer takes those of texts of up to {trained.longest} tokens (LongRoPE).\n"
+                    f"  fix: start the server with inference.max_model_len={trained.longest} or less"
+                )
+            if state.identity and state.identity != trained.identity:
+                text = (
+                    f"{name} started with other weights than the trainer: its model is {state.model} (identity {state.identity}), that of "
+                    f"the trainer on {trained.host} is {trained.where} (identity {trained.identity}).\n  fix: give all hosts one model: "
+                    "a folder on a shared file system (model.name), or the same revision of a hub name in their caches"
+                )
+                if self.insists:
+                    raise InferenceError(text)
+                log.warning("%s. The same weights in another dtype, or with a tied head stored, differ in this, too", text)
 
     # -- servers that come and go
 
     async def _watch(self) -> None:
-        """Restore servers that restarted, whichever process samples on them, and follow servers that come and go."""
-        checks: dict[Replica, asyncio.Task[None]] = {}  # one that takes long, as a restore does, delays no other server's claim
+        """Restore servers that restarted, and follow servers that come and go."""
+        checks: dict[Replica, asyncio.Task[None]] = {}  # one that takes long delays no other server's check
         try:
             while True:
                 await asyncio.sleep(self._look)
@@ -261,9 +350,8 @@ class Fleet:
                         self._follow(await asyncio.to_thread(self._find))
                     for server in [server for server, check in checks.items() if check.done()]:
                         checks.pop(server).result()
-                    if self._run or self._weights is not None or len(self._servers) > 1:
-                        for server in [server for server in self._servers if server not in checks]:
-                            checks[server] = asyncio.ensure_future(self._check(server))
+                    for server in [server for server in self._servers if server not in checks]:
+                        checks[server] = asyncio.ensure_future(self._check(server))
                 except Exception:  # the run goes on with the servers that it has; the next check may succeed
                     log.exception("a check of the inference servers failed")
         finally:
@@ -285,44 +373,29 @@ class Fleet:
 
     async def _check(self, server: Replica) -> None:
         """Bring one server up to date. Leave it out while it does not answer. A failure is logged once."""
+        if server.lock.locked():  # an update is in progress
+            return
         others = any(other.serves for other in self._servers if other is not server)
-        doing, limit = "report its version", self._hung if others else self._restart_timeout
+        limit = self._hung if others else self._restart_timeout
         try:
-            async with asyncio.timeout(limit):
-                state = await self._state(server)
-            if self._adopted and state.version != self.version:
-                raise StaleServer(f"{server.endpoint.name} has version {state.version} now, and version {self.version} is played")
-            doing, limit = f"load version {self.version}", self._restart_timeout
-            async with asyncio.timeout(limit):
-                strange = state.version > max(self.version, self._told) or (self._run and state.version and not server.claimed)
-                if strange and not server.serves:
-                    if state.running or state.waiting:  # they may be this run's own: the server was taken away and is back
-                        raise StaleServer(f"{server.endpoint.name} still answers earlier requests; it joins when they have ended")
-                    await self._reset(server)
-                    state = await self._state(server)
-                server.claimed = True
-                if not self.version and not server.serves:
-                    replica.check_joins(server, [one for one in self._servers if one.serves])
-                if state.version < self.version:
-                    await self._restore(server)
-        except (InferenceError, TimeoutError, msgspec.MsgspecError) as error:
-            server.hung = isinstance(error, TimeoutError)
-            if isinstance(error, TakenServer):  # its weights are not the run's any more
-                if server.claimed and server.serves:
-                    self._taken = error
-                server.claimed = False
-            text = str(error) or f"{server.endpoint.name} did not {doing} in {limit:g} s"
-            others = any(other.serves for other in self._servers if other is not server)  # again: their checks run beside this one
-            if others and server.gone:
+            await self._client.in_time(server.look(self._client, not self._adopts), server.endpoint, limit, "report its version")
+            if not self._adopts:
+                await self._bring_up_to_date(server)
+        except InferenceError as error:
+            server.hung = isinstance(error, ServerUnreachable) and server.silent_since is None
+            if isinstance(error, TakenServer | WeightsDiffer) and not self._failed.done():
+                self._failed.set_result(error)
+            text = str(error)
+            if any(other.serves for other in self._servers if other is not server) and server.gone(time.monotonic(), GONE):
                 self._leave_out(server, text)
-            elif server.said != text:
+            elif server.warned != text:
                 log.warning("%s", text)
-            server.said = text
+            server.warned = text
         else:
-            server.hung, server.said = False, ""
+            server.hung, server.warned = False, ""
             if not server.serves:
-                server.serves, server.late = True, False
-                log.info("%s serves version %d", server.endpoint.name, max(self.version, state.version))
+                server.serves = True
+                log.info("%s serves version %d", server.endpoint.name, self.version)
                 self._tell_samplers()
 
     def _leave_out(self, server: Replica, why: str) -> None:
@@ -332,88 +405,6 @@ class Fleet:
             self._tell_samplers(server.endpoint.key)
 
     def _tell_samplers(self, *lost: str) -> None:
-        self.on_change([server.endpoint for server in self._servers if server.serves], lost)
-
-    async def _restore(self, server: Replica) -> None:
-        async with server.updating:
-            state = await self._state(server)
-            if state.version >= self.version:
-                return
-            if self._weights is None:
-                raise StaleServer(f"{server.endpoint.name} has an older version than {self.version}, and the fleet has no weights for it")
-            log.info("%s has version %d; updating it to version %d", server.endpoint.name, state.version, self.version)
-            try:
-                await self._load(server, self.look_up(self.version) or self._weights)
-            except WeightsGone as error:  # the next update brings a newer version
-                raise ServerUnreachable(str(error)) from error
-            except UpdateRefused as error:
-                raise StaleServer(f"{server.endpoint.name} restarted and could not load version {self.version}: {error}") from error
-
-    async def _tell(self, server: Replica, weights: WeightVersion, together: int) -> None:
-        async with server.updating:
-            await self._load(server, weights, together)
-
-    async def _load(self, server: Replica, weights: WeightVersion, together: int = 1) -> None:
-        """`together`: servers that are told this now."""
-        where = {"weight_dir": weights.where, "version": weights.version, "kind": weights.kind}
-        manner = {"drain_tokens": self._manner.drain_tokens, "keep_kv": self._manner.keep_kv}
-        request = where | manner | {"run": self._run, "together": together, "timeout": self._patience}
-        deadline = time.monotonic() + min(FAILING, self._restart_timeout)
-        while True:
-            status, answer = await self._insist(server, "POST", "/update_weights", json.dumps(request).encode())
-            if status == 422:
-                raise UpdateRefused(f"{server.endpoint.name}: {failure_of(answer).error}")
-            if status == 200:
-                server.late = False
-                return
-            # A server whose load failed midway says which version it has, and ends. Any other 5xx may pass (a proxy, a busy host).
-            if status < 500 or names_version(answer) or time.monotonic() > deadline:
-                raise error_of(server.endpoint.name, status, answer)
-            await asyncio.sleep(PAUSE)
-
-    async def _state(self, server: Replica) -> PolicyState:
-        if self._taken is not None:
-            raise self._taken
-        asked = ("POST", "/claim", self._claim()) if self._run else ("GET", "/policy")
-        status, answer = await self._ask(server, *asked)
-        if status != 200:
-            raise error_of(server.endpoint.name, status, answer)
-        return server.told(_state.decode(answer))
-
-    async def _state_soon(self, server: Replica) -> PolicyState:
-        return await server.in_time(self._state(server), self._hung, "state")
-
-    # -- asking
-
-    def _claim(self, keep: bool = True) -> bytes:
-        return msgspec.json.encode(Claim(self._run, keep))
-
-    async def _insist(self, server: Replica, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
-        """`_ask` until the server answers, for at most `restart_timeout` seconds."""
-        deadline = time.monotonic() + self._restart_timeout
-        while True:
-            try:
-                return await self._ask(server, method, path, body)
-            except ServerUnreachable:
-                if time.monotonic() > deadline:
-                    raise
-                if self._limit is not None:
-                    self._limit.anew()
-                await asyncio.sleep(PAUSE)
-
-    async def _ask(self, server: Replica, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
-        """One request; returns status and body. Raises ServerUnreachable if the answer is missing or cut, or if the engine is dead."""
-        assert self._session is not None, "use the fleet as `async with Fleet(…) as fleet`"
-        endpoint = server.endpoint
-        try:
-            async with self._session.request(method, endpoint.url + path, data=body, headers=endpoint.headers) as answer:
-                content = await answer.read()
-                if answer.status != 503 and not (answer.status == 401 and endpoint.superseded):
-                    server.silent_since = None
-                    return answer.status, content
-                cause = str(error_of(endpoint.name, answer.status, content))
-        except (aiohttp.ClientError, OSError) as error:
-            cause = f"{endpoint.name} does not answer: {error or type(error).__name__}"
-        server.silent_since = server.silent_since or time.monotonic()
-        server.endpoint = endpoint.refreshed()
-        raise ServerUnreachable(cause)
+        serving: list[Any] = [server.endpoint for server in self._servers if server.serves]
+        if serving:
+            self.on_change(serving, lost)

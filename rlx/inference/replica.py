@@ -1,131 +1,219 @@
-"""What a fleet knows of one of its servers."""
+"""What a fleet knows of one of its servers, and the calls that bring a version of the weights to it.
+
+    rlx_check on every rank (while it generates)  →  pause  →  rlx_load  →  rlx_compare, when due  →  label  →  resume
+
+If a load begins and its end is not known (a lost connection, a cancelled update), the server stays paused: it generates nothing until the
+next attempt has loaded a version and labelled it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Awaitable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-import msgspec
-
+from rlx.inference import wire
+from rlx.inference.client import Client
 from rlx.inference.endpoints import Endpoint
-from rlx.inference.protocol import Device, InferenceError, PolicyState, ServerUnreachable, StaleServer
-from rlx.types import InitialModel
+from rlx.inference.wire import InferenceError, ServerUnreachable, UpdateRefused, WeightsDiffer, label_of
+from rlx.paths import COMPLETE
+from rlx.types import WeightVersion
+from rlx.weights.shapes import digest_of, manifest
 
-T = TypeVar("T")
-_devices = msgspec.json.Decoder(list[Device])
-ASKING = 10.0  # seconds for which a server's word that it waits for the trainer holds
-GONE = 2.0  # seconds without an answer after which an update goes on without a server, if others have the version
+log = logging.getLogger(__name__)
+
+POLL = 0.02  # seconds between two looks at a check
+CHEAP = 0.05  # share of the time between two updates that a compare may always take
+ADAPTERS_LEFT = 2  # adapters of a run that stay loaded: requests in flight may have the one before
 
 
-def totals(states: Sequence[PolicyState]) -> dict[str, float]:
-    """Metrics of servers by name: the mean of their cache usage, the share of all their prompts' tokens, the sums of the others."""
-    prompts = sum(state.prompt_tokens for state in states)
+@dataclass(frozen=True, slots=True)
+class ServerState:
+    """What a server reports of itself."""
+
+    label: str  # of the served weights
+    model: str  # folder or hub name of the model that it started with
+    context: int  # tokens of prompt and completion together
+    start: str = ""  # another one each time that the server starts; "": it has no extension of rlx
+    identity: str = ""  # of the model that it started with (`weights.files.identity`); "": it has no extension
+    pristine: bool = True  # nobody has loaded other weights since it started
+    adapters: tuple[str, ...] = ()
+    devices: tuple[dict[str, Any], ...] = ()  # of its ranks: `device`, `peak_memory`, `memory`
+
+
+@dataclass(eq=False)
+class Replica:
+    """One server."""
+
+    endpoint: Endpoint
+    serves: bool = True  # samplers use it
+    state: ServerState | None = None  # the latest one
+    hung: bool = False  # it took a connection and did not answer
+    silent_since: float | None = None  # monotonic time of the first of its latest failures to answer
+    warned: str = ""  # the latest warning about it
+    compared: float | None = None  # share of the served weights that the latest compare covered; None: none since it started
+    compare_seconds: float = 0.0  # of the latest compare
+    updates: int = 0  # since the latest compare
+    updated: float = field(default_factory=time.monotonic)  # monotonic time of the latest update
+    adapters: list[str] = field(default_factory=list)  # of this run, oldest first
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while its weights change
+
+    async def look(self, client: Client, extension: bool = True) -> ServerState:
+        """Ask for its state. `extension`: it must have the worker extension of rlx. Raises InferenceError."""
+        models = wire.models_of(await self.ask(client.get(self.endpoint, wire.MODELS)))
+        if not models:
+            raise InferenceError(f"{self.endpoint.name} serves no model")
+        _, model, context = models[0]
+        adapters = tuple(name for name, *_ in models[1:])
+        if not extension:
+            self.state = ServerState(wire.UNLABELLED, model, context, adapters=adapters)
+            return self.state
+        label = await self.ask(client.label(self.endpoint))
+        ranks = self.good(await self.ask(client.call_workers(self.endpoint, "rlx_state")))
+        first = ranks[0]
+        if self.state is not None and first["start"] != self.state.start:
+            self.compared, self.adapters = None, []
+        self.state = ServerState(
+            label, first["model"], first["context"], first["start"], first["identity"], first["label"] is None, adapters, tuple(ranks)
+        )
+        return self.state
+
+    async def ask(self, answer: Any) -> Any:
+        """Await an answer, and note whether there is one."""
+        try:
+            found = await answer
+        except ServerUnreachable:
+            self.silent_since = self.silent_since or time.monotonic()
+            self.endpoint = self.endpoint.refreshed()
+            raise
+        self.silent_since = None
+        return found
+
+    def good(self, ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The ranks' records. Raises UpdateRefused if a rank has an error, InferenceError if the server ends because of it."""
+        for rank in ranks:
+            if rank.get("broken"):
+                raise InferenceError(f"{self.endpoint.name} failed in the middle of a load and ends: {rank['error']}")
+        for rank in ranks:
+            if "error" in rank:
+                raise UpdateRefused(f"{self.endpoint.name}, rank {rank['rank']}: {rank['error']}")
+        return ranks
+
+    async def load(self, client: Client, weights: WeightVersion, run: str, verify_every: int) -> None:
+        """Bring a version from files to the server, under the label of the run.
+
+        Raises UpdateRefused if the server did not take it and still serves the old version, WeightsDiffer if it serves something else than
+        what was trained, InferenceError if it fails.
+        """
+        async with self.lock:
+            await self._check(client, weights.where, await asyncio.to_thread(_manifest_digest, weights))
+            if weights.kind == "adapter":
+                await self._load_adapter(client, weights.where, label_of(weights.version, run))
+            else:
+                await self._load_model(client, weights.where, label_of(weights.version, run), verify_every)
+
+    async def reset(self, client: Client, run: str) -> None:
+        """Bring the server back to the model that it started with, version 0. Raises the same errors as `load`."""
+        assert self.state is not None
+        async with self.lock:
+            if not self.state.pristine:
+                await self._check(client, self.state.model, "")
+                await self._load_model(client, self.state.model, label_of(0, run), 1)
+            else:
+                await self.label(client, label_of(0, run))
+
+    async def _check(self, client: Client, folder: str, digest: str) -> None:
+        while not all(rank["ready"] for rank in await self._call(client, "rlx_check", folder, digest)):
+            await asyncio.sleep(POLL)
+
+    async def _load_model(self, client: Client, folder: str, label: str, verify_every: int) -> None:
+        await self.ask(client.post(self.endpoint, wire.PAUSE))
+        try:
+            await self._call(client, "rlx_load", folder, label)
+        except UpdateRefused:
+            await self.ask(client.post(self.endpoint, wire.RESUME))  # nothing was changed
+            raise
+        if self._compare_is_due(verify_every):
+            await self._compare(client, folder, label)
+        self.updates, self.updated = self.updates + 1, time.monotonic()
+        await self.label(client, label)
+
+    async def label(self, client: Client, label: str) -> None:
+        """Give the served weights a label, and let the server generate."""
+        await self.ask(client.post(self.endpoint, wire.SET_LABEL, {"new_version": label}))
+        await self.ask(client.post(self.endpoint, wire.RESUME))
+
+    def _compare_is_due(self, verify_every: int) -> bool:
+        cheap = self.compare_seconds < CHEAP * (time.monotonic() - self.updated)
+        return self.compared is None or self.updates + 1 >= verify_every or cheap
+
+    async def _compare(self, client: Client, folder: str, label: str) -> None:
+        ranks = await self._call(client, "rlx_compare", folder)
+        wrong = [rank for rank in ranks if rank["different"]]
+        if wrong:
+            numbers = sum(rank["different"] for rank in wrong)
+            raise WeightsDiffer(
+                f"{self.endpoint.name} serves other weights than version {label}, which it has just loaded: {numbers} numbers differ on "
+                f"{len(wrong)} of {len(ranks)} ranks, most in {', '.join(wrong[0]['names'])} (files: {folder}). It is not used any more"
+            )
+        self.compared = sum(rank["equal"] for rank in ranks) / sum(rank["served"] for rank in ranks)
+        self.compare_seconds, self.updates = max(rank["seconds"] for rank in ranks), -1
+        log.info("%s serves %s; %.1f %% of its weights were compared with the files", self.endpoint.name, label, 100 * self.compared)
+
+    async def _load_adapter(self, client: Client, folder: str, name: str) -> None:
+        if name not in self.adapters:
+            await self.ask(client.post(self.endpoint, wire.LOAD_ADAPTER, {"lora_name": name, "lora_path": folder}))
+            self.adapters.append(name)
+        while len(self.adapters) > ADAPTERS_LEFT:
+            await self.ask(client.post(self.endpoint, wire.UNLOAD_ADAPTER, {"lora_name": self.adapters.pop(0)}))
+
+    async def _call(self, client: Client, method: str, *arguments: Any) -> list[dict[str, Any]]:
+        return self.good(await self.ask(client.call_workers(self.endpoint, method, *arguments)))
+
+    def gone(self, now: float, patience: float) -> bool:
+        """Whether it is useless to wait for it."""
+        return self.hung or (self.silent_since is not None and now - self.silent_since > patience)
+
+    def differs_from(self, others: Iterable[Replica]) -> Replica | None:
+        """The first of these servers that started with other weights, if both report theirs."""
+        mine = self.state.identity if self.state else ""
+        return next((one for one in others if mine and one.state and one.state.identity and one.state.identity != mine), None)
+
+
+def _manifest_digest(weights: WeightVersion) -> str:
+    """The digest of a version's manifest. Raises UpdateRefused if the folder holds another version or an unfinished one."""
+    try:
+        found = manifest(Path(weights.where))["version"]
+    except (OSError, ValueError) as error:
+        raise UpdateRefused(str(error)) from error
+    if found != weights.version:
+        raise UpdateRefused(f"{weights.where} holds version {found}, not {weights.version}")
+    return digest_of(Path(weights.where) / COMPLETE)
+
+
+def totals(metrics: list[dict[str, float]]) -> dict[str, float]:
+    """Metrics of servers by name: the mean of their cache usage, the share of cached prompt tokens, the sums of the others."""
+    total = {name: sum(each[name] for each in metrics) for name in wire.COUNTED}
+    queries = total["prefix_cache_queries_total"]
     return {
-        "perf/servers": len(states),
-        "perf/kv_cache_usage": sum(state.kv_cache_usage for state in states) / len(states),
-        "perf/running": sum(state.running for state in states),
-        "perf/waiting": sum(state.waiting for state in states),
-        "perf/preemptions": sum(state.preemptions for state in states),
-        **({"perf/prefix_cache_hits": sum(state.cached_tokens for state in states) / prompts} if prompts else {}),
+        "perf/servers": len(metrics),
+        "perf/kv_cache_usage": total["kv_cache_usage_perc"] / len(metrics),
+        "perf/running": total["num_requests_running"],
+        "perf/waiting": total["num_requests_waiting"],
+        "perf/preemptions": total["num_preemptions_total"],
+        **({"perf/prefix_cache_hits": total["prefix_cache_hits_total"] / queries} if queries else {}),
     }
 
 
-def devices_of(answers: Sequence[tuple[int, bytes]]) -> list[Device]:
-    """The devices of all servers, of their answers to `GET /devices`; those of servers that do not know the route are not there."""
-    return [device for status, body in answers if status == 200 for device in _devices.decode(body)]
-
-
-def memory_of(devices: Sequence[Device]) -> dict[str, float]:
-    """Metrics of servers' memory by name; empty without devices."""
+def memory_of(states: Iterable[ServerState]) -> dict[str, float]:
+    """Metrics of servers' memory by name; empty if none reports its devices."""
+    devices = [device for state in states for device in state.devices]
     if not devices:
         return {}
-    highest = max(devices, key=lambda device: device.peak_memory_gb)
-    card = {"perf/device_memory_gb": highest.memory_gb} if highest.memory_gb else {}
-    return {"perf/peak_memory_gb": highest.peak_memory_gb} | card
-
-
-def check_joins(server: Replica, serving: Sequence[Replica]) -> None:
-    """Raise StaleServer if a server that is to join at version 0 began with other weights than those that serve.
-
-    Later versions are compared with what was trained when they are loaded, so only version 0 could be another model unnoticed.
-    """
-    if (other := server.differs_from(serving)) is not None:
-        raise StaleServer(
-            f"{server.endpoint.name} does not join at version 0: the weights of its model {server.model} are not those that "
-            f"{other.endpoint.name} began with. Start it with the run's model"
-        )
-
-
-def check_initial(servers: Sequence[Replica], trained: InitialModel) -> None:
-    """Raise InferenceError if a server began with other weights than the trainer: all rollouts of version 0 would be another model's."""
-    for server in servers:
-        if server.initial and server.initial != trained.identity:
-            raise InferenceError(
-                f"{server.endpoint.name} began with other weights than the trainer: its model is {server.model} (identity "
-                f"{server.initial}), that of the trainer on {trained.host} is {trained.where} (identity {trained.identity}). Give all "
-                "hosts the same: a folder on a shared file system (model.name), or the same revision of a hub name in their caches"
-            )
-
-
-def check_contexts(servers: Sequence[Replica], trained: InitialModel) -> None:
-    """Raise InferenceError if a server computes with other rotary frequencies than the trainer, because its context is longer."""
-    for server in servers:
-        if trained.longest is not None and server.context > trained.longest:
-            raise InferenceError(
-                f"{server.endpoint.name} has a context of {server.context} tokens, so it takes the rotary frequencies of long texts for "
-                f"all requests, and the trainer takes those of texts of up to {trained.longest} tokens (LongRoPE). Start the server with "
-                f"inference.max_model_len={trained.longest} or less"
-            )
-
-
-class Replica:
-    """One replica."""
-
-    def __init__(self, endpoint: Endpoint, serves: bool = True) -> None:
-        self.endpoint = endpoint
-        self.serves = serves  # samplers use it
-        self.initial = self.model = ""  # its word of version 0's weights, and of where they lie: `identity` and `model` of `PolicyState`
-        self.context = 0  # tokens of prompt and completion together, by its word; 0: it has said nothing yet
-        self.claimed = False  # for the run, and without another run's weights
-        self.silent_since: float | None = None  # monotonic time of the first of its latest failures to answer
-        self.hung = False  # it took a connection and did not answer
-        self.late = False  # it answered, but did not load the latest version that it was told in time
-        self._start: str | None = None  # which start of the server this is, by its latest word; None: it has said nothing yet
-        self._version = 0  # by its latest word
-        self.said = ""  # the latest warning about it
-        self._asked: float | None = None  # monotonic time of its latest word that it waits for the trainer, unless it said otherwise since
-        self.updating = asyncio.Lock()
-
-    async def in_time(self, answer: Awaitable[T], seconds: float, what: str) -> T:
-        """The server's answer about `what`. Raises ServerUnreachable if it does not come in time: the server may hang."""
-        try:
-            async with asyncio.timeout(seconds):
-                return await answer
-        except TimeoutError:
-            raise ServerUnreachable(f"{self.endpoint.name} did not report its {what} in {seconds:g} s") from None
-
-    @property
-    def gone(self) -> bool:
-        """Whether there is no use in waiting for it."""
-        return self.hung or self.late or (self.silent_since is not None and time.monotonic() - self.silent_since > GONE)
-
-    def told(self, state: PolicyState) -> PolicyState:
-        """Keep in mind what the server says of itself."""
-        self._asked = time.monotonic() if state.asking else None
-        # At version 0 its version does not say so.
-        began_anew = self._start not in (None, state.start) or state.version < self._version
-        self.late &= not state.asking and not began_anew
-        self._start, self._version = state.start, state.version
-        self.initial, self.model, self.context = state.identity, state.model, state.context_length
-        return state
-
-    def differs_from(self, others: Iterable[Replica]) -> Replica | None:
-        """The first of these servers that began with other weights, if both say so."""
-        return next((other for other in others if self.initial and other.initial and self.initial != other.initial), None)
-
-    @property
-    def asks(self) -> bool:
-        """Whether it waits until the trainer is ready to send a version. That is as long as a training step may take."""
-        return self._asked is not None and time.monotonic() - self._asked < ASKING
+    highest = max(devices, key=lambda device: device["peak_memory"])
+    card = {"perf/device_memory_gb": highest["memory"] / 2**30} if highest["memory"] else {}
+    return {"perf/peak_memory_gb": highest["peak_memory"] / 2**30} | card

@@ -1,9 +1,15 @@
-"""Samples on any number of servers: token ids in, token ids with log-probabilities and versions out.
+"""Samples on any number of servers: token ids in, token ids with log-probabilities and versions out. All retries of requests are here.
 
-A request goes to the least loaded server. Requests of equal `affinity` go to one server, which has the keys and values of the earlier
-turns in its cache. If a server does not answer, the request goes to another one at once. If no server answers, the request waits and is
-retried at the addresses that the endpoint files have by then. `use` adds and removes servers while requests are in flight.
-There may be many samplers, also in processes that have only the endpoint files. Weight updates are `rlx.inference.fleet`.
+A request goes to the least loaded server. Requests of equal `affinity` go to one server, which has the KV cache of the earlier turns.
+
+    what happens                                       what the sampler does
+    no answer, cut answer, 503                         another server at once; without one it waits up to `restart_timeout` (an outage)
+    500, no whole completion                           another server at once; again for up to FAILING seconds: other requests may go on
+    a version older than the run's (a restart)         the fleet loads the run's version; the tokens are not used
+    another run's version                              raises TakenServer
+    400, 401, 403, 404, 422                            raises RequestRefused; ContextTooLong if the prompt fills the context
+
+Weight updates are `rlx.inference.fleet`.
 """
 
 from __future__ import annotations
@@ -15,64 +21,71 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import aiohttp
 import msgspec
 import numpy as np
 
-from rlx.inference.channel import Channel
+from rlx.inference import wire
+from rlx.inference.client import Client
 from rlx.inference.endpoints import Endpoint
-from rlx.inference.protocol import (
-    CONNECT,
-    FAILING,
-    FLOAT,
-    INT,
-    PAUSE,
-    RESTART,
-    Answer,
-    Completion,
-    GenerateRequest,
+from rlx.inference.wire import (
+    UNLABELLED,
+    ContextTooLong,
     InferenceError,
     RequestRefused,
     Sampling,
     ServerUnreachable,
     StaleServer,
+    TakenServer,
     error_of,
-    pack_ids,
+    parse_label,
 )
 from rlx.types import Turn
 
 log = logging.getLogger(__name__)
 
-REMEMBERED = 16384  # affinities kept; the least recently used is dropped
+PAUSE = 0.25  # seconds between two attempts to reach a server
+AVOIDED = 1.0  # seconds for which other servers are preferred to one that failed
+RESTART = 60.0  # seconds for which servers may be unreachable before requests fail, if the owner does not say
+FAILING = 60.0  # seconds for which servers may fail a request (500) before it fails
+REMEMBERED = 16384  # affinities; the least recently used is dropped
 
 Restore = Callable[[Endpoint], Awaitable[None]]
-"""Updates the server at an endpoint to the run's version. Raises StaleServer if that fails."""
+"""Loads the run's version into the server at an endpoint. Raises InferenceError if that fails."""
 
 
 class _Server:
-    """One replica, and this sampler's requests on it."""
+    """One server, and this sampler's requests on it."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         self.load = 0  # requests in flight
-        self.away_until = 0.0  # it did not answer: until this monotonic time other servers are preferred
-        self.removed = False  # it gets no new requests
-        self.channel: Channel | None = None
-        self.connecting = asyncio.Lock()
+        self.avoided_until = 0.0  # monotonic time
+        self.requests: set[asyncio.Task[tuple[int, bytes]]] = set()
 
-    @property
-    def connected(self) -> bool:
-        return self.channel is not None and not self.channel.ended
+    async def send(self, client: Client, body: bytes) -> tuple[int, bytes]:
+        task = asyncio.ensure_future(client.send(self.endpoint, "POST", wire.GENERATE, body))
+        self.requests.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is None or current.cancelling():
+                raise
+            raise ServerUnreachable(f"{self.endpoint.name} was left") from None  # by `drop`
+        finally:
+            task.cancel()
+            self.requests.discard(task)
 
-    async def disconnect(self) -> None:
-        if self.channel is not None:
-            await self.channel.close()
+    def drop(self) -> None:
+        """End its requests; each goes to another server."""
+        for task in self.requests:
+            task.cancel()
 
 
 class Sampler:
     """Samples on the servers of one run. An async context manager. Belongs to one event loop.
 
-    `version`: a version that all servers have; the owner sets it. No token of an older version is ever sampled.
+    `version`: a version that all servers have; the owner sets it. No token of an older version is ever returned.
     """
 
     def __init__(
@@ -81,54 +94,50 @@ class Sampler:
         request_timeout: float,
         restart_timeout: float = RESTART,
         restore: Restore | None = None,
-        run: str = "",
+        run: str | None = None,
+        adapter: Callable[[int], str | None] = lambda version: None,
+        context: Callable[[], int] = lambda: 0,
     ) -> None:
         """`request_timeout`: seconds for one request, retries included, but not the time in which no server could take it.
 
-        `restart_timeout`: seconds for which servers may be unreachable, or have an older version, before a request fails.
-        `restore`: called for a server with an older version, if the fleet is in this process. Without it a request waits until the
-        fleet notices by itself. `run`: the run's directory, if it claims the servers (`protocol.Claim`).
+        `restart_timeout`: seconds for which servers may be unreachable before a request fails. `restore`: called for a server with an older
+        version. `run`: the token in the labels of the run's versions (`wire.label_of`); None: any label counts, as servers of others are
+        not updated. `adapter`: the name of the adapter that a version is; None: the version is the base model. `context`: tokens that a
+        server takes; 0: not known.
         """
         if not endpoints:
-            raise ValueError("no inference server: set inference.base_url, or hardware.inference_replicas to at least 1")
+            raise ValueError("no inference server.\n  fix: set inference.base_url, or hardware.inference_replicas to at least 1")
         self.version = 0
         self._servers = [_Server(endpoint) for endpoint in endpoints]
         self._affinity: OrderedDict[int, _Server] = OrderedDict()
-        self._disconnecting: set[asyncio.Future[None]] = set()
-        self._request_timeout = request_timeout
-        self._restart_timeout = restart_timeout
-        self._restore = restore
-        self._run = run
-        self._away = 0.0  # seconds of the outages that have ended
-        self._away_since: float | None = None  # monotonic time since which no server takes requests
-        self._session: aiohttp.ClientSession | None = None
+        self._request_timeout, self._restart_timeout = request_timeout, restart_timeout
+        self._restore, self._run, self._adapter, self._context = restore, run, adapter, context
+        self._ended_outages = 0.0  # seconds
+        self._outage_since: float | None = None  # monotonic time since which no server takes requests
+        self._client = Client()
 
     async def __aenter__(self) -> Sampler:
-        connector, timeout = aiohttp.TCPConnector(limit=0, keepalive_timeout=300), aiohttp.ClientTimeout(total=None, sock_connect=CONNECT)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
+        await self._client.__aenter__()
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        assert self._session is not None
-        for server in self._servers:
-            await server.disconnect()
-        await asyncio.gather(*self._disconnecting)
-        await self._session.close()
+        await self._client.__aexit__()
 
     def use(self, endpoints: Sequence[Endpoint], lost: Collection[str] = ()) -> None:
         """Use these servers from now on; at least one.
 
         Requests in flight on a server that is not among them end there, unless its key is in `lost`: then they go elsewhere at once.
         """
-        wanted = {endpoint.key: endpoint for endpoint in endpoints}
+        named = {endpoint.key: endpoint for endpoint in endpoints}
         for server in self._servers:
-            if server.endpoint.key not in wanted:
-                server.removed = True
-                if server.load == 0 or server.endpoint.key in lost:
-                    self._disconnect(server)
-        self._servers = [server for server in self._servers if not server.removed]
-        known = {server.endpoint.key for server in self._servers}
-        self._servers += [_Server(endpoint) for key, endpoint in wanted.items() if key not in known]
+            if server.endpoint.key in lost:
+                server.drop()
+        there = {server.endpoint.key: server for server in self._servers}
+        self._servers = []
+        for key, endpoint in named.items():
+            server = there.get(key) or _Server(endpoint)
+            server.endpoint = endpoint  # a server that restarted has a new address
+            self._servers.append(server)
 
     def endpoints(self) -> list[Endpoint]:
         """The servers that it uses."""
@@ -137,146 +146,126 @@ class Sampler:
     @property
     def away(self) -> float:
         """Seconds so far in which no server took requests."""
-        return self._away + (0.0 if self._away_since is None else time.monotonic() - self._away_since)
-
-    def _none_answers(self, since: float, why: InferenceError) -> None:
-        if self._away_since is None:
-            self._away_since = since
-            log.warning("no inference server takes requests, which wait for up to %g s: %s", self._restart_timeout, why)
-
-    def _one_answers(self) -> None:
-        if self._away_since is not None:
-            log.info("an inference server takes requests again, after %.1f s", time.monotonic() - self._away_since)
-            self._away, self._away_since = self.away, None
-
-    def _disconnect(self, server: _Server) -> None:
-        closing = asyncio.ensure_future(server.disconnect())
-        self._disconnecting.add(closing)
-        closing.add_done_callback(self._disconnecting.discard)
+        return self._ended_outages + (0.0 if self._outage_since is None else time.monotonic() - self._outage_since)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Mapping[str, Any], request_id: str, affinity: int = 0) -> Turn:
         """Sample one completion of `prompt_ids` [P] from the newest policy. If that changes meanwhile, later tokens are of the new one.
 
-        `sampling`: the fields of `protocol.Sampling`. The same seed and policy give the same tokens.
-        Requests of equal `affinity` go to one server. Cancelling the call aborts the request on the server.
-        Raises ContextTooLong, RequestRefused, ServerUnreachable or StaleServer.
+        `sampling`: the fields of `wire.Sampling`. The same seed and policy give the same tokens.
+        Cancelling the call aborts the request on the server.
+        Raises ContextTooLong, RequestRefused, ServerUnreachable, StaleServer or TakenServer.
         """
-        prompt = pack_ids(prompt_ids)
+        prompt = np.asarray(prompt_ids, wire.INT)
         try:
             parameters = msgspec.convert(sampling, Sampling)
         except msgspec.ValidationError as error:
             raise RequestRefused(f"sampling parameters {dict(sampling)}: {error}") from error
-        troubled_since: float | None = None  # time since which no server could take the request
+        if 0 < (context := self._context()) <= len(prompt):
+            raise ContextTooLong(f"the prompt has {len(prompt)} tokens, the servers' context {context}: no room for a new token")
+        troubled_since: float | None = None
         server: _Server | None = None
         try:
             async with asyncio.timeout(self._request_timeout) as limit:
                 while True:
                     server = self._choose(affinity, server)
-                    others = any(other is not server and other.away_until <= time.monotonic() for other in self._servers)
                     server.load += 1
-                    version, began, connected = self.version, time.monotonic(), server.connected
+                    began = time.monotonic()
                     try:
-                        answer = await self._sample(server, GenerateRequest(request_id, prompt, parameters, version))
-                        if answer.completion is not None:
-                            self._one_answers()
-                            return _turn(prompt, answer.completion)
-                        trouble = await self._trouble(server, answer, version, others)
-                        if trouble is None:
-                            continue
-                    except ServerUnreachable as error:
+                        turn = await self._sample(server, prompt, parameters, request_id)
+                        self._end_outage()
+                        return turn
+                    except (RequestRefused, TakenServer):
+                        raise
+                    except InferenceError as error:
                         trouble = error
                     finally:
                         server.load -= 1
-                        if server.removed and server.load == 0:
-                            self._disconnect(server)
                     now = time.monotonic()
-                    if troubled_since is None or (connected and now - began > 4 * PAUSE):  # the server worked on it meanwhile
+                    server.avoided_until = now + AVOIDED
+                    if troubled_since is None or now - began > 4 * PAUSE:  # the server worked on it meanwhile
                         troubled_since = now
-                    fails = not isinstance(trouble, ServerUnreachable | StaleServer)  # it answers, but not this request
-                    if now - troubled_since > (min(FAILING, self._restart_timeout) if fails else self._restart_timeout):
+                    unreachable = isinstance(trouble, ServerUnreachable | StaleServer)
+                    if now - troubled_since > (self._restart_timeout if unreachable else min(FAILING, self._restart_timeout)):
                         raise trouble
-                    if not (fails or others):
-                        self._none_answers(max(began, troubled_since), trouble)
+                    if any(other.avoided_until <= now for other in self._servers):
+                        continue
+                    if unreachable:
+                        self._begin_outage(trouble)
                         limit.reschedule(asyncio.get_running_loop().time() + self._request_timeout)
-                    if server.away_until <= now or not others:
-                        await asyncio.sleep(PAUSE)
+                        if isinstance(trouble, StaleServer) and self._restore is not None and server in self._servers:
+                            await self._try_to_restore(server)
+                    await asyncio.sleep(PAUSE)
         except TimeoutError:
             name = server.endpoint.name if server is not None else "the inference servers"
             raise ServerUnreachable(
                 f"{name} did not finish request {request_id} in {self._request_timeout:g} s (inference.request_timeout)"
             ) from None
 
-    async def _trouble(self, server: _Server, answer: Answer, version: int, others: bool) -> InferenceError | None:
-        """Why the server did not sample, if a retry may help; None: it can sample now. Raises the error of a request that is wrong.
-
-        A server with an older version is updated. If there are other servers, the fleet does this meanwhile.
-        """
-        endpoint = server.endpoint
-        if answer.status == 500:  # it failed this request; other requests may go on
-            return error_of(endpoint.name, answer.status, answer.error)
-        if answer.status != 409:
-            raise error_of(endpoint.name, answer.status, answer.error)
-        stale = StaleServer(f"{endpoint.name} has an older version than {version} and was not updated: {answer.error}")
-        if others or server.removed:
-            server.away_until = time.monotonic() + 4 * PAUSE
-        elif self._restore is not None:
-            await self._restore(endpoint)
-            return None
-        return stale
-
-    async def _sample(self, server: _Server, request: GenerateRequest) -> Answer:
-        """The server's answer. Raises ServerUnreachable if there is none or its engine is dead, RequestRefused for a wrong key."""
-        endpoint = server.endpoint
+    async def _sample(self, server: _Server, prompt: Any, sampling: Sampling, request_id: str) -> Turn:
+        """One attempt. Raises InferenceError."""
+        version, endpoint = self.version, server.endpoint
+        adapter = self._adapter(version)
         try:
-            channel = server.channel
-            if channel is None or channel.ended:
-                channel = await self._connect(server)
-            answer = await channel.ask(request)
-            if answer.status != 503:
-                return answer
-            cause = f"{endpoint.name}: {answer.error}"
-        except aiohttp.WSServerHandshakeError as error:
-            if 400 <= error.status < 500 and not endpoint.superseded:
-                raise RequestRefused(f"{endpoint.name} ({error.status}): it refused the connection; check the API key") from None
-            cause = f"{endpoint.name} ({error.status}): {error.message}"
-        except (aiohttp.ClientError, OSError) as error:
-            cause = f"{endpoint.name} does not answer: {error or type(error).__name__}"
-        server.away_until = time.monotonic() + 4 * PAUSE
-        server.endpoint = endpoint.refreshed()
-        raise ServerUnreachable(cause)
+            status, body = await server.send(self._client, wire.generate_body(prompt, sampling, request_id, adapter))
+        except ServerUnreachable:
+            server.endpoint = endpoint.refreshed()
+            raise
+        if status == 404 and adapter is not None:
+            raise StaleServer(f"{endpoint.name} does not have the adapter {adapter}")
+        if status != 200:
+            raise error_of(endpoint.name, status, body)
+        completion = wire.completion_of(endpoint.name, body)
+        versions = np.empty(len(completion.token_ids), wire.INT)
+        for label, start, end in completion.spans:
+            versions[start:end] = version if adapter is not None else self._version_of(endpoint, label, version)
+        return Turn(
+            prompt_ids=prompt,
+            completion_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            versions=versions,
+            temperature=sampling.scored_at,
+            finish_reason=completion.finish_reason,
+        )
 
-    async def _connect(self, server: _Server) -> Channel:
-        """The connection to a server. Opens one if there is none."""
-        assert self._session is not None, "use the sampler as `async with Sampler(…) as sampler`"
-        async with asyncio.timeout(CONNECT), server.connecting:  # a hung server accepts connections, but does not shake hands
-            if server.channel is None or server.channel.ended:
-                url = server.endpoint.url + "/generate"
-                server.channel = await Channel.connect(self._session, url, server.endpoint.headers, self._run)
-            return server.channel
+    def _version_of(self, endpoint: Endpoint, label: str, at_least: int) -> int:
+        """The version that a label of this run names. Raises StaleServer for an older one, TakenServer for another run's."""
+        found = parse_label(label)
+        if self._run is None:
+            return found[0] if found else at_least
+        if found is not None and found[1] != self._run:
+            raise TakenServer(
+                f"{endpoint.name} sampled with version {found[0]} of another run ({found[1]}; this one is {self._run}): two runs update "
+                "one server.\n  fix: give each run servers of its own, or run them in turn"
+            )
+        if label == UNLABELLED or found is None or found[0] < at_least:
+            raise StaleServer(f"{endpoint.name} sampled with version {label}, and the run has version {at_least}")
+        return found[0]
 
-    def _choose(self, affinity: int, failed: _Server | None = None) -> _Server:
-        """The server of this affinity if it answers; otherwise the least loaded server, preferably one that answers.
+    async def _try_to_restore(self, server: _Server) -> None:
+        assert self._restore is not None
+        try:
+            await self._restore(server.endpoint)
+            server.avoided_until = 0.0
+        except InferenceError as error:
+            log.warning("%s could not be restored: %s", server.endpoint.name, error)
 
-        `failed`: the server that has just failed this request.
-        """
-        server = self._affinity.get(affinity)
-        now = time.monotonic()
-        if server is None or server is failed or server.removed or server.away_until > now:
-            server = min(self._servers, key=lambda server: (server.away_until > now, server is failed, server.load))
+    def _begin_outage(self, why: InferenceError) -> None:
+        if self._outage_since is None:
+            self._outage_since = time.monotonic()
+            log.warning("no inference server takes requests; they wait for up to %g s: %s", self._restart_timeout, why)
+
+    def _end_outage(self) -> None:
+        if self._outage_since is not None:
+            log.info("an inference server takes requests again, after %.1f s", time.monotonic() - self._outage_since)
+            self._ended_outages, self._outage_since = self.away, None
+
+    def _choose(self, affinity: int, failed: _Server | None) -> _Server:
+        """The server of this affinity if it is in use and answers; otherwise the least loaded one, preferably one that answers."""
+        server, now = self._affinity.get(affinity), time.monotonic()
+        if server is None or server is failed or server not in self._servers or server.avoided_until > now:
+            server = min(self._servers, key=lambda one: (one.avoided_until > now, one is failed, one.load))
             self._affinity[affinity] = server
             if len(self._affinity) > REMEMBERED:
                 self._affinity.popitem(last=False)
         self._affinity.move_to_end(affinity)
         return server
-
-
-def _turn(prompt: bytes, completion: Completion) -> Turn:
-    runs = np.array(completion.versions, dtype=np.int32).reshape(-1, 2)
-    return Turn(
-        prompt_ids=np.frombuffer(prompt, INT),
-        completion_ids=np.frombuffer(completion.token_ids, INT),
-        logprobs=np.frombuffer(completion.logprobs, FLOAT),
-        versions=runs[:, 0].repeat(runs[:, 1]),
-        temperature=completion.temperature,
-        finish_reason=completion.finish_reason,
-    )

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlx.inference.protocol import Sampling
+from rlx.inference.wire import Sampling
 from rlx.policy.base import Message
 
 log = logging.getLogger(__name__)

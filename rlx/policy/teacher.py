@@ -27,7 +27,8 @@ import numpy as np
 
 from rlx.arrays import Float, Int
 from rlx.inference.endpoints import Endpoint
-from rlx.inference.protocol import CONNECT, PolicyState
+from rlx.inference import wire
+from rlx.inference.client import CONNECT
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,10 @@ class _Completion(msgspec.Struct):
 class _Model(msgspec.Struct):
     id: str
     max_model_len: int | None = None
+
+
+class _Label(msgspec.Struct):
+    weight_version: str
 
 
 class _Models(msgspec.Struct):
@@ -195,11 +200,12 @@ class Teacher:
     async def _late(self, server: Endpoint) -> str:
         """Why one of the run's servers must not be asked: after a restart it has the initial weights for a while."""
         assert self._version is not None
-        async with self._request(server, "/policy", None) as answer:
+        async with self._request(server, wire.LABEL, None) as answer:
             if answer.status != 200:
-                return f"{server.url}/policy answered {answer.status}: {_said(await answer.read())}"
-            has = _decoded(await answer.read(), PolicyState, server.url).version
-        return "" if has >= self._version() else f"it has version {has} of the weights, the run has {self._version()}"
+                return f"{server.url}{wire.LABEL} answered {answer.status}: {_said(await answer.read())}"
+            label = _decoded(await answer.read(), _Label, server.url).weight_version
+        has = wire.parse_label(label)
+        return "" if has is not None and has[0] >= self._version() else f"it has version {label}, the run has {self._version()}"
 
     def _request(self, server: Endpoint, path: str, body: Any) -> Any:
         assert self._session is not None, "used outside `async with`"

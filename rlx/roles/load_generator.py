@@ -29,9 +29,9 @@ from rlx.config.load import load_run
 from rlx.config.schema import Config
 from rlx.heartbeat import INTERVAL, WAITING_FOR_MODEL, Heartbeat, wait_for_model
 from rlx.inference.fleet import Fleet
-from rlx.inference.protocol import Device, ServerUnreachable
-from rlx.inference.replica import memory_of
+from rlx.inference.replica import ServerState, memory_of
 from rlx.inference.sampler import Sampler
+from rlx.inference.wire import ServerUnreachable
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths, listed
 from rlx.policy.source import fake_rollouts
@@ -86,14 +86,14 @@ class Tally:
         return values
 
 
-def compute_of(flops: Flops, lengths: Sequence[int], seconds: float, devices: Sequence[Device]) -> dict[str, float]:
+def compute_of(flops: Flops, lengths: Sequence[int], seconds: float, devices: Sequence[str]) -> dict[str, float]:
     """Metrics by name of the operations of a forward over sequences of `lengths`: per second and device, and as a share of its peak."""
     from rlx.train.flops import peak_of
 
     def rate(causal: bool) -> float:
         return (flops.count(lengths, causal=causal) - flops.count_backward(lengths, causal=causal)) / seconds / max(len(devices), 1)
 
-    values, peak = {"perf/tflops": rate(causal=False) / 1e12}, peak_of(devices[0].name) if devices else None
+    values, peak = {"perf/tflops": rate(causal=False) / 1e12}, peak_of(devices[0]) if devices else None
     if peak is not None:
         values |= {"perf/mfu": rate(causal=False) / peak, "perf/mfu_causal": rate(causal=True) / peak}
     return values
@@ -107,7 +107,7 @@ class LoadGenerator:
         self.source = fake_rollouts(config)
         self.metrics = MetricsWriter(paths.metrics, "inference")
         self.step = self.answered = 0
-        self.devices: list[Device] = []
+        self.servers: list[ServerState] = []
         self.seen: list[dict[str, float]] = []  # the servers' latest state
         self.tally = Tally()
 
@@ -127,7 +127,7 @@ class LoadGenerator:
             await all_of(self._lane(samples) for _ in range(self.config.load))
             ended = time.perf_counter()
             with suppress(ServerUnreachable):  # the record then has the latest that is known
-                self.devices = await self.fleet.devices()
+                self.servers = await self.fleet.states()
             self._end_step(ended)
 
     async def _lane(self, samples: Iterator[tuple[int, TrainingSample]]) -> None:
@@ -153,8 +153,11 @@ class LoadGenerator:
         """Write the record of the step that ended at `ended`."""
         done = self.tally
         done.states = done.states or self.seen  # a step may be shorter than the time between two looks
-        values = done.metrics(ended) | memory_of(self.devices) | {"perf/in_flight": self.config.load}
-        self.metrics.write(self.step, values | compute_of(self.flops, done.lengths, values["time/step"], self.devices))
+        values = done.metrics(ended) | memory_of(self.servers) | {"perf/in_flight": self.config.load}
+        self.metrics.write(
+            self.step,
+            values | compute_of(self.flops, done.lengths, values["time/step"], [d["device"] for s in self.servers for d in s.devices]),
+        )
         log.info("step %d: %.0f tokens/s sampled", self.step, values["perf/inference_tokens_per_second"])
 
     async def _look(self) -> None:

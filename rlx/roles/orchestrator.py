@@ -30,10 +30,9 @@ from rlx.envs.base import Environment, Local
 from rlx.envs.pools import worker_metrics
 from rlx.heartbeat import INTERVAL, Heartbeat
 from rlx.inference.fleet import Fleet
-from rlx.inference.protocol import InferenceError
+from rlx.inference.wire import InferenceError
 from rlx.inference.replica import memory_of
 from rlx.inference.sampler import Sampler
-from rlx.inference.telling import Manner
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths, listed
 from rlx.policy.chat import Chat
@@ -160,6 +159,9 @@ class Orchestrator:
             await asyncio.Event().wait()
 
     async def _work(self) -> None:
+        if self.config.lora.on and not self.first_step:  # version 0 is an adapter, too: vLLM's CPU build mixes up base and adapters
+            self.updates.version = -1
+            await self.updates.reach(0)
         self.evaluations.begin(self.updates.version)
         await self.updates.reach(self.first_step)  # the servers need the checkpoint's policy before the first token
         parts = [self._train(), self.updates.follow()]
@@ -227,7 +229,7 @@ class Orchestrator:
     async def _inference_state(self) -> dict[str, float]:
         """The servers' metrics. `perf/servers` is 0 if none answers; the sampler's requests deal with that."""
         try:
-            return await self.fleet.stats() | (memory_of(await self.fleet.devices()) if self.config.bench else {})
+            return await self.fleet.stats() | (memory_of(await self.fleet.states()) if self.config.bench else {})
         except InferenceError as error:
             log.warning("no server metrics at step %d: %s", self.step, error)
             return {"perf/servers": 0.0}  # a record all the same: a resumed run has the records of an undisturbed one
@@ -254,10 +256,8 @@ async def orchestrate(
     config: Config, paths: RunPaths, envs: Mapping[str, Local], chat: Chat, heartbeat: Heartbeat, member: Member | None
 ) -> None:
     """Connect to the run's servers and run to the end."""
-    update = config.weight_broadcast
-    manner = Manner(update.drain_tokens, update.keep_kv, update.in_turn)
     async with (
-        connect_servers(config, paths, envs, chat, heartbeat.beat, manner) as (fleet, sampler),
+        connect_servers(config, paths, envs, chat, heartbeat.beat) as (fleet, sampler),
         Teaching.of(config, chat.tokenizer, heartbeat.beat, sampler.endpoints, lambda: sampler.version) as teaching,
     ):
         tracker = await asyncio.to_thread(open_tracker, config, paths)

@@ -19,7 +19,7 @@ from typing import Protocol
 from rlx.config.schema import PlayRoot
 from rlx.envs.base import Environment
 from rlx.envs.pools import waiting_for_workers
-from rlx.inference.protocol import InferenceError
+from rlx.inference.wire import InferenceError
 
 log = logging.getLogger(__name__)
 

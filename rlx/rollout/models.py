@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -23,9 +24,9 @@ from rlx.envs.base import Local, sampling_of
 from rlx.envs.load import give_policy
 from rlx.inference.endpoints import find_servers, present_servers
 from rlx.inference.fleet import Fleet
-from rlx.inference.protocol import InferenceError, PolicyState
+from rlx.inference.replica import ServerState
 from rlx.inference.sampler import Sampler
-from rlx.inference.telling import AT_ONCE, Manner
+from rlx.inference.wire import InferenceError
 from rlx.paths import RunPaths
 from rlx.policy.base import PolicyError
 from rlx.policy.chat import Chat
@@ -96,18 +97,17 @@ class Served:
             assert self.config.weights_dir is not None
             weights = saved(self.config.weights_dir, version)
             await self.fleet.update(weights, self.config.weight_broadcast.timeout)
-            origin = await self.origin()
-            assert origin.attested is not None
-            log.info("version %d is served; %.1f %% of its weights were compared with %s", version, 100 * origin.attested, weights.where)
+            log.info(
+                "version %d is served; %.1f %% of its weights were compared with %s", version, 100 * self.fleet.compared, weights.where
+            )
         self.version = self.sampler.version = version
 
     async def origin(self) -> Origin:
         states = await self.fleet.states()
-        if any(state.version != self.fleet.version for state in states):
-            raise InferenceError(f"the servers have versions {[state.version for state in states]} instead of {self.fleet.version}")
-        model, weights = (", ".join(sorted({getattr(state, name) for state in states})) for name in ("model", "weights"))
-        attested = min(state.attested for state in states) if self.fleet.version else None
-        return Origin(model, weights, attested, await asyncio.to_thread(_digest_of, states))
+        model, version = ", ".join(sorted({state.model for state in states})), self.fleet.version
+        weights = saved(self.config.weights_dir, version).where if version and self.config.weights_dir is not None else model
+        compared = self.fleet.compared if version and self.config.weights_dir is not None else None
+        return Origin(model, weights, compared, await asyncio.to_thread(_digest_of, states, weights, version))
 
     def away(self) -> float:
         return self.sampler.away
@@ -167,12 +167,11 @@ async def connect_servers(
     envs: Mapping[str, Local],
     chat: Chat | None,
     beat: Callable[[str], None],
-    manner: Manner = AT_ONCE,
     adopt: bool = False,
 ) -> AsyncIterator[tuple[Fleet, Sampler]]:
     """Wait for the servers and let the environments play on them. `chat`: None if there are no environments.
 
-    `manner`: see `Fleet`; `adopt`: see `Fleet.wait_ready`.
+    `adopt`: see `Fleet`.
 
     Raises InferenceError if servers of others have another model. Adapters, which a server adds to its own model, would fit that as well.
     """
@@ -182,10 +181,19 @@ async def connect_servers(
 
     endpoints = await asyncio.to_thread(find_servers, config, paths, tick)
     patience = config.inference.startup_timeout
-    run = "" if adopt else str(paths.root)
+    run = secrets.token_hex(4)  # of this process: what an earlier attempt has loaded is loaded anew
+    verify_every = getattr(config.weight_broadcast, "verify_every", 1)
     async with (
-        Fleet(endpoints, patience, manner, find=lambda: present_servers(config, paths), run=run) as fleet,
-        Sampler(endpoints, config.inference.request_timeout, patience, restore=fleet.restore, run=run) as sampler,
+        Fleet(endpoints, patience, run=run, adopt=adopt, verify_every=verify_every, find=lambda: present_servers(config, paths)) as fleet,
+        Sampler(
+            endpoints,
+            config.inference.request_timeout,
+            patience,
+            restore=fleet.restore,
+            run=None if adopt else run,
+            adapter=fleet.adapter,
+            context=lambda: fleet.context,
+        ) as sampler,
     ):
         fleet.on_change = sampler.use
         published = Subscriber(paths)
@@ -193,7 +201,7 @@ async def connect_servers(
         fleet.insists = not config.inference.base_url  # servers of others may have the weights in another form
         if chat is not None:
             give_policy(envs, config, chat, sampler)
-        await fleet.wait_ready(config.inference.startup_timeout, tick=tick, adopt=adopt)
+        await fleet.wait_ready(config.inference.startup_timeout, tick=tick)
         if config.inference.base_url:
             weights_dir = config.weights_dir if isinstance(config, PlayWithModel) else None
             check_model(paths.initial_model.read_text().strip(), [state.model for state in await fleet.states()], weights_dir)
@@ -238,18 +246,16 @@ async def connect_endpoint(
     return ApiModel(policies)
 
 
-def _digest_of(states: Sequence[PolicyState]) -> str | None:
+def _digest_of(states: Sequence[ServerState], weights: str, version: int) -> str | None:
     """A digest of the weights that servers have: of a version's manifest where this host can read it, else of the model and the place.
 
-    None if the servers do not say which model they have.
+    None if the servers do not report which model they have.
     """
-    found = set()
-    for state in states:
-        digest = digest_at(state.weights) if state.version else None
-        if digest is None and not state.identity:
-            return None
-        found.add(digest or (f"{state.identity} {state.weights}" if state.version else state.identity))
-    return ", ".join(sorted(found))
+    digest = digest_at(weights) if version else None
+    if digest is not None:
+        return digest
+    found = {f"{state.identity} {weights}" if version else state.identity for state in states}
+    return ", ".join(sorted(found)) if all(state.identity for state in states) else None
 
 
 def check_model(wanted: str, served: Sequence[str], weights_dir: str | None) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from rlx.inference.protocol import WeightsGone
+from rlx.inference.wire import WeightsGone
 from rlx.paths import RunPaths
 from rlx.types import WeightVersion
 from rlx.waiting import Pause

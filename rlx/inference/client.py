@@ -1,0 +1,88 @@
+"""HTTP to inference servers: one session for all servers of a run, without retries (`sampler.py` and `fleet.py` have them)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from rlx.inference import wire
+from rlx.inference.endpoints import Endpoint
+from rlx.inference.wire import RequestRefused, ServerUnreachable, error_of
+
+CONNECT = 10.0  # seconds for opening a connection; a host that vanished does not refuse it
+IDLE = 3.0  # seconds after which an idle connection is closed: vLLM closes it after 5, perhaps just when a request is sent
+
+_json = {"Content-Type": "application/json"}
+
+
+class Client:
+    """An async context manager. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Client:
+        connector, timeout = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE), aiohttp.ClientTimeout(total=None, sock_connect=CONNECT)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def send(self, endpoint: Endpoint, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+        """Status and body of the answer. Raises ServerUnreachable if there is none, if it is cut, or if the server is going down (503)."""
+        assert self._session is not None, "use the client as `async with Client() as client`"
+        headers = endpoint.headers | (_json if body is not None else {})
+        try:
+            async with self._session.request(method, endpoint.url + path, data=body, headers=headers) as answer:
+                content = await answer.read()
+                status = answer.status
+        except (aiohttp.ClientError, OSError) as error:
+            raise ServerUnreachable(f"{endpoint.name} does not answer: {error or type(error).__name__}") from error
+        if status == 503 or (status == 401 and endpoint.superseded):
+            raise ServerUnreachable(str(error_of(endpoint.name, status, content)))
+        return status, content
+
+    async def get(self, endpoint: Endpoint, path: str) -> bytes:
+        """The body of an answer with status 200. Raises `send`'s errors, RequestRefused for 4xx and InferenceError for 5xx."""
+        return await self._good(endpoint, "GET", path)
+
+    async def post(self, endpoint: Endpoint, path: str, body: dict[str, Any] | None = None) -> bytes:
+        """Like `get`, with a JSON body."""
+        return await self._good(endpoint, "POST", path, msgspec.json.encode(body or {}))
+
+    async def _good(self, endpoint: Endpoint, method: str, path: str, body: bytes | None = None) -> bytes:
+        status, content = await self.send(endpoint, method, path, body)
+        if status != 200:
+            raise error_of(endpoint.name, status, content)
+        return content
+
+    async def call_workers(self, endpoint: Endpoint, method: str, *arguments: Any) -> list[dict[str, Any]]:
+        """Call a method of rlx's worker extension; one record for each rank of the server's engine.
+
+        Raises RequestRefused if the server was started without the extension. An error of a rank is in its record (`error`).
+        """
+        try:
+            body = await self.post(endpoint, wire.RPC, {"method": method, "args": list(arguments)})
+            return list(msgspec.json.decode(body)["results"])
+        except (RequestRefused, msgspec.MsgspecError, KeyError, TypeError) as error:
+            raise RequestRefused(
+                f"{endpoint.name} does not know `{method}` ({error}).\n  fix: start it with the options that `rlx train … dry_run=true` "
+                "prints, among them VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls"
+            ) from error
+
+    async def label(self, endpoint: Endpoint) -> str:
+        """The label of the served weights."""
+        return str(msgspec.json.decode(await self.get(endpoint, wire.LABEL))["weight_version"])
+
+    async def in_time(self, answer: Any, endpoint: Endpoint, seconds: float, what: str) -> Any:
+        """Await an answer about `what`. Raises ServerUnreachable if it does not come in time: the server may hang."""
+        try:
+            async with asyncio.timeout(seconds):
+                return await answer
+        except TimeoutError:
+            raise ServerUnreachable(f"{endpoint.name} did not {what} in {seconds:g} s") from None
