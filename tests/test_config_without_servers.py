@@ -11,15 +11,16 @@ from rlx.config.errors import ConfigError
 from rlx.config.load import compose
 from rlx.config.roots import EVAL, SFT, SYNTHESIZE, TRAIN, Root
 from rlx.config.schema import CommandConfig, Config
-from rlx.plan.explain import explain, of_servers
+from rlx.plan.explain import explain
 from rlx.plan.make import make_plan
+from rlx.plan.servers import memory_of
 from rlx.policy.source import fake_rollouts
 from rlx.preflight.doctor import needed_memory
 
 SMALL, LARGE = "model=qwen3_0_6b", "model=qwen3_8b"
 API = ("model=endpoint", "model.name=x", "client.base_url=http://other/v1")
 OTHERS = "inference.base_url=[http://other:8000]"
-EXPERTS_OVER_HOSTS = ("hardware=cpu_3nodes", "hardware.data_parallel=3", "hardware.data_parallel_local=1", "launcher=slurm")
+ON_THREE_HOSTS = ("hardware=cpu_3nodes", "hardware.inference_replicas=3", "launcher=slurm")
 NEARLY_ALL = ("hardware=gpu1_shared", "inference.gpu_memory_utilization=0.9")
 
 
@@ -35,15 +36,15 @@ def planned(root: Root, *argv: str) -> tuple[CommandConfig, dict[str, list[int]]
 @pytest.mark.parametrize(
     ("root", "argv"),
     [
-        (SFT, ("data=fake", SMALL, "hardware=node8x4", "launcher=slurm", "hardware.data_parallel=16")),
-        (EVAL, (*API, "hardware=node8", "hardware.data_parallel=8")),
+        (SFT, ("data=fake", SMALL, "hardware=node8x4", "launcher=slurm", "hardware.inference_replicas=16")),
+        (EVAL, (*API, "hardware=node8", "hardware.inference_replicas=16")),
         (SYNTHESIZE, (*API, "hardware=node8", "hardware.tensor_parallel=2")),
-        (TRAIN, (SMALL, OTHERS, "hardware=node8", "hardware.data_parallel=2")),
+        (TRAIN, (SMALL, OTHERS, "hardware=node8", "hardware.inference_replicas=9")),
         (EVAL, (SMALL, OTHERS, "hardware=gpu2", "hardware.tensor_parallel=4")),
         (TRAIN, (LARGE, "bench=true", "hardware=node8", "hardware.trainer_processes=8")),
         (TRAIN, (SMALL, "replay=/other", "hardware=gpu2", "hardware.trainer_processes=2")),
-        (TRAIN, ("model=olmoe_1b_7b", "bench=true", *EXPERTS_OVER_HOSTS)),
-        (TRAIN, ("model=olmoe_1b_7b", "replay=/other", *EXPERTS_OVER_HOSTS)),
+        (TRAIN, ("model=olmoe_1b_7b", "bench=true", *ON_THREE_HOSTS)),
+        (TRAIN, ("model=olmoe_1b_7b", "replay=/other", *ON_THREE_HOSTS)),
     ],
 )
 def test_a_layout_with_servers_serves_a_command_that_starts_none(root: Root, argv: tuple[str, ...]) -> None:
@@ -79,16 +80,9 @@ def test_a_gpu_that_only_one_of_them_uses_may_be_used_by_it(root: Root, argv: tu
 def test_an_evaluation_on_one_gpu_says_how_to_use_all_of_it() -> None:
     cfg = compose(["env=reverse_text", "dry_run=true", SMALL, "hardware=gpu1_shared"], {}, EVAL).cfg
     advice = "no trainer shares the card here: inference.gpu_memory_utilization=0.9 lets the engine use it"
-    assert advice in "\n".join(of_servers(cfg, make_plan(cfg, Path("/run"))))
+    assert advice in "\n".join(memory_of(cfg, make_plan(cfg, Path("/run"))))
     cfg = compose(["env=reverse_text", "dry_run=true", SMALL, *NEARLY_ALL], {}, EVAL).cfg
-    assert advice not in "\n".join(of_servers(cfg, make_plan(cfg, Path("/run"))))
-
-
-def test_servers_are_not_placed_beyond_the_last_host() -> None:
-    servers = ("hardware.data_parallel=3", "hardware.inference_replicas=5", "hardware.trainer_processes=16")
-    layout = ("hardware=node8x2", "hardware.shared=true", *servers, "inference.gpu_memory_utilization=0.4", "launcher=slurm")
-    with pytest.raises(ConfigError, match=r"5 inference replicas × data_parallel=3 .* do not fit on 2 × 8 GPUs"):
-        planned(TRAIN, "model=qwen3_30b_a3b", *layout)
+    assert advice not in "\n".join(memory_of(cfg, make_plan(cfg, Path("/run"))))
 
 
 @pytest.mark.parametrize("argv", [("replay=/other",), ("bench=true",), ("bench=true", "bench_role=inference")])

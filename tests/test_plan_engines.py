@@ -1,62 +1,61 @@
-"""The plan of servers with several engines."""
+"""The plan of inference servers: where they are, and vLLM's command line of each."""
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
-import pytest
-from launch_configs import config
-from test_plan_rl import layout
-
-from rlx.config.errors import ConfigError
 from rlx.config.load import compose
 from rlx.config.roots import EVAL, SFT
 from rlx.plan.explain import explain
 from rlx.plan.make import make_plan
 
 
-def test_engines_that_divide_experts_are_beside_each_other_or_in_parts_on_further_hosts() -> None:
-    experts = {"num_experts": 64}
-    hardware = {"inference_replicas": 1, "data_parallel": 2, "tensor_parallel": 2}
-    assert layout("node8", hardware=hardware, model=experts) == [
-        "inference_0 @0 gpus=0,1,2,3 ports={'http': 0}",
-        "orchestrator @0 gpus= ports={}",
-        "trainer @0 gpus=4,5,6,7 ports={'rendezvous': 0}",
+def servers_of(*argv: str) -> dict[str, list[str]]:
+    """The words of each server's line in the explanation of a plan."""
+    cfg = compose([*argv, "dry_run=true"], {}).cfg
+    text = explain(cfg, make_plan(cfg, Path("/run"), "/bin/python"), {"loss": "grpo"}, [], "/run")
+    lines = [line.strip().split(": ", 1) for line in text.splitlines() if " -m vllm." in line]
+    return {name: shlex.split(words.replace("<secret>", "'<secret>'")) for name, words in lines}
+
+
+def follows(words: list[str], flag: str) -> str:
+    return words[words.index(flag) + 1]
+
+
+def test_the_plan_shows_the_command_line_of_each_server_with_its_variables() -> None:
+    servers = servers_of(
+        "hardware.inference_replicas=2", "inference.port=8000", "inference.vllm={block_size:16,enable_prefix_caching:false}"
+    )
+    assert list(servers) == ["inference_0", "inference_1"]
+    for replica, words in enumerate(servers.values()):
+        before, after = words[: words.index("/bin/python")], words[words.index("/bin/python") :]
+        assert {"VLLM_SERVER_DEV_MODE=1", "RLX_SECRET=<secret>", "VLLM_PLUGINS="} <= set(before)
+        assert all("=" in word for word in before)
+        assert after[1:3] == ["-m", "vllm.entrypoints.launchers.api_server.entry"]
+        assert (follows(after, "--host"), follows(after, "--port")) == ("127.0.0.1", str(8000 + replica))
+        assert (follows(after, "--model"), follows(after, "--block-size")) == ("<initial model>", "16")
+        assert "--no-enable-prefix-caching" in after
+
+
+def test_the_command_line_of_a_server_on_gpus_names_them_and_a_port_that_is_chosen_later() -> None:
+    servers = servers_of("model=qwen3_0_6b", "hardware=node8", "hardware.inference_replicas=2", "hardware.tensor_parallel=2")
+    assert [next(word for word in words if word.startswith("CUDA_VISIBLE_DEVICES=")) for words in servers.values()] == [
+        "CUDA_VISIBLE_DEVICES=0,1",
+        "CUDA_VISIBLE_DEVICES=2,3",
     ]
-    hardware = {"nodes": 5, "inference_replicas": 2, "data_parallel": 16}
-    cfg = config("node8", hardware=hardware, model=experts)
-    plan = make_plan(cfg, Path("/run"))
-    placed = [(spec.name, spec.node, len(spec.gpus), spec.service) for spec in plan]
-    assert placed[:4] == [
-        ("inference_0", 0, 8, True),
-        ("headless_0", 1, 8, True),
-        ("inference_1", 2, 8, True),
-        ("headless_1", 3, 8, True),
-    ]
-    assert [(spec.node, len(spec.gpus)) for spec in plan if spec.role == "trainer"] == [(4, 8)]
-    assert plan[3].argv[-5:] == ("rlx.roles.headless", "--run-dir", "/run", "--replica", "1")
-    assert "of inference_1: vLLM, 8 of 16 data-parallel engines" in explain(cfg, plan, {"loss": "dr_grpo"}, [], "/run")
-    assert cfg.num_gpus == 32 + 8
+    words = servers["inference_1"]
+    assert (follows(words, "--model"), follows(words, "--port")) == ("Qwen/Qwen3-0.6B", "<a free port>")
+    assert follows(words, "--tensor-parallel-size") == "2"
 
 
-def test_on_cpu_hosts_the_keys_say_how_many_engines_each_has() -> None:
-    hardware = {"data_parallel": 2, "data_parallel_local": 1}
-    assert layout("cpu_3nodes", hardware=hardware, model={"num_experts": 4}) == [
-        "inference_0 @0 gpus= ports={'http': 0, 'engines': 0}",
-        "headless_0 @1 gpus= ports={}",
-        "orchestrator @2 gpus= ports={}",
-        "trainer @2 gpus= ports={}",
-    ]
+def test_servers_on_other_hosts_listen_on_every_address() -> None:
+    words = servers_of("hardware=cpu_3nodes")["inference_0"]
+    assert follows(words, "--host") == "0.0.0.0"
 
 
-def test_parts_of_a_server_are_on_different_hosts_or_refused() -> None:
-    hardware = {"data_parallel": 3, "data_parallel_local": 1}
-    with pytest.raises(
-        ConfigError, match=r"puts a server on 3 hosts, but of hardware\.nodes=3 inference has 2\.\n  fix: hardware\.nodes=4,"
-    ):
-        layout("cpu_3nodes", hardware=hardware, model={"num_experts": 4})
-    placed = layout("cpu_3nodes", hardware={**hardware, "nodes": 4}, model={"num_experts": 4})
-    assert [line.split(" gpus")[0] for line in placed][:3] == ["inference_0 @0", "headless_0 @1", "headless_1 @2"]
+def test_without_servers_of_its_own_a_run_shows_no_command_line() -> None:
+    assert servers_of("inference.base_url=[http://other:8000]") == {}
 
 
 def test_hosts_without_servers_are_all_the_trainers_or_free() -> None:

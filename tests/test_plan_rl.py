@@ -273,17 +273,6 @@ def test_memory_of_the_engine() -> None:
     assert engine.kv_token == 2 * 36 * 8 * 128 * 2
 
 
-def test_engines_divide_the_experts_of_a_model_and_nothing_else() -> None:
-    layers, width, expert, experts, vocabulary = 48, 2048, 768, 128, 151936
-    attention, feed_forward = layers * 2 * width * (32 + 4) * 128, layers * experts * 3 * width * expert
-    total = attention + feed_forward + 2 * vocabulary * width
-    sizes = {"num_parameters": total, "hidden_size": width, "num_layers": layers, "num_key_value_heads": 4, "num_experts": experts}
-    hardware = {"inference_replicas": 1, "data_parallel": 4, "trainer_processes": 4}
-    engine = engine_memory(config("node8", hardware=hardware, model=sizes))
-    assert engine.weights == 2 * (attention + feed_forward / 4 + 2 * vocabulary * width)
-    assert engine_memory(config("node8", hardware=hardware | {"data_parallel": 1}, model=sizes)).weights == 2 * total
-
-
 def test_offloaded_states_do_not_count_on_the_gpu_and_sgd_keeps_one_for_its_momentum() -> None:
     resident, offloaded = trainer_memory(config("node8")), trainer_memory(config("node8", trainer={"fsdp_cpu_offload": True}))
     assert offloaded.states == pytest.approx(resident.states - resident.parameters - resident.gradients - resident.optimizer)

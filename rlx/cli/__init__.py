@@ -31,7 +31,6 @@ COMMANDS = {  # in the order of the help text
     "env": "rlx.cli.env",
     "prepare": "rlx.cli.role:PREPARE",
     "inference": "rlx.cli.role:INFERENCE",
-    "headless": "rlx.cli.role:HEADLESS",
     "orchestrator": "rlx.cli.role:ORCHESTRATOR",
     "trainer": "rlx.cli.role:TRAINER",
     "pod": "rlx.cli.pod",

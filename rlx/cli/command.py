@@ -69,7 +69,7 @@ def check_cluster(composed: Composed) -> None:
 
 def failure(cause: Cause, root: Path) -> str:
     """The message about a failure, with the last lines of the process's log."""
-    name = f"{cause.role}_{cause.replica}" if cause.role in ("inference", "headless") else cause.role
+    name = f"{cause.role}_{cause.replica}" if cause.role == "inference" else cause.role
     lines = [f"{name} failed: {cause.reason}"]
     if cause.last_lines:
         lines += [f"last lines of {root / cause.log}:", *(f"  | {line}" for line in cause.last_lines)]

@@ -1,4 +1,4 @@
-"""`rlx prepare`, `inference`, `headless`, `orchestrator`, `trainer`: run one role in the foreground.
+"""`rlx prepare`, `inference`, `orchestrator`, `trainer`: run one role in the foreground.
 
 It runs in a run directory that other roles may join.
 
@@ -35,7 +35,6 @@ class RoleCommand:
 
 PREPARE = RoleCommand("prepare", "make the run's initial model, if the configuration has a warm start or a GGUF file")
 INFERENCE = RoleCommand("inference", "serve the policy with vLLM")
-HEADLESS = RoleCommand("headless", "keep engines of a server on another host (hardware.data_parallel)")
 ORCHESTRATOR = RoleCommand("orchestrator", "roll out the environments and send batches to the trainer")
 TRAINER = RoleCommand("trainer", "train on the orchestrator's batches and publish weights")
 
@@ -43,7 +42,6 @@ TRAINER = RoleCommand("trainer", "train on the orchestrator's batches and publis
 def _help_text(role: str, summary: str) -> str:
     numbered = {
         "inference": "  --replica N            number of the server, below hardware.inference_replicas (default 0)\n",
-        "headless": "  --replica N            number of the process: those of server 0 come first (default 0)\n",
         "trainer": "  --replica N            number of the rank, below the number of trainer processes (default 0)\n",
     }
     more = numbered.get(role, "")
@@ -124,10 +122,6 @@ def _absent(role: str, replica: int, cfg: Config, plan: Sequence[ProcessSpec]) -
     elif cfg.measured in ("trainer", "inference"):
         why = f"a benchmark (bench=true bench_role={cfg.bench_role}) measures one role alone"
         return f"the run has no {role}: {why}.\n  fix: its processes are {names}; rlx train starts all of them, with these keys"
-    elif role == "headless":
-        why = f"every server has its engines in one process: hardware.data_parallel={cfg.hardware.data_parallel}, " + (
-            f"hardware.data_parallel_local={cfg.hardware.engines_on_host}, and the number of servers is {cfg.num_servers}"
-        )
     elif role != "inference":
         why = f"the number of {role} processes is {sum(spec.role == role for spec in plan)}"
     elif cfg.inference.base_url:
@@ -146,10 +140,8 @@ def _replica(role: str, argv: list[str]) -> tuple[int, list[str]]:
         return 0, argv
     at = argv.index("--replica")
     value = argv[at + 1] if at + 1 < len(argv) else ""
-    if role not in ("inference", "headless", "trainer"):
-        raise ConfigError(
-            f"--replica {value} selects a server, its engines or a trainer rank, but there is one {role}.\n  fix: omit --replica"
-        )
+    if role not in ("inference", "trainer"):
+        raise ConfigError(f"--replica {value} selects a server or a trainer rank, but there is one {role}.\n  fix: omit --replica")
     if not value.isdigit():
         raise ConfigError(f"--replica needs the number of a process, not {value!r}.\n  fix: --replica 0")
     return int(value), argv[:at] + argv[at + 2 :]

@@ -20,7 +20,7 @@ import yaml
 from rlx.config.checks import check
 from rlx.config.errors import ConfigError, may_parse
 from rlx.config.inherited import Later
-from rlx.config.near import suggest
+from rlx.config.near import REMOVED, suggest
 from rlx.config.notes import notes_of
 from rlx.config.roots import EVAL, SYNTHESIZE, TRAIN, Root, root_named, root_of, where_else
 from rlx.config.rules import Rule, target_name
@@ -195,6 +195,11 @@ def _rename(data: dict[str, Any]) -> None:
     slurm = data.get("slurm")
     if isinstance(slurm, dict) and isinstance(words := slurm.get("container"), list):
         data["slurm"] = slurm | {"prefix": words, "container": None}
+    for section, _, name in (key.partition(".") for key in REMOVED):
+        if isinstance(values := data.get(section), dict):
+            values.pop(name, None)
+            if values.get("type") == "gloo":  # a way of weights that there was
+                values["type"] = "filesystem"
     evaluation = data.get("eval")
     for entry in (evaluation.get("envs") or {}).values() if isinstance(evaluation, dict) else ():
         if NOT_SET.items() <= entry.items():

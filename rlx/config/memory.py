@@ -87,7 +87,7 @@ class TrainerMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
-    """Bytes on each GPU of one inference replica (on CPU in host memory, of each of its engines)."""
+    """Bytes on each GPU of one inference server; on CPU in host memory."""
 
     weights: float
     kv_token: float  # keys and values of one token
@@ -196,16 +196,10 @@ def trainer_memory(cfg: TrainingRoot) -> TrainerMemory:
 
 
 def engine_memory(cfg: PlayRoot) -> EngineMemory:
-    model, hardware, kv_token = cfg.model, cfg.hardware, kv_token_bytes(cfg)
-    # Every engine has the attention layers and both tables. The engines divide the rest of a mixture of experts.
-    experts = 0.0
-    if model.num_experts is not None:
-        dense = 2.0 * model.vocab_size * model.hidden_size + model.num_layers * attention_parameters(cfg)
-        experts = max(0.0, model.num_parameters - dense)
-    parameters = model.num_parameters - experts + experts / hardware.data_parallel
+    model, kv_token = cfg.model, kv_token_bytes(cfg)
     together = min(cfg.inference.max_num_seqs, cfg.concurrency)
     return EngineMemory(
-        weights=parameters * BYTES[model.dtype] / hardware.tensor_parallel,
+        weights=model.num_parameters * BYTES[model.dtype] / cfg.hardware.tensor_parallel,
         kv_token=kv_token,
         kv_longest=kv_token * cfg.max_model_len,
         kv_wanted=kv_token * cfg.seq_len * together,

@@ -19,6 +19,14 @@ ALIASES = {  # the name that other frameworks have for it -> key
     "group_size": "orchestrator.rollouts_per_example",
 }
 
+REMOVED = {  # key of an earlier version -> what holds now
+    "weight_broadcast.drain_tokens": "An update waits for no requests: they go on under the new version.",
+    "weight_broadcast.keep_kv": "An update always computes the keys and values of running requests again.",
+    "weight_broadcast.in_turn": "All servers are updated at the same time.",
+    "hardware.data_parallel": "Use hardware.inference_replicas for more servers.",
+    "hardware.data_parallel_local": "Use hardware.inference_replicas for more servers.",
+}
+
 
 def near_keys(cls: type, key: str, of_nodes: Iterable[str] = ()) -> list[str]:
     """The keys that the user probably meant by the unknown `key`, best first: in its section, elsewhere by its name, or spelt alike.
@@ -59,6 +67,8 @@ def deepest(cls: type, key: str) -> tuple[str, type]:
 
 def suggest(cls: type, key: str, origins: Origins | None = None) -> str:
     """A hint for the unknown `key`: similar keys, or the keys of its section. `origins` know the keys of the chosen open nodes."""
+    if key in REMOVED:
+        return REMOVED[key]
     set_in_files = [each for each in origins.of_key if each not in origins.typed] if origins else []  # a typed one may be wrong itself
     of_nodes = [each for each in set_in_files if each.partition(".")[0] in ("optim", "loss", "advantage")]
     if near := near_keys(cls, key, of_nodes):

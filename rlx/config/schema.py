@@ -235,8 +235,8 @@ class TrainingRoot(CommandConfig):
             cuda=hardware.device == "cuda",
             nodes=hardware.nodes,
             gpus_per_node=hardware.gpus_per_node,
-            parts=self.servers_placed * hardware.parts_of_server,
-            gpus_of_part=hardware.gpus_of_part,
+            servers=self.servers_placed,
+            gpus_per_server=hardware.tensor_parallel,
             shared=hardware.shared,
         )
 

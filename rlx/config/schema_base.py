@@ -74,7 +74,7 @@ class CommandConfig:
 
     @property
     def transfer(self) -> str | None:
-        """How weights reach the servers without files: `gloo`, `nccl` or `ipc`; None: from files, or there are no servers."""
+        """How weights reach the servers without files: `nccl` or `ipc`; None: from files, or there are no servers."""
         return None
 
     @property
@@ -92,7 +92,7 @@ class CommandConfig:
         """GPUs that the layout needs, over all hosts; 0 on CPU."""
         if self.hardware.device == "cpu":
             return 0
-        inference = self.servers_placed * self.hardware.data_parallel * self.hardware.tensor_parallel
+        inference = self.servers_placed * self.hardware.tensor_parallel
         return max(inference, self.own_ranks) if self.hardware.shared else inference + self.own_ranks
 
 
@@ -150,6 +150,11 @@ class PlayRoot(CommandConfig):
     def follows_engines(self) -> bool:
         """Whether the number of rollouts in flight follows what the engines can use."""
         return self.orchestrator.max_concurrent is None
+
+    @property
+    def listens_on(self) -> str:
+        """The address to which its servers bind."""
+        return self.inference.host or ("0.0.0.0" if self.hardware.nodes > 1 else "127.0.0.1")
 
     @property
     def max_model_len(self) -> int:

@@ -188,7 +188,9 @@ class InferenceConfig:
         above=0,
     )
     request_timeout: float = key(600.0, "seconds for one request; time in which no server answers does not count", above=0)
-    vllm: dict[str, Any] = key({}, "further engine arguments, by vLLM's own names")
+    vllm: dict[str, Any] = key(
+        {}, "further options of the server's command line, by vLLM's own names: `{max_num_batched_tokens: 4096}` (docs/servers.md)"
+    )
 
 
 @dataclass
@@ -198,6 +200,12 @@ class UpdateConfig:
         "seconds for one update of all servers, and for a transfer from memory without progress; then the servers that have the version "
         "go on without the others (docs/weights.md)",
         above=0,
+    )
+    verify_every: int = key(
+        16,
+        "a full compare of what is served with the published files every so many updates; also after the first, after each restart, and "
+        "always where it takes under 5 % of a step",
+        low=1,
     )
 
     @property
@@ -210,28 +218,12 @@ class UpdateConfig:
 class WeightBroadcastConfig(UpdateConfig):
     type: str = key(
         "filesystem",
-        "how weights reach the servers; `filesystem`: safetensors in `weights/step_N`; without files: `gloo` through host memory, `nccl` "
+        "how weights reach the servers; `filesystem`: safetensors in `weights/step_N`; without files, by vLLM's transfer engines: `nccl` "
         "between GPUs, `ipc` on one shared GPU (docs/weights.md)",
-        choices=("filesystem", "gloo", "nccl", "ipc"),
+        choices=("filesystem", "nccl", "ipc"),
     )
     keep_last: int = key(
         2, "how many of the newest versions of the weights stay on disk, besides those of checkpoints; at least max_async_level + 2", low=1
-    )
-    drain_tokens: int = key(
-        16,
-        "an update waits for the requests in flight if each has at most this many tokens left; otherwise, and with 0, "
-        "they continue under the new version (`keep_kv`)",
-        low=0,
-    )
-    keep_kv: bool = key(
-        False,
-        "requests in flight keep their keys and values at an update; false: they compute all of them again under the new version, which "
-        "takes one prefill (docs/weights.md)",
-    )
-    in_turn: bool = key(
-        False,
-        "several servers get a version one after the other, so that the others generate meanwhile; false: all at the same time. Only from "
-        "files",
     )
     folder: str | None = key(
         None,
@@ -253,19 +245,7 @@ class HardwareConfig:
     )
     gpus_per_node: int = key(0, "GPUs per host", low=0)
     inference_replicas: int = key(1, "number of independent vLLM servers", low=1)
-    tensor_parallel: int = key(1, "GPUs per engine of a vLLM server", low=1)
-    data_parallel: int = key(
-        1,
-        "engines per vLLM server, each with `tensor_parallel` GPUs; they divide the experts of a mixture-of-experts model and answer "
-        "different requests (docs/servers.md). Servers of a dense model need one",
-        low=1,
-    )
-    data_parallel_local: int | None = key(
-        None,
-        "how many of them are on one host; the others are processes of their own, `headless`, on other hosts. Divides `data_parallel`; "
-        "null: all of them, or on CUDA as many as a host has GPUs for",
-        low=1,
-    )
+    tensor_parallel: int = key(1, "GPUs per vLLM server", low=1)
     trainer_processes: int | None = key(
         None,
         "trainer processes; on CUDA each has one GPU, and more than fit on one host take whole hosts; null: on CUDA one for each GPU "
@@ -274,23 +254,3 @@ class HardwareConfig:
     )
     shared: bool = key(False, "inference and trainer share one GPU")
     cpu_threads: int = key(1, "threads of each role that computes on CPU; results are equal bit for bit only with equal counts", low=1)
-
-    @property
-    def engines_on_host(self) -> int:
-        """Engines of a server that are in one process, and so on one host."""
-        if self.data_parallel_local is not None:
-            return self.data_parallel_local
-        if self.device != "cuda":
-            return self.data_parallel
-        most = min(self.gpus_per_node // self.tensor_parallel, self.data_parallel)
-        return next((size for size in range(most, 1, -1) if self.data_parallel % size == 0), 1)
-
-    @property
-    def parts_of_server(self) -> int:
-        """Processes of a server: the one that answers requests, and those beside it with the other engines."""
-        return self.data_parallel // self.engines_on_host
-
-    @property
-    def gpus_of_part(self) -> int:
-        """GPUs of each of these processes."""
-        return self.engines_on_host * self.tensor_parallel

@@ -98,17 +98,6 @@ def read_signature(module: str, name: str) -> inspect.Signature | None:
         return None
 
 
-@functools.cache
-def fields_in_source(module: str, name: str) -> tuple[str, ...]:
-    """The annotated names of a class (the fields of a dataclass) in the source of its module; empty if it is not installed or not there."""
-    try:
-        node = _find(module, name)
-    except (ConfigError, OSError, SyntaxError):
-        return ()
-    body = node.body if isinstance(node, ast.ClassDef) else []
-    return tuple(each.target.id for each in body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name))
-
-
 def _no_such(module: str, name: str, names: list[str]) -> str:
     near = closest(name, names, 1)
     return f"{module} has no function or class {name}." + (f" Did you mean {module}.{near[0]}?" if near else "")

@@ -10,19 +10,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rlx.config.evaluated import evaluated, is_due
-from rlx.config.kv_cache import kv_cache_bytes
-from rlx.config.memory import TrainerMemory, engine_memory, size, trained_parameters, trainer_memory, versions_in_memory
+from rlx.config.memory import TrainerMemory, size, trained_parameters, trainer_memory, versions_in_memory
 from rlx.config.objectives import losses_of
 from rlx.config.rows import why
 from rlx.config.schema import CommandConfig, Config, EvaluatedRun, PlayRoot, SftRoot, TrainingRoot
 from rlx.config.schema_eval import EvalRoot
-from rlx.config.schema_model import InferenceConfig
 from rlx.config.schema_synthesize import SynthesizeRoot
 from rlx.plan.benchmark import benchmark
 from rlx.plan.forecast import time_on_cpu
 from rlx.plan.record import ProcessSpec
-
-ALONE = InferenceConfig().gpu_memory_utilization  # of an engine that shares its card with nobody
+from rlx.plan.servers import command_lines, memory_of
 
 
 def explain(
@@ -41,6 +38,7 @@ def explain(
         ("composed", _composed(choices, notes, run_dir)),
         *([("environments", list(environments))] if environments else []),
         ("processes", [*table(["process", "host", "GPUs", "ports", "command"], rows), *_apart(cfg, plan), *_idle(cfg, plan)]),
+        *([("vLLM's command lines", lines)] if isinstance(cfg, PlayRoot) and (lines := command_lines(cfg, plan)) else []),
         *SECTIONS[type(cfg)](cfg, plan),
     ]
     return "\n\n".join(f"{title}\n" + "\n".join(f"  {line}" for line in lines) for title, lines in sections)
@@ -83,13 +81,8 @@ def _command(cfg: CommandConfig, spec: ProcessSpec) -> str:
         return " ".join(spec.argv)
     if spec.role == "load_generator" and isinstance(cfg, Config):
         return f"random prompts; {cfg.load:,} requests in flight"
-    if spec.role in ("inference", "headless"):
-        hardware = cfg.hardware
-        parallel = f", tensor parallel {hardware.tensor_parallel}" if hardware.tensor_parallel > 1 else ""
-        if hardware.data_parallel > 1:
-            parallel += f", {hardware.engines_on_host} of {hardware.data_parallel} data-parallel engines"
-        if spec.role == "headless":
-            return f"of inference_{spec.replica // (hardware.parts_of_server - 1)}: vLLM{parallel}"
+    if spec.role == "inference":
+        parallel = f", tensor parallel {cfg.hardware.tensor_parallel}" if cfg.hardware.tensor_parallel > 1 else ""
         return f"vLLM, {cfg.model.dtype}, context {cfg.max_model_len:,}{parallel}"
     return f"environments {', '.join(evaluated(cfg) if isinstance(cfg, SftRoot) else cfg.envs)}; {_in_flight(cfg)}"
 
@@ -307,40 +300,6 @@ def _memory(cfg: TrainingRoot) -> list[str]:
     ]
 
 
-def of_servers(cfg: PlayRoot, plan: Sequence[ProcessSpec], beside: float = 0.0) -> list[str]:
-    """The servers' memory. `beside`: bytes of the trainer on a GPU that they share."""
-    engine = engine_memory(cfg)
-    cpu = cfg.hardware.device == "cpu"
-    if not any(spec.role == "inference" for spec in plan):
-        return [f"inference: elsewhere ({', '.join(cfg.inference.base_url)})"]
-    each = "GPU" if not cpu else "server" if cfg.hardware.data_parallel == 1 else "engine"
-    lines = [f"inference, each {each}: weights {size(engine.weights)}, keys and values {size(engine.kv_token)} per token"]
-    if cpu:
-        budget = kv_cache_bytes(cfg)
-        tokens, sequences = budget / engine.kv_token, budget / (engine.kv_token * cfg.seq_len)
-        lines.append(
-            f"  key-value cache {size(budget)} (inference.kv_cache_gb): {tokens:,.0f} tokens, {sequences:,.0f} sequences of full length"
-        )
-    else:
-        share = cfg.inference.gpu_memory_utilization
-        least = (engine.weights + engine.kv_longest) / share
-        lines.append(
-            f"  it takes {share:.0%} of the card (inference.gpu_memory_utilization); the weights and one sequence must fit into that"
-        )
-        if cfg.hardware.shared and not cfg.own_ranks and share < ALONE:
-            lines.append(f"  no trainer shares the card here: inference.gpu_memory_utilization={ALONE} lets the engine use it")
-        if cfg.hardware.shared and beside:
-            least = max(least, beside / (1 - share)) if share < 1 else math.inf
-            lines.append("  the trainer has the rest of the same card")
-        lines.append(
-            f"  so the card must have at least {size(least)}" if math.isfinite(least) else "  so no memory is left for the trainer"
-        )
-    lines.append(
-        f"  {size(engine.kv_wanted)} of cache would hold all concurrent sequences at full length; they need less if they share prompts"
-    )
-    return lines
-
-
 Sections = list[tuple[str, list[str]]]
 
 
@@ -365,8 +324,8 @@ def _of_training(cfg: Config | SftRoot, plan: Sequence[ProcessSpec]) -> Sections
     measures = [("the benchmark", table(["quantity", "value"], rows)[1:])] if (rows := benchmark(cfg)) else []
     if cfg.measured == "inference":
         time_of = [("time on CPU", [time_on_cpu(cfg)])] if isinstance(cfg, Config) and cfg.hardware.device == "cpu" else []
-        return [*measures, *time_of, ("memory (estimates)", of_servers(cfg, plan))]
-    servers = of_servers(cfg, plan, 0.0 if cfg.trained_elsewhere else trainer_memory(cfg).device) if cfg.plays else []
+        return [*measures, *time_of, ("memory (estimates)", memory_of(cfg, plan))]
+    servers = memory_of(cfg, plan, 0.0 if cfg.trained_elsewhere else trainer_memory(cfg).device) if cfg.plays else []
     batch = _batch_of_rows(cfg) if isinstance(cfg, SftRoot) else _batch(cfg)
     return [*measures, ("one step", batch), ("memory (estimates)", [*_memory(cfg), *servers])]
 
@@ -381,7 +340,7 @@ def _of_eval(cfg: EvalRoot, plan: Sequence[ProcessSpec]) -> Sections:
     parts: Sections = [("the evaluation", table(["quantity", "value"], rows)[1:])]
     if cfg.client.base_url:
         return [*parts, ("endpoint", [f"{cfg.client.base_url}, model {cfg.model.name}, key in ${cfg.client.api_key_var}"])]
-    return [*parts, ("memory (estimates)", of_servers(cfg, plan))]
+    return [*parts, ("memory (estimates)", memory_of(cfg, plan))]
 
 
 def _of_synthesis(cfg: SynthesizeRoot, plan: Sequence[ProcessSpec]) -> Sections:
@@ -407,7 +366,7 @@ def _of_synthesis(cfg: SynthesizeRoot, plan: Sequence[ProcessSpec]) -> Sections:
     parts: Sections = [("the synthesis", table(["quantity", "value"], rows)[1:])]
     if cfg.client.base_url:
         return [*parts, ("endpoint", [f"{cfg.client.base_url}, model {cfg.model.name}, key in ${cfg.client.api_key_var}"])]
-    return [*parts, ("memory (estimates)", of_servers(cfg, plan))]
+    return [*parts, ("memory (estimates)", memory_of(cfg, plan))]
 
 
 SECTIONS: dict[type, Callable[[Any, Sequence[ProcessSpec]], Sections]] = {  # a new command adds what it explains here

@@ -47,7 +47,7 @@ def _seconds(cfg: Config | SftRoot) -> dict[str, float]:
     if cfg.num_servers and (alone or own):  # otherwise our servers sample nothing
         bounds = [] if alone else [env.sampling.max_tokens or cfg.sampling.max_tokens for env in own]
         sampled = rollouts * max(bounds, default=cfg.sampling.max_tokens)
-        found["sample"] = 2 * cfg.model.num_parameters * sampled / (SAMPLING * threads * cfg.num_servers * cfg.hardware.data_parallel)
+        found["sample"] = 2 * cfg.model.num_parameters * sampled / (SAMPLING * threads * cfg.num_servers)
     return found
 
 

@@ -15,7 +15,7 @@ from rlx.paths import write_text
 class ProcessSpec:
     """One process of the plan. The supervisor starts it, watches it and stops it."""
 
-    role: str  # "prepare", "inference", "headless", "orchestrator", "trainer"
+    role: str  # "prepare", "inference", "orchestrator", "trainer"
     replica: int
     node: int  # index of the host in the allocation
     gpus: tuple[int, ...]  # device indices on that host; empty on CPU

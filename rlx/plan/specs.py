@@ -61,16 +61,10 @@ class Specs:
         )
 
     def servers(self, cfg: PlayRoot, places: Sequence[Place]) -> Iterator[ProcessSpec]:
-        """The inference servers. `places`: of all their parts. The first part of each answers requests, the others are headless."""
-        parts = cfg.hardware.parts_of_server
-        for number, (node, gpus) in enumerate(places):
-            replica, part = divmod(number, parts)
-            if part:
-                yield self.one("headless", node, gpus, replica=replica * (parts - 1) + part - 1, service=True)
-                continue
+        """The inference servers, and the processes that watch them."""
+        for replica, (node, gpus) in enumerate(places):
             port = cfg.inference.port + replica if cfg.inference.port else 0
-            ports = {"http": port} | ({"engines": 0} if parts > 1 else {})
-            yield self.one("inference", node, gpus, replica=replica, ports=ports, service=True)
+            yield self.one("inference", node, gpus, replica=replica, ports={"http": port}, service=True)
 
 
 def _torchrun(ranks: int) -> tuple[str, ...]:

@@ -250,7 +250,7 @@ def needed_memory(cfg: CommandConfig) -> float:
     need = 2.0 * PROCESS  # orchestrator and supervisor
     if isinstance(cfg, PlayRoot):
         engine = PROCESS + (0.0 if cuda else engine_memory(cfg).weights + kv_cache_bytes(cfg))
-        need += engine * cfg.num_servers * cfg.hardware.data_parallel / hosts
+        need += engine * cfg.num_servers / hosts
     if isinstance(cfg, TrainingRoot) and cfg.own_ranks:
         trainer = trainer_memory(cfg)
         need += (PROCESS + trainer.host) * cfg.own_ranks / hosts + trainer.published / (1 if cfg.lora.on else hosts)
@@ -264,8 +264,8 @@ def cores(examined: Examined) -> Finding:
     On the other hand each server and each trainer process needs a core: the ranks of one trainer compute at the same time.
     """
     have, cfg = limits.cores(), examined.cfg
-    engines, threads = cfg.num_servers * cfg.hardware.data_parallel, cfg.hardware.cpu_threads
-    busy = math.ceil((engines + cfg.own_ranks) / cfg.hardware.nodes)
+    threads = cfg.hardware.cpu_threads
+    busy = math.ceil((cfg.num_servers + cfg.own_ranks) / cfg.hardware.nodes)
     if not examined.here:
         return _elsewhere("processors", f"{have}")
     found = f"{have}; servers and trainer processes on a host: {busy}, hardware.cpu_threads={threads}"

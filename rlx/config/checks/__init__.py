@@ -1,13 +1,13 @@
 """The rules between configuration keys, one function per rule. `tree.py` checks types and single values.
 
-`bench.py`: benchmarks; `data.py`: environments, batches, lengths; `chat.py`: chat formats; `evaluation.py`: evaluations; `idle.py`: keys
-that do not apply in a kind of run; `lora.py`: adapters; `objective.py`: loss, advantage, optimizer, reference; `parallel.py`: how the
-trainer's ranks divide the work; `teacher.py`: teachers; `run.py`: model, servers, machines, directories; `cluster.py`: SLURM jobs and
-their containers; `kubernetes.py`: pods; `playing.py`: endpoints and weights of commands that only play; `sft.py`: supervised data;
-`secrets.py`: secrets in open keys; `shared.py`: shared trainers and their runs; `weights.py`: new weights on their way to the servers;
-`workers.py`: environments' processes. A rule reads the configuration and at most some files and the driver, and yields its problems.
-`@rule(keys…)` names the keys that it reads. A rule is skipped when one of these keys already has a problem, or when the command's root
-lacks one.
+`bench.py`: benchmarks; `data.py`: environments, batches, lengths; `chat.py`: chat formats; `engine.py`: vLLM's options; `evaluation.py`:
+evaluations; `idle.py`: keys that do not apply in a kind of run; `lora.py`: adapters; `objective.py`: loss, advantage, optimizer,
+reference; `parallel.py`: how the trainer's ranks divide the work; `teacher.py`: teachers; `run.py`: model, servers, machines,
+directories; `cluster.py`: SLURM jobs and their containers; `kubernetes.py`: pods; `playing.py`: endpoints and weights of commands that
+only play; `sft.py`: supervised data; `secrets.py`: secrets in open keys; `shared.py`: shared trainers and their runs; `weights.py`: new
+weights on their way to the servers; `workers.py`: environments' processes. A rule reads the configuration and at most some files and the
+driver, and yields its problems. `@rule(keys…)` names the keys that it reads. A rule is skipped when one of these keys already has a
+problem, or when the command's root lacks one.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from rlx.config.checks import (  # noqa: F401  (importing them registers their r
     chat,
     cluster,
     data,
+    engine,
     evaluation,
     idle,
     kubernetes,

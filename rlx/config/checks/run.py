@@ -11,46 +11,7 @@ from rlx.config.gpus import visible_gpus
 from rlx.config.rules import OWN_LOSS, Show, rule
 from rlx.config.schema import Config, TrainingRoot
 from rlx.config.schema_model import CPU_WIDTHS
-from rlx.config.signatures import fields_in_source, is_installed
-from rlx.config.tree import closest
-
-OWNED_BY_RLX = {  # vLLM's argument -> the rlx key that sets it
-    "model": "model.name",
-    "tokenizer": "model.name",
-    "dtype": "model.dtype",
-    "trust_remote_code": "model.trust_remote_code",
-    "max_model_len": "inference.max_model_len",
-    "max_num_seqs": "inference.max_num_seqs",
-    "gpu_memory_utilization": "inference.gpu_memory_utilization",
-    "enforce_eager": "inference.enforce_eager",
-    "tensor_parallel_size": "hardware.tensor_parallel",
-    "data_parallel_size": "hardware.data_parallel",
-    "data_parallel_size_local": "hardware.data_parallel_local",
-    "data_parallel_rank": "hardware.data_parallel_local",
-    "data_parallel_start_rank": "hardware.data_parallel_local",
-    "data_parallel_address": "hardware.data_parallel_local",
-    "data_parallel_rpc_port": "hardware.data_parallel_local",
-    "data_parallel_hybrid_lb": "hardware.inference_replicas",
-    "data_parallel_external_lb": "hardware.inference_replicas",
-    "data_parallel_backend": "hardware.data_parallel",
-    "host": "inference.host",
-    "port": "inference.port",
-    "api_key": "inference.api_key",
-    "seed": "seed",
-    "enable_lora": "lora.rank",
-    "max_lora_rank": "lora.rank",
-    "max_loras": "lora.rank",
-    "lora_target_modules": "lora.target_modules",
-    "lora_dtype": "model.dtype",
-    "weight_transfer_config": "weight_broadcast.type",
-    "scheduler_cls": "weight_broadcast.keep_kv",
-}
-
-FIXED: dict[str, tuple[tuple[Any, ...], str]] = {  # vLLM's argument -> the values that rlx works with, and why
-    "logprobs_mode": (("processed_logprobs",), "the trainer computes log-probabilities at the sampling temperature"),
-    "worker_extension_cls": ((), "the engine takes new weights with rlx's own"),
-}
-
+from rlx.config.signatures import is_installed
 
 # trainer
 
@@ -187,33 +148,6 @@ def model_context_of_engine(cfg: Config, of: Show) -> Iterator[str]:
         )
 
 
-@rule("inference.vllm")
-def engine_arguments(cfg: Config, of: Show) -> Iterator[str]:
-    for name in cfg.inference.vllm:
-        plain = name.replace("-", "_")
-        if plain in OWNED_BY_RLX:
-            yield f"{of(f'inference.vllm.{name}')} cannot be set here, because rlx has a key for it: set {OWNED_BY_RLX[plain]} instead."
-        elif plain in FIXED and cfg.inference.vllm[name] not in (allowed := FIXED[plain][0]):
-            remedy = f"set {plain}={allowed[0]}, which rlx sets, or leave it out" if allowed else "leave it out"
-            yield f"{of(f'inference.vllm.{name}')} would break the run: {FIXED[plain][1]}.\nInstead, {remedy}."
-        elif plain == "load_format" and cfg.inference.vllm[name] == "dummy":
-            yield f"{of(f'inference.vllm.{name}')}: the engine would answer with random weights at version 0.\nLeave it out."
-
-
-@rule("inference.vllm", "launcher", "slurm")
-def names_of_engine_arguments(cfg: Config, of: Show) -> Iterator[str]:
-    if not cfg.inference.vllm or cfg.launcher.name == "kubernetes" or cfg.slurm.container is not None:
-        return  # an image may have another vLLM
-    module = "vllm.engine.arg_utils"
-    known = [*fields_in_source(module, "EngineArgs"), *fields_in_source(module, "AsyncEngineArgs")]
-    for name in cfg.inference.vllm if known else ():  # else vLLM is not installed here
-        plain = name.replace("-", "_")
-        if name not in known and plain not in OWNED_BY_RLX:
-            near = closest(plain, known, 1)
-            hint = f" Did you mean inference.vllm.{near[0]}?" if near else ""
-            yield f"vLLM's engine has no argument {name}: {of(f'inference.vllm.{name}')}.{hint}"
-
-
 @rule("inference.base_url")
 def server_urls(cfg: Config, of: Show) -> Iterator[str]:
     for url in cfg.inference.base_url:
@@ -254,30 +188,8 @@ def heads_on_a_cpu(cfg: Config, of: Show) -> Iterator[str]:
         )
 
 
-def _divisors(number: int, key: str = "hardware.tensor_parallel") -> str:
-    return f"{key}=" + ", ".join(str(n) for n in range(1, min(number, 4096) + 1) if number % n == 0)
-
-
-@rule("hardware", "model.num_experts", "inference.vllm", "inference.base_url")
-def data_parallel_engines(cfg: Config, of: Show) -> Iterator[str]:
-    h, local = cfg.hardware, cfg.hardware.data_parallel_local
-    if not cfg.num_servers:
-        return
-    if local is not None and h.data_parallel % local:
-        yield (
-            f"every process of a server has the same number of engines: {of('hardware.data_parallel')} is not a multiple of "
-            f"{of('hardware.data_parallel_local')}.\nUse {_divisors(h.data_parallel, 'hardware.data_parallel_local')}."
-        )
-    if h.data_parallel > 1 and cfg.model.num_experts is None:
-        yield (
-            f"only the experts of a model can be divided between engines: {of('hardware.data_parallel')}, {of('model.num_experts')}.\n"
-            "Use hardware.inference_replicas for more servers of a dense model, or hardware.tensor_parallel for one too large for a GPU."
-        )
-    elif h.data_parallel > 1 and h.device == "cpu" and cfg.inference.vllm.get("enable_expert_parallel"):
-        yield (
-            f"vLLM's CPU kernel of experts reads beyond the experts that it has: {of('hardware.data_parallel')} with "
-            f"{of('inference.vllm')}.\nLeave out enable_expert_parallel; each engine then has a slice of every expert."
-        )
+def _divisors(number: int) -> str:
+    return "hardware.tensor_parallel=" + ", ".join(str(n) for n in range(1, min(number, 4096) + 1) if number % n == 0)
 
 
 @rule("hardware", "inference.base_url")
@@ -293,18 +205,12 @@ def gpus_of_layout(cfg: Config, of: Show) -> Iterator[str]:
             f"tensor parallelism must divide the GPUs of a host: {of('hardware.gpus_per_node')} is not a multiple of "
             f"{of('hardware.tensor_parallel')}.\nUse {_divisors(h.gpus_per_node)}."
         )
-    elif servers and h.gpus_of_part > h.gpus_per_node:
-        yield (
-            f"{of('hardware.data_parallel_local')} engines with {of('hardware.tensor_parallel')} do not fit on a host: "
-            f"{of('hardware.gpus_per_node')}. Lower the first, or leave it out."
-        )
     elif cfg.num_gpus > h.nodes * h.gpus_per_node:
         how = "the larger number counts, because they share GPUs" if h.shared else "the numbers add up"
         trainer = "at least 1" if h.trainer_processes is None else of("hardware.trainer_processes")
-        engines = f"{of('hardware.data_parallel')} x " if h.data_parallel > 1 else ""
         yield (
             f"the layout needs {cfg.num_gpus} GPUs but has {h.nodes * h.gpus_per_node}. Needed for inference: "
-            f"{of('hardware.inference_replicas')} x {engines}{of('hardware.tensor_parallel')}; for the trainer: {trainer} ({how}). "
+            f"{of('hardware.inference_replicas')} x {of('hardware.tensor_parallel')}; for the trainer: {trainer} ({how}). "
             f"Available: {of('hardware.nodes')} x {of('hardware.gpus_per_node')}.\nUse fewer servers or trainer processes, or more hosts."
         )
 

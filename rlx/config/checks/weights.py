@@ -15,17 +15,7 @@ from rlx.config.schema import Config
 NO_FOLDER = "weight_broadcast.folder=null"
 
 
-@rule("weight_broadcast.keep_kv", "inference.vllm")
-def keys_and_values_outside_the_engine(cfg: Config, of: Show) -> Iterator[str]:
-    for name in cfg.inference.vllm:
-        if cfg.weight_broadcast.keep_kv and name.replace("-", "_") in ("kv_transfer_config", "kv_offloading_size"):
-            yield (
-                f"keys and values that are kept outside the engine outlive an update: {of('weight_broadcast.keep_kv')} with "
-                f"{of(f'inference.vllm.{name}')}. Leave out one of the two."
-            )
-
-
-@rule("weight_broadcast.type", "weight_broadcast.in_turn", "hardware", "lora", "inference.base_url")
+@rule("weight_broadcast.type", "hardware", "lora", "inference.base_url")
 def weights_without_files(cfg: Config, of: Show) -> Iterator[str]:
     kind, hardware = cfg.weight_broadcast.type, cfg.hardware
     if kind == "filesystem" or not cfg.plays:  # then no version reaches a server
@@ -40,13 +30,8 @@ def weights_without_files(cfg: Config, of: Show) -> Iterator[str]:
             f"servers that the run did not start take weights only from files: {of('weight_broadcast.type')} with "
             f"{of('inference.base_url')}.\nUse weight_broadcast.type=filesystem."
         )
-    if cfg.weight_broadcast.in_turn:
-        yield (
-            f"from memory, one transfer serves all servers, and each transfer holds the trainer: {of('weight_broadcast.type')} with "
-            f"{of('weight_broadcast.in_turn')}.\nUse weight_broadcast.type=filesystem, or weight_broadcast.in_turn=false."
-        )
-    if kind in ("nccl", "ipc") and hardware.device == "cpu":
-        yield f"{kind} needs GPUs: {of('weight_broadcast.type')} with {of('hardware.device')}. Use weight_broadcast.type=gloo."
+    if hardware.device == "cpu":
+        yield f"{kind} needs GPUs: {of('weight_broadcast.type')} with {of('hardware.device')}. Use weight_broadcast.type=filesystem."
     elif kind == "nccl" and hardware.shared:
         yield (
             f"NCCL has no two processes on one GPU: {of('weight_broadcast.type')} with {of('hardware.shared')}.\n"
@@ -76,7 +61,7 @@ def versions_of_one_host(cfg: Config, of: Show) -> Iterator[str]:
     if cfg.hardware.nodes > 1:
         yield (
             f"servers on other hosts cannot read what is in the memory of the trainer's host: {said} with {of('hardware.nodes')}.\n"
-            f"Set {NO_FOLDER}; or weight_broadcast.type={'gloo' if cfg.hardware.device == 'cpu' else 'nccl'}, which needs no files."
+            f"Set {NO_FOLDER}{'; or weight_broadcast.type=nccl, which needs no files' * (cfg.hardware.device == 'cuda')}."
         )
     if cfg.inference.base_url:
         yield (
