@@ -101,7 +101,7 @@ def test_all_mistakes_of_a_command_line_are_found_by_the_roots_own_schema(conf: 
 def test_rules_between_keys_that_the_root_has_hold_and_others_are_skipped(conf: Path):
     environ = {"RLX_CONFIG_DIR": str(conf)}
     with pytest.raises(ConfigError) as caught:
-        compose(["inference.vllm.seed=3", "inference.max_model_len=100000", "sampling.min_tokens=50"], environ, PROBE)
+        compose(["inference.base_url=[other:8000]", "inference.max_model_len=100000", "sampling.min_tokens=50"], environ, PROBE)
     assert len(caught.value.problems) == 3
     assert "the engine's context is longer than the model's: inference.max_model_len=100000" in str(caught.value)
     skipped = {function.__name__ for keys, function in RULES if not applies(keys, ProbeConfig)}
