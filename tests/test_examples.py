@@ -25,7 +25,7 @@ from rlx.config.sweeps import expand
 from rlx.metrics import read_metrics
 from rlx.paths import COMPLETE, RunPaths
 from rlx.runs.weights import resolve
-from rlx.weights.files import ADAPTER_CONFIG
+from rlx.weights.shapes import ADAPTER_CONFIG
 
 pytestmark = pytest.mark.slow
 

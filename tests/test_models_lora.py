@@ -23,7 +23,8 @@ from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import one_process
 from rlx.paths import COMPLETE, RunPaths
 from rlx.train.reference import Reference
-from rlx.weights.files import ADAPTER, verify
+from rlx.weights.files import verify
+from rlx.weights.shapes import ADAPTER
 from rlx.weights.publish import Publisher
 from rlx.weights.subscribe import version_at
 

@@ -28,7 +28,8 @@ from rlx.paths import RunPaths, listed, write_text
 from rlx.runs.rewind import rewind
 from rlx.shared.membership import Member, PutOut, answered
 from rlx.types import StepBatch
-from rlx.weights.files import ADAPTER, verify, versions
+from rlx.weights.files import verify, versions
+from rlx.weights.shapes import ADAPTER
 
 COMMON = {"hardware": "cpu", "lora.rank": 4, "seq_len": 60, "sampling.max_tokens": 32, "trainer.batch_timeout": 600}
 A = {"max_steps": 5, "loss": "grpo", "optim.lr": 1e-2, "seed": 3, "ckpt.interval": 2}

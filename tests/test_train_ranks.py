@@ -35,7 +35,8 @@ from rlx.paths import RunPaths
 from rlx.plan.specs import _torchrun
 from rlx.train.reference import Reference
 from rlx.train.step import PolicyTrainer
-from rlx.weights.files import ADAPTER, verify
+from rlx.weights.files import verify
+from rlx.weights.shapes import ADAPTER
 
 pytestmark = pytest.mark.slow
 

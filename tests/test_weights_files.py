@@ -20,7 +20,7 @@ from rlx.models.policy import PolicyModel
 from rlx.models.tiny import build_tokenizer
 from rlx.parallel.mesh import one_process
 from rlx.paths import COMPLETE, RunPaths
-from rlx.weights import division
+from rlx.weights import files
 from rlx.weights.files import ModelFiles, WeightsError, latest_version, prune, verify
 from rlx.weights.publish import Publisher, PublishFailed
 
@@ -47,7 +47,7 @@ def paths(tmp_path: Path) -> RunPaths:
 
 
 def save(hf, source: Path, paths: RunPaths, version: int, dtype: str = "float32") -> Path:
-    static = ModelFiles.read(str(source), hf, dtype)
+    static = ModelFiles.read(source, hf, dtype)
     publisher = Publisher(PolicyModel(hf), one_process("cpu"), paths, static, getattr(torch, dtype))
     publisher.gather(version)
     publisher.announce(version)
@@ -92,7 +92,7 @@ def test_versions_are_saved_in_the_dtype_that_inference_uses(source, paths):
 
 
 def test_large_models_are_saved_in_several_files_with_an_index(source, paths, monkeypatch):
-    monkeypatch.setattr(division, "SHARD_BYTES", 5000)
+    monkeypatch.setattr(files, "SHARD_BYTES", 5000)
     hf = MODELS["llama_untied"]()
     folder = save(hf, source, paths, 1)
     shards = sorted(folder.glob("*.safetensors"))
@@ -112,10 +112,24 @@ def test_every_damage_is_seen_and_named(source, paths):
     weights.write_bytes(good[:-1])
     with pytest.raises(WeightsError, match=rf"model\.safetensors: expected {len(good)} bytes, found {len(good) - 1}"):
         verify(folder)
-    for position in (0, len(good) // 2, len(good) - 1):
-        weights.write_bytes(good[:position] + bytes([good[position] ^ 1]) + good[position + 1 :])
-        with pytest.raises(WeightsError, match=r"model\.safetensors: expected checksum \w{16}, found \w{16}"):
+    name, dtype = good.index(b"model.norm.weight"), good.index(b"F32")
+    checksum = r"model\.safetensors: expected checksum \w{16}, found \w{16}; the tensor model\.\S+ is damaged"
+    for position, value, said in (
+        (0, b"\0", r"model\.safetensors is not a safetensors file, or was cut short"),
+        (name, b"M", r"its files and its manifest hold different tensors: Model\.norm\.weight, model\.norm\.weight"),
+        (dtype, b"I", r"expected float32 \[.*\], found int32 \[.*\]; the header's entry of model\.\S+ is damaged"),
+        (len(good) // 2, bytes([good[len(good) // 2] ^ 1]), checksum),
+        (len(good) - 1, bytes([good[-1] ^ 1]), checksum),
+    ):
+        weights.write_bytes(good[:position] + value + good[position + 1 :])
+        with pytest.raises(WeightsError, match=said):
             verify(folder)
+    (folder / "config.json").write_bytes((folder / "config.json").read_bytes()[:-1] + b" ")
+    weights.write_bytes(good)
+    with pytest.raises(WeightsError, match=r"config\.json: expected checksum \w{16}, found \w{16}; its \d+ bytes are damaged"):
+        verify(folder)
+    assert verify(folder, digests=False)["version"] == 3
+    folder = save(make_model(tie_word_embeddings=True), source, paths, 3)
     weights.unlink()
     with pytest.raises(WeightsError, match="found no such file"):
         verify(folder)
@@ -134,8 +148,9 @@ def test_a_write_that_fails_leaves_no_version(source, paths, monkeypatch):
     def disk_full(*_, **__):
         raise OSError("disk full")
 
-    monkeypatch.setattr("rlx.weights.saving.save", disk_full)
-    with pytest.raises(PublishFailed, match=r"version 1 of the weights could not be written: OSError: disk full\. Free some space"):
+    monkeypatch.setattr("safetensors.torch.save_file", disk_full)
+    said = rf"version 1 of the weights could not be written to {paths.weights}: OSError: disk full\n  fix: free some space there"
+    with pytest.raises(PublishFailed, match=said):
         save(make_model(), source, paths, 1)
     assert latest_version(paths) is None
     monkeypatch.undo()

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from trainer_examples import make_model
 from transformers.models.deepseek_v3 import DeepseekV3Config
-from transformers.models.qwen3_moe import Qwen3MoeConfig
+from xxhash import xxh3_64_hexdigest
 
 from rlx.models.policy import PolicyModel
-from rlx.parallel.mesh import Mesh, one_process
+from rlx.parallel.mesh import one_process
 from rlx.paths import RunPaths
+from rlx.process import full_disk
 from rlx.types import WeightVersion
-from rlx.weights import files
+from rlx.weights import files, shapes
 from rlx.weights.files import ModelFiles
 from rlx.weights.publish import Publisher, PublishFailed
 from rlx.weights.subscribe import Subscriber
@@ -78,10 +78,10 @@ def test_a_writer_that_fails_is_heard_at_once_and_leaves_nothing(paths: RunPaths
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("rlx.weights.saving.sum_of_bytes", full)
+    monkeypatch.setattr(files, "_records", full)
     publisher.gather(1)
     publisher.announce(1)
-    said = r"version 1 of the weights could not be written: OSError: \[Errno 28\] No space left on device\. Free some space .*resume=latest"
+    said = r"version 1 of the weights could not be written to \S+/weights: OSError: \[Errno 28\] No space left on device\n  fix: .*resume=latest"
     for late in (publisher.wait, publisher.check, lambda: publisher.gather(2)):
         with pytest.raises(PublishFailed, match=said):
             late()
@@ -136,36 +136,38 @@ def test_a_buffer_keeps_its_dtype_because_the_trainer_computes_with_all_its_digi
     assert found["model.layers.0.mlp.gate.weight"].dtype == torch.bfloat16
 
 
-MODELS: dict[str, Any] = {
-    "dense": make_model,
-    "experts": lambda: make_model(Qwen3MoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
-}
+def test_a_full_disk_is_named_whatever_type_of_error_the_library_raises(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_copy_that_differs_from_the_devices_tensor_is_no_version(name: str, paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CUDA, tensors are copied to host memory while the trainer goes on. A checksum of the copy alone would attest whatever arrived."""
-    publisher = Publisher(PolicyModel(MODELS[name]()), one_process("cpu"), paths, ModelFiles({}), torch.float32)
-    assert not publisher.compares, "nothing is compared on a CPU"
-    publisher.compares = True
-    publisher.ensure(1)
-    wrong = next(name for name, _ in publisher.model.named_weights() if "mlp" in name and name.count(".") > 2)
-    keep = Publisher._keep
-
-    def breaks(self: Publisher, name: str, tensor: torch.Tensor, *, pinned: bool) -> None:
-        keep(self, name, tensor, pinned=pinned)
-        if name == wrong:
-            self._copies[name].view(-1)[-1] += 1
-
-    monkeypatch.setattr(Publisher, "_keep", breaks)
-    publisher.gather(2)
-    publisher.announce(2)
-    said = rf"CopyDiffers: the copies of 1 of \d+ tensors in host memory differ from the device's: {re.escape(wrong)} has the checksum"
-    with pytest.raises(PublishFailed, match=rf"{said} \w+, and \w+ on the device\. Continue with resume=latest"):
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    publisher = publisher_of(paths)
+    publisher.gather(1)
+    with pytest.raises(PublishFailed) as failed:
         publisher.wait()
-    assert files.versions(paths.weights) == [1]
+    line = full_disk(failed.value, paths.root)
+    assert line is not None
+    assert line.startswith(f"the disk is full: {paths.weights} could not be written")
 
 
-def test_on_a_gpu_copies_are_compared(paths: RunPaths) -> None:
-    mesh = Mesh(device=torch.device("cuda"))
-    assert Publisher(PolicyModel(make_model()), mesh, paths, ModelFiles({}), torch.float32).compares
+def test_the_manifest_has_the_digest_of_every_tensors_bytes(paths: RunPaths) -> None:
+    """The manifest is made from the trainer's memory, so it also catches what the disk changes while it is written."""
+    publisher = publisher_of(paths)
+    publisher.ensure(1)
+    found = shapes.manifest(paths.weights_of(1))["tensors"]
+    entries = shapes.entries(paths.weights_of(1))
+    trained = dict(publisher.model.named_weights())
+    assert found.keys() == entries.keys() == trained.keys()
+    for name, tensor in trained.items():
+        expected = {"shape": list(tensor.shape), "dtype": "float32", "xxh3": xxh3_64_hexdigest(tensor.detach().numpy().tobytes())}
+        assert found[name] == expected
+        assert shapes.digest(entries[name]) == expected["xxh3"]
+
+
+def test_version_0_of_adapters_is_published_at_the_start_and_again_by_a_later_attempt(paths: RunPaths) -> None:
+    publisher = publisher_of(paths)
+    publisher.publish(0)
+    before = files.verify(paths.weights_of(0))
+    publisher.model.head[0].weight.data.zero_()
+    publisher.publish(0)
+    assert files.verify(paths.weights_of(0)) != before

@@ -24,7 +24,7 @@ from rlx.parallel.mesh import one_process
 from rlx.paths import COMPLETE, RunPaths
 from rlx.preflight import doctor
 from rlx.runs.weights import resolve
-from rlx.weights import files, spare, tmpfs
+from rlx.weights import files, tmpfs
 from rlx.weights.broadcast import Broadcast, make_room
 from rlx.weights.files import ModelFiles, WeightsError, verify
 from rlx.weights.publish import Publisher, PublishFailed
@@ -41,10 +41,10 @@ def shm(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def publisher(tmp_path: Path, shm: Path) -> Publisher:
+def publisher(tmp_path: Path, shm: Path) -> Broadcast:
     paths = RunPaths(tmp_path / "mine")
     tmpfs.make(paths.weights, shm)
-    return Publisher(
+    return Broadcast(
         PolicyModel(make_model()), one_process("cpu"), paths, ModelFiles({"config.json": b"{}"}), torch.float32, in_memory=True
     )
 
@@ -76,7 +76,7 @@ def test_versions_that_last_are_on_the_disk_and_all_are_found_in_the_run_directo
         assert found == subscriber.at(version)
         assert Path(found.where) == folder.resolve(), "a server reads it where it is, however its name changes meanwhile"
     assert files.versions(paths.weights) == [2, 4, 5]
-    assert in_memory(shm) == ["run", "step_4", "step_5"]
+    assert in_memory(shm) == ["step_4", "step_5"]
     (own,) = shm.iterdir()
     assert own.name.startswith("rlx-mine-")
     assert own.stat().st_mode & 0o777 == 0o700
@@ -86,8 +86,8 @@ def test_versions_that_last_are_on_the_disk_and_all_are_found_in_the_run_directo
     assert list(shm.iterdir()) == []
 
 
-def test_a_version_in_memory_goes_to_the_disk_when_a_checkpoint_of_it_is_made_and_its_readers_go_on(publisher: Publisher) -> None:
-    broadcast, paths = Broadcast(publisher), publisher.paths
+def test_a_version_in_memory_goes_to_the_disk_when_a_checkpoint_of_it_is_made_and_its_readers_go_on(publisher: Broadcast) -> None:
+    broadcast, paths = publisher, publisher.paths
     folder = publish(publisher, 3)
     before, reader = verify(folder), folder.readlink()
     publisher.gather(3, lasts=False)  # also where it is still being written
@@ -111,7 +111,7 @@ def test_what_was_in_memory_is_no_version_after_a_restart_of_the_machine(publish
     assert subscriber.at(2) is None
     assert (found := subscriber.latest()) is not None
     assert found.version == 1
-    said = rf"step_2 was in memory alone \({own}/step_2\), which is gone or of another host; .*weight_broadcast\.folder"
+    said = rf"step_2 was only in memory \({own}/step_2\), which is gone, on another host.*weight_broadcast\.folder"
     with pytest.raises(WeightsError, match=said):
         verify(folder)
     asked = compose([f"weights_dir={paths.weights}", "steps=[2]", "env=sums"], root=EVAL, environ={}).cfg
@@ -130,29 +130,15 @@ def test_a_version_that_cannot_be_written_leaves_nothing_and_names_the_folder(
         raise OSError(28, "No space left on device")
 
     (own,) = shm.iterdir()
-    monkeypatch.setattr("rlx.weights.saving.sum_of_bytes", full)
+    monkeypatch.setattr(files, "_records", full)
     publisher.gather(1, lasts=False)
-    with pytest.raises(PublishFailed, match=rf"version 1 .*: OSError: \[Errno 28\] No space left on device: '{own}'\. Free some space"):
+    with pytest.raises(
+        PublishFailed, match=rf"version 1 .* to {own}: OSError: \[Errno 28\] No space left on device\n  fix: free some space"
+    ) as failed:
         publisher.wait()
+    assert failed.value.filename == str(own)
     assert [path.name for path in publisher.paths.weights.iterdir()] == [tmpfs.RECORD]
-    assert in_memory(shm) == ["run"]
-
-
-def test_the_next_version_overwrites_the_deleted_one_in_memory_and_on_the_disk(
-    publisher: Publisher, shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(files, "ALONE", 0)  # so that small files are kept, too
-    monkeypatch.setattr(spare, "LOCAL", {spare.file_system(shm)})
-    numbers = [(publish(publisher, version, keep_last=1) / "model.safetensors").stat().st_ino for version in (1, 2, 3)]
-    assert numbers[2] == numbers[0] != numbers[1]
-    assert in_memory(shm) == [spare.SPARE, "run", "step_3"]
-    first = (publish(publisher, 4, lasts=True, keep_last=1) / "model.safetensors").stat().st_ino
-    publish(publisher, 5, keep_last=1)
-    last = publish(publisher, 6, lasts=True, keep_last=1)
-    assert (last / "model.safetensors").stat().st_ino == first
-    assert all((tensor == 6).all() for tensor in load_file(last / "model.safetensors").values())
-    publisher.close()
-    assert in_memory(shm) == ["run"]
+    assert in_memory(shm) == []
 
 
 @pytest.mark.parametrize(("symlinks", "left"), [(True, []), (False, ["step_1"])])
@@ -173,27 +159,24 @@ def test_a_copy_of_the_run_directory_deletes_its_links_and_not_what_they_lead_to
 def test_what_an_attempt_before_one_on_another_host_has_left_is_deleted(tmp_path: Path, shm: Path) -> None:
     """The attempt on the other host has removed the link to it."""
     mine, other = tmp_path / "a" / "mine" / "weights", tmp_path / "b" / "mine" / "weights"
-    for weights in (mine, other):
-        tmpfs.make(weights, shm)
-        (weights / "latest").symlink_to("step_12")
-        (weights / tmpfs.RECORD).unlink()
-    kept = [folder for folder in shm.iterdir() if (folder / tmpfs.BACK).read_text() == str(other)]
+    of_other = tmpfs.make(other, shm)
+    (tmpfs.make(mine, shm) / "step_1").mkdir()
+    (mine / tmpfs.RECORD).unlink()
+    (mine / "latest").symlink_to("step_12")
     found = tmpfs.make(mine, shm)
-    assert sorted(shm.iterdir()) == sorted([*kept, found])
+    assert list(found.iterdir()) == []
+    assert sorted(shm.iterdir()) == sorted([of_other, found])
     tmpfs.clear(mine)
     assert (mine / "latest").is_symlink(), "the user's own"
-    assert list(shm.iterdir()) == kept
+    assert list(shm.iterdir()) == [of_other]
 
 
-@pytest.mark.parametrize("done", ["link", "folder", "back"])
+@pytest.mark.parametrize("done", ["link", "folder"])
 def test_an_attempt_that_was_killed_while_it_made_its_folder_leaves_it_to_the_next(tmp_path: Path, shm: Path, done: str) -> None:
-    weights, own = tmp_path / "mine" / "weights", shm / "rlx-mine-0"
-    weights.mkdir(parents=True)
-    (weights / tmpfs.RECORD).symlink_to(own)
-    if done != "link":
-        own.mkdir()
-    if done == "back":
-        (own / tmpfs.BACK).write_text(str(weights))
+    weights = tmp_path / "mine" / "weights"
+    own = tmpfs.make(weights, shm)
+    if done == "link":
+        own.rmdir()
     tmpfs.clear(weights)
     assert list(shm.iterdir()) == list(weights.iterdir()) == []
     found = tmpfs.make(weights, shm)
@@ -206,12 +189,8 @@ def test_an_attempt_that_was_killed_while_it_made_its_folder_leaves_it_to_the_ne
 @pytest.mark.parametrize(
     ("kind", "free", "said"),
     [
-        ("ext4", 9 * GIB, "is not in memory: its file system is ext4"),
-        (
-            "tmpfs",
-            1 * GIB,
-            r"has 1\.0 GiB of room, and the versions that are kept there take 2\.0 GiB\. .* lower weight_broadc",
-        ),
+        ("ext4", 9 * GIB, r"must be in memory and have 2\.0 GiB of room on the trainer's host; it is ext4\n  fix: "),
+        ("tmpfs", 1 * GIB, r"have 2\.0 GiB of room on the trainer's host; it is tmpfs and has 1\.0 GiB\n  fix: .* lower weight_broadc"),
         ("tmpfs", 9 * GIB, None),
     ],
 )
@@ -225,7 +204,7 @@ def test_the_trainer_says_at_once_that_its_versions_do_not_fit(
         return
     with pytest.raises(tmpfs.NoRoom, match=said):
         tmpfs.check(shm, 2 * GIB)
-    with pytest.raises(tmpfs.NoRoom, match="does not exist on the trainer's host"):
+    with pytest.raises(tmpfs.NoRoom, match="on the trainer's host; it is missing\n  fix: "):
         tmpfs.check(shm / "not", 2 * GIB)
 
 

@@ -38,7 +38,7 @@ def not_evaluated(cfg: TrainingRoot, paths: RunPaths, newest: int) -> set[int]:
     if not isinstance(cfg, SftRoot) or not cfg.plays:
         return set()  # an orchestrator holds back the trainer, so `versions_kept` is enough
     done = {record["step"] for record in _evaluations(paths)}
-    return {version for version in range(1, newest + 1) if is_due(cfg, version)} - done
+    return {version for version in range(newest + 1) if is_due(cfg, version)} - done
 
 
 def _evaluations(paths: RunPaths) -> list[dict[str, Any]]:

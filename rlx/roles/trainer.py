@@ -54,7 +54,8 @@ class Trainer:
         from rlx.train.summary import Summary
         from rlx.train.validation import Validation
         from rlx.weights.broadcast import Broadcast, make_room
-        from rlx.weights.hub import TIMEOUT, initial_model, tell_initial
+        from rlx.weights.hub import TIMEOUT, fetch, initial_model
+        from rlx.weights.subscribe import write_initial
 
         self.cfg, self.paths, self.watch = cfg, paths, watch
         if place.rank == 0:
@@ -64,8 +65,8 @@ class Trainer:
         warning = too_little(cfg, self.mesh)
         name = initial_model(cfg, paths, self.mesh, watch)
         start = read_start(paths)
-        if start is None:
-            tell_initial(name, paths, self.mesh, longest_served(name, trust_remote_code=cfg.model.trust_remote_code))
+        if start is None and self.mesh.first:
+            write_initial(paths, fetch(name, None), longest_served(name, trust_remote_code=cfg.model.trust_remote_code))
         self.step_trainer = build(cfg, name, self.mesh, watch.working, resumes=start is not None)
         self.model, self.reference = self.step_trainer.model, self.step_trainer.reference
         self.summary = Summary(paths, self.mesh, self.step_trainer, warning)
@@ -76,7 +77,7 @@ class Trainer:
         row = cfg.micro_batch_tokens, self.meter.flops.work
         self.validation = Validation(self.step_trainer, rows, *row, paths, watch) if rows is not None else None
         self.metrics = MetricsWriter(paths.metrics, "trainer") if self.mesh.first else None
-        self.broadcast = Broadcast.of(cfg, self.model, self.mesh, paths, name, watch.working)
+        self.broadcast = Broadcast.from_config(cfg, self.model, self.mesh, paths, name, watch.working)
         watch.checks.append(self.broadcast.check)
         self.checkpoints = Checkpoints.of(cfg, paths, self.step_trainer, watch.beat_on)
         self.first_step, self.updated = 0, False  # `updated`: the current step has already changed the weights
@@ -85,6 +86,8 @@ class Trainer:
         if start is not None:
             with watch.working(f"reading checkpoint {start.step}"):
                 self.resume(start.checkpoint / TRAINER, start.step)
+        elif cfg.lora.on and cfg.publishes(0):
+            self.broadcast.publish(0)  # as an adapter: a server must not compute the base model and adapters in one batch
 
     def resume(self, folder: Path, step: int) -> None:
         """Load the state of a checkpoint and make sure that its policy version is published for the servers."""
@@ -242,7 +245,7 @@ def main() -> int:
         try:
             code = trainer.run()
         except Exception:
-            trainer.broadcast.publisher.let_appear(LAST_WRITE)  # the process ends at once, and its threads with it
+            trainer.broadcast.let_appear(LAST_WRITE)  # the process ends at once, and its threads with it
             raise
     trainer.mesh.close()
     return code

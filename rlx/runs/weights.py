@@ -14,7 +14,8 @@ from rlx.config.schema_eval import EvalRoot, PlayWithModel
 from rlx.config.schema_synthesize import SynthesizeRoot
 from rlx.paths import RunPaths
 from rlx.weights import tmpfs
-from rlx.weights.files import ADAPTER_CONFIG, versions
+from rlx.weights.files import versions
+from rlx.weights.shapes import ADAPTER_CONFIG
 
 
 def resolve(cfg: EvalRoot) -> EvalRoot:

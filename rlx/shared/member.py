@@ -106,6 +106,8 @@ class Member:
         self.checkpoints.patient = False  # an orchestrator that is slow to add its part must not hold up the other runs
         if self.step:
             self.publisher.ensure(self.step)
+        else:
+            self.publisher.publish(0)  # as an adapter: a server must not compute the base model and adapters in one batch
 
     def still_there(self) -> None:
         """Called while rank 0 waits for the orchestrator's part of a checkpoint. Raises PutOut if it is gone, or must not be waited for."""

@@ -2,16 +2,19 @@
 
 transformers fuses the experts of some models: the trainer then has one tensor of all experts of a layer (`mlp.experts.gate_up_proj`),
 and a checkpoint has a matrix of each (`mlp.experts.3.gate_proj.weight`). Versions have the names of checkpoints, in files and from memory.
-It knows nothing of files, ranks and transfers.
+It knows nothing of versions, ranks and transfers.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from rlx.weights.division import by_layer
+from rlx.weights.shapes import check_layers, check_shapes, tensor_shapes
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
     from rlx.models.policy import PolicyModel
     from rlx.models.slots import Slot
     from rlx.weights.files import Tensors
+
+LAYER = re.compile(r"^.*?\.\d+(?=\.)")  # of `model.layers.3.mlp.gate.weight`: `model.layers.3`
 
 
 class Export:
@@ -36,25 +41,13 @@ class Export:
 
     def convert(self, tensors: Tensors) -> Tensors:
         """These tensors of the trainer, as a checkpoint has them. They may be views."""
-        return self._conversion[0](tensors)
+        if self.model.adapts:
+            from rlx.models.lora import exported
 
-    @property
-    def together(self) -> bool:
-        """Whether a tensor of a checkpoint may need several of the trainer's."""
-        return self._conversion[1]
+            return exported(tensors)
+        from transformers.core_model_loading import revert_weight_conversion
 
-    @functools.cached_property
-    def converts(self) -> bool:
-        """Whether published checkpoints have other tensors than the trainer."""
-        own = {name: tensor.shape for name, tensor in self._meta.items()}
-        return self.together or _shapes(self.described(list(own))) != own
-
-    @functools.cached_property
-    def by_layer(self) -> bool:
-        """Whether layers that are converted one by one give the same tensors as all together."""
-        names = list(self._meta)
-        one_by_one = [self.described(unit) for unit in by_layer(names)]
-        return _shapes({name: tensor for each in one_by_one for name, tensor in each.items()}) == _shapes(self.described(names))
+        return revert_weight_conversion(self.model.hf, tensors)
 
     def described(self, names: Sequence[str]) -> Tensors:
         """What these tensors are in checkpoints: on the meta device, so names, dtypes and shapes alone."""
@@ -63,11 +56,51 @@ class Export:
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every tensor in checkpoints, by name."""
-        return {name: tuple(shape) for name, shape in _shapes(self.described(list(self._meta))).items()}
+        return _shapes(self.described(list(self._meta)))
+
+    @functools.cached_property
+    def by_layer(self) -> bool:
+        """Whether layers that are converted one by one give the same tensors as all together."""
+        return {name: shape for unit in by_layer(self._meta) for name, shape in _shapes(self.described(unit)).items()} == self.shapes
 
     def units(self) -> list[list[str]]:
-        """The trainer's tensors, by name, that are converted together: layers, or single tensors if nothing is converted."""
-        return by_layer(self._meta) if self.converts else [[name] for name in self._meta]
+        """The trainer's tensors, by name, that are converted together: single tensors if nothing is converted, layers, or all of them."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        fuses = bool(get_model_conversion_mapping(self.model.hf, add_legacy=False))
+        if not fuses and self.shapes == _shapes(self._meta):
+            return [[name] for name in self._meta]
+        return by_layer(self._meta) if self.by_layer else [list(self._meta)]
+
+    def untrained(self, folder: Path) -> tuple[str, ...]:
+        """The names of tensors in the initial model's folder that transformers leaves out on purpose: layers that predict further tokens,
+        old tables of positions. vLLM leaves them out, too, so servers do without new ones."""
+        try:
+            more = tensor_shapes(folder).keys() - self.shapes.keys()
+        except ValueError:  # no safetensors, so no server starts with this folder
+            return ()
+        report = SimpleNamespace(missing_keys=set(), unexpected_keys=set(more))  # of loading, as transformers would make it
+        self.model.hf._adjust_missing_and_unexpected_keys(report)
+        return tuple(sorted(more - report.unexpected_keys))
+
+    def check_servers(self, source: str, folder: Path, rank: int | None = None) -> None:
+        """Raise ValueError if servers that start with the folder of `source` would refuse the versions that are trained from it.
+
+        They check names and shapes at their first update, which is a whole step later. `rank`: that of the adapters, if these are trained.
+        """
+        hf = self.model.hf
+        tied = any(getattr(config, "tie_word_embeddings", False) for config in (hf.config, hf.config.get_text_config()))
+        try:
+            if rank:
+                check_layers("a version", self.shapes, tensor_shapes(folder), rank)
+            else:
+                check_shapes("what is trained", self.shapes, tensor_shapes(folder), tied, self.untrained(folder))
+        except ValueError as error:
+            raise ValueError(
+                f"servers that start with {source} would refuse every version that is trained: {error}\n  fix: convert the model once, "
+                f'`AutoModelForCausalLM.from_pretrained("{source}", dtype="auto").save_pretrained(FOLDER)`, save its tokenizer there too, '
+                "and set model.name=FOLDER"
+            ) from error
 
     @functools.cached_property
     def _exact(self) -> frozenset[str]:
@@ -85,19 +118,15 @@ class Export:
         weights = self.model.named_weights()
         return {name: torch.empty(tensor.shape, dtype=self.published(name, tensor), device="meta") for name, tensor in weights}
 
-    @functools.cached_property
-    def _conversion(self) -> tuple[Callable[[Tensors], Tensors], bool]:
-        """The function of `convert`, and `together`."""
-        if self.model.adapts:
-            from rlx.models.lora import exported
 
-            return exported, True
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import revert_weight_conversion
-
-        hf: Any = self.model.hf
-        return functools.partial(revert_weight_conversion, hf), bool(get_model_conversion_mapping(hf, add_legacy=False))
+def by_layer(names: Sequence[str] | Tensors) -> list[list[str]]:
+    """Units of whole layers; a tensor outside the layers is a unit of its own."""
+    units: dict[str, list[str]] = {}
+    for name in names:
+        found = LAYER.match(name)
+        units.setdefault(found[0] if found else name, []).append(name)
+    return list(units.values())
 
 
-def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in tensors.items()}
+def _shapes(tensors: Tensors) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

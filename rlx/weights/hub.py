@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from rlx.heartbeat import FETCHING, WAITING_FOR_MODEL, Heartbeat, wait_for_model
 from rlx.paths import RunPaths
-from rlx.weights.initial import write_initial
 
 if TYPE_CHECKING:
     from rlx.config.schema import TrainingRoot
@@ -60,12 +59,3 @@ def initial_model(cfg: TrainingRoot, paths: RunPaths, mesh: Mesh, watch: Watch) 
     for wanted in filter(None, (name, cfg.ref.name)):
         fetch(wanted, watch.heartbeat)  # on every rank, before collectives: a download may exceed their timeout
     return name
-
-
-def tell_initial(name: str, paths: RunPaths, mesh: Mesh, longest: int | None) -> None:
-    """Let others compare this model, which is on the disk, with what the servers have. Every rank calls this.
-
-    `longest`: `InitialModel.longest`.
-    """
-    if mesh.first:
-        write_initial(paths, fetch(name, None), longest)

@@ -9,9 +9,11 @@ model or a PEFT adapter.
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +32,7 @@ DTYPES = {
     "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "C64": "complex64",
 }  # fmt: skip
 CHUNK = 1 << 20  # bytes read at a time for a digest
+THREADS = 4  # that read the tensors of a folder
 LISTED = 5  # names listed in a message
 
 
@@ -143,13 +146,30 @@ def manifest(folder: Path) -> dict[str, Any]:
         raise WeightsError(tmpfs.lost(folder) or f"{folder}: no file {COMPLETE}; the folder was not finished, or is not a weights folder")
     try:
         found: dict[str, Any] = json.loads(marker.read_text())
-        for record in found["tensors"].values():
+        for record in found.get("tensors", {}).values():  # a checkpoint's manifest has none
             _ = record["xxh3"], record["dtype"], record["shape"]
         for record in found["files"].values():
             _ = record["size"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"{marker}: not a manifest of this version of rlx ({type(error).__name__}: {error})") from error
     return found
+
+
+def check_tensors(folder: Path, found: Mapping[str, Entry], expected: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise WeightsError unless the tensors of a folder are those of its manifest: names, dtypes, shapes and digests.
+
+    `found`: its `entries`. `expected`: `tensors` of its manifest.
+    """
+    if differing := sorted(found.keys() ^ expected.keys()):
+        raise WeightsError(f"{folder}: its files and its manifest hold different tensors: {_list(differing)}")
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:  # reading and hashing release Python's lock
+        for (name, entry), value in zip(found.items(), pool.map(digest, found.values()), strict=True):
+            record = expected[name]
+            if (entry.dtype, list(entry.shape)) != (record["dtype"], record["shape"]):
+                described = f"{record['dtype']} {record['shape']}, found {entry.dtype} {list(entry.shape)}"
+                raise WeightsError(f"{entry.path}: expected {described}; the header's entry of {name} is damaged")
+            if value != record["xxh3"]:
+                raise WeightsError(f"{entry.path}: expected checksum {record['xxh3']}, found {value}; the tensor {name} is damaged")
 
 
 def check_shapes(what: str, given: Shapes, served: Shapes, tied: bool, untrained: Iterable[str] = ()) -> None:
