@@ -102,9 +102,11 @@ def shared_parts() -> Iterator[None]:
 @pytest.fixture
 def quick_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients of servers ask again sooner, and a server that refuses connections is soon gone. One that is only slow never is."""
-    for module in ("fleet", "sampler", "telling"):
+    for module in ("fleet", "sampler", "update"):
         monkeypatch.setattr(f"rlx.inference.{module}.PAUSE", 0.05)
-    monkeypatch.setattr("rlx.inference.replica.GONE", 0.1)
+    for module in ("fleet", "update"):
+        monkeypatch.setattr(f"rlx.inference.{module}.GONE", 0.1)
+    monkeypatch.setattr("rlx.inference.sampler.AVOIDED", 0.2)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The servers of a run as its orchestrator has them: a fleet, and a sampler that is told what the fleet has reached."""
+"""The servers of a run as its orchestrator has them: a fleet, and a sampler that uses the servers that the fleet found ready."""
 
 from __future__ import annotations
 
@@ -7,28 +7,36 @@ from pathlib import Path
 from typing import Any
 
 from rlx.inference.endpoints import Endpoint
-from rlx.inference.fleet import LOOK, Fleet
-from rlx.inference.protocol import RESTART
-from rlx.inference.sampler import Sampler
-from rlx.inference.telling import AT_ONCE, Manner
+from rlx.inference.fleet import Fleet
+from rlx.inference.sampler import RESTART, Sampler
 from rlx.types import Turn
 from rlx.weights.subscribe import version_at
 
+RUN = "0a1b2c3d"
+
 
 class Servers:
-    """An async context manager."""
+    """An async context manager. It is made inside an event loop. Call `ready` before anything else."""
 
     def __init__(
         self,
         endpoints: Sequence[Endpoint],
         request_timeout: float = 120,
         restart_timeout: float = RESTART,
-        manner: Manner = AT_ONCE,
-        look: float = LOOK,
+        adopt: bool = False,
+        run: str = RUN,
         **fleet: Any,
     ) -> None:
-        self.fleet = Fleet(endpoints, restart_timeout, manner, look, **fleet)
-        self.sampler = Sampler(endpoints, request_timeout, restart_timeout, restore=self.fleet.restore, run=fleet.get("run", ""))
+        self.fleet = Fleet(endpoints, restart_timeout, run=run, adopt=adopt, **fleet)
+        self.sampler = Sampler(
+            endpoints,
+            request_timeout,
+            restart_timeout,
+            restore=self.fleet.restore,
+            run=None if adopt else run,
+            adapter=self.fleet.adapter,
+            context=lambda: self.fleet.context,
+        )
         self.fleet.on_change = self.sampler.use
 
     async def __aenter__(self) -> Servers:
@@ -39,6 +47,12 @@ class Servers:
     async def __aexit__(self, *exception: object) -> None:
         await self.sampler.__aexit__(*exception)
         await self.fleet.__aexit__(*exception)
+
+    async def ready(self, timeout: float = 300) -> Servers:
+        """Wait for the servers and make them the run's. The sampler then begins with the version that they have."""
+        await self.fleet.wait_ready(timeout)
+        self.sampler.version = self.fleet.version
+        return self
 
     async def generate(self, prompt_ids: Sequence[int], sampling: dict[str, Any], request_id: str, affinity: int = 0) -> Turn:
         return await self.sampler.generate(prompt_ids, sampling, request_id, affinity)

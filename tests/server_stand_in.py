@@ -1,25 +1,27 @@
-"""A small HTTP server that follows the protocol of the policy servers and fails on demand, and a way to play a scene with some."""
+"""A stand-in for a server of vLLM's with rlx's worker extension: the same routes and JSON, no model, failures on demand."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
 from aiohttp import web
 from run_servers import Servers
 
 from rlx.inference.endpoints import Endpoint
-from rlx.inference.protocol import Answer, Asked, Completion, GenerateRequest, PolicyState
-from rlx.inference.server.holder import Holder
+
+CONTEXT = 64  # tokens of prompt and completion together
+Answer = dict[str, Any]
 
 
 class Clock:
-    """Stands for `time` in a module whose limits a test lets pass instead of waiting for them."""
+    """It stands for `time` in a module whose limits a test lets pass instead of waiting for them."""
 
     def __init__(self) -> None:
         self.passed = 0.0
@@ -27,181 +29,213 @@ class Clock:
     def monotonic(self) -> float:
         return time.monotonic() + self.passed
 
+    perf_counter = monotonic
+
 
 class Stand:
-    """A server that answers every prompt with its reverse, as the version that it was updated to."""
+    """A server that completes every prompt with its reverse. What a test sets in it makes it fail.
 
-    def __init__(self, delay: float = 0.0) -> None:
-        self.delay = delay
-        self.version = 0
-        self.requests: list[GenerateRequest] = []
-        self.served: list[int] = []  # version of each answer
-        self.in_flight = self.updating = self.aborted = self.messages = self.loads = self.claims = 0
-        self.refuse: str | None = None
-        self.gone = 0  # this many of the next updates: the trainer does not have the version
-        self.updates: list[dict[str, Any]] = []  # the bodies of all
-        self.fails = 0  # this many of the next requests and updates get a status of 500
-        self.key = "key"
-        self.refused = 0  # requests with another key
-        self.waiting = 0  # requests in its queue
-        self.hangs = False  # `/policy` and `/devices` are not answered
-        self.stuck = False  # it answers, but loads nothing: its engine hangs
-        self.holds = False  # it ends no request
-        self.identity = "a"  # of version 0
-        self.start = "1"  # which start of the server this is
-        self.asking = False  # it waits for the trainer
-        self.now = 0.0  # seconds, for the holder
-        self.holder = Holder(lambda: self.now)
-        self.transports: list[asyncio.Transport] = []
-        self.runner: web.AppRunner | None = None
+    A call's name is its path, or for the extension the method's name.
+    """
+
+    def __init__(self, delay: float = 0.0, ranks: int = 1, **attributes: Any) -> None:
+        self.delay, self.ranks, self.key = delay, ranks, "key"  # seconds of a completion; workers; what every route asks for
+        self.fails: Counter[str] = Counter()  # this many of the next calls get a 500
+        self.drops: Counter[str] = Counter()  # … end without a response
+        self.hangs: set[str] = set()  # calls that get no response until they are not in here any more
+        self.errors: dict[str, Answer] = {}  # what the last rank's method returns instead: {"error": …, "broken": …} or {"wrong": …}
+        self.completion: Answer = {}  # what differs in the next completions' choice
+        self.extension, self.holds = True, False  # has rlx's worker extension; ends no completion
+        self.state: Answer = {
+            "model": "model",
+            "identity": "a",
+            "context": CONTEXT,
+            "lora": False,
+            "device": "",
+            "peak_memory": 1 << 30,
+            "memory": 0,
+        }
+        self.waiting = 0
+        # What a test looks at.
+        self.calls: list[str] = []
+        self.bodies: dict[str, list[Any]] = {}  # by name, in order
+        self.served: list[str] = []  # label or adapter of each completion
+        self.in_flight = self.aborted = self.refused = 0
+        self.connections: set[asyncio.Transport] = set()
+        self.starts = 0
         # It holds the port while the server is away, so that nobody else gets it. It does not listen: connections are refused.
         self.place = socket.socket()
         self.place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.place.bind(("127.0.0.1", 0))
-        self.port = self.place.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.place.getsockname()[1]}"
+        vars(self).update(attributes)
 
     def __del__(self) -> None:
         self.place.close()
 
-    async def __aenter__(self) -> Stand:
-        application = web.Application(middlewares=[self.authorized])
-        application.router.add_get("/generate", self.connection)
-        application.router.add_post("/update_weights", self.update)
-        application.router.add_post("/reload_weights", self.reload)
-        application.router.add_get("/policy", self.policy)
-        application.router.add_get("/devices", self.devices)
-        application.router.add_post("/claim", self.claim)
+    async def start(self) -> None:
+        """Start it, as a process that knows of no version."""
+        self.label, self.loaded, self.folder, self.paused, self.adapters = "default", None, "", False, {}
+        self.starts += 1
+        application = web.Application(client_max_size=1 << 30)
+        application.router.add_route("*", "/{path:.*}", self.receive)
         self.runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=0)
         await self.runner.setup()
-        site = web.TCPSite(self.runner, "127.0.0.1", self.port)
-        await site.start()
+        await web.TCPSite(self.runner, *self.place.getsockname(), backlog=4096).start()
+
+    async def stop(self) -> None:
+        """End it, as a killed process does."""
+        for transport in self.connections:
+            transport.abort()
+        self.connections.clear()
+        await self.runner.cleanup()
+
+    async def __aenter__(self) -> Stand:
+        await self.start()
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        assert self.runner is not None
-        for transport in self.transports:
-            transport.abort()  # like a killed process
-        self.transports.clear()
-        await self.runner.cleanup()
+        await self.stop()
 
     @property
     def endpoint(self) -> Endpoint:
-        return Endpoint(f"http://127.0.0.1:{self.port}", "key")
+        return Endpoint(self.url, "key")
 
-    @web.middleware
-    async def authorized(self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
-        if request.headers["Authorization"] == f"Bearer {self.key}":
-            return await handler(request)
-        self.refused += 1
-        return web.json_response({"error": "wrong key"}, status=403 if request.path == "/generate" else 401)
+    @property
+    def version(self) -> int | None:
+        return None if self.label == "default" else int(self.label.partition("@")[0])
 
-    async def connection(self, request: web.Request) -> web.StreamResponse:
-        connection = web.WebSocketResponse(max_msg_size=0)
-        await connection.prepare(request)
+    @property
+    def requests(self) -> list[Any]:
+        return self.bodies.get("/inference/v1/generate", [])
+
+    async def receive(self, request: web.Request) -> web.StreamResponse:
         assert request.transport is not None
-        self.transports.append(request.transport)
-        tasks: dict[int, asyncio.Task[None]] = {}
-        try:
-            with self.holder.connection(request.query.get("run", "")):
-                async for message in connection:
-                    self.messages += 1
-                    asked = msgspec.msgpack.decode(message.data, type=Asked)
-                    for number, one in asked.requests:
-                        tasks[number] = asyncio.ensure_future(self.generate(connection, number, one))
-                    for number in asked.given_up:
-                        tasks[number].cancel()
-        finally:
-            for task in tasks.values():
-                task.cancel()
-        return connection
+        self.connections.add(request.transport)
+        body = await request.json() if request.can_read_body else {}
+        name = body["method"] if request.path == "/collective_rpc" else request.path
+        if request.headers.get("Authorization") != f"Bearer {self.key}":
+            self.refused += 1
+            return web.Response(status=401)
+        self.calls.append(name)
+        self.bodies.setdefault(name, []).append(body or dict(request.query))
+        while name in self.hangs:
+            await asyncio.sleep(0.01)
+        if self.drops[name] > 0:
+            self.drops[name] -= 1
+            request.transport.abort()
+            return web.Response()
+        if self.fails[name] > 0:
+            self.fails[name] -= 1
+            return failure(500, "out of luck")
+        if request.path == "/collective_rpc":
+            if not self.extension:
+                return failure(500, f"Call to collective_rpc method failed: Method '{name}' is not implemented.")
+            return web.json_response({"results": [self.call(name, rank, *body.get("args", [])) for rank in range(self.ranks)]})
+        respond = getattr(self, request.path.strip("/").replace("/", "_"), None)
+        return web.Response(status=404) if respond is None else await respond(body)
 
-    async def generate(self, connection: web.WebSocketResponse, number: int, asked: GenerateRequest) -> None:
-        if asked.version > self.version:
-            await connection.send_bytes(msgspec.msgpack.encode([Answer(number, 409, error="stale")]))
-            return
-        self.requests.append(asked)
-        if self.fails:
-            self.fails -= 1
-            await connection.send_bytes(msgspec.msgpack.encode([Answer(number, 500, error="out of luck")]))
-            return
+    def call(self, method: str, rank: int, *args: str) -> Answer:
+        """What one worker returns of a method of the extension."""
+        if rank == self.ranks - 1 and method in self.errors:
+            return {"rank": rank, **self.errors[method]}
+        if method == "rlx_load":
+            self.folder, self.loaded = args
+        return {"rank": rank} | {
+            "rlx_state": {"start": str(self.starts), "label": self.loaded} | self.state,
+            "rlx_check": {"ready": True},
+            "rlx_load": {"seconds": 0.01},
+            "rlx_compare": {"equal": 100, "different": 0, "served": 100, "names": [], "seconds": 0.01},
+        }[method]
+
+    async def inference_v1_generate(self, asked: Answer) -> web.Response:
+        ids, model, before = asked["token_ids"], asked.get("model"), self.label
+        if model not in ("policy", None, *self.adapters):
+            return failure(404, f"The model `{model}` does not exist.")
+        if len(ids) >= CONTEXT or min(ids) < 0:
+            return failure(
+                400, f"The decoder prompt (length {len(ids)}) is longer than the maximum model length of {CONTEXT}, or has wrong ids. "
+            )
         self.in_flight += 1
         try:
             await asyncio.sleep(self.delay)
-            while self.holds:
-                await asyncio.sleep(0.01)
+            while self.paused or self.holds:
+                await asyncio.sleep(0.005 + self.in_flight / 10000)
         except asyncio.CancelledError:
             self.aborted += 1
             raise
         finally:
             self.in_flight -= 1
-        ids = np.frombuffer(asked.prompt_ids, np.int32)[::-1]
-        self.served.append(self.version)
-        completion = Completion(
-            ids.tobytes(),
-            (-ids / 7).astype(np.float32).tobytes(),
-            asked.sampling.temperature,
-            [(self.version, 1), (self.version + 1, len(ids) - 1)],
-            "stop",
-        )
-        await connection.send_bytes(msgspec.msgpack.encode([Answer(number, 200, completion)]))
+        spans = [(before, 0, 1), (self.label, 1, len(ids))] if before != self.label and len(ids) > 1 else [(self.label, 0, len(ids))]
+        choice = {
+            "index": 0,
+            "token_ids": ids[::-1],
+            "logprobs": {"content": [{"token_id": i, "logprob": -i / 7, "rank": 1, "top_logprobs": []} for i in ids[::-1]]},
+            "finish_reason": "stop",
+            "weight_versions": [{"version": label, "start": start, "end": end} for label, start, end in spans],
+        }
+        self.served.append(model if model in self.adapters else self.label)
+        return web.json_response({"request_id": asked.get("request_id"), "choices": [choice | self.completion]})
 
-    async def update(self, request: web.Request) -> web.Response:
-        asked = await request.json()
-        self.updating += 1
-        await asyncio.sleep(self.delay)
-        self.updates.append(asked)
-        while self.stuck:
-            await asyncio.sleep(0.01)
-        self.updating -= 1
-        if self.gone:
-            self.gone -= 1
-            return web.json_response({"error": "the trainer has another version"}, status=410)
-        if self.refuse:
-            return web.json_response({"error": self.refuse}, status=422)
-        if self.fails:
-            self.fails -= 1
-            return web.Response(status=502, text="bad gateway")
-        assert asked["weight_dir"]
-        if why := self.holder.claim(asked["run"]):
-            return web.json_response({"error": why}, status=409)
-        self.version = asked["version"]
-        self.loads += 1
-        return await self.policy(request)
+    async def pause(self, _: Answer) -> web.Response:
+        self.paused = True
+        return web.json_response({"status": "paused"})
 
-    async def reload(self, request: web.Request) -> web.Response:
-        if why := self.holder.claim((await request.json())["run"]):
-            return web.json_response({"error": why}, status=409)
-        self.version = 0
-        return await self.policy(request)
+    async def resume(self, _: Answer) -> web.Response:
+        self.paused = False
+        return web.json_response({"status": "resumed"})
 
-    async def claim(self, request: web.Request) -> web.Response:
-        self.claims += 1
-        asked = await request.json()
-        if why := self.holder.claim(asked.get("run", ""), keep=asked.get("keep", True)):
-            return web.json_response({"error": why}, status=409)
-        return await self.policy(request)
+    async def update_weight_version(self, asked: Answer) -> web.Response:
+        self.label = asked["new_version"]
+        return web.json_response({"success": True, "new_version": self.label})
 
-    async def devices(self, request: web.Request) -> web.Response:
-        if self.hangs:
-            await asyncio.sleep(3600)
-        return web.Response(status=404)  # as a server of an older rlx
+    async def weight_info(self, _: Answer) -> web.Response:
+        return web.json_response({"weight_version": self.label})
 
-    async def policy(self, request: web.Request) -> web.Response:
-        if self.hangs:
-            await asyncio.sleep(3600)
-        state = PolicyState(
-            self.version,
-            "model",
-            64,
-            running=self.in_flight,
-            waiting=self.waiting,
-            kv_cache_usage=0.25,
-            preemptions=3,
-            asking=self.asking,
-            identity=self.identity,
-            start=self.start,
-        )
-        return web.Response(body=msgspec.json.encode(state))
+    async def is_paused(self, _: Answer) -> web.Response:
+        return web.json_response({"is_paused": self.paused})
+
+    async def health(self, _: Answer) -> web.Response:
+        return web.Response()
+
+    async def v1_models(self, _: Answer) -> web.Response:
+        cards = [{"id": "policy", "root": self.state["model"], "max_model_len": CONTEXT, "parent": None}]
+        cards += [{"id": name, "root": path, "max_model_len": None, "parent": "policy"} for name, path in self.adapters.items()]
+        return web.json_response({"object": "list", "data": cards})
+
+    async def v1_load_lora_adapter(self, asked: Answer) -> web.Response:
+        if asked["lora_name"] in self.adapters:
+            return failure(400, f"The lora adapter '{asked['lora_name']}' has already been loaded.")
+        self.adapters[asked["lora_name"]] = asked["lora_path"]
+        return web.Response(text=f"Success: LoRA adapter '{asked['lora_name']}' added successfully.")
+
+    async def v1_unload_lora_adapter(self, asked: Answer) -> web.Response:
+        if self.adapters.pop(asked["lora_name"], None) is None:
+            return failure(404, f"The lora adapter '{asked['lora_name']}' cannot be found.")
+        return web.Response(text=f"Success: LoRA adapter '{asked['lora_name']}' removed successfully.")
+
+    async def metrics(self, _: Answer) -> web.Response:
+        values = {"num_requests_running": self.in_flight, "num_requests_waiting": self.waiting, "kv_cache_usage_perc": 0.25}
+        values |= {"num_preemptions_total": 3, "generation_tokens_total": 70, "prompt_tokens_total": 40}
+        values |= {"prefix_cache_queries_total": 40, "prefix_cache_hits_total": 10}
+        lines = [
+            f'# TYPE vllm:{name} gauge\nvllm:{name}{{engine="0",model_name="policy"}} {float(value)}' for name, value in values.items()
+        ]
+        return web.Response(text="\n".join(lines) + "\n")
+
+
+def failure(status: int, message: str) -> web.Response:
+    """An error in vLLM's form."""
+    return web.json_response({"error": {"message": message, "type": "BadRequestError", "param": None, "code": status}}, status=status)
+
+
+def publish(folder: Path, version: int, adapter: bool = False) -> Path:
+    """Write a version's folder, as far as clients of servers read it."""
+    folder.mkdir()
+    if adapter:
+        (folder / "adapter_config.json").touch()
+    (folder / "COMPLETE").write_text(json.dumps({"version": version, "files": {}, "tensors": {}}))
+    return folder
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -216,12 +250,12 @@ def play(scene: Callable[..., Awaitable[None]], *stands: Stand, **options: Any) 
 
     async def whole() -> None:
         for stand in stands:
-            await stand.__aenter__()
+            await stand.start()
         try:
             async with Servers([stand.endpoint for stand in stands], **({"request_timeout": 60} | options)) as client:
-                await scene(client, *stands)
+                await scene(await client.ready(), *stands)
         finally:
             for stand in stands:
-                await stand.__aexit__()
+                await stand.stop()
 
     asyncio.run(whole())

@@ -15,6 +15,7 @@ from rlx.inference.wire import RequestRefused, ServerUnreachable, error_of
 CONNECT = 10.0  # seconds for opening a connection; a host that vanished does not refuse it
 IDLE = 3.0  # seconds after which an idle connection is closed: vLLM closes it after 5, perhaps just when a request is sent
 
+UNKNOWN_METHOD = b"is not implemented"  # vLLM's words for a method that its workers do not have
 _json = {"Content-Type": "application/json"}
 
 
@@ -42,7 +43,9 @@ class Client:
                 content = await answer.read()
                 status = answer.status
         except (aiohttp.ClientError, OSError) as error:
-            raise ServerUnreachable(f"{endpoint.name} does not answer: {error or type(error).__name__}") from error
+            unreachable = ServerUnreachable(f"{endpoint.name} does not answer: {error or type(error).__name__}")
+            unreachable.connected = not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+            raise unreachable from error
         if status == 503 or (status == 401 and endpoint.superseded):
             raise ServerUnreachable(str(error_of(endpoint.name, status, content)))
         return status, content
@@ -66,14 +69,15 @@ class Client:
 
         Raises RequestRefused if the server was started without the extension. An error of a rank is in its record (`error`).
         """
-        try:
-            body = await self.post(endpoint, wire.RPC, {"method": method, "args": list(arguments)})
-            return list(msgspec.json.decode(body)["results"])
-        except (RequestRefused, msgspec.MsgspecError, KeyError, TypeError) as error:
+        status, body = await self.send(endpoint, "POST", wire.RPC, msgspec.json.encode({"method": method, "args": list(arguments)}))
+        if status == 404 or (status >= 500 and UNKNOWN_METHOD in body):
             raise RequestRefused(
-                f"{endpoint.name} does not know `{method}` ({error}).\n  fix: start it with the options that `rlx train … dry_run=true` "
-                "prints, among them VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls"
-            ) from error
+                f"{endpoint.name} does not know `{method}` ({status}: {wire.text_of(body)}).\n  fix: start it with the options that "
+                "`rlx train … dry_run=true` prints, among them VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls"
+            )
+        if status != 200:
+            raise error_of(endpoint.name, status, body)
+        return list(msgspec.json.decode(body)["results"])
 
     async def label(self, endpoint: Endpoint) -> str:
         """The label of the served weights."""

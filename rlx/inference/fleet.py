@@ -30,26 +30,23 @@ from rlx.inference.client import Client
 from rlx.inference.endpoints import Endpoint
 from rlx.inference.replica import Replica, ServerState, totals
 from rlx.inference.sampler import PAUSE, RESTART
+from rlx.inference.update import GONE, insist, load_all, transfer
 from rlx.inference.wire import (
     InferenceError,
     RequestRefused,
     ServerUnreachable,
     StaleServer,
     TakenServer,
-    UpdateRefused,
     WeightsDiffer,
     label_of,
     parse_label,
 )
 from rlx.types import InitialModel, WeightVersion
-from rlx.weights.transfer_files import request_transfer
 
 log = logging.getLogger(__name__)
 
 LOOK = 2.0  # seconds between two checks of the servers
 HUNG = 30.0  # seconds after which a server that takes a connection but does not answer counts as lost, if others answer
-GONE = 2.0  # seconds without an answer after which an update goes on without a server, if others have the version
-SLOWER = 4.0  # factor: a server that takes so much longer than the first one is left out of an update
 
 
 class Fleet:
@@ -107,93 +104,43 @@ class Fleet:
         Raises the errors of the table above, and ServerUnreachable if no server has the version after `timeout` seconds, in which time
         without any server does not count.
         """
-        servers = [server for server in self._servers if server.serves] or self._servers
-        if weights.kind == "memory":
-            missing = await self._transfer(servers, weights, timeout)
+        serving = [server for server in self._servers if server.serves] or self._servers
+        if weights.kind == "memory":  # to all: nobody brings such a version to servers that join later
+            patience = self._hung, self._restart_timeout
+            missing = await transfer(self._servers.copy(), self._client, weights, self._run, timeout, *patience)
         else:
-            missing = await self._load_all(servers, weights, timeout)
+            missing = await load_all(serving, lambda server: self._insist(server, weights), weights, timeout, self._hung)
         self._weights, self.version = weights, weights.version
-        for server, why in missing.items():
-            self._leave_out(server, f"version {weights.version} is served without {server.endpoint.name}: {why}")
-
-    async def _load_all(self, servers: Sequence[Replica], weights: WeightVersion, timeout: float) -> dict[Replica, str]:
-        """Load a version from files into all servers. Returns the servers without it, and why; at least one has it."""
-        loading = {asyncio.ensure_future(self._insist(server, weights)): server for server in servers}
-        waiting, missing = set(loading), dict[Replica, str]()
-        began, first = time.monotonic(), 0.0  # seconds of the first server that has it
-        try:
-            while waiting:
-                done, waiting = await asyncio.wait(waiting, timeout=PAUSE, return_when=asyncio.FIRST_COMPLETED)
-                now = time.monotonic()
-                for task in done:
-                    try:
-                        task.result()
-                        first = first or now - began
-                    except (UpdateRefused, WeightsDiffer, TakenServer):
-                        raise
-                    except InferenceError as error:
-                        missing[loading[task]] = str(error)
-                for task in waiting.copy():
-                    server = loading[task]
-                    slow = first and now - began > max(self._hung, SLOWER * first)
-                    if (first and server.gone(now, GONE)) or slow or now - began > timeout:
-                        waiting.discard(task)
-                        missing[server] = (
-                            f"it took no version {weights.version} in {now - began:.0f} s (weight_broadcast.timeout={timeout:g})"
-                        )
-        finally:
-            for task in loading:
-                task.cancel()
-            await asyncio.gather(*loading, return_exceptions=True)
-        if len(missing) == len(servers):
-            raise ServerUnreachable("; ".join(f"{server.endpoint.name}: {why}" for server, why in missing.items()))
-        return missing
+        for server, error in missing.items():
+            self._leave_out(server, str(error))
 
     async def _insist(self, server: Replica, weights: WeightVersion) -> None:
-        """Load a version into a server. While it does not answer, try again for `restart_timeout` seconds."""
-        last_answer = time.monotonic()
-        while True:
-            try:
-                return await server.load(self._client, self.look_up(weights.version) or weights, self._run, self._verify_every)
-            except (UpdateRefused, WeightsDiffer):
-                raise
-            except InferenceError:
-                if server.silent_since is None:
-                    last_answer = time.monotonic()
-                    raise
-                if time.monotonic() - last_answer > self._restart_timeout:
-                    raise
-            await asyncio.sleep(PAUSE)
+        await insist(server, lambda: self._load(server, weights), lambda: server.look(self._client), self._restart_timeout)
 
-    async def _transfer(self, servers: Sequence[Replica], weights: WeightVersion, timeout: float) -> dict[Replica, str]:
-        """Let the trainer send a version from its memory to all servers, which are paused meanwhile. Returns those without it, and why."""
-        label, urls = label_of(weights.version, self._run), [(one.endpoint.url, one.endpoint.api_key) for one in servers]
-        async with contextlib.AsyncExitStack() as stack:
-            for server in servers:
-                await stack.enter_async_context(server.lock)
-            await all_of(one.ask(self._client.post(one.endpoint, wire.PAUSE)) for one in servers)
-            failed = await request_transfer(weights.where, weights.version, urls, timeout)
-            whole = [one for one in servers if one.endpoint.url not in failed]
-            if not whole:
-                raise ServerUnreachable(f"no server got version {weights.version} from the trainer: {failed}")
-            await all_of(one.label(self._client, label) for one in whole)
-        return {one: failed[one.endpoint.url] for one in servers if one not in whole}
+    async def _load(self, server: Replica, weights: WeightVersion) -> None:
+        await server.load(self._client, self.look_up(weights.version) or weights, self._run, self._verify_every)
 
     async def restore(self, endpoint: Endpoint) -> None:
         """Bring the server at `endpoint` to the run's version if it restarted. Raises InferenceError if that fails."""
         for server in self._servers:
             if server.endpoint.key == endpoint.key:
-                async with server.lock:  # an update in progress ends first
-                    await server.look(self._client)
                 return await self._bring_up_to_date(server)
         raise StaleServer(f"{endpoint.name} is not one of this run's servers: {', '.join(s.endpoint.url for s in self._servers)}")
 
     async def _bring_up_to_date(self, server: Replica) -> None:
-        """Bring one server, whose state is new, to the run's version, unless it has it. Raises TakenServer if another run uses it."""
-        state = server.state
-        assert state is not None
-        if self._has_version(server):
-            return
+        """Bring one server to the run's version, unless it has it. Raises TakenServer if another run uses it."""
+        seconds = self._restart_timeout
+        await self._client.in_time(self._load_unless_there(server), server.endpoint, seconds, f"load version {self.version}")
+
+    async def _load_unless_there(self, server: Replica) -> None:
+        async with server.lock:  # an update in progress ends first, and one of several calls at once loads
+            state = await server.look(self._client)
+            if not self._has_version(server):
+                await self._load_current(server, state)
+            elif server.paused:
+                await server.resume(self._client)
+
+    async def _load_current(self, server: Replica, state: ServerState) -> None:
         other = parse_label(state.label)
         if other is not None and other[1] != self._run and server.serves:
             raise TakenServer(
@@ -211,7 +158,7 @@ class Fleet:
         elif self._weights.kind == "memory" and (self.look_up(self.version) or self._weights).kind == "memory":
             raise StaleServer(f"{server.endpoint.name} joins with the next version, which the trainer sends from its memory")
         else:
-            await server.load(self._client, self.look_up(self.version) or self._weights, self._run, self._verify_every)
+            await self._load(server, self._weights)
 
     def _has_version(self, server: Replica) -> bool:
         assert server.state is not None
@@ -288,8 +235,12 @@ class Fleet:
                         f"{server.endpoint.name} started with other weights than {other.endpoint.name}: {server.state.model}.\n"
                         "  fix: start all servers of a run with the model that it trains"
                     )
-            await all_of(server.reset(self._client, self._run) for server in self._servers)
+            await all_of(self._reset(server) for server in self._servers)
         self._watching = asyncio.ensure_future(self._watch())
+
+    async def _reset(self, server: Replica) -> None:
+        async with server.lock:
+            await server.reset(self._client, self._run)
 
     async def _adopt(self) -> None:
         """Take the servers' version for the fleet's. Servers without a route for labels have version 0."""
@@ -379,7 +330,7 @@ class Fleet:
         limit = self._hung if others else self._restart_timeout
         try:
             await self._client.in_time(server.look(self._client, not self._adopts), server.endpoint, limit, "report its version")
-            if not self._adopts:
+            if not self._adopts and (server.paused or not self._has_version(server)):
                 await self._bring_up_to_date(server)
         except InferenceError as error:
             server.hung = isinstance(error, ServerUnreachable) and server.silent_since is None

@@ -60,7 +60,8 @@ class Replica:
     updates: int = 0  # since the latest compare
     updated: float = field(default_factory=time.monotonic)  # monotonic time of the latest update
     adapters: list[str] = field(default_factory=list)  # of this run, oldest first
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while its weights change
+    paused: bool = False  # it was told to pause, and not yet to go on
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # callers of `load` and `reset` hold it
 
     async def look(self, client: Client, extension: bool = True) -> ServerState:
         """Ask for its state. `extension`: it must have the worker extension of rlx. Raises InferenceError."""
@@ -90,6 +91,9 @@ class Replica:
             self.silent_since = self.silent_since or time.monotonic()
             self.endpoint = self.endpoint.refreshed()
             raise
+        except InferenceError:
+            self.silent_since = None
+            raise
         self.silent_since = None
         return found
 
@@ -109,33 +113,31 @@ class Replica:
         Raises UpdateRefused if the server did not take it and still serves the old version, WeightsDiffer if it serves something else than
         what was trained, InferenceError if it fails.
         """
-        async with self.lock:
-            await self._check(client, weights.where, await asyncio.to_thread(_manifest_digest, weights))
-            if weights.kind == "adapter":
-                await self._load_adapter(client, weights.where, label_of(weights.version, run))
-            else:
-                await self._load_model(client, weights.where, label_of(weights.version, run), verify_every)
+        await self._check(client, weights.where, await asyncio.to_thread(_manifest_digest, weights))
+        if weights.kind == "adapter":
+            await self._load_adapter(client, weights.where, label_of(weights.version, run))
+        else:
+            await self._load_model(client, weights.where, label_of(weights.version, run), verify_every)
 
     async def reset(self, client: Client, run: str) -> None:
         """Bring the server back to the model that it started with, version 0. Raises the same errors as `load`."""
         assert self.state is not None
-        async with self.lock:
-            if not self.state.pristine:
-                await self._check(client, self.state.model, "")
-                await self._load_model(client, self.state.model, label_of(0, run), 1)
-            else:
-                await self.label(client, label_of(0, run))
+        if not self.state.pristine:
+            await self._check(client, self.state.model, "")
+            await self._load_model(client, self.state.model, label_of(0, run), 1)
+        else:
+            await self.label(client, label_of(0, run))
 
     async def _check(self, client: Client, folder: str, digest: str) -> None:
         while not all(rank["ready"] for rank in await self._call(client, "rlx_check", folder, digest)):
             await asyncio.sleep(POLL)
 
     async def _load_model(self, client: Client, folder: str, label: str, verify_every: int) -> None:
-        await self.ask(client.post(self.endpoint, wire.PAUSE))
+        await self.pause(client)
         try:
             await self._call(client, "rlx_load", folder, label)
         except UpdateRefused:
-            await self.ask(client.post(self.endpoint, wire.RESUME))  # nothing was changed
+            await self.resume(client)  # nothing was changed
             raise
         if self._compare_is_due(verify_every):
             await self._compare(client, folder, label)
@@ -145,7 +147,15 @@ class Replica:
     async def label(self, client: Client, label: str) -> None:
         """Give the served weights a label, and let the server generate."""
         await self.ask(client.post(self.endpoint, wire.SET_LABEL, {"new_version": label}))
+        await self.resume(client)
+
+    async def pause(self, client: Client) -> None:
+        self.paused = True
+        await self.ask(client.post(self.endpoint, wire.PAUSE))
+
+    async def resume(self, client: Client) -> None:
         await self.ask(client.post(self.endpoint, wire.RESUME))
+        self.paused = False
 
     def _compare_is_due(self, verify_every: int) -> bool:
         cheap = self.compare_seconds < CHEAP * (time.monotonic() - self.updated)

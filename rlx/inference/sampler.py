@@ -182,19 +182,22 @@ class Sampler:
                         server.load -= 1
                     now = time.monotonic()
                     server.avoided_until = now + AVOIDED
-                    if troubled_since is None or now - began > 4 * PAUSE:  # the server worked on it meanwhile
+                    took_it = not isinstance(trouble, ServerUnreachable) or trouble.connected
+                    if troubled_since is None or (took_it and now - began > 4 * PAUSE):  # the server worked on it meanwhile
                         troubled_since = now
+                    others = any(other.avoided_until <= now for other in self._servers)
                     unreachable = isinstance(trouble, ServerUnreachable | StaleServer)
+                    if unreachable and not others:
+                        self._begin_outage(trouble)
+                        limit.reschedule(None)
+                        restored = isinstance(trouble, StaleServer) and await self._restored(server, trouble)
+                        limit.reschedule(asyncio.get_running_loop().time() + self._request_timeout)
+                        if restored:
+                            continue
                     if now - troubled_since > (self._restart_timeout if unreachable else min(FAILING, self._restart_timeout)):
                         raise trouble
-                    if any(other.avoided_until <= now for other in self._servers):
-                        continue
-                    if unreachable:
-                        self._begin_outage(trouble)
-                        limit.reschedule(asyncio.get_running_loop().time() + self._request_timeout)
-                        if isinstance(trouble, StaleServer) and self._restore is not None and server in self._servers:
-                            await self._try_to_restore(server)
-                    await asyncio.sleep(PAUSE)
+                    if not others:
+                        await asyncio.sleep(PAUSE)
         except TimeoutError:
             name = server.endpoint.name if server is not None else "the inference servers"
             raise ServerUnreachable(
@@ -241,13 +244,19 @@ class Sampler:
             raise StaleServer(f"{endpoint.name} sampled with version {label}, and the run has version {at_least}")
         return found[0]
 
-    async def _try_to_restore(self, server: _Server) -> None:
-        assert self._restore is not None
+    async def _restored(self, server: _Server, trouble: StaleServer) -> bool:
+        """Let the fleet load the run's version into a server. If that fails, the reason is added to `trouble`. Raises TakenServer."""
+        if self._restore is None:
+            return False
         try:
             await self._restore(server.endpoint)
-            server.avoided_until = 0.0
+        except TakenServer:
+            raise
         except InferenceError as error:
-            log.warning("%s could not be restored: %s", server.endpoint.name, error)
+            trouble.args = (f"{trouble}. It was not restored: {error}",)
+            return False
+        server.avoided_until = 0.0
+        return True
 
     def _begin_outage(self, why: InferenceError) -> None:
         if self._outage_since is None:

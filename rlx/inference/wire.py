@@ -40,6 +40,8 @@ class InferenceError(RuntimeError):
 class ServerUnreachable(InferenceError):
     """A server did not answer, even after retries."""
 
+    connected = True  # False: it did not even take the connection
+
 
 class RequestRefused(InferenceError):
     """A server rejected the request (4xx). A retry would not help."""
@@ -199,7 +201,8 @@ def text_of(body: bytes) -> str:
 def error_of(server: str, status: int, body: bytes) -> InferenceError:
     """The exception for an answer that is not 200. `server`: its name in messages."""
     kind = RequestRefused if 400 <= status < 500 else InferenceError
-    return kind(f"{server} ({status}): {text_of(body)}")
+    wrong_key = "it refuses the key.\n  fix: set inference.api_key to the server's secret (RLX_SECRET)"
+    return kind(f"{server} ({status}): {wrong_key if status in (401, 403) else text_of(body)}")
 
 
 def models_of(body: bytes) -> list[tuple[str, str, int]]:

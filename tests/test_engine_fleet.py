@@ -1,0 +1,579 @@
+"""The servers of a run, as stand-ins: updates of all, restarts, servers that join and leave, and what makes a run end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from run_servers import RUN, Servers
+from server_stand_in import Clock, Stand, play, publish, until
+
+from rlx.config.schema import Config
+from rlx.inference.endpoints import Endpoint, endpoint_file, free_port, present_servers, publish_endpoint, read_endpoints
+from rlx.inference.replica import memory_of
+from rlx.inference.wire import (
+    GENERATE,
+    InferenceError,
+    RequestRefused,
+    ServerUnreachable,
+    TakenServer,
+    UpdateRefused,
+    WeightsDiffer,
+    WeightsGone,
+)
+from rlx.paths import RunPaths
+from rlx.types import WeightVersion
+from rlx.waiting import WaitTimeout
+
+SAMPLING = {"max_tokens": 3}
+UPDATE = ["rlx_check", "/pause", "rlx_load", "/update_weight_version", "/resume"]
+OUTDATED = {"equal": 90, "different": 10, "served": 100, "names": ["model.norm.weight"], "seconds": 0.01}
+pytestmark = pytest.mark.usefixtures("quick_clients")
+
+Version = Callable[[int], Path]
+
+
+@pytest.fixture
+def version(tmp_path: Path) -> Version:
+    """Publishes a version and returns its folder."""
+    return lambda number: publish(tmp_path / f"step_{number}", number)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Limits of updates pass by it. They are long enough for a machine that is slow or stops for a while."""
+    made = Clock()
+    monkeypatch.setattr("rlx.inference.update.time", made)
+    return made
+
+
+def many(client: Servers, count: int = 8) -> list[asyncio.Future]:
+    """Requests of so many conversations, other ones each time."""
+    first = getattr(client, "asked", 1)
+    client.asked = first + count  # type: ignore[attr-defined]
+    return [asyncio.ensure_future(client.generate([1], SAMPLING, "a", affinity)) for affinity in range(first, first + count)]
+
+
+def changes(stand: Stand) -> list[str]:
+    """The calls that are no looks at its state."""
+    looks = {"/v1/models", "/weight_info", "rlx_state", "/metrics", GENERATE}
+    return [call for call in stand.calls if call not in looks]
+
+
+# -- updates
+
+
+def test_an_update_loads_and_labels_all_servers_in_parallel_and_requests_go_on(version: Version) -> None:
+    async def scene(client: Servers, *stands: Stand) -> None:
+        for stand in stands:
+            stand.calls.clear()
+            stand.hangs.add("rlx_load")
+            stand.holds = True
+        playing = many(client)
+        await until(lambda: sum(stand.in_flight for stand in stands) == 8)
+        updating = asyncio.ensure_future(client.update(version(3), 3))
+        await until(lambda: all("rlx_load" in stand.calls for stand in stands))
+        for stand in stands:
+            stand.hangs.clear()
+            stand.holds = False
+        await updating
+        await asyncio.gather(*playing)
+        for stand in stands:
+            assert changes(stand) == [*UPDATE[:3], "rlx_compare", *UPDATE[3:]]
+            assert stand.bodies["/pause"] == [{"mode": "keep"}]
+            assert (stand.label, stand.loaded, stand.folder.rpartition("/")[2]) == (f"3@{RUN}", f"3@{RUN}", "step_3")
+        assert (client.fleet.version, client.fleet.compared) == (3, 1.0)
+
+    play(scene, Stand(ranks=2), Stand(), look=60)
+
+
+def test_a_version_that_one_server_refuses_is_an_error_and_changes_nothing_there(version: Version) -> None:
+    async def scene(client: Servers, first: Stand, second: Stand) -> None:
+        second.errors["rlx_check"] = {"error": "1 tensors are not what the trainer wrote"}
+        second.calls.clear()
+        with pytest.raises(UpdateRefused, match=f"{second.url}, rank 1: 1 tensors are not what the trainer wrote"):
+            await client.update(version(1), 1)
+        assert (client.fleet.version, changes(second), second.paused) == (0, ["rlx_check"], False)
+        second.errors = {"rlx_load": {"error": "was not checked before", "broken": False}}
+        with pytest.raises(UpdateRefused, match="was not checked before"):
+            await client.update(version(2), 2)
+        assert (second.label, second.paused) == (f"0@{RUN}", False)
+
+    play(scene, Stand(), Stand(ranks=2), look=60)
+
+
+@pytest.mark.parametrize(("number", "why"), [(2, "holds version 2, not 1"), (None, "no file COMPLETE")])
+def test_a_folder_of_another_version_or_without_a_manifest_is_refused(
+    number: int | None, why: str, tmp_path: Path, version: Version
+) -> None:
+    async def scene(client: Servers, stand: Stand) -> None:
+        with pytest.raises(UpdateRefused, match=why):
+            await client.update(tmp_path if number is None else version(number), 1)
+
+    play(scene, Stand())
+
+
+def test_other_weights_than_those_that_were_loaded_end_the_run_and_are_never_used(version: Version) -> None:
+    async def scene(client: Servers, stand: Stand) -> None:
+        stand.errors["rlx_compare"] = OUTDATED
+        with pytest.raises(WeightsDiffer, match=r"10 numbers differ on 1 of 2 ranks, most in model\.norm\.weight"):
+            await client.update(version(1), 1)
+        assert (stand.paused, stand.label, client.fleet.version) == (True, f"0@{RUN}", 0)
+
+    play(scene, Stand(ranks=2), look=60)
+
+
+def test_a_restarted_server_with_other_weights_than_it_loaded_ends_the_run(version: Version) -> None:
+    async def scene(client: Servers, stand: Stand) -> None:
+        await client.update(version(1), 1)
+        stand.errors["rlx_compare"] = OUTDATED
+        await stand.stop()
+        await stand.start()
+        with pytest.raises(WeightsDiffer):
+            await asyncio.wait_for(client.fleet.held(), 60)
+        assert stand.paused
+
+    play(scene, Stand(), look=0.05, verify_every=1000)
+
+
+@pytest.mark.parametrize("others", [[], [Stand()]])
+def test_a_load_that_fails_midway_leaves_the_server_out_and_without_another_the_run_waits_for_its_restart(
+    others: list[Stand], version: Version
+) -> None:
+    async def scene(client: Servers, first: Stand, *second: Stand) -> None:
+        first.errors["rlx_load"] = {"error": "the disk is gone", "broken": True}
+        updating = asyncio.ensure_future(client.update(version(1), 1))
+        await until(lambda: "rlx_load" in first.calls)
+        await first.stop()
+        if second:
+            await asyncio.wait_for(updating, 60)
+            assert (client.fleet.version, client.fleet.size) == (1, 1)
+        first.errors.clear()
+        await first.start()
+        await asyncio.wait_for(updating, 60)
+        await until(lambda: client.fleet.size == 1 + len(second))
+        assert (first.label, first.paused) == (f"1@{RUN}", False)
+
+    play(scene, Stand(), *others, look=0.05)
+
+
+def test_500_and_closed_connections_during_an_update_cost_nothing_but_time(version: Version) -> None:
+    async def scene(client: Servers, stand: Stand) -> None:
+        for call in ("/pause", "rlx_check", "rlx_load", "/update_weight_version", "/resume"):
+            stand.fails[call] = stand.drops[call] = 1
+        await client.update(version(1), 1)
+        assert (stand.label, stand.paused) == (f"1@{RUN}", False)
+        stand.fails["/pause"] = 1000
+        with pytest.raises(InferenceError, match="out of luck"):
+            await client.update(version(2), 2)
+
+    play(scene, Stand(), look=60, restart_timeout=0.5)
+
+
+def test_a_server_that_dies_is_left_out_of_an_update_and_has_the_version_before_it_serves_again(version: Version) -> None:
+    async def scene(client: Servers, first: Stand, second: Stand) -> None:
+        await first.stop()
+        await asyncio.wait_for(client.update(version(1), 1), 60)
+        assert (client.fleet.size, second.version, (await client.fleet.stats())["perf/servers"]) == (1, 1, 1)
+        first.served.clear()
+        first.fails["rlx_load"] = 1
+        await first.start()
+        await until(lambda: client.fleet.size == 2)
+        assert first.label == f"1@{RUN}"
+        await asyncio.gather(*many(client))
+        assert set(first.served) == {f"1@{RUN}"}
+
+    play(scene, Stand(0.02), Stand(0.02), look=0.05)
+
+
+def test_a_server_that_hangs_in_an_update_is_left_out_its_requests_go_elsewhere_and_it_serves_again(
+    version: Version, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scene(client: Servers, first: Stand, second: Stand) -> None:
+        first.holds = True
+        playing = many(client)
+        await until(lambda: first.in_flight == 4)
+        first.hangs.add("rlx_load")
+        updating = asyncio.ensure_future(client.update(version(1), 1))
+        await until(lambda: second.version == 1 and "rlx_load" in first.calls)
+        await asyncio.sleep(0.2)
+        assert not updating.done(), "it may only be slow"
+        clock.passed += 31
+        await asyncio.wait_for(updating, 60)
+        await asyncio.gather(*playing)
+        assert (len(second.served), client.fleet.size) == (8, 1)
+        assert f"{first.endpoint.name} did not load version 1 in 31" in caplog.text
+        first.hangs.clear()
+        await until(lambda: client.fleet.size == 2)
+        assert (first.label, first.paused) == (f"1@{RUN}", False)
+
+    play(scene, Stand(), Stand(), look=0.05)
+
+
+def test_an_update_that_no_server_takes_names_them_and_the_key(version: Version) -> None:
+    async def scene(client: Servers, *stands: Stand) -> None:
+        for stand in stands:
+            stand.hangs.add("rlx_load")
+        with pytest.raises(ServerUnreachable) as caught:
+            await asyncio.wait_for(client.update(version(1), 1, timeout=0.5), 60)
+        assert all(stand.url in str(caught.value) for stand in stands)
+        assert "(weight_broadcast.timeout=0.5)" in str(caught.value)
+
+    play(scene, Stand(), Stand(), look=60)
+
+
+def test_an_update_waits_for_a_lone_server_and_that_time_does_not_count(version: Version, clock: Clock) -> None:
+    async def scene(client: Servers, stand: Stand) -> None:
+        await stand.stop()
+        updating = asyncio.ensure_future(client.update(version(2), 2, timeout=20))
+        await until(lambda: client.fleet._servers[0].silent_since)
+        for _ in range(3):
+            clock.passed += 30
+            await asyncio.sleep(0.1)
+        assert not updating.done()
+        stand.calls.clear()
+        await stand.start()
+        await asyncio.wait_for(updating, 60)
+        assert stand.calls.count("rlx_compare") == 1, "after a restart"
+
+    play(scene, Stand(), look=60, restart_timeout=300, verify_every=1000)
+
+
+def test_a_resume_that_did_not_arrive_is_repeated(version: Version) -> None:
+    """The update left the server out after it had the version."""
+
+    async def scene(client: Servers, first: Stand, second: Stand) -> None:
+        first.hangs.add("/resume")
+        updating = asyncio.ensure_future(client.update(version(1), 1, timeout=1.0))
+        await until(lambda: "/resume" in first.calls[-3:])
+        await updating
+        assert (first.label, first.paused) == (f"1@{RUN}", True)
+        first.hangs.clear()
+        await until(lambda: client.fleet.size == 2 and not first.paused)
+
+    play(scene, Stand(), Stand(), look=0.05)
+
+
+def test_the_full_compare_comes_first_after_restarts_every_so_many_updates_and_where_it_is_cheap(
+    version: Version, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def compared(client: Servers, stand: Stand, numbers: range) -> list[int]:
+        found = []
+        for number in numbers:
+            before = stand.calls.count("rlx_compare")
+            await client.update(version(number), number)
+            found += [number] * (stand.calls.count("rlx_compare") - before)
+        return found
+
+    async def scene(client: Servers, stand: Stand) -> None:
+        stand.errors["rlx_compare"] = {"equal": 50, "different": 0, "served": 100, "names": [], "seconds": 1000.0}
+        assert await compared(client, stand, range(1, 10)) == [1, 5, 9]
+        assert (await client.fleet.stats())["perf/weights_compared"] == 0.5
+        await stand.stop()
+        await stand.start()
+        await client.generate([1], SAMPLING, "a")
+        assert stand.calls.count("rlx_compare") == 4, "after a restart"
+        stand.errors["rlx_compare"] |= {"seconds": 0.0}
+        assert await compared(client, stand, range(10, 17)) == [13, 14, 15, 16], "it takes less than 5 % of the time between two updates"
+
+    play(scene, Stand(), look=60, verify_every=4)
+
+
+def test_an_adapter_has_a_name_for_each_version_and_old_ones_are_unloaded(tmp_path: Path) -> None:
+    async def scene(client: Servers, stand: Stand) -> None:
+        stand.calls.clear()
+        for number in range(4):
+            await client.update(publish(tmp_path / str(number), number, adapter=True), number)
+            stand.adapters |= {"9@ffffffff": "/another/run"}
+        assert stand.adapters.keys() == {f"2@{RUN}", f"3@{RUN}", "9@ffffffff"}
+        assert "/pause" not in stand.calls, "requests in flight go on with the adapter that they have"
+        await stand.stop()
+        updating = asyncio.ensure_future(client.update(publish(tmp_path / "4", 4, adapter=True), 4))
+        await until(lambda: client.fleet._servers[0].silent_since)
+        await stand.start()
+        await updating
+        assert [*stand.adapters] == [f"4@{RUN}"]
+
+    play(scene, Stand(), look=60)
+
+
+# -- versions from the trainer's memory
+
+
+def test_the_trainer_sends_a_version_to_paused_servers_and_one_that_it_did_not_reach_gets_the_next(tmp_path: Path) -> None:
+    async def send(version: int, *failing: Stand) -> list[str]:
+        """What the trainer does. Returns the servers."""
+        wanted = tmp_path / "weights_wanted.json"
+        await until(wanted.exists)
+        asked = json.loads(wanted.read_text())
+        assert asked["version"] == version
+        wanted.unlink()
+        failed = {stand.url: "it left the group" for stand in failing}
+        (tmp_path / "weights_sent.json").write_text(json.dumps({"version": version, "failed": failed}))
+        return [server["url"] for server in asked["servers"]]
+
+    def update(client: Servers, version: int) -> asyncio.Future:
+        (tmp_path / "weights.json").write_text(json.dumps({"version": version, "token": ""}))
+        return asyncio.ensure_future(client.fleet.update(WeightVersion(version=version, kind="memory", where=str(tmp_path)), 60))
+
+    async def scene(client: Servers, first: Stand, second: Stand) -> None:
+        updating = update(client, 1)
+        assert await send(1, second) == [first.url, second.url]
+        await updating
+        assert (first.label, first.paused, client.fleet.size) == (f"1@{RUN}", False, 1)
+        assert (second.label, second.paused) == (f"0@{RUN}", True), "it may hold half of the version"
+        updating = update(client, 2)
+        assert await send(2) == [first.url, second.url]
+        await updating
+        await until(lambda: client.fleet.size == 2)
+        assert (second.label, second.paused) == (f"2@{RUN}", False)
+        await second.stop()
+        updating = update(client, 3)
+        assert await send(3) == [first.url]
+        await updating
+        await second.start()
+        updating = update(client, 4)
+        (tmp_path / "weights.json").write_text(json.dumps({"version": 5, "token": ""}))
+        with pytest.raises(WeightsGone, match="the trainer has version 5 instead of 4"):
+            await updating
+
+    play(scene, Stand(), Stand(), look=0.05)
+
+
+# -- servers that come and go
+
+
+def config_with(*urls: str) -> Config:
+    config = Config(max_steps=1, seq_len=8)
+    config.inference.base_url = list(urls)
+    return config
+
+
+class Files:
+    """The endpoint files of a run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.paths = RunPaths(folder)
+        self.paths.endpoints.mkdir()
+
+    def add(self, name: str, stand: Stand) -> Endpoint:
+        file = self.paths.endpoints / f"inference_{name}.json"
+        file.write_text(json.dumps({"url": stand.url, "api_key": "key"}))
+        return Endpoint(stand.url, "key", file)
+
+    def find(self) -> list[Endpoint]:
+        return present_servers(config_with(), self.paths)
+
+
+def test_a_server_whose_file_appears_gets_the_version_then_serves_and_leaves_with_its_file(tmp_path: Path, version: Version) -> None:
+    async def whole() -> None:
+        files = Files(tmp_path)
+        async with (
+            Stand(0.02) as first,
+            Stand(0.02) as second,
+            Servers([files.add("0", first)], 60, look=0.05, find=files.find) as client,
+        ):
+            await client.ready()
+            second.label = "17@ffffffff"  # it served another run
+            await client.update(version(3), 3)
+            file = files.add("extra", second).file
+            await until(lambda: client.fleet.size == 2)
+            assert second.label == f"3@{RUN}"
+            await asyncio.gather(*many(client))
+            assert (len(first.served), second.served) == (4, [f"3@{RUN}"] * 4)
+            second.holds = True
+            staying = many(client)
+            await until(lambda: second.in_flight == 4)
+            assert file is not None
+            file.unlink()
+            await until(lambda: client.fleet.size == 1)
+            second.holds = False
+            await asyncio.gather(*staying)
+            assert len(second.served) == 8, "what it had begun, it ends"
+            await asyncio.gather(*many(client))
+            assert len(second.served) == 8
+            await client.update(version(4), 4)
+            assert (first.version, second.version) == (4, 3)
+
+    asyncio.run(whole())
+
+
+def test_the_last_server_is_never_removed_and_files_that_cannot_be_used_are_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def whole() -> None:
+        files = Files(tmp_path)
+        (files.paths.endpoints / "inference_bad.json").write_text("{")
+        (files.paths.endpoints / "inference_odd.json").write_text('{"url": "localhost:8000", "api_key": "key"}')
+        async with Stand() as stand, Stand() as late, Servers([stand.endpoint], 60, look=0.02, find=files.find) as client:
+            await client.ready()
+            await until(lambda: "does not answer: localhost:8000" in caplog.text)
+            await client.generate([1], SAMPLING, "a")
+            assert client.fleet.size == 1
+            files.add("late", late)
+            await until(lambda: client.fleet.size == 2 or f"{late.endpoint.name} serves version 0" in caplog.text)
+        assert "inference_bad.json does not describe an inference server" in caplog.text
+
+    asyncio.run(whole())
+
+
+def test_a_server_with_another_model_is_refused_at_the_start_and_joins_with_the_first_version(
+    tmp_path: Path, version: Version, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Later versions are compared with what was trained, so only version 0 could be another model unnoticed."""
+
+    async def whole() -> None:
+        files = Files(tmp_path)
+        async with Stand() as first, Stand() as second:
+            second.state |= {"identity": "b", "model": "other"}
+            async with Servers([first.endpoint, second.endpoint], 60) as client:
+                with pytest.raises(InferenceError, match=r"started with other weights than .*: other\."):
+                    await client.ready()
+            async with Servers([files.add("0", first)], 60, look=0.05, find=files.find) as client:
+                await client.ready()
+                files.add("extra", second)
+                await until(lambda: "started with other, and" in caplog.text)
+                await asyncio.gather(*many(client))
+                assert (client.fleet.size, second.served) == (1, [])
+                await client.update(version(1), 1)
+                await until(lambda: client.fleet.size == 2)
+                assert second.label == f"1@{RUN}"
+
+    asyncio.run(whole())
+
+
+def test_a_server_that_hangs_is_left_out_until_it_answers_and_metrics_do_not_wait_for_it() -> None:
+    async def scene(client: Servers, first: Stand, second: Stand) -> None:
+        first.holds = True
+        first.hangs |= {"/v1/models", "/metrics"}
+        playing = many(client)
+        assert (await asyncio.wait_for(client.fleet.stats(), 60))["perf/servers"] == 1
+        await asyncio.wait_for(asyncio.gather(*playing), 60)
+        assert len(second.served) == 8
+        first.hangs.clear()
+        await until(lambda: client.fleet.size == 2)
+
+    play(scene, Stand(), Stand(), look=0.1, hung=0.5)
+
+
+def test_the_fleet_goes_on_trying_a_server_that_cannot_load_and_logs_it_once(version: Version, caplog: pytest.LogCaptureFixture) -> None:
+    async def scene(client: Servers, stand: Stand) -> None:
+        await client.update(version(2), 2)
+        stand.errors["rlx_check"] = {"error": "no such folder"}
+        await stand.stop()
+        await stand.start()
+        await until(lambda: "no such folder" in caplog.text)
+        tried = stand.calls.count("rlx_check")
+        await until(lambda: stand.calls.count("rlx_check") > tried + 2)
+        assert caplog.text.count("no such folder") == 1
+        stand.errors.clear()
+        await until(lambda: stand.version == 2)
+
+    play(scene, Stand(), look=0.05)
+
+
+# -- the start, other runs, and servers of others
+
+
+def test_the_start_brings_servers_of_earlier_runs_back_to_their_model_and_labels_new_ones(version: Version) -> None:
+    async def scene(client: Servers, *stands: Stand) -> None:
+        await client.update(version(5), 5)
+
+    async def whole() -> None:
+        async with Stand() as used, Stand() as new:
+            async with Servers([used.endpoint], 60, run="ffffffff") as client:
+                await (await client.ready()).update(version(5), 5)
+            used.calls.clear()
+            async with Servers([used.endpoint, new.endpoint], 60) as client:
+                await client.ready()
+            assert changes(used) == [*UPDATE[:3], "rlx_compare", *UPDATE[3:]]
+            assert (used.folder, used.label) == ("model", f"0@{RUN}")
+            assert (changes(new), new.label) == (UPDATE[3:], f"0@{RUN}")
+
+    asyncio.run(whole())
+
+
+def test_a_run_ends_when_another_run_has_changed_a_server() -> None:
+    async def scene(client: Servers, stand: Stand) -> None:
+        holding = asyncio.ensure_future(client.fleet.held())
+        await asyncio.sleep(0.2)
+        assert not holding.done()
+        stand.label = "1@ffffffff"
+        with pytest.raises(TakenServer, match="version 1 of another run"):
+            await asyncio.wait_for(holding, 60)
+
+    play(scene, Stand(), look=0.05)
+
+
+def test_a_start_without_a_server_with_a_wrong_key_or_without_the_extension_says_what_to_do() -> None:
+    async def whole() -> None:
+        async with Stand(extension=False) as stand:
+            async with Servers([stand.endpoint], 60) as client:
+                with pytest.raises(RequestRefused, match=r"does not know `rlx_state`(.|\n)*--worker-extension-cls"):
+                    await client.ready()
+            async with Servers([Endpoint(stand.url, "guess")], 60) as client:
+                with pytest.raises(RequestRefused, match=r"inference\.api_key"):
+                    await client.ready()
+        async with Servers([stand.endpoint], 60) as client:
+            with pytest.raises(ServerUnreachable, match=rf"{stand.url} was not ready after 0\.2 s"):
+                await client.ready(0.2)
+
+    asyncio.run(whole())
+
+
+def test_servers_of_others_need_no_extension_and_are_never_changed() -> None:
+    async def whole() -> None:
+        async with Stand(extension=False) as first, Stand(extension=False) as second:
+            endpoints = [first.endpoint, second.endpoint]
+            async with Servers(endpoints, 60, adopt=True, look=0.02) as client:
+                await client.ready()
+                assert (client.fleet.version, client.fleet.context) == (0, 64)
+                await asyncio.gather(*many(client))
+                await asyncio.sleep(0.1)
+                assert changes(first) == changes(second) == []
+                assert (await client.fleet.states())[0].model == "model"
+            first.label = "7@ffffffff"
+            async with Servers(endpoints, 60, adopt=True) as client:
+                with pytest.raises(InferenceError, match=r"different versions: \['7@ffffffff', 'default'\]"):
+                    await client.ready()
+            async with Servers(endpoints[:1], 60, adopt=True) as client:
+                assert (await client.ready()).fleet.version == 7
+
+    asyncio.run(whole())
+
+
+def test_statistics_are_of_all_servers() -> None:
+    async def scene(client: Servers, *stands: Stand) -> None:
+        for stand in stands:
+            stand.waiting = 2
+        assert await client.fleet.stats() == {
+            "perf/servers": 2,
+            "perf/kv_cache_usage": 0.25,
+            "perf/running": 0,
+            "perf/waiting": 4,
+            "perf/preemptions": 6,
+            "perf/prefix_cache_hits": 0.25,
+            "perf/weights_compared": 0.0,
+        }
+        stands[1].state |= {"peak_memory": 3 << 30, "memory": 80 << 30}
+        assert memory_of(await client.fleet.states()) == {"perf/peak_memory_gb": 3, "perf/device_memory_gb": 80}
+
+    play(scene, Stand(), Stand())
+
+
+# -- addresses
+
+
+def test_a_published_endpoint_is_private_and_read_back(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    port = free_port("127.0.0.1")
+    assert publish_endpoint(endpoint_file(paths, 1), Endpoint(f"http://127.0.0.1:{port}", "secret")) == f"http://127.0.0.1:{port}"
+    assert stat.S_IMODE(endpoint_file(paths, 1).stat().st_mode) == 0o600
+    with pytest.raises(WaitTimeout, match="inference server 0"):
+        read_endpoints(paths, 2)
+    publish_endpoint(endpoint_file(paths, 0), Endpoint("http://127.0.0.1:1", "other"))
+    assert [endpoint.api_key for endpoint in read_endpoints(paths, 2)] == ["other", "secret"]
