@@ -64,8 +64,8 @@ VERSIONS = {  # what rooms that play or train may import of rlx.weights: policy 
     "rlx.weights.broadcast": "those who train",
     "rlx.weights.hub": "finds the initial model",
 }
-HOME_OF = {  # library -> rooms, or folders in a room, that may import it
-    "vllm": ("inference/server",),
+HOME_OF = {  # library -> rooms, or files in a room, that may import it
+    "vllm": ("inference/extension.py", "weights/transfer.py"),
     "openai": ("policy",),
     "verifiers": ("envs",),
     "submitit": ("launch", "preflight"),
@@ -196,7 +196,7 @@ def test_libraries_stay_in_their_rooms():
         room = room_of(path)
         for module in imports_of(path):
             library = module.split(".")[0]
-            homes = tuple(f"{home}/" for home in HOME_OF.get(library, ()))
+            homes = tuple(home if home.endswith(".py") else f"{home}/" for home in HOME_OF.get(library, ()))
             if homes and not str(path.relative_to(ROOT / "rlx")).startswith(homes):
                 wrong.append(f"{path.relative_to(ROOT)} imports {module}; only {' and '.join(HOME_OF[library])} may")
             if library == "torch" and room in (*WITHOUT_TORCH, "__init__"):
@@ -381,8 +381,13 @@ def test_every_variable_that_rlx_sets_or_reads_is_known():
 
 
 def test_nothing_is_pickled():
-    """Records go through `rlx.codec`: renaming a class must not break saved files, and reading a file must not run code."""
-    assert [str(path.relative_to(ROOT)) for path in FILES if {"pickle", "cloudpickle", "dill"} & set(imports_of(path))] == []
+    """Records go through `rlx.codec`: renaming a class must not break saved files, and reading a file must not run code.
+
+    vLLM's form of GPU memory handles is a pickle, which rlx writes and does not read.
+    """
+    found = [str(path.relative_to(ROOT)) for path in FILES if {"pickle", "cloudpickle", "dill"} & set(imports_of(path))]
+    assert found == ["rlx/weights/transfer.py"]
+    assert "pickle.load" not in (ROOT / found[0]).read_text()
 
 
 def test_the_license_that_the_package_names_is_there():
