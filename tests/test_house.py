@@ -222,7 +222,7 @@ def test_the_learning_rooms_need_torch_alone():
 
 
 def test_only_the_mesh_knows_torchs_ranks_and_collectives():
-    asked = re.compile(r"\b(get_rank|get_world_size|is_initialized|init_process_group|all_reduce|barrier\(\)|dist\.broadcast)\b")
+    asked = re.compile(r"\b(get_rank|get_world_size(?=\()|is_initialized|init_process_group|all_reduce|barrier\(\)|dist\.broadcast)\b")
     wrong = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
         for path in FILES
