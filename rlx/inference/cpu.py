@@ -10,7 +10,8 @@ from rlx.config.schema import PlayRoot
 
 def variables(config: PlayRoot) -> dict[str, str]:
     """Environment variables of a server on a CPU."""
-    return {
+    alone = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if config.hardware.tensor_parallel == 1 else {}
+    return alone | {  # alone: the engine's process has its worker, instead of a third process that imports everything anew
         "TORCHDYNAMO_DISABLE": "1",  # otherwise the first request waits 12 s for a compiled kernel
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the other roles use the cores, too
         "VLLM_CPU_ATTN_SPLIT_KV": "0",  # the same order of sums for any number of threads
