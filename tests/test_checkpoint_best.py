@@ -92,10 +92,10 @@ def test_supervised_training_keeps_the_versions_that_wait_for_their_evaluation(t
     paths = RunPaths(tmp_path)
     cfg = compose(["data=fake", "env=reverse_text", "eval.interval=4", "max_steps=14"], {}, SFT).cfg
     assert [version for version in range(15) if cfg.publishes(version)] == [0, 4, 8, 12, 14]
-    assert not_evaluated(cfg, paths, 9) == {4, 8}
+    assert not_evaluated(cfg, paths, 9) == {0, 4, 8}
     MetricsWriter(paths.metrics, "val").write(4, {"val/loss": 1.0})  # a validation is no evaluation
     MetricsWriter(paths.metrics, "eval").write(8, {"eval/reverse_text/avg@1": 0.5})
-    assert not_evaluated(cfg, paths, 14) == {4, 12, 14}
+    assert not_evaluated(cfg, paths, 14) == {0, 4, 12, 14}
     off = compose(["data=fake", "max_steps=14"], {}, SFT).cfg
     assert not_evaluated(off, paths, 14) == set()
     assert [version for version in range(15) if off.publishes(version)] == [14]

@@ -2,113 +2,163 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import asyncio
+import json
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from test_weights_memory import GROUPS, TIMEOUT, Server
 from trainer_examples import make_model
 
 from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import one_process
-from rlx.paths import RunPaths
-from rlx.waiting import Preempted, wait_for
+from rlx.paths import RunPaths, write_text
+from rlx.types import WeightVersion
+from rlx.waiting import Preempted
+from rlx.weights import broadcast as broadcasts
 from rlx.weights.broadcast import Broadcast
 from rlx.weights.files import ModelFiles, versions
-from rlx.weights.memory import Offers
-from rlx.weights.publish import Publisher
+from rlx.weights.subscribe import Subscriber, request_transfer
 
-Make = Callable[[bool], tuple[Broadcast, list[str]]]
+URL = "http://127.0.0.1:1"
+
+
+class Sends:
+    """A transfer whose servers take everything at once."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self.paths, self.version, self.seconds = paths, -1, 0.0
+        self.asked = False
+        self.sent: list[int] = []
+
+    def offer(self, version: int) -> None:
+        self.version = version
+        write_text(self.paths.offer, json.dumps({"version": version, "token": ""}))
+
+    def wanted(self) -> bool:
+        return self.asked or (self.paths.endpoints / "weights_wanted.json").exists()
+
+    def send(self) -> None:
+        self.asked = False
+        self.sent.append(self.version)
+        (self.paths.endpoints / "weights_wanted.json").unlink(missing_ok=True)
+        write_text(self.paths.endpoints / "weights_sent.json", json.dumps({"version": self.version, "failed": {}}))
+
+    def close(self) -> None:
+        self.paths.offer.unlink(missing_ok=True)
 
 
 @pytest.fixture
-def broadcast(tmp_path: Path) -> Iterator[Make]:
-    """Makes a broadcast, from memory or over files, and the list of its phases."""
-    made: list[Broadcast] = []
+def phases() -> list[str]:
+    return []
 
-    def make(memory: bool) -> tuple[Broadcast, list[str]]:
-        paths, model, mesh = RunPaths(tmp_path / "run"), PolicyModel(make_model()), one_process("cpu")
-        for folder in (paths.endpoints, paths.weights):
-            folder.mkdir(parents=True)
-        phases: list[str] = []
 
-        def working(phase: str, step: int | None = None) -> nullcontext[None]:
-            phases.append(f"{phase}, step {step}")
-            return nullcontext()
+@pytest.fixture
+def broadcast(tmp_path: Path, phases: list[str], monkeypatch: pytest.MonkeyPatch) -> Broadcast:
+    """A broadcast over files. `with_transfer` gives it a transfer."""
+    monkeypatch.setattr(broadcasts, "SOON", 0.02)
+    paths = RunPaths(tmp_path / "run")
+    for folder in (paths.endpoints, paths.weights):
+        folder.mkdir(parents=True)
+    found = Broadcast(PolicyModel(make_model()), one_process("cpu"), paths, ModelFiles({}), torch.float32)
 
-        publisher = Publisher(model, mesh, paths, ModelFiles({}), torch.float32)
-        made.append(Broadcast(publisher, Offers(model, mesh, paths, torch.float32, TIMEOUT) if memory else None, working))
-        return made[0], phases
+    def working(phase: str, step: int | None = None) -> nullcontext[None]:
+        phases.append(f"{phase}, step {step}")
+        return nullcontext()
 
-    yield make
-    made[0].close()
-    GROUPS.clear()
+    found.working = working
+    return found
+
+
+def with_transfer(broadcast: Broadcast) -> Sends:
+    transfer: Any = Sends(broadcast.paths)
+    broadcast.transfer = transfer
+    return transfer
 
 
 @pytest.mark.parametrize("memory", [False, True], ids=["files", "memory"])
-def test_a_preemption_ends_the_wait_and_a_version_in_memory_goes_to_the_disk(broadcast: Make, memory: bool) -> None:
-    weights, phases = broadcast(memory)
-    paths = weights.publisher.paths
-    weights.offer(3)
-    assert paths.offer.exists() == memory
+def test_a_preemption_ends_the_wait_and_a_version_in_memory_goes_to_the_disk(broadcast: Broadcast, phases: list[str], memory: bool) -> None:
+    if memory:
+        with_transfer(broadcast)
+    broadcast.offer(3)
+    assert broadcast.paths.offer.exists() == memory
 
     def preempted() -> None:
         raise Preempted
 
     with pytest.raises(Preempted):
-        weights.serve_while(lambda tick: tick(), preempted)
-    weights.leave_on_disk(3)
-    assert versions(paths.weights) == ([3] if memory else [])
-    assert phases == (["sending version 3, step 2", "writing version 3, step None"] if memory else [])
-    assert weights.times.keys() == {"time/write_weights", "time/send_weights"}
+        broadcast.serve_while(lambda tick: tick(), preempted)
+    broadcast.serve()
+    broadcast.leave_on_disk(3)
+    assert versions(broadcast.paths.weights) == ([3] if memory else [])
+    assert phases == (["writing version 3, step None"] if memory else [])
+    assert broadcast.times.keys() == {"time/write_weights", "time/send_weights"}
+    broadcast.close()
+    assert not broadcast.paths.offer.exists()
 
 
-def test_servers_that_call_during_a_wait_interrupt_it_and_get_the_version(broadcast: Make) -> None:
-    weights, phases = broadcast(True)
-    assert weights.offers is not None
-    weights.offer(3)
-    phases.clear()
-    paths, servers = weights.offers.paths, []
-    waits: list[str] = []
+def test_servers_that_wait_interrupt_a_wait_for_the_batch_and_get_the_version(broadcast: Broadcast, phases: list[str]) -> None:
+    transfer = with_transfer(broadcast)
+    broadcast.offer(3)
+    waits: list[list[int]] = []
 
     def wait(tick: Callable[[], None]) -> str:
-        waits.append("begun")
-        if not servers:
-            servers.append(Server(paths, 3))
-        while servers[0].sums is None and servers[0].error is None:
-            tick()
+        waits.append(list(transfer.sent))
+        transfer.asked = len(waits) == 1
+        tick()
         return "batch"
 
-    assert weights.serve_while(wait, lambda: None) == "batch"
-    (server,) = servers
-    assert server.ended().error is None
-    assert all(torch.equal(server.tensors[name], tensor) for name, tensor in weights.publisher.model.named_weights())
-    assert len(waits) == 2
+    assert broadcast.serve_while(wait, lambda: None) == "batch"
+    assert waits == [[], [3]]
     assert phases == ["sending version 3, step 3"]
 
 
-def test_servers_that_call_within_a_step_get_the_version_while_heartbeats_go_on(broadcast: Make) -> None:
-    """Such a transfer may take `weight_broadcast.timeout`, which is longer than a process may be silent."""
-    weights, phases = broadcast(True)
-    assert weights.offers is not None
-    weights.offer(3)
-    phases.clear()
-    weights.serve()
-    assert phases == [], "nobody has called"
-    server = Server(weights.offers.paths, 3)
-    wait_for(weights.offers.called, "the server's call", 20)
-    weights.serve()
-    assert server.ended().error is None
-    assert phases == ["sending version 3, step 3"]
+@pytest.mark.parametrize("when", ["at once", "before the wait", "within the step"])
+def test_servers_get_the_version_wherever_the_weights_are_still_its_own(broadcast: Broadcast, phases: list[str], when: str) -> None:
+    transfer = with_transfer(broadcast)
+    transfer.asked = when == "at once"
+    broadcast.offer(3)
+    transfer.asked = when == "before the wait"
+    assert broadcast.serve_while(lambda tick: "batch", lambda: None) == "batch"
+    transfer.asked = when == "within the step"
+    broadcast.serve()
+    assert transfer.sent == [3]
+    assert phases == ["sending version 3, step 3"], "heartbeats go on"
 
 
-def test_servers_that_have_called_get_the_version_also_where_the_batch_is_there_already(broadcast: Make) -> None:
-    weights, _ = broadcast(True)
-    assert weights.offers is not None
-    weights.offer(3)
-    server = Server(weights.offers.paths, 3)
-    wait_for(weights.offers.called, "the server's call", 20)
-    assert weights.serve_while(lambda tick: "batch", lambda: None) == "batch"
-    assert server.ended().error is None
+def test_the_orchestrator_asks_for_what_is_offered_and_hears_why_servers_do_not_have_it(broadcast: Broadcast) -> None:
+    transfer, subscriber = with_transfer(broadcast), Subscriber(broadcast.paths)
+    assert subscriber.latest() is None
+    transfer.offer(3)
+    found = WeightVersion(version=3, kind="memory", where=str(broadcast.paths.endpoints))
+    assert subscriber.latest() == subscriber.at(3) == found
+    assert subscriber.at(2) is None
+
+    async def ask(version: int, timeout: float, meanwhile: Callable[[], None] = lambda: None) -> dict[str, str]:
+        asked = asyncio.create_task(request_transfer(found.where, version, [(URL, "the key")], timeout))
+        await asyncio.sleep(0.05)
+        meanwhile()
+        return await asked
+
+    wanted = broadcast.paths.endpoints / "weights_wanted.json"
+
+    def send() -> None:
+        assert json.loads(wanted.read_text()) == {"version": 3, "servers": [{"url": URL, "api_key": "the key"}]}
+        assert wanted.stat().st_mode & 0o777 == 0o600, "it has the servers' key"
+        transfer.send()
+
+    assert asyncio.run(ask(3, 20, send)) == {}
+    assert asyncio.run(ask(3, 0.1)) == {URL: "the trainer did not send version 3 within 0.1 s (weight_broadcast.timeout)"}, "an old reply"
+    assert not wanted.exists()
+    assert asyncio.run(ask(3, 20, lambda: transfer.offer(4)))[URL].startswith("the trainer has version 4 instead of 3")
+    broadcast.close()
+    assert asyncio.run(ask(4, 20))[URL].startswith("the trainer has version None instead of 4")
+
+
+def test_an_offer_of_an_earlier_attempt_is_ignored(broadcast: Broadcast, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_transfer(broadcast).offer(3)
+    monkeypatch.setenv("RLX_RUN_TOKEN", "the next attempt")
+    assert Subscriber(broadcast.paths).latest() is None

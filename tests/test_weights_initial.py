@@ -12,11 +12,11 @@ from server_stand_in import Stand, play, until
 from trainer_examples import make_model
 
 from rlx.inference.endpoints import Endpoint
-from rlx.inference.protocol import InferenceError
+from rlx.inference.wire import InferenceError
 from rlx.paths import RunPaths
 from rlx.types import InitialModel
 from rlx.weights.files import identity
-from rlx.weights.initial import read_initial, write_initial
+from rlx.weights.subscribe import Subscriber, write_initial
 
 pytestmark = pytest.mark.usefixtures("quick_clients")
 
@@ -31,9 +31,9 @@ def test_the_trainer_says_what_servers_say_of_the_same_weights_in_another_folder
         (cached / file.name).symlink_to(file)
     assert len(list(cached.glob("*.safetensors"))) > 1
     paths = RunPaths(tmp_path / "run")
-    assert read_initial(paths) is None
+    assert Subscriber(paths).initial() is None
     write_initial(paths, cached)
-    said = read_initial(paths)
+    said = Subscriber(paths).initial()
     assert said is not None
     assert said.identity == identity(tmp_path / "folder")
     assert said.where == str(cached)
@@ -52,12 +52,11 @@ def test_what_the_trainer_of_another_attempt_began_with_is_ignored_and_a_model_t
     assert not paths.trained_initial.exists()
     write_initial(paths, tmp_path / "folder")
     monkeypatch.setenv("RLX_RUN_TOKEN", "the next attempt")
-    assert read_initial(paths) is None
+    assert Subscriber(paths).initial() is None
 
 
 def test_a_run_ends_when_the_trainer_began_with_another_model_than_a_server_that_serves() -> None:
     async def scene(client: Servers, *stands: Stand) -> None:
-        await client.fleet.wait_ready(60)
         playing = asyncio.ensure_future(client.fleet.held())
         await asyncio.sleep(0.15)
         assert not playing.done(), "the trainer has not said anything yet"
@@ -75,12 +74,12 @@ def test_a_run_goes_on_if_the_trainer_has_the_servers_model_also_beside_a_server
 ) -> None:
     async def whole() -> None:
         async with Stand() as first, Stand() as other:
-            other.identity = "b"
+            other.state["identity"] = "b"
             found: list[Endpoint] = [first.endpoint]
             async with Servers(found, 60, look=0.02, find=lambda: list(found)) as client:
-                await client.fleet.wait_ready(60)
+                await client.ready()
                 found.append(other.endpoint)
-                await until(lambda: "does not join at version 0" in caplog.text)
+                await until(lambda: "started with" in caplog.text)
                 client.fleet.trained = lambda: InitialModel(identity="a", where="/somewhere/else", host="node2")
                 playing = asyncio.ensure_future(client.fleet.held())
                 await asyncio.sleep(0.2)
@@ -92,14 +91,13 @@ def test_a_run_goes_on_if_the_trainer_has_the_servers_model_also_beside_a_server
 
 def test_servers_of_others_may_have_the_weights_in_another_form_and_the_difference_is_said(caplog: pytest.LogCaptureFixture) -> None:
     async def scene(client: Servers, *stands: Stand) -> None:
-        await client.fleet.wait_ready(60)
         client.fleet.insists = False
         client.fleet.trained = lambda: InitialModel(identity="b", where="/cache/of/trainer", host="node2")
         playing = asyncio.ensure_future(client.fleet.held())
-        await until(lambda: "began with other weights than the trainer" in caplog.text)
+        await until(lambda: "started with other weights than the trainer" in caplog.text)
         await asyncio.sleep(0.15)
         assert not playing.done()
-        assert caplog.text.count("began with other weights") == 1
+        assert caplog.text.count("started with other weights") == 1
         playing.cancel()
 
     play(scene, Stand(), look=60)
@@ -113,26 +111,26 @@ def test_a_server_with_the_rotary_frequencies_of_longer_texts_than_the_trainers_
     write_initial(paths, tmp_path / "folder", longest)
 
     async def scene(client: Servers, *stands: Stand) -> None:
-        stands[0].identity = identity(tmp_path / "folder")
-        await client.fleet.wait_ready(60)
         client.fleet.insists = False
-        client.fleet.trained = lambda: read_initial(paths)
+        client.fleet.trained = lambda: Subscriber(paths).initial()
         playing = asyncio.ensure_future(client.fleet.held())
         await asyncio.sleep(0.2)
         assert playing.done() == (longest == 63)
         if longest == 63:
-            with pytest.raises(InferenceError, match=r"has a context of 64 tokens.*up to 63 tokens.*inference\.max_model_len=63 or less"):
+            with pytest.raises(InferenceError, match=r"(?s)has a context of 64 tokens.*up to 63 tokens.*inference\.max_model_len=63 or less"):
                 await playing
         playing.cancel()
 
-    play(scene, Stand(), look=60)
+    stand = Stand()
+    stand.state["identity"] = identity(tmp_path / "folder")
+    play(scene, stand, look=60)
 
 
 OTHER_MODEL = """
 import sys
 if "rlx.roles.trainer" in sys.orig_argv:
-    import rlx.weights.initial
-    rlx.weights.initial.identity = lambda folder: "0123"
+    import rlx.weights.files
+    rlx.weights.files.identity = lambda folder: "0123"
 """
 
 
@@ -144,7 +142,7 @@ def test_a_run_whose_trainer_found_another_model_ends_with_both_folders(start, t
     (tmp_path / "sitecustomize.py").write_text(OTHER_MODEL)
     job = start("other", "orchestrator.batch_size=32", "max_steps=1000", env={"PYTHONPATH": str(tmp_path)})
     assert job.wait() == 1, job.text()
-    assert "began with other weights than the trainer" in job.text()
+    assert "started with other weights than the trainer" in job.text()
     assert "(identity 0123)" in job.text()
     assert same.wait() == 0, same.text()
     said = json.loads((same.run_dir / "endpoints/initial_model.json").read_text())
