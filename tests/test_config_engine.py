@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ import pytest
 from rlx.config.checks.engine import HARMLESS, ON_CPU, OWNED, PARTS, REFUSED, SAME
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose
+from rlx.config.schema_rollout import EnvSampling, SamplingConfig
 from rlx.config.vllm_flags import SWITCHES, flags
+from rlx.inference.wire import Sampling
 
 LATER = {"monokernel", "reasoning_effort_map", "sleep_mode_backend", "watchdog_config"}  # options that vLLM 0.33 adds
 GPU = "hardware=gpu1_shared"
@@ -35,17 +38,18 @@ def _is_text(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
-def installed() -> dict[str, bool]:
+def installed() -> Path:
+    """The folder of the installed vLLM."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None
     assert spec.origin is not None
-    return options_of(Path(spec.origin).parent)
+    return Path(spec.origin).parent
 
 
 def test_every_option_of_the_installed_vllm_is_of_one_kind() -> None:
     kinds = [*OWNED, *REFUSED, *HARMLESS]
     assert len(kinds) == len(set(kinds))
-    found = installed()
+    found = options_of(installed())
     assert set(found) - set(kinds) == set(), "new options: decide in rlx/config/checks/engine.py"
     assert set(kinds) - set(found) <= LATER, "options that vLLM no longer has"
 
@@ -95,4 +99,14 @@ def test_options_are_written_as_vllm_reads_them() -> None:
 
 
 def test_options_without_a_negative_form_are_left_out() -> None:
-    assert {name for name, switch in installed().items() if switch} & set(HARMLESS) == set(SWITCHES)
+    assert {name for name, switch in options_of(installed()).items() if switch} & set(HARMLESS) == set(SWITCHES)
+
+
+def test_the_sampling_parameters_that_a_run_may_set_are_those_that_are_sent_and_vllm_knows_them() -> None:
+    """vLLM ignores a name that it does not know, so nothing on the way would notice one."""
+    own = {"allow_biased_ratio"}  # rlx's own, which no request carries
+    sent = set(Sampling.__struct_fields__)
+    assert {each.name for section in (SamplingConfig, EnvSampling) for each in fields(section)} - own <= sent
+    tree = ast.parse((installed() / "sampling_params.py").read_text())
+    (known,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "SamplingParams")
+    assert sent <= {each.target.id for each in known.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)}

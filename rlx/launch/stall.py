@@ -44,7 +44,7 @@ class Seen:
     silent: float = 0.0  # seconds since its newest heartbeat
     stopped: str = ""  # "process 12 on host a" if a signal has stopped it
     answered: bool = True  # it answered the question
-    serves: bool | None = None  # it answered GET /policy; None: no server, or it has no address yet
+    serves: bool | None = None  # it answered GET /health; None: no server, or it has no address yet
     where: str = ""  # the innermost line of our or the user's code in its main thread
     frames: tuple[str, ...] = ()  # all lines of its main thread, the innermost first
     lines: tuple[str, ...] = ()  # what it says itself
@@ -78,7 +78,7 @@ def account(timeout: float, processes: Sequence[Seen]) -> str:
         said = [f"{each.phase}, for {each.in_phase:.0f} s" if each.phase else kind]
         said += [f"stopped by a signal: {each.stopped}; continue it with kill -CONT"] if each.stopped else []
         said += [f"silent for {each.silent:.0f} s"] if each.phase and each.silent > SILENT else []
-        said += ["does not answer GET /policy"] if each.serves is False else []
+        said += ["does not answer GET /health"] if each.serves is False else []
         said += ["waits for the other ranks"] if each.in_collective else []
         said += [f"at {each.where}"] if each.where and not each.lines else []
         said += ["does not answer"] if not each.answered and not each.stopped else []
@@ -254,11 +254,11 @@ def frames_of(stack: str) -> list[str]:
 
 
 def answers(paths: RunPaths, name: str) -> bool | None:
-    """Whether a server answers GET /policy; None if it has not published its address."""
+    """Whether a server answers GET /health; None if it has not published its address."""
     endpoint = _read(paths.endpoints / f"{name}.json")
     if not endpoint or "url" not in endpoint or "api_key" not in endpoint:
         return None
-    request = urllib.request.Request(f"{endpoint['url']}/policy", headers={"Authorization": f"Bearer {endpoint['api_key']}"})
+    request = urllib.request.Request(f"{endpoint['url']}/health", headers={"Authorization": f"Bearer {endpoint['api_key']}"})
     try:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=HTTP) as response:
             return bool(response.status == 200)
