@@ -47,6 +47,16 @@ def test_a_run_of_an_older_version_is_listed_watched_and_resumed(tmp_path: Path,
     assert "container: null" in RunPaths(paths.root).config.read_text()
 
 
+def test_keys_that_are_gone_are_not_read(tmp_path: Path) -> None:
+    cfg = older(tmp_path / "run", "[]")
+    file = RunPaths(tmp_path / "run").config
+    text = file.read_text().replace("weight_broadcast:\n", "weight_broadcast:\n  keep_kv: false\n  drain_tokens: 16\n  in_turn: true\n")
+    text = text.replace("hardware:\n", "hardware:\n  data_parallel: 1\n  data_parallel_local: null\n")
+    file.write_text(text.replace("  type: filesystem", "  type: gloo"))
+    assert all(word in file.read_text() for word in ("keep_kv", "data_parallel_local", "gloo"))
+    assert load_command(tmp_path / "run") == cfg
+
+
 def test_the_words_of_an_older_run_are_the_prefix_now(tmp_path: Path) -> None:
     older(tmp_path / "run", "[apptainer, exec, a.sif]")
     slurm = load_command(tmp_path / "run").slurm
