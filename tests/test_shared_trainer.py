@@ -124,11 +124,22 @@ def alone(root: Path, model: Path, name: str, keys: dict) -> RunPaths:
     """The same run with a trainer of its own."""
     paths = configure(root, **(keys | {"ckpt.interval": "null"}))
     paths.initial_model.write_text(f"{model}\n")
-    for step in range(int(keys["max_steps"])):
-        send(paths, batch(name, step))
     with role(paths, "trainer") as process:
+        until(lambda: version_0_changes_nothing(paths), "version 0", process)
+        for step in range(int(keys["max_steps"])):
+            send(paths, batch(name, step))
         assert process.wait(WITHIN) == 0, (paths.root / "trainer.txt").read_text()
     return paths
+
+
+def version_0_changes_nothing(paths: RunPaths) -> bool:
+    """Whether version 0 is there, as an adapter: servers never compute the base model and adapters in one batch."""
+    if 0 not in versions(paths.weights):
+        return False
+    assert verify(paths.weights_of(0))["base"]["identity"]
+    adapter = load_file(paths.weights_of(0) / ADAPTER)
+    assert all((tensor == 0).all() == ("lora_B" in name) for name, tensor in adapter.items())
+    return True
 
 
 def same(found: RunPaths, expected: RunPaths, version: int) -> None:
@@ -153,6 +164,7 @@ def test_two_runs_in_one_trainer_learn_what_each_learns_alone_although_all_proce
         until(lambda: listed(host.membership) and listed(host.membership / "present"), "the trainer", process)
         a.join()
         assert a.paths.initial_model.read_text().strip() == str(model)
+        until(lambda: version_0_changes_nothing(a.paths), "version 0", process)
         a.send([0])
         a.wait(1, process)
         b.join()  # while the trainer works
