@@ -59,13 +59,21 @@ OPTIONAL = {
     "rlx/data/source.py": "zstandard",  # inside the one method that reads a recording; only a run with an orchestrator writes one
 }
 ORDER = ("rollout", "envs", "policy", "inference")  # on one floor: each may import only those after it
-VERSIONS = {  # what rooms that play or train may import of rlx.weights: policy versions as records, not their files
-    "rlx.weights.subscribe": "those who play",
-    "rlx.weights.broadcast": "those who train",
+VERSIONS = {  # what rooms that roll out or train may import of rlx.weights: policy versions as records, not their files
+    "rlx.weights.subscribe": "for the orchestrator",
+    "rlx.weights.broadcast": "for the trainer",
     "rlx.weights.hub": "finds the initial model",
 }
+# The servers' end, which checks and loads files, and the role that makes version 0.
+WITH_FILES = ("inference/arguments.py", "inference/extension.py", "inference/replica.py", "roles/prepare.py")
+OF_VLLM = ("inference/extension.py", "weights/transfer.py")
+# Names inside vLLM, besides its modules, that no interface promises. Its command's module and the options of that command are public.
+INSIDE_VLLM = re.compile(
+    r"\bvllm\.(?!entrypoints\.launchers\.api_server\.entry\b)(config|distributed|engine|entrypoints|lora|model_executor|platforms|v1)\b"
+    r"|\b(model_runner|quant_method|moe_kernel|cpu_linear|\w*layerwise_reload|ParallelLMHead|WeightTransfer\w+|EngineCore)\b"
+)
 HOME_OF = {  # library -> rooms, or files in a room, that may import it
-    "vllm": ("inference/extension.py", "weights/transfer.py"),
+    "vllm": OF_VLLM,
     "openai": ("policy",),
     "verifiers": ("envs",),
     "submitit": ("launch", "preflight"),
@@ -76,10 +84,6 @@ HOME_OF = {  # library -> rooms, or files in a room, that may import it
 }
 LONGEST = 420
 LONGEST_ROLE = 300  # a newcomer reads a main loop in a minute
-BY_NAME = {
-    "httptools": "rlx/inference/server/app.py",
-    "websockets": "rlx/inference/server/app.py",
-}  # packages that a file does not import, but names to a library
 FOR_OTHERS = {"math-verify"}  # declared because the mathematics rubric of verifiers imports it
 FILES = sorted((ROOT / "rlx").rglob("*.py"))
 
@@ -161,9 +165,8 @@ def knows_weight_files(path: Path) -> list[str]:
 
 
 def test_those_who_play_or_train_know_policy_versions_and_not_their_files():
-    """Only the servers read a version's files; `rlx.roles.prepare` makes version 0, a folder of its own."""
     outside = [path for path in FILES if room_of(path) in ("rollout", "envs", "policy", "inference", "train", "roles")]
-    outside = [path for path in outside if path.parent.name != "server" and path.name != "prepare.py"]
+    outside = [path for path in outside if str(path.relative_to(ROOT / "rlx")) not in WITH_FILES]
     assert {str(path.relative_to(ROOT)): found for path in outside if (found := knows_weight_files(path))} == {}
 
 
@@ -204,6 +207,23 @@ def test_libraries_stay_in_their_rooms():
     assert wrong == []
 
 
+def test_names_inside_vllm_are_in_the_extension_and_the_transfer_alone():
+    """Everything else speaks vLLM's public interface: its command line, its HTTP routes, its metrics."""
+    found = {str(path.relative_to(ROOT / "rlx")): sorted({match[0] for match in INSIDE_VLLM.finditer(path.read_text())}) for path in FILES}
+    assert {file: names for file, names in found.items() if names and file not in OF_VLLM} == {}
+    assert all(found[file] for file in OF_VLLM), "the pattern finds what is there"
+
+
+def test_nothing_of_vllm_is_replaced_at_run_time():
+    for file in OF_VLLM:
+        text, tree = (ROOT / "rlx" / file).read_text(), parsed(ROOT / "rlx" / file)
+        imports = [node for node in nodes(tree) if isinstance(node, ast.ImportFrom) and str(node.module).startswith("vllm")]
+        theirs = {alias.asname or alias.name for node in imports for alias in node.names}
+        assigned = {ast.unparse(node.value) for node in nodes(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+        assert theirs, file
+        assert (theirs & assigned, "setattr(" in text) == (set(), False), file
+
+
 def test_the_learning_rooms_need_torch_alone():
     wrong = []
     for path in FILES:
@@ -234,21 +254,10 @@ def test_only_the_mesh_knows_torchs_ranks_and_collectives():
 
 
 @pytest.mark.parametrize(
-    "module",
-    [
-        "rlx.cli",
-        "rlx.plan.make",
-        "rlx.runs.claim",
-        "rlx.launch.supervisor",
-        "rlx.types",
-        "rlx.codec",
-        "rlx.data.source",
-        "rlx.config.load",
-        "rlx.view.app",
-    ],
+    "module", ["cli", "plan.make", "runs.claim", "launch.supervisor", "types", "codec", "data.source", "config.load", "view.app"]
 )
 def test_the_outer_floors_load_without_torch(module: str):
-    check = f"import sys, {module}; print([name for name in ('torch', 'vllm', 'verifiers', 'transformers') if name in sys.modules])"
+    check = f"import sys, rlx.{module}; print([name for name in ('torch', 'vllm', 'verifiers', 'transformers') if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
 
@@ -345,10 +354,8 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
                 imported |= names
                 if not names & optional:
                     wrong.append(f"{path.relative_to(ROOT)} imports {top}")
-    for name, file in BY_NAME.items():
-        assert name in (ROOT / file).read_text()
     assert wrong == []
-    assert declared_packages() - imported - BY_NAME.keys() - FOR_OTHERS == set(), "declared and not imported"
+    assert declared_packages() - imported - FOR_OTHERS == set(), "declared and not imported"
 
 
 def test_every_room_is_in_the_package():
