@@ -5,6 +5,7 @@
 #                                        that the tests install, start and stop
 # make test-long                         what make test leaves out: every role killed, every kind of requeue, a walk-through, TRL
 # make test-nightly                      more cases of the same kinds that take minutes each: a walk-through on a real model, learning curves, 20,000 rollouts
+# make test-engines                      the engine's tests with each minor version of vLLM that rlx allows; of those that are not installed, on the source
 SHELL := /bin/bash
 ARGS ?=
 # The first of these that is Python 3.11, 3.12 or 3.13. An existing .venv keeps its Python unless PYTHON names another.
@@ -14,7 +15,7 @@ PYTHON ?= $(shell for p in .venv/bin/python python3.11 python3.12 python3.13 pyt
 # Where this is set, every process that a test starts compiles rlx anew, and pytest every test.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install train test test-fast test-long test-nightly lint docs
+.PHONY: install train test test-fast test-long test-nightly test-engines lint docs
 
 install:
 	@[ -n "$(PYTHON)" ] || { echo "rlx needs Python 3.11, 3.12 or 3.13; none was found. Name one: make train PYTHON=/path/to/python3.11" >&2; exit 1; }
@@ -62,6 +63,9 @@ test-nightly: install
 
 test-fast: install
 	$(FAST)
+
+test-engines: install
+	.venv/bin/python tools/engines.py $(ARGS)
 
 lint: install
 	.venv/bin/ruff check .
