@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlx.config.load import compose
-from rlx.plan.servers import memory_of
 from rlx.plan.make import make_plan
+from rlx.plan.servers import memory_of
 
 
 def test_the_plan_says_how_many_sequences_the_cache_holds_and_what_all_would_take() -> None:
