@@ -159,11 +159,15 @@ def read_heartbeats(paths: RunPaths) -> dict[str, dict]:
     return found
 
 
-def wait_for_model(paths: RunPaths, timeout: float, tick: Callable[[], None]) -> str:
+def wait_for_model(paths: RunPaths, timeout: float, tick: Callable[[], None], *, untrained: bool = False) -> str:
     """Folder or hub name of the initial model. Waits until it exists, for at most `timeout` seconds in which `prepare` is not at work.
 
-    `tick` is called at every poll. Raises WaitTimeout.
+    `tick` is called at every poll. `untrained`: before its warm start is good enough. Raises WaitTimeout.
     """
-    what = f"the initial model ({paths.initial_model})"
-    name = wait_for(lambda: arrived(paths.initial_model), what, timeout, tick=tick, excused=AtWork(paths, "prepare"))
+
+    def look() -> bytes | None:
+        found = arrived(paths.initial_model)
+        return str(paths.untrained_model).encode() if found is None and untrained and listed(paths.untrained_model) else found
+
+    name = wait_for(look, f"the initial model ({paths.initial_model})", timeout, tick=tick, excused=AtWork(paths, "prepare"))
     return name.decode().strip()

@@ -76,6 +76,8 @@ class RunPaths:
     kernels = _At("kernels.json")
     # How a run and its shared trainer find each other (`rlx.shared.membership`).
     membership = _At("membership")
+    # The same model before its warm start, with which servers start meanwhile; deleted once they have version 0.
+    untrained_model = _At("untrained_model")
     initial_model = _At("initial_model.txt")  # a file with the path or hub name of policy version 0, written when that version is ready
 
     def member(self, name: str) -> RunPaths:

@@ -116,6 +116,8 @@ class Policy:
         began, self.rlx_checked = time.perf_counter(), ("", None)
         self._rlx_reload(found)
         self.rlx_label = label
+        if label.startswith("0@"):  # version 0: the model that the run begins with
+            self.rlx_initial, self.rlx_label, self.rlx_identity = Path(folder), None, identity(Path(folder))
         return {"seconds": time.perf_counter() - began}
 
     @_answers

@@ -75,6 +75,7 @@ class Fleet:
         self.on_change: Callable[[Sequence[Endpoint], Collection[str]], None] = lambda serving, lost: None  # `Sampler.use`
         self.look_up: Callable[[int], WeightVersion | None] = lambda version: None  # where a version is now: `Subscriber.at`
         self.insists = True  # on servers that started with the trainer's model; False: a difference is logged
+        self.initial: Callable[[str], str] = lambda model: model  # the folder of version 0 for a server that started with `model`
         self.trained: Callable[[], InitialModel | None] = lambda: None  # the trainer's model, once it is known: `Subscriber.initial`
         self._weights: WeightVersion | None = None  # of `version`; None: the initial model
         self._servers = [Replica(endpoint) for endpoint in endpoints]
@@ -154,7 +155,7 @@ class Fleet:
                     f"{server.endpoint.name} started with {state.model}, and {differs.endpoint.name} with other weights.\n"
                     "  fix: start it with the run's model"
                 )
-            await server.reset(self._client, self._run)
+            await server.reset(self._client, self._run, self.initial(state.model))
         elif self._weights.kind == "memory" and (self.look_up(self.version) or self._weights).kind == "memory":
             raise StaleServer(f"{server.endpoint.name} joins with the next version, which the trainer sends from its memory")
         else:
@@ -229,18 +230,19 @@ class Fleet:
         if self._adopts:
             await self._adopt()
         else:
+            await all_of(self._reset(server) for server in self._servers)
             for server in self._servers:
                 if (other := server.differs_from(self._servers[:1])) is not None and server.state is not None:
                     raise InferenceError(
                         f"{server.endpoint.name} started with other weights than {other.endpoint.name}: {server.state.model}.\n"
                         "  fix: start all servers of a run with the model that it trains"
                     )
-            await all_of(self._reset(server) for server in self._servers)
         self._watching = asyncio.ensure_future(self._watch())
 
     async def _reset(self, server: Replica) -> None:
         async with server.lock:
-            await server.reset(self._client, self._run)
+            assert server.state is not None
+            await server.reset(self._client, self._run, self.initial(server.state.model))
 
     async def _adopt(self) -> None:
         """Take the servers' version for the fleet's. Servers without a route for labels have version 0."""

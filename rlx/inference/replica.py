@@ -119,12 +119,13 @@ class Replica:
         else:
             await self._load_model(client, weights.where, label_of(weights.version, run), verify_every)
 
-    async def reset(self, client: Client, run: str) -> None:
-        """Bring the server back to the model that it started with, version 0. Raises the same errors as `load`."""
+    async def reset(self, client: Client, run: str, folder: str) -> None:
+        """Bring the server to version 0, the model in `folder`. Raises the same errors as `load`."""
         assert self.state is not None
-        if not self.state.pristine:
-            await self._check(client, self.state.model, "")
-            await self._load_model(client, self.state.model, label_of(0, run), 1)
+        if not self.state.pristine or folder != self.state.model:
+            await self._check(client, folder, "")
+            await self._load_model(client, folder, label_of(0, run), 1)
+            await self.look(client)
         else:
             await self.label(client, label_of(0, run))
 

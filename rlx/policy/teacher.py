@@ -26,9 +26,9 @@ import msgspec
 import numpy as np
 
 from rlx.arrays import Float, Int
-from rlx.inference.endpoints import Endpoint
 from rlx.inference import wire
 from rlx.inference.client import CONNECT
+from rlx.inference.endpoints import Endpoint
 
 log = logging.getLogger(__name__)
 

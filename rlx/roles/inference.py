@@ -59,7 +59,7 @@ def main() -> int:
     if config.hardware.device == "cuda" and not can_compile(config.inference.startup_timeout, heartbeat):
         return 1  # it has said why
     heartbeat.beat(WAITING_FOR_MODEL)
-    name = wait_for_model(paths, config.inference.startup_timeout, lambda: heartbeat.beat(WAITING_FOR_MODEL))
+    name = wait_for_model(paths, config.inference.startup_timeout, lambda: heartbeat.beat(WAITING_FOR_MODEL), untrained=True)
     model = fetch(name, heartbeat)
     for left in reversed(range(TAKEN)):
         server = Server(config, replica, str(model), paths, heartbeat)

@@ -30,9 +30,9 @@ from rlx.envs.base import Environment, Local
 from rlx.envs.pools import worker_metrics
 from rlx.heartbeat import INTERVAL, Heartbeat
 from rlx.inference.fleet import Fleet
-from rlx.inference.wire import InferenceError
 from rlx.inference.replica import memory_of
 from rlx.inference.sampler import Sampler
+from rlx.inference.wire import InferenceError
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths, listed
 from rlx.policy.chat import Chat

@@ -135,7 +135,7 @@ def train(config: CommandConfig, folder: Path, heartbeat: Heartbeat) -> None:
 
     The trainer role runs in the directory of such a run, as a process of this one. It loads its libraries while rows are made here.
     """
-    run = RunPaths(folder.with_name("sft"))
+    run, paths = RunPaths(folder.with_name("sft")), heartbeat.paths
     if not (envs := envs_of(config)):
         build(config, {}, folder, heartbeat)
         return
@@ -153,6 +153,9 @@ def train(config: CommandConfig, folder: Path, heartbeat: Heartbeat) -> None:
         with heartbeat.during(loading, limit=limit), Heartbeat(run, "prepare").during(loading, limit=limit):
             examples = demonstrations_of(config, envs)
         said = build(config, examples, initial, heartbeat)
+        if config.num_servers:  # they start meanwhile, and get the trained weights when these are there
+            shutil.copytree(initial, paths.untrained_model.with_suffix(".writing"), dirs_exist_ok=True)
+            paths.untrained_model.with_suffix(".writing").rename(paths.untrained_model)
         write_text(rows, "".join(json.dumps(conversation.row) + "\n" for conversation in said))
         write_text(run.initial_model, f"{initial}\n")
         follow(trainer, run, cfg.max_steps, heartbeat)

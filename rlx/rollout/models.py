@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import secrets
+import shutil
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -196,6 +197,9 @@ async def connect_servers(
         ) as sampler,
     ):
         fleet.on_change = sampler.use
+        if config.model.warm_start is not None:
+            version_0 = paths.initial_model.read_text().strip()
+            fleet.initial = lambda model: version_0 if Path(model) == paths.untrained_model else model
         published = Subscriber(paths)
         fleet.look_up, fleet.trained = published.at, published.initial
         fleet.insists = not config.inference.base_url  # servers of others may have the weights in another form
@@ -205,6 +209,7 @@ async def connect_servers(
         if config.inference.base_url:
             weights_dir = config.weights_dir if isinstance(config, PlayWithModel) else None
             check_model(paths.initial_model.read_text().strip(), [state.model for state in await fleet.states()], weights_dir)
+        await asyncio.to_thread(shutil.rmtree, paths.untrained_model, ignore_errors=True)
         yield fleet, sampler
 
 
