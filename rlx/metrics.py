@@ -124,13 +124,15 @@ METRICS: dict[str, str] = {
     "data/<set>/rows": "rows of the step from one of several data sets",
     # inference
     "perf/servers": "servers that answered when the step's batch was complete",
-    "perf/kv_cache_usage": "share of the key-value cache in use at that moment, mean of the servers (with bench_role=inference, this and "
+    "perf/kv_cache_usage": "share of the KV cache in use at that moment, mean of the servers (with bench_role=inference, this and "
     "the next two: mean over the step)",
     "perf/running": "requests being decoded at that moment",
     "perf/waiting": "requests queued at that moment",
-    "perf/preemptions": "requests preempted for lack of cache since the server started, sum of the servers",
+    "perf/preemptions": "requests preempted since the server started, for lack of cache or by the pause of an update, sum of the servers",
     "perf/prefix_cache_hits": "share of the prompts' tokens since the servers started that were not computed, because they were in the "
     "cache: of another answer of the group, or of the conversation so far",
+    "perf/weights_compared": "share of the served weights that the last full compare with the published files covered, of the server where "
+    "it is smallest (docs/weights.md); 0 before the first, with adapters, and with weights from memory",
     "perf/device_memory_gb": "memory of a server's GPU, GiB; only with bench=true",
     # eval: one record an evaluation; its step is the policy version
     "eval/<env>/avg@<n>": "mean reward of an evaluation: n rollouts of each example. A failed rollout scores 0",
@@ -144,7 +146,7 @@ METRICS: dict[str, str] = {
     "eval/<env>/completion_mean": "sampled tokens per rollout, mean",
     "eval/<env>/reward/<function>": "mean of one reward function over the rollouts that did not fail, unweighted",
     "eval/<env>/metric/<metric>": "mean of one of the environment's own metrics over the same rollouts",
-    "eval/attested": "share of the version's weights that the servers compared with the trainer's checksums (`rlx eval`)",
+    "eval/attested": "share of the served weights that the last full compare with the trainer's files covered (`rlx eval`)",
     "time/evaluation": "seconds of the evaluation, beside training",
     "time/wait_evaluation": "seconds for which the evaluation delayed the next update of the servers (`rlx train`)",
     # val: one record a validation of `rlx sft`; its step is the policy version
