@@ -160,7 +160,7 @@ class Stand:
         try:
             await asyncio.sleep(self.delay)
             while self.paused or self.holds:
-                await asyncio.sleep(0.005 + self.in_flight / 10000)
+                await asyncio.sleep(0.005 + self.in_flight / 2000)
         except asyncio.CancelledError:
             self.aborted += 1
             raise

@@ -20,8 +20,8 @@ from rlx.config.errors import ConfigError
 from rlx.config.load import compose
 from rlx.config.memory import trainer_memory
 from rlx.envs.base import sampling_of
-from rlx.inference.protocol import Device, InferenceError, ServerUnreachable, TakenServer
-from rlx.inference.replica import memory_of
+from rlx.inference.replica import ServerState, memory_of
+from rlx.inference.wire import InferenceError, ServerUnreachable, TakenServer
 from rlx.metrics import METRICS, read_metrics
 from rlx.paths import RunPaths
 from rlx.plan.explain import explain
@@ -152,14 +152,18 @@ def test_operations_of_a_forward_are_those_counted_by_hand() -> None:
     from rlx.train.flops import Flops
 
     flops = Flops(matrices=6 * 100.0, backward=4 * 100.0, attention=12.0 * 8, windows=(None, None))
-    lengths, devices = [3, 5], [Device("NVIDIA H100 80GB HBM3", 1.0, 80.0)] * 2
-    found = compute_of(flops, lengths, 2.0, devices)
+    lengths, h100 = [3, 5], "NVIDIA H100 80GB HBM3"
+    found = compute_of(flops, lengths, 2.0, [h100] * 2)
     by_hand = (2 * 100 * (3 + 5) + 2 * (4 * 8) * (3 * 3 + 5 * 5)) / 2.0 / 2  # 2·N a token; 4·d a pair and layer; 2 s, 2 devices
     assert found["perf/tflops"] == pytest.approx(by_hand / 1e12)
     assert found["perf/mfu"] == pytest.approx(by_hand / 989e12)
     causal = (2 * 100 * 8 + (4 * 8) * 34) / 2.0 / 2
     assert found["perf/mfu_causal"] == pytest.approx(causal / 989e12)
-    assert memory_of(devices) == {"perf/peak_memory_gb": 1.0, "perf/device_memory_gb": 80.0}
+    assert memory_of([state_of(h100, 80)] * 2) == {"perf/peak_memory_gb": 1.0, "perf/device_memory_gb": 80.0}
+
+
+def state_of(device: str = "", memory_gb: int = 0) -> ServerState:
+    return ServerState("0@run", "model", 64, devices=({"device": device, "peak_memory": 1 << 30, "memory": memory_gb << 30},))
 
 
 def test_the_load_keeps_its_number_of_requests_in_flight_and_records_every_step(tmp_path: Path) -> None:
@@ -174,8 +178,8 @@ def test_the_load_keeps_its_number_of_requests_in_flight_and_records_every_step(
         async def stats(self) -> dict[str, float]:
             return {"perf/kv_cache_usage": 0.5, "perf/running": 5.0, "perf/waiting": 0.0, "perf/preemptions": 2.0, "perf/servers": 1.0}
 
-        async def devices(self) -> list[Device]:
-            return [Device("", 0.5)]
+        async def states(self) -> list[ServerState]:
+            return [state_of()]
 
         async def generate(self, prompt: list[int], sampling: dict[str, Any], request_id: str, affinity: int) -> Any:
             nonlocal now, most
@@ -213,7 +217,7 @@ def test_a_server_that_starts_again_does_not_end_the_load_but_one_of_another_run
         async def stats(self) -> dict[str, float]:
             raise error
 
-        async def devices(self) -> list[Device]:
+        async def states(self) -> list[ServerState]:
             raise error
 
         async def generate(self, prompt: list[int], sampling: dict[str, Any], request_id: str, affinity: int) -> Any:

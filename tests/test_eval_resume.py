@@ -16,7 +16,7 @@ from test_rollout_play import Env, Model, outcome
 from rlx.config.errors import ConfigError
 from rlx.config.schema import RunConfig
 from rlx.heartbeat import Heartbeat
-from rlx.inference.protocol import PolicyState
+from rlx.inference.replica import ServerState
 from rlx.metrics import MetricsWriter
 from rlx.paths import COMPLETE, RunPaths
 from rlx.plan.make import make_plan
@@ -123,20 +123,22 @@ def test_a_resumed_evaluation_plays_again_what_other_weights_of_the_version_have
 
 
 def test_the_digest_of_served_weights_is_that_of_their_manifest_and_of_version_0_that_of_the_model(tmp_path: Path) -> None:
-    def digest(version: int, weights: Path, identity: str = "i") -> str | None:
-        state = PolicyState(version=version, model="/m", context_length=64, weights=str(weights), identity=identity)
-        fleet = SimpleNamespace(version=version, states=lambda: asyncio.sleep(0, [state]))
-        served = Served(config_of("env=sums"), fleet, None)  # type: ignore[arg-type]
+    def digest(version: int, weights_dir: Path, identity: str = "i") -> str | None:
+        state = ServerState(f"{version}@run", "/m", 64, identity=identity)
+        fleet = SimpleNamespace(version=version, compared=1.0, states=lambda: asyncio.sleep(0, [state]))
+        config = config_of("env=sums")
+        config.weights_dir = str(weights_dir)
+        served = Served(config, fleet, None)  # type: ignore[arg-type]
         return asyncio.run(served.origin()).digest
 
     folder = tmp_path / "step_28"
     folder.mkdir()
-    (folder / COMPLETE).write_text('{"version": 28, "tensors": {"w": {"sum": "1"}}}')
-    old = digest(28, folder)
+    (folder / COMPLETE).write_text('{"version": 28, "tensors": {"w": {"xxh3": "1"}}}')
+    old = digest(28, tmp_path)
     assert old is not None
-    assert digest(28, folder, identity="") == old
-    (folder / COMPLETE).write_text('{"version": 28, "tensors": {"w": {"sum": "2"}}}')
-    assert digest(28, folder) != old
+    assert digest(28, tmp_path, identity="") == old
+    (folder / COMPLETE).write_text('{"version": 28, "tensors": {"w": {"xxh3": "2"}}}')
+    assert digest(28, tmp_path) != old
     assert digest(0, tmp_path / "a") == digest(0, tmp_path / "b") != digest(0, tmp_path / "a", identity="j")
     assert digest(28, tmp_path / "elsewhere") is not None
     assert digest(28, tmp_path / "elsewhere", identity="") is None

@@ -21,7 +21,7 @@ from rlx.config.schema import Config, TrainedEnvConfig
 from rlx.data.source import OrchestratorSource
 from rlx.envs.load import give_policy
 from rlx.heartbeat import Heartbeat, read_heartbeats
-from rlx.inference.protocol import ServerUnreachable
+from rlx.inference.wire import ServerUnreachable
 from rlx.parallel.mesh import one_process
 from rlx.paths import COMPLETE, RunPaths
 from rlx.roles.orchestrator import Orchestrator

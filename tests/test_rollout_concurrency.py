@@ -11,7 +11,7 @@ import pytest
 from test_rollout_collector import FakeEnv, collector, indices, run
 
 from rlx.config.schema import Config
-from rlx.inference.protocol import ServerUnreachable
+from rlx.inference.wire import ServerUnreachable
 from rlx.rollout import concurrency
 from rlx.rollout.concurrency import WINDOW, Controller
 

@@ -10,7 +10,7 @@ import pytest
 from server_stand_in import Stand
 
 from rlx.config.schema import Config, PlayRoot, SftRoot
-from rlx.inference.protocol import InferenceError
+from rlx.inference.wire import InferenceError
 from rlx.paths import RunPaths
 from rlx.rollout import models
 from rlx.rollout.models import check_model, connect_servers
