@@ -24,7 +24,7 @@ def begun(run: Run, shm: Path) -> None:
     """Let the run have a version in memory."""
     shm.mkdir()
     run.until_started()
-    own = tmpfs.make(run.paths.weights, shm)
+    own = tmpfs.make(run.paths.weights, shm, 0)
     run.paths.weights_of(1).symlink_to(tmpfs.fresh(run.paths.weights, "step_1"))
     assert list(shm.iterdir()) == [own]
 

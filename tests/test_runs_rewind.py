@@ -317,7 +317,7 @@ def test_resuming_needs_a_name_and_does_not_go_with_clean() -> None:
 def test_what_a_killed_attempt_has_left_in_memory_is_deleted(tmp_path: Path, how: str) -> None:
     paths, shm = ended(tmp_path / "run"), tmp_path / "shm"
     shm.mkdir()
-    tmpfs.make(paths.weights, shm)
+    tmpfs.make(paths.weights, shm, 0)
     for version in (5, 7):
         shutil.rmtree(paths.weights_of(version))
         paths.weights_of(version).symlink_to(tmpfs.fresh(paths.weights, f"step_{version}"))

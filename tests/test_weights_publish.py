@@ -81,7 +81,7 @@ def test_a_writer_that_fails_is_heard_at_once_and_leaves_nothing(paths: RunPaths
     monkeypatch.setattr(files, "_records", full)
     publisher.gather(1)
     publisher.announce(1)
-    said = r"version 1 of the weights could not be written to \S+/weights: OSError: \[Errno 28\] No space left on device\n  fix: .*resume=latest"
+    said = r"version 1 of the weights could not be written to \S+/weights: OSError: \[Errno 28\] No space left on device\n  fix: .*=latest"
     for late in (publisher.wait, publisher.check, lambda: publisher.gather(2)):
         with pytest.raises(PublishFailed, match=said):
             late()

@@ -85,13 +85,20 @@ def _no_network(error: BaseException) -> bool:
 
 
 def lacks(name: str) -> list[str]:
-    """What the cache lacks of a model of the hub; empty if it is complete."""
-    from rlx.weights.hub import in_cache
+    """What the cache lacks of a model of the hub; empty if it is complete, as far as the cache has the hub's list. Asks no hub."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
-    folder, complete = in_cache(name)
-    if folder is None:
-        return NOTHING
-    return [file for file in needed(folder) if not (folder / file).is_file()] or ([] if complete else ["some of its smaller files"])
+    from rlx.weights.hub import UNWANTED, WANTED
+
+    lacking: list[str] = []
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=WANTED, ignore_patterns=UNWANTED, local_files_only=True))
+    except LocalEntryNotFoundError as error:
+        if not (found := getattr(error, "snapshot_path", None)):
+            return NOTHING
+        folder, lacking = Path(found), ["some of its smaller files"]
+    return [file for file in needed(folder) if not (folder / file).is_file()] or lacking
 
 
 def needed(folder: Path) -> list[str]:

@@ -13,7 +13,6 @@ from rlx.config.inherited import find_weights
 from rlx.config.schema_eval import EvalRoot, PlayWithModel
 from rlx.config.schema_synthesize import SynthesizeRoot
 from rlx.paths import RunPaths
-from rlx.weights import tmpfs
 from rlx.weights.files import versions
 from rlx.weights.shapes import ADAPTER_CONFIG
 
@@ -76,9 +75,9 @@ def resolve_step(cfg: SynthesizeRoot) -> SynthesizeRoot:
 
 
 def _has(folder: Path, there: Sequence[int], wanted: int) -> str:
-    """What is there instead of the wanted step, and what became of that one if it was in memory."""
-    why = tmpfs.lost(folder / f"step_{wanted}")
-    return f"it has {', '.join(map(str, there)) or 'none'}" + (f"; {why}" if why else "")
+    """What is there instead of the wanted step."""
+    lost = (folder / f"step_{wanted}").is_symlink()
+    return f"it has {', '.join(map(str, there)) or 'none'}" + ("; that one was only in memory (weight_broadcast.folder)" if lost else "")
 
 
 def _check_kind(cfg: PlayWithModel, folder: Path, steps: Sequence[int]) -> None:

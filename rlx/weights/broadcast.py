@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Working = Callable[..., AbstractContextManager[Any]]  # (phase, step) → the context of work that takes long: `Watch.working`
-SOON = 0.25  # seconds after a step in which the orchestrator sees the version and pauses the servers for it
+SOON = 1.0  # seconds after a step in which the orchestrator sees the version and pauses the servers for it
 POLL = 0.001  # seconds
 
 
@@ -43,12 +43,11 @@ class Wanted(Preempted):
 def make_room(cfg: TrainingRoot, paths: RunPaths) -> None:
     """Make the run's folder in memory, if the configuration has one. Rank 0 calls this before it loads anything.
 
-    Deletes that of an attempt that was killed. Raises NoRoom if the versions do not fit.
+    Deletes that of an attempt that was killed. Raises OSError if the versions do not fit.
     """
     tmpfs.clear(paths.weights)
     if cfg.memory_folder is not None:
-        tmpfs.check(cfg.memory_folder, versions_in_memory(cfg))
-        tmpfs.make(paths.weights, cfg.memory_folder)
+        tmpfs.make(paths.weights, cfg.memory_folder, versions_in_memory(cfg))
 
 
 class Broadcast(Publisher):

@@ -19,7 +19,7 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,14 +27,13 @@ import xxhash
 
 from rlx.paths import COMPLETE, RunPaths, listed
 from rlx.weights import tmpfs
-from rlx.weights.shapes import ADAPTER_CONFIG, WeightsError, check_tensors, digest_of, entries, manifest
+from rlx.weights.shapes import ADAPTER_CONFIG, INDEX, WeightsError, check_tensors, digest_of, entries, manifest
 
 if TYPE_CHECKING:
     import torch
 
 IDENTIFYING = 4096  # bytes of each tensor
 SHARD_BYTES = 5 * 2**30  # of a safetensors file; one may be larger by a part of a unit
-INDEX = "model.safetensors.index.json"
 # The files of a model folder besides weights: configuration, tokenizer, chat template, code.
 STATIC = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py")
 
@@ -122,8 +121,7 @@ class ModelFiles:
     """The files of a version that do not change during training, by file name."""
 
     files: Mapping[str, bytes]
-    base: Mapping[str, str] | None = None  # of adapters: `name` and `identity` of their model
-    untrained: Sequence[str] = ()  # tensors of the initial model's files that no version has (`Export.untrained`)
+    facts: Mapping[str, Any] = field(default_factory=dict)  # of the manifest: `base` or `untrained`
 
     @classmethod
     def read(cls, model: Path, hf: Any, dtype: str, untrained: Sequence[str] = ()) -> ModelFiles:
@@ -134,13 +132,13 @@ class ModelFiles:
         if hasattr(config, "quantization_config"):  # the model was read without it: versions hold plain weights
             del config.quantization_config
         found["config.json"] = config.to_json_string().encode()
-        return cls(found, untrained=untrained)
+        return cls(found, {"untrained": list(untrained)} if untrained else {})
 
     @classmethod
     def of_adapters(cls, config: Mapping[str, Any], model: Path) -> ModelFiles:
         """The one file besides the adapters of a PEFT folder, for the model in the folder `model`."""
         base = {"name": config["base_model_name_or_path"], "identity": identity(model)}
-        return cls({ADAPTER_CONFIG: (json.dumps(config, indent=2) + "\n").encode()}, base)
+        return cls({ADAPTER_CONFIG: (json.dumps(config, indent=2) + "\n").encode()}, {"base": base})
 
     def with_chat_template(self, path: Path) -> ModelFiles:
         """These files with another chat template. `chat_template.jinja` wins over the one in `tokenizer_config.json`."""
@@ -152,24 +150,15 @@ Tensors = dict[str, "torch.Tensor"]
 Written = dict[str, dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A file: `model-00002-of-00003.safetensors`, which rank 8 writes, with the trainer's tensors of these names."""
+def divide(units: Sequence[Sequence[str]], sizes: Mapping[str, int], writers: Sequence[int]) -> dict[str, tuple[int, list[str]]]:
+    """Divide a version into files of about the same number of bytes: by file name, the rank that writes it and the trainer's tensors in it.
 
-    file: str
-    writer: int
-    names: tuple[str, ...]
-
-
-def divide(units: Sequence[Sequence[str]], sizes: Mapping[str, int], writers: Sequence[int]) -> list[Part]:
-    """Divide a version into files of about the same number of bytes, the same number for each writer unless a unit is larger than a file.
-
-    `units`: the trainer's tensors by name, in the model's order; those of a unit are in one file. `sizes`: their bytes.
+    Each writer has the same number of files, unless a unit is larger than a file. `units`: the trainer's tensors by name, in the model's
+    order; those of a unit are in one file. `sizes`: their bytes.
     """
-    total = sum(sizes.values())
+    total, before = sum(sizes.values()), 0
     count = len(writers) * max(1, -(-total // (SHARD_BYTES * len(writers))))
     found: dict[int, list[str]] = {}
-    before = 0
     for unit in units:
         size = sum(sizes[name] for name in unit)
         middle = before + size // 2  # of the unit, in the bytes of the whole version
@@ -177,7 +166,7 @@ def divide(units: Sequence[Sequence[str]], sizes: Mapping[str, int], writers: Se
         before += size
     names = [f"model-{number:05d}-of-{len(found):05d}.safetensors" for number in range(1, len(found) + 1)]
     names = ["model.safetensors"] if len(found) == 1 else names
-    return [Part(name, writers[place * len(writers) // count], tuple(found[place])) for name, place in zip(names, found, strict=True)]
+    return {name: (writers[place * len(writers) // count], found[place]) for name, place in zip(names, found, strict=True)}
 
 
 def begin(paths: RunPaths, version: int, *, in_memory: bool = False) -> None:
@@ -240,11 +229,8 @@ def complete(paths: RunPaths, version: int, written: Sequence[Written], static: 
     for name, content in small.items():
         (folder / name).write_bytes(content)
         files[name] = {"size": len(content), "xxh3": xxhash.xxh3_64_hexdigest(content)}
-    found: dict[str, Any] = {"version": version, "files": files}
-    found["tensors"] = {name: record for shard in shards.values() for name, record in shard["tensors"].items()}
-    found |= {} if static.base is None else {"base": dict(static.base)}
-    found |= {"untrained": list(static.untrained)} if static.untrained else {}
-    (folder / COMPLETE).write_text(json.dumps(found))
+    tensors = {name: record for shard in shards.values() for name, record in shard["tensors"].items()}
+    (folder / COMPLETE).write_text(json.dumps({"version": version, "files": files, "tensors": tensors, **static.facts}))
 
 
 def publish(paths: RunPaths, version: int) -> None:

@@ -33,21 +33,6 @@ def fetch(name: str, heartbeat: Heartbeat | None) -> Path:
         return Path(snapshot_download(name, allow_patterns=WANTED, ignore_patterns=UNWANTED))
 
 
-def in_cache(name: str) -> tuple[Path | None, bool]:
-    """The folder of a model of the hub in the cache, or `None`, and whether it has all files that `fetch` gets. Asks no hub.
-
-    Whether it has them all is only known if the cache has the hub's list.
-    """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=WANTED, ignore_patterns=UNWANTED, local_files_only=True)), True
-    except LocalEntryNotFoundError as error:
-        folder = getattr(error, "snapshot_path", None)
-        return (Path(folder) if folder else None), False
-
-
 def initial_model(cfg: TrainingRoot, paths: RunPaths, mesh: Mesh, watch: Watch) -> str:
     """Folder or hub name of the initial model. Waits until the model exists and is on this host's disk, as long as `prepare` is at work.
 

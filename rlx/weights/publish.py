@@ -29,7 +29,7 @@ from rlx.paths import RunPaths, listed
 from rlx.waiting import wait_for
 from rlx.weights import files, tmpfs
 from rlx.weights.export import Export
-from rlx.weights.files import ModelFiles, Part, Tensors
+from rlx.weights.files import ModelFiles, Tensors
 from rlx.weights.hub import fetch
 from rlx.weights.shapes import ADAPTER
 
@@ -120,7 +120,7 @@ class Publisher:
         `lasts`: somebody may want the version when the run has ended, so it is written to the disk in any case.
         """
         self.wait()
-        owners = {name: part.writer for part in self._parts for name in part.names}
+        owners = {name: writer for writer, names in self._parts.values() for name in names}
         pinned = self.mesh.device.type == "cuda"
         for name, tensor in self.model.named_weights():
             whole = whole_on(tensor.to(self.export.published(name, tensor)), owners[name], self.mesh.rank)
@@ -192,26 +192,22 @@ class Publisher:
         try:
             if self.mesh.first:
                 files.begin(self.paths, version, in_memory=in_memory)
-        except OSError as raised:
-            error = raised
-        if self._exchanged(error is None)[0]:
-            try:
-                written = self._write_own(version)
-            except Exception as raised:
-                error, written = raised, f"rank {self.mesh.rank}: {type(raised).__name__}: {raised}"
-            found = self._exchanged(written)
-            if failures := [each for each in found if isinstance(each, str)]:
-                raise error or WriterFailed(failures[0])
-            if self.mesh.first:
-                files.complete(self.paths, version, found, self.static)
-        elif error is not None:
-            raise error
+            written = self._write_own(version)
+        except Exception as raised:
+            error, written = raised, f"rank {self.mesh.rank}: {type(raised).__name__}: {raised}"
+        found = self._exchanged(written)
+        if failures := [each for each in found if isinstance(each, str)]:
+            raise error or WriterFailed(failures[0])
+        if self.mesh.first:
+            files.complete(self.paths, version, found, self.static)
 
     def _write_own(self, version: int) -> files.Written:
         folder = files.hidden(self.paths, version)
-        what = f"{folder}, which rank 0 has made: all hosts of the trainer must have the same run.dir ({self.paths.root})"
+        what = f"{folder}, which rank 0 makes: all hosts of the trainer must have the same run.dir ({self.paths.root})"
         wait_for(lambda: listed(folder), what, FOLDER_TIMEOUT)
-        own = {part.file: {name: self._copies[name] for name in part.names} for part in self._parts if part.writer == self.mesh.rank}
+        own = {
+            file: {name: self._copies[name] for name in names} for file, (writer, names) in self._parts.items() if writer == self.mesh.rank
+        }
         return files.write(self.paths, version, own, self.export.convert)
 
     def _exchanged(self, mine: Any) -> list[Any]:
@@ -245,9 +241,9 @@ class Publisher:
         return failed
 
     @functools.cached_property
-    def _parts(self) -> list[Part]:
-        """All files of a version."""
+    def _parts(self) -> dict[str, tuple[int, list[str]]]:
+        """All files of a version, with their writers and tensors."""
         sizes = {name: tensor.numel() * self.export.published(name, tensor).itemsize for name, tensor in self.model.named_weights()}
         if self.model.adapts:  # PEFT's format has one file
-            return [Part(ADAPTER, 0, tuple(sizes))]
+            return {ADAPTER: (0, list(sizes))}
         return files.divide(self.export.units(), sizes, self.writers)

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import xxhash
 
 from rlx.paths import COMPLETE
-from rlx.weights import tmpfs
 
 Shapes = Mapping[str, tuple[int, ...]]
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # of a PEFT folder
+INDEX = "model.safetensors.index.json"
 TIED_HEAD = "lm_head.weight"
 OF_ADAPTER = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")  # PEFT's names: the layer, and which of the two matrices
 # The dtypes that safetensors files hold: the format's name → torch's name, which manifests have.
@@ -53,47 +53,28 @@ class Entry(NamedTuple):
 def entries(folder: Path) -> dict[str, Entry]:
     """The tensors of the model or the adapter in a folder, by name, in the order of the files.
 
-    Raises ValueError if there are no weight files, if a file is not a safetensors file or its length differs from what its header says, or
-    if two files have a tensor of the same name. Raises OSError if a file is missing.
+    Of a model these are `model.safetensors`, or the files named by `model.safetensors.index.json`, or `model*.safetensors`, as transformers
+    chooses them. Others hold the same weights under their original names (`consolidated.safetensors`).
+    Raises ValueError if there are none, if a file is not a safetensors file or its length differs from what its header says, or if two
+    files have a tensor of the same name. Raises OSError if a file is missing.
     """
-    paths = [folder / ADAPTER] if (folder / ADAPTER_CONFIG).is_file() else weight_files(folder)
+    names = [name for name in ("model.safetensors", ADAPTER) if (folder / name).is_file()][:1]
+    if not names and (folder / INDEX).is_file():
+        names = sorted(set(json.loads((folder / INDEX).read_bytes())["weight_map"].values()))
     found: dict[str, Entry] = {}
-    for path in paths:
+    for path in [folder / name for name in names] or sorted(folder.glob("model*.safetensors")):
         here = header(path)
         if twice := sorted(here.keys() & found.keys()):
             raise ValueError(f"{folder} holds {twice[0]} twice: in {found[twice[0]].path.name} and in {path.name}")
         found |= here
+    if not found:
+        raise ValueError(f"{folder} holds no model*.safetensors")
     return found
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor of a folder, by name. Raises as `entries`."""
     return {name: entry.shape for name, entry in entries(folder).items()}
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a Hugging Face model folder that make up the model, as transformers chooses them.
-
-    These are `model.safetensors`, or the files named by `model.safetensors.index.json`, or `model*.safetensors`. Other safetensors files
-    are ignored: they hold the same weights under their original names (`consolidated.safetensors`).
-    Raises ValueError if there are none, FileNotFoundError if the index names a missing file.
-    """
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{index} is not an index of weights: {type(error).__name__}: {error}") from error
-        if missing := [name for name in names if not (folder / name).is_file()]:
-            raise FileNotFoundError(f"{index} names missing files: {', '.join(missing)}; fetch the model again")
-        return [folder / name for name in names]
-    files = sorted(folder.glob("model*.safetensors"))
-    if not files:
-        others = ", ".join(sorted(file.name for file in folder.glob("*.safetensors"))) or "none at all"
-        raise ValueError(f"{folder} holds no model*.safetensors (other safetensors files: {others})")
-    return files
 
 
 def header(path: Path) -> dict[str, Entry]:
@@ -141,17 +122,13 @@ def digest_of(path: Path, begin: int = 0, end: int | None = None) -> str:
 
 def manifest(folder: Path) -> dict[str, Any]:
     """The content of a version's manifest, `COMPLETE` (`files.py` describes it). Raises WeightsError without a valid one."""
-    marker = folder / COMPLETE
-    if not marker.is_file():
-        raise WeightsError(tmpfs.lost(folder) or f"{folder}: no file {COMPLETE}; the folder was not finished, or is not a weights folder")
     try:
-        found: dict[str, Any] = json.loads(marker.read_text())
-        for record in found.get("tensors", {}).values():  # a checkpoint's manifest has none
-            _ = record["xxh3"], record["dtype"], record["shape"]
-        for record in found["files"].values():
-            _ = record["size"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{marker}: not a manifest of this version of rlx ({type(error).__name__}: {error})") from error
+        found: dict[str, Any] = json.loads((folder / COMPLETE).read_bytes())
+        _ = found["files"]
+    except OSError as error:
+        raise WeightsError(f"{folder}: no file {COMPLETE}; the folder was not finished, or is not a weights folder") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise WeightsError(f"{folder / COMPLETE}: not a manifest ({type(error).__name__}: {error})") from error
     return found
 
 
@@ -168,8 +145,8 @@ def check_tensors(folder: Path, found: Mapping[str, Entry], expected: Mapping[st
             if (entry.dtype, list(entry.shape)) != (record["dtype"], record["shape"]):
                 described = f"{record['dtype']} {record['shape']}, found {entry.dtype} {list(entry.shape)}"
                 raise WeightsError(f"{entry.path}: expected {described}; the header's entry of {name} is damaged")
-            if value != record["xxh3"]:
-                raise WeightsError(f"{entry.path}: expected checksum {record['xxh3']}, found {value}; the tensor {name} is damaged")
+            if value != (known := record.get("xxh3")):
+                raise WeightsError(f"{entry.path}: expected checksum {known}, found {value}; the tensor {name} is damaged")
 
 
 def check_shapes(what: str, given: Shapes, served: Shapes, tied: bool, untrained: Iterable[str] = ()) -> None:

@@ -11,38 +11,24 @@ Servers may still read a version when the trainer has ended. So whoever ends the
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 
 import xxhash
 
 from rlx.config.memory import size
-from rlx.config.mounts import IN_MEMORY, file_system
 
 RECORD = ".memory"  # next to the versions: a link to the run's folder in memory
 
 
-class NoRoom(ValueError):
-    """Versions cannot be written to the configured folder. The message says why and what to do."""
-
-
-def check(folder: Path, need: float) -> None:
-    """Raise NoRoom unless the folder exists, is in memory and has `need` bytes of room."""
-    kind = file_system(folder) if folder.is_dir() else "missing"
-    if kind not in IN_MEMORY or shutil.disk_usage(folder).free < need:
-        raise NoRoom(
-            f"weight_broadcast.folder={folder} must be in memory and have {size(need)} of room on the trainer's host; it is {kind}"
-            + (f" and has {size(shutil.disk_usage(folder).free)}" if kind in IN_MEMORY else "")
-            + "\n  fix: make it larger (mount -o remount,size=…; docker run --shm-size=…), lower weight_broadcast.keep_last or "
-            "max_async_level, or set weight_broadcast.folder=null"
-        )
-
-
-def make(weights: Path, folder: Path) -> Path:
+def make(weights: Path, folder: Path, need: float) -> Path:
     """Make the run's own folder in `folder`, which only its owner can enter. `weights`: the folder of the run's versions.
 
-    Call `clear` first: an attempt that was killed may have left one. Raises OSError.
+    Call `clear` first: an attempt that was killed may have left one. Raises OSError, also if there is no room for `need` bytes.
     """
+    if shutil.disk_usage(folder).free < need:
+        raise OSError(errno.ENOSPC, f"the versions of weight_broadcast.folder take {size(need)}", str(folder))
     weights.mkdir(parents=True, exist_ok=True)
     own = folder / _name(weights)
     if own.is_dir():  # an attempt on another host came in between, and removed the link
@@ -71,16 +57,6 @@ def real(folder: Path) -> Path:
         return folder.readlink()
     except OSError:  # not a link; perhaps the version was written to the disk at this moment
         return folder
-
-
-def lost(folder: Path) -> str:
-    """Why a version is missing, if it was in memory; otherwise an empty text."""
-    if not folder.is_symlink():
-        return ""
-    return (
-        f"{folder.name} was only in memory ({folder.readlink()}), which is gone, on another host, or another user's; versions of "
-        "checkpoints, evaluated ones and the last one are on the disk (weight_broadcast.folder)"
-    )
 
 
 def delete(folder: Path) -> None:
