@@ -90,7 +90,7 @@ def test_the_commands_of_the_section_run(tmp_path: Path, monkeypatch: pytest.Mon
             name, _, value = program.partition("=")
             own[name], program, argv = value, argv[0], argv[1:]
         command = [sys.executable, *argv] if program == "python" else [sys.executable, "-m", "rlx.cli", *argv]
-        if "vllm.entrypoints.openai.api_server" in argv:
+        if "vllm.entrypoints.launchers.api_server.entry" in argv:
             with Path("server.log").open("w") as log:
                 servers.append(subprocess.Popen(command, env=own, stdout=log, stderr=log))
             ready(port, servers[-1])
