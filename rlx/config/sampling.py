@@ -11,6 +11,7 @@ def biases(sampling: Mapping[str, Any]) -> list[str]:
 
     The temperature is not among them, unless it is 0. Neither are limits and stops: they end an answer, but do not change its tokens.
     """
+    sampling = {name: value for name, value in sampling.items() if value is not None}
     off = {
         "temperature": sampling.get("temperature") == 0,
         "top_p": sampling.get("top_p", 1) < 1,

@@ -11,6 +11,7 @@ import torch
 
 from rlx.config.declared import declared_in
 from rlx.config.objectives import trained_by
+from rlx.config.sampling import biases
 from rlx.config.schema import Config, LossTerms, OptimTerms, PlayRoot, TrainingRoot, split_terms
 from rlx.config.targets import instantiate
 from rlx.losses.base import Objective
@@ -26,6 +27,8 @@ from rlx.train.step import PolicyTrainer
 
 log = logging.getLogger("rlx.trainer")
 
+# Nats a token in the mean. Measured: 1e-6 in float32, 0.02 in bfloat16. A wrong model differs by nats.
+ENGINE_NOISE = {"float32": 0.01, "bfloat16": 0.5, "float16": 0.5}
 SEEN = 1e-4  # a learning rate whose updates by Adam still change most weights of a usual size in bfloat16
 
 
@@ -61,7 +64,7 @@ def build(
             optim["lr"],
             SEEN,
         )
-    return PolicyTrainer(
+    trainer = PolicyTrainer(
         model,
         losses_of(cfg),
         optimizer_of(cfg, optim, model, mesh),
@@ -71,6 +74,9 @@ def build(
         mesh=mesh,
         reference=reference,
     )
+    if isinstance(cfg, PlayRoot) and not any(biases(vars(each)) for each in (cfg.sampling, *(env.sampling for env in cfg.envs.values()))):
+        trainer.engine_noise = ENGINE_NOISE[cfg.model.dtype]
+    return trainer
 
 
 def policy_of(

@@ -93,6 +93,7 @@ class PolicyTrainer:
         self.updates = 0  # optimizer steps done
         self.forward_only: list[int] = []  # lengths of the last batch's sequences without a backward, once for each forward
         self.warning: str | None = None  # for the user: the measured mismatch exceeds the objective's bounds
+        self.engine_noise = math.inf  # nats a token by which the engine may differ from the trainer in the mean, at the same version
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.mesh = mesh or one_process(self.parameters[0].device)
         self.device = self.mesh.device
@@ -143,8 +144,16 @@ class PolicyTrainer:
 
     def warn_of(self, metrics: dict[str, float]) -> None:
         """Look for a warning in the metrics of a batch's first optimizer step."""
-        if self.warning is None and self.own_samples and metrics.get("off_policy/lag_max") == 0:  # else the mismatch includes updates
-            self.warning = self.losses.warning(metrics)
+        if not self.own_samples or metrics.get("off_policy/lag_max") != 0:  # the mismatch includes updates
+            return
+        if (differ := metrics.get("mismatch/abs_logp_diff_mean", 0.0)) > self.engine_noise:
+            self.warning = (
+                f"trainer and inference compute different policies from the same weights: the log-probabilities of the sampled tokens "
+                f"differ by {differ:.3g} nats in the mean, and rounding explains at most {self.engine_noise:g}. Look for what only one of "
+                "them has: sampling parameters of an environment's requests, an option in inference.vllm, a model that transformers and "
+                "vLLM compute differently"
+            )
+        self.warning = self.warning or self.losses.warning(metrics)
 
     def give_up(self) -> None:
         """Discard an unfinished optimizer step, after `before_micro_batch` raised. Parameters and optimizer stay as they were before it."""
