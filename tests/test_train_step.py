@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import time
 import weakref
 from functools import partial
@@ -331,9 +332,9 @@ def test_what_the_objective_does_not_consume_is_refused_before_anything_changes(
 
 
 def test_bounds_on_sequences_that_are_tighter_than_the_measured_mismatch_are_told_once():
-    def told(function, versions: int, gap: float, own: bool = True, **terms) -> str | None:
+    def told(function, versions: int, gap: float, own: bool = True, noise: float = math.inf, **terms) -> str | None:
         trainer = make_trainer(make_model(), function, "seq_mean", **terms)
-        trainer.own_samples = own
+        trainer.own_samples, trainer.engine_noise = own, noise
         (mini_batch,) = pack(step_batch(2, [make_samples()]), rank=0, ranks=1, tokens=10_000).mini_batches
         (row,) = mini_batch.micro_batches
         logp, _ = trainer.score(row)
@@ -354,6 +355,9 @@ def test_bounds_on_sequences_that_are_tighter_than_the_measured_mismatch_are_tol
     assert told(gspo, 2, 0.003, proximal="recompute") is None
     assert told(partial(gspo, eps_low=0.1, eps_high=0.1), 2, 0.003) is None
     assert told(grpo, 2, 0.3) is None
+    assert "differ by 0.3 nats in the mean, and rounding explains at most 0.01" in str(told(grpo, 2, 0.3, noise=0.01))
+    assert told(grpo, 1, 0.3, noise=0.01) is None
+    assert told(grpo, 2, 0.003, noise=0.01) is None
 
 
 @pytest.mark.parametrize("what", ["tokens", "sequences", "groups"])
