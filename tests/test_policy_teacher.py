@@ -41,8 +41,8 @@ class StandIn:
         self.asked: list[dict[str, Any]] = []
         self.open = self.most = self.version = 0
 
-    async def policy(self, _: web.Request) -> web.Response:
-        return web.json_response({"version": self.version, "model": "m", "context_length": 100})
+    async def label(self, _: web.Request) -> web.Response:
+        return web.json_response({"weight_version": f"{self.version}@run"})
 
     async def completions(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -70,7 +70,7 @@ class StandIn:
 @contextlib.asynccontextmanager
 async def served(stand_in: StandIn) -> AsyncIterator[str]:
     app = web.Application()
-    gets = [web.get("/v1/models", stand_in.list_models), web.get("/policy", stand_in.policy)]
+    gets = [web.get("/v1/models", stand_in.list_models), web.get("/weight_info", stand_in.label)]
     app.add_routes([web.post("/v1/completions", stand_in.completions), *gets])
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
     await runner.setup()
@@ -381,7 +381,7 @@ def test_a_server_of_the_run_that_restarted_is_not_asked_before_it_has_the_runs_
 
     early, asked, scores = asyncio.run(whole())
     assert (early.missing, asked) == (len(SEQUENCES), 0)
-    assert "it has version 2 of the weights, the run has 3" in early.trouble[0]
+    assert "it has version 2@run, the run has 3" in early.trouble[0]
     assert same(scores)
 
 
