@@ -201,7 +201,9 @@ class Fleet:
         for answer in answers:
             if isinstance(answer, BaseException) and (not found or not isinstance(answer, InferenceError)):
                 raise answer
-        return totals(found) | {"perf/weights_compared": self.compared}
+        values = totals(found) | {"perf/weights_compared": self.compared}
+        interrupted = sum(server.interrupted for server in serving)
+        return values | {"perf/preemptions": max(0.0, values["perf/preemptions"] - interrupted)}
 
     async def states(self) -> list[ServerState]:
         """The state of each server that serves."""
@@ -230,13 +232,15 @@ class Fleet:
         if self._adopts:
             await self._adopt()
         else:
-            await all_of(self._reset(server) for server in self._servers)
+            untrained = [one for one in self._servers if one.state is not None and self.initial(one.state.model) != one.state.model]
+            await all_of(self._reset(server) for server in untrained)
             for server in self._servers:
                 if (other := server.differs_from(self._servers[:1])) is not None and server.state is not None:
                     raise InferenceError(
                         f"{server.endpoint.name} started with other weights than {other.endpoint.name}: {server.state.model}.\n"
                         "  fix: start all servers of a run with the model that it trains"
                     )
+            await all_of(self._reset(server) for server in self._servers if server not in untrained)
         self._watching = asyncio.ensure_future(self._watch())
 
     async def _reset(self, server: Replica) -> None:

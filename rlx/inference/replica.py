@@ -61,6 +61,7 @@ class Replica:
     updated: float = field(default_factory=time.monotonic)  # monotonic time of the latest update
     adapters: list[str] = field(default_factory=list)  # of this run, oldest first
     paused: bool = False  # it was told to pause, and not yet to go on
+    interrupted: float = 0.0  # requests that pauses have interrupted since it started: vLLM counts them among its preemptions
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # callers of `load` and `reset` hold it
 
     async def look(self, client: Client, extension: bool = True) -> ServerState:
@@ -77,7 +78,7 @@ class Replica:
         ranks = self.good(await self.ask(client.call_workers(self.endpoint, "rlx_state")))
         first = ranks[0]
         if self.state is not None and first["start"] != self.state.start:
-            self.compared, self.adapters = None, []
+            self.compared, self.adapters, self.interrupted = None, [], 0.0
         self.state = ServerState(
             label, first["model"], first["context"], first["start"], first["identity"], first["label"] is None, adapters, tuple(ranks)
         )
@@ -151,7 +152,8 @@ class Replica:
         await self.resume(client)
 
     async def pause(self, client: Client) -> None:
-        self.paused = True
+        running = wire.metrics_of(await self.ask(client.get(self.endpoint, wire.METRICS)))["num_requests_running"]
+        self.paused, self.interrupted = True, self.interrupted + running
         await self.ask(client.post(self.endpoint, wire.PAUSE))
 
     async def resume(self, client: Client) -> None:
