@@ -99,6 +99,16 @@ def shared_parts() -> Iterator[None]:
     composition.compose_tree = real
 
 
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
+    """`engines("tied")` is a run with a server of this kind on real vLLM (`inference_server.KINDS`)."""
+    from inference_server import Engines  # it imports torch
+
+    found = Engines(tmp_path_factory.mktemp)
+    yield found
+    found.stop()
+
+
 @pytest.fixture
 def quick_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients of servers ask again sooner, and a server that refuses connections is soon gone. One that is only slow never is."""

@@ -1,43 +1,55 @@
-"""What the tests of the inference room share: a tiny random model, policy versions of it, and a real server process."""
+"""What tests on real vLLM share: tiny random models, versions of them as the trainer writes them, and a server in a process of its own."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import psutil
 import torch
-import xxhash
+from peft import PeftModel
 from run_servers import Servers
-from safetensors.torch import load_file
-from transformers import DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from rlx.config.load import load_run, to_yaml
-from rlx.config.schema import Config, HardwareConfig, ModelConfig, WarmStartConfig
+from rlx.config.load import to_yaml
+from rlx.config.schema import Config, HardwareConfig, LoraConfig, ModelConfig, WarmStartConfig
+from rlx.inference import wire
+from rlx.inference.client import Client
 from rlx.inference.endpoints import Endpoint, endpoint_file, read_endpoints
+from rlx.models.load import load_policy
+from rlx.models.lora import adapted
 from rlx.models.policy import PolicyModel
 from rlx.models.tiny import VOCABULARY, build_tokenizer
 from rlx.parallel.mesh import one_process
-from rlx.parallel.transfer import LOOPBACK
-from rlx.paths import COMPLETE, RunPaths
+from rlx.paths import RunPaths
 from rlx.types import Turn
-from rlx.weights.memory import Offers, sender_of
-from rlx.weights.saving import facts
-from rlx.weights.subscribe import Subscriber
+from rlx.weights.publish import Publisher
 
+T = TypeVar("T")
 CONTEXT = 256
 EXACT = 1e-4  # nats, float32 against float32
 EOS = VOCABULARY.index("<|im_end|>")
-START = "from rlx.roles import inference; inference.end_at_once(inference.main)"
+ALONE = one_process("cpu")
+LORA = LoraConfig(rank=3, alpha=6.0, rslora=True)
+HERE = str(Path(__file__).parent)
+SABOTAGE = {"worker_extension_cls": "sabotage.Sabotaged"}  # rlx's extension, and ways to damage what it serves
+KINDS: dict[str, dict[str, Any]] = {
+    "tied": {"tied": True},
+    "untied": {"tied": False},
+    "experts": {"tied": False, "experts": 4},
+    "split": {"tied": True, "tensor_parallel": 2},
+    "adapters": {"tied": True, "lora": LORA},
+}
 
 
 def make_model(folder: Path, *, tied: bool, seed: int, dtype: str = "float32", context: int = CONTEXT, experts: int = 0) -> PreTrainedModel:
@@ -72,18 +84,27 @@ def make_model(folder: Path, *, tied: bool, seed: int, dtype: str = "float32", c
     return model
 
 
-def seal(folder: Path, version: int) -> Path:
-    """Write the `COMPLETE` marker for what is in the folder."""
-    files = {
-        path.name: {"size": path.stat().st_size, "xxh3": xxhash.xxh3_64_hexdigest(path.read_bytes())} for path in sorted(folder.iterdir())
-    }
-    tensors = {name: facts(tensor) for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
-    (folder / COMPLETE).write_text(json.dumps({"version": version, "files": files, "tensors": tensors}))
+def publish(folder: Path, model: PreTrainedModel, source: Path, dtype: str = "float32") -> Path:
+    """Write a version as the trainer does: `…/weights/step_N`."""
+    version, paths = int(folder.name.removeprefix("step_")), RunPaths(folder.parent.parent)
+    policy = PolicyModel(copy.deepcopy(model))  # it changes how the model computes
+    Publisher.of(policy, ALONE, paths, source=str(source), dtype=getattr(torch, dtype)).ensure(version)
+    return folder
+
+
+def publish_adapter(folder: Path, source: Path, seed: int, lora: LoraConfig = LORA) -> Path:
+    """Write an adapter as the trainer does. Those of seed 0 change nothing, as at the start of training."""
+    version, paths = int(folder.name.removeprefix("step_")), RunPaths(folder.parent.parent)
+    policy = load_policy(str(source), ALONE, dtype="float32", lora=lora, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    for layer in adapted(policy.hf).values():
+        layer.lora_B.data.normal_(0, 0.1 if seed else 0.0, generator=generator)
+    Publisher.of(policy, ALONE, paths, source=str(source), dtype=torch.float32, lora=lora).ensure(version)
     return folder
 
 
 class Run:
-    """A run directory with policy versions that the test can score, and at most one living server."""
+    """A run directory with versions that the test can score, and at most one living server."""
 
     def __init__(
         self,
@@ -95,11 +116,13 @@ class Run:
         vllm: dict[str, Any] | None = None,
         context: int = CONTEXT,
         experts: int = 0,
+        tensor_parallel: int = 1,
+        lora: LoraConfig | None = None,
         device: str = "cpu",
     ) -> None:
-        self.paths = RunPaths(root)
-        self.tied, self.dtype, self.experts = tied, dtype, experts
-        self.models = {0: make_model(root / "model", tied=tied, seed=0, dtype=dtype, context=context, experts=experts)}
+        self.paths, self.model = RunPaths(root), root / "model"
+        self.tied, self.dtype, self.experts, self.lora = tied, dtype, experts, lora
+        self.models: dict[int, Any] = {0: make_model(self.model, tied=tied, seed=0, dtype=dtype, context=context, experts=experts)}
         config = Config(max_steps=1, seq_len=context)
         config.model = ModelConfig(
             name="tiny",
@@ -116,27 +139,36 @@ class Run:
         config.sampling.max_tokens = 16
         config.orchestrator.batch_size = config.orchestrator.rollouts_per_example = 8
         config.hardware = HardwareConfig(name=device, device=device, shared=device == "cuda", gpus_per_node=int(device == "cuda"))
+        config.hardware.tensor_parallel = tensor_parallel
+        config.lora = lora or config.lora
         config.inference.kv_cache_gb = 0.25
         config.inference.port = port
         config.inference.vllm = vllm or {}
+        self.config = config
         self.paths.config.write_text(to_yaml(config))
-        self.paths.initial_model.write_text(f"{root / 'model'}\n")
+        self.paths.initial_model.write_text(f"{self.model}\n")
         self.process: subprocess.Popen[bytes] | None = None
         self.log = root / "server.log"
 
     def version(self, version: int) -> Path:
-        """The folder of a policy version, made on first use with weights of its own."""
+        """The folder of a version, made on first use with weights of its own."""
         folder = self.paths.weights_of(version)
-        if version not in self.models:
-            self.models[version] = make_model(folder, tied=self.tied, seed=version, dtype=self.dtype, experts=self.experts)
-            seal(folder, version)
+        if not folder.exists() and self.lora is not None:
+            publish_adapter(folder, self.model, version, self.lora)
+            self.models[version] = PeftModel.from_pretrained(copy.deepcopy(self.models[0]), folder).eval()
+        elif not folder.exists():
+            made = self.paths.root / f"made_{version}"
+            self.models[version] = make_model(made, tied=self.tied, seed=version, dtype=self.dtype, experts=self.experts)
+            publish(folder, self.models[version], made, self.dtype)
         return folder
 
-    def start(self, program: str = START) -> subprocess.Popen[bytes]:
+    def start(self, **environment: str) -> subprocess.Popen[bytes]:
+        """Start the role of a server. Its processes see the modules in this folder."""
         endpoint_file(self.paths, 0).unlink(missing_ok=True)
         with self.log.open("ab") as log:
-            command = [sys.executable, "-c", program, "--run-dir", str(self.paths.root)]
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+            command = [sys.executable, "-m", "rlx.roles.inference", "--run-dir", str(self.paths.root)]
+            environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": HERE, **environment}
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         return self.process
 
     def ready(self, timeout: float = 600) -> list[Endpoint]:
@@ -149,8 +181,20 @@ class Run:
 
         return read_endpoints(self.paths, 1, timeout, tick)
 
+    def talk(self, conversation: Callable[[Servers], Awaitable[T]], **options: Any) -> T:
+        """Run a scene with the server as a run has it, which begins with version 0."""
+
+        async def whole() -> T:
+            async with Servers(self.ready(), **({"restart_timeout": 5} | options)) as client:
+                await client.ready()
+                if self.lora is not None:
+                    await client.update(self.version(0), 0)
+                return await conversation(client)
+
+        return asyncio.run(whole())
+
     def stop(self, number: int = signal.SIGTERM, timeout: float = 300) -> int:
-        """Signal the server and return its exit code."""
+        """Signal the role and return its exit code."""
         assert self.process is not None
         self.process.send_signal(number)
         try:
@@ -159,81 +203,47 @@ class Run:
             self.process.kill()
 
     @torch.no_grad()
-    def worst(self, turns: Iterable[Turn], temperature: float) -> float:
-        """Largest |log-probability by the server − by Hugging Face under the version that the token claims|, over all tokens."""
-        worst = 0.0
-        for turn in turns:
-            ids = torch.from_numpy(np.concatenate([turn.prompt_ids, turn.completion_ids])).long()
-            for version in set(turn.versions.tolist()):
-                logits = self.models[version](ids[None], use_cache=False).logits[0, len(turn.prompt_ids) - 1 : -1]
-                scores = torch.log_softmax(logits.double() / temperature, dim=-1)
-                found = scores.gather(1, ids[len(turn.prompt_ids) :, None])[:, 0].numpy()
-                mine = turn.versions == version
-                worst = max(worst, float(np.abs(found - turn.logprobs)[mine].max()))
-        return worst
+    def errors(self, turns: Iterable[Turn], temperature: float = 1.0, min_tokens: int = 0) -> np.ndarray:
+        """|log-probability by the server − by Hugging Face under the version that the token claims|, of all tokens [N].
 
-    @torch.no_grad()
-    def worst_kept(self, turns: Iterable[Turn]) -> float:
-        """Like `worst` at temperature 1, for requests that kept their keys and values at updates.
-
-        A version computed the keys and values of the tokens that it read: the prompt, or the token before the first that it sampled, up
-        to the one before its last. Later versions attend to these.
+        `min_tokens` of the requests: until then the end of the completion was not among the tokens to sample from.
         """
-        worst = 0.0
+        found = []
         for turn in turns:
-            ids = torch.from_numpy(np.concatenate([turn.prompt_ids, turn.completion_ids])).long()
-            starts = [0, *(np.flatnonzero(np.diff(turn.versions)) + len(turn.prompt_ids)).tolist(), len(ids) - 1]
-            cache, scores = DynamicCache(), []
-            for version, start, end in zip(dict.fromkeys(turn.versions.tolist()), starts, starts[1:], strict=False):
-                logits = self.models[version](ids[None, start:end], past_key_values=cache, use_cache=True).logits[0]
-                scores.append(torch.log_softmax(logits.double(), dim=-1))
-            found = torch.cat(scores)[len(turn.prompt_ids) - 1 :].gather(1, ids[len(turn.prompt_ids) :, None])[:, 0].numpy()
-            worst = max(worst, float(np.abs(found - turn.logprobs).max()))
-        return worst
+            ids, start = torch.from_numpy(np.concatenate([turn.prompt_ids, turn.completion_ids])).long(), len(turn.prompt_ids)
+            for version in set(turn.versions.tolist()):
+                logits = self.models[version](ids[None], use_cache=False).logits[0, start - 1 : -1].double() / temperature
+                logits[:min_tokens, EOS] = -torch.inf
+                scores = torch.log_softmax(logits, dim=-1).gather(1, ids[start:, None])[:, 0].numpy()
+                found.append(np.abs(scores - turn.logprobs)[turn.versions == version])
+        return np.concatenate(found)
+
+    def worst(self, turns: Iterable[Turn], temperature: float = 1.0, min_tokens: int = 0) -> float:
+        """The largest of `errors`."""
+        return float(self.errors(turns, temperature, min_tokens).max())
 
 
-def from_memory(run: Run, kind: str = "gloo") -> Run:
-    """Have the run's server take weights from a trainer's memory, too."""
-    config = load_run(run.paths.root)
-    config.weight_broadcast.type = kind
-    run.paths.config.write_text(to_yaml(config))
-    run.paths.endpoints.mkdir(parents=True, exist_ok=True)
-    return run
+@dataclass
+class Engines:
+    """Servers by kind (`KINDS`), one at a time: a server takes 20 to 40 seconds of a core to start, and a gigabyte of memory."""
 
+    folder: Callable[[str], Path]
+    kind = ""
+    run: Run | None = None
 
-def split_over_two(run: Run) -> Run:
-    """Have the run's server divide the model between two workers."""
-    config = load_run(run.paths.root)
-    config.hardware.tensor_parallel = 2
-    run.paths.config.write_text(to_yaml(config))
-    return run
+    def __call__(self, kind: str) -> Run:
+        """The running server of this kind. Another one ends. One that ended starts again."""
+        if self.run is None or kind != self.kind or self.run.process is None or self.run.process.poll() is not None:
+            self.stop()
+            self.kind, self.run = kind, Run(self.folder(kind), **KINDS[kind], vllm=SABOTAGE)
+            self.run.start()
+            self.run.ready()
+        return self.run
 
-
-class MemoryTrainer:
-    """The trainer's end of transfers from memory (`from_memory`). It sends the weights of `run.version`."""
-
-    def __init__(self, run: Run, timeout: float = 300.0, host: str = LOOPBACK, *, kind: str = "gloo", device: str = "cpu") -> None:
-        self.run, self.device = run, device
-        self.offers = Offers(self.model(0), one_process(device), run.paths, torch.float32, timeout, sender_of(kind), host)
-
-    def model(self, version: int) -> PolicyModel:
-        self.run.version(version)
-        return PolicyModel(copy.deepcopy(self.run.models[version]).to(self.device))  # it changes how the model computes
-
-    def offer(self, version: int) -> None:
-        self.offers.source.model = self.model(version)
-        self.offers.offer(version)
-
-    async def update(self, client: Servers, timeout: float = 300.0) -> None:
-        """`timeout`: the server's `weight_broadcast.timeout`, in seconds."""
-        found = Subscriber(self.run.paths).latest()
-        assert found is not None
-        telling = asyncio.create_task(client.fleet.update(found, timeout))
-        while not telling.done():
-            await asyncio.to_thread(self.offers.send)
-            await asyncio.sleep(0.002)
-        await telling
-        client.sampler.version = found.version
+    def stop(self) -> None:
+        if self.run is not None:
+            self.run.stop()
+        self.run = None
 
 
 def prompts(count: int, length: int = 40, seed: int = 0) -> list[list[int]]:
@@ -247,15 +257,32 @@ def same(one: Turn, other: Turn) -> bool:
     return np.array_equal(one.completion_ids, other.completion_ids) and one.logprobs.tobytes() == other.logprobs.tobytes()
 
 
-def wait_until(done, what: str, timeout: float = 300) -> None:  # type: ignore[no-untyped-def]
+def versions_of(turns: Iterable[Turn]) -> set[int]:
+    """All versions that sampled a token."""
+    return {version for turn in turns for version in turn.versions.tolist()}
+
+
+def wait_until(done: Callable[[], object], what: str, timeout: float = 300) -> None:
     deadline = time.monotonic() + timeout
     while not done():
         assert time.monotonic() < deadline, what
         time.sleep(0.02)
 
 
-async def sample(client: Servers, ids: list[int], seed: int, **sampling: Any) -> Turn:
-    return await client.generate(ids, {"max_tokens": 60, "seed": seed, **sampling}, f"request {seed}", seed)
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it was reaped between the two questions
+        return False
+
+
+async def sample(client: Servers, ids: Sequence[int], seed: int | None, **sampling: Any) -> Turn:
+    return await client.generate(ids, {"max_tokens": 60, "seed": seed, **sampling}, f"request {seed}", seed or 0)
+
+
+async def sample_all(client: Servers, ids: Sequence[Sequence[int]], **sampling: Any) -> list[Turn]:
+    """A completion of each prompt, at once. The seed is the prompt's place."""
+    return await asyncio.gather(*[sample(client, one, seed, **sampling) for seed, one in enumerate(ids)])
 
 
 async def running(client: Servers, number: int) -> None:
@@ -265,19 +292,7 @@ async def running(client: Servers, number: int) -> None:
             await asyncio.sleep(0.02)
 
 
-async def under_load(client: Servers, ids: list[list[int]], change: Callable[[], Awaitable[None]]) -> list[Turn]:
-    """What was sampled by one lane of requests per prompt, each with one request in flight from before `change` until after it."""
-    turns: list[Turn] = []
-    changed = False
-
-    async def lane(number: int) -> None:
-        seed = number
-        while not changed:
-            turns.append(await sample(client, ids[number], seed, max_tokens=200))
-            seed += len(ids)
-
-    lanes = [asyncio.create_task(lane(number)) for number in range(len(ids))]
-    await change()
-    changed = True
-    await asyncio.gather(*lanes)
-    return turns
+async def generated(run: Run) -> float:
+    """All tokens that the server has sampled since it started."""
+    async with Client() as client:
+        return wire.metrics_of(await client.get(run.ready()[0], wire.METRICS))["generation_tokens_total"]

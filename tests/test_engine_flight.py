@@ -1,0 +1,82 @@
+"""Updates in flight on real vLLM: every token has the log-probability that a Hugging Face forward of its version gives."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from inference_server import CONTEXT, EXACT, Run, generated, prompts, running, same, sample, sample_all, versions_of
+from run_servers import Servers
+
+from rlx.types import Turn
+
+REQUESTS, UPDATES = 64, 5
+BETWEEN = 20  # tokens of each request between two updates
+MOST, LEAST = CONTEXT - 40, BETWEEN * (UPDATES + 1)  # tokens of a completion
+
+long = pytest.mark.long
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(
+    scope="module",
+    params=["tied", *(pytest.param(kind, marks=long) for kind in ("untied", "experts", "split", "adapters"))],
+)
+def run(request: pytest.FixtureRequest, engines: Callable[[str], Run]) -> Run:
+    return engines(request.param)
+
+
+def test_every_token_in_flight_has_the_log_probability_of_its_version(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every second request has a seed. Afterwards the same prompts find no KV cache of an older version."""
+    ids, folders = prompts(REQUESTS, seed=1), {version: run.version(version) for version in range(1, UPDATES + 1)}
+
+    async def flight(client: Servers) -> tuple[list[Turn], list[Turn]]:
+        before = await generated(run)
+        asked = {"max_tokens": MOST, "min_tokens": LEAST}
+        flying = [asyncio.create_task(sample(client, one, n if n % 2 else None, **asked)) for n, one in enumerate(ids)]
+        await running(client, REQUESTS)
+        for version, folder in folders.items():
+            async with asyncio.timeout(300):
+                while await generated(run) < before + REQUESTS * BETWEEN * version:
+                    await asyncio.sleep(0.01)
+            await client.update(folder, version)
+        assert (await client.fleet.stats())["perf/weights_compared"] > 0.99
+        return await asyncio.gather(*flying), await sample_all(client, ids, max_tokens=20)
+
+    flying, later = run.talk(flight)
+    errors, after = run.errors(flying, min_tokens=LEAST), run.errors(later)
+    spans = [len(set(turn.versions.tolist())) for turn in flying]
+    with capsys.disabled():
+        print(
+            f"\n{run.paths.root.name}: {len(errors)} tokens in flight, {(errors > EXACT).sum()} wrong, worst {errors.max():.1e}; ", end=""
+        )
+        print(f"{np.mean(spans):.1f} versions a request; {len(after)} tokens afterwards, worst {after.max():.1e}")
+    assert errors.max() < EXACT
+    assert after.max() < EXACT
+    assert versions_of(flying) == {0, *folders}
+    assert versions_of(later) == {UPDATES}
+    assert np.mean(spans) > UPDATES
+    assert all((np.diff(turn.versions) >= 0).all() for turn in flying)
+
+
+def test_a_seed_gives_the_same_bits_in_another_order_and_alone(run: Run) -> None:
+    ids = prompts(32, seed=2)
+
+    async def three_times(client: Servers) -> list[list[Turn]]:
+        together = await sample_all(client, ids)
+        backwards = await asyncio.gather(*[sample(client, ids[seed], seed) for seed in reversed(range(32))])
+        return [together, backwards[::-1], [await sample(client, ids[seed], seed) for seed in range(4)]]
+
+    together, backwards, alone = run.talk(three_times)
+    assert all(map(same, together, backwards))
+    assert all(map(same, together, alone))
+    assert len({turn.completion_ids.tobytes() for turn in together}) > 25
+
+
+def test_log_probabilities_are_those_of_the_sampling_temperature(run: Run) -> None:
+    turns = run.talk(lambda client: sample_all(client, prompts(16, seed=3), temperature=0.7))
+    assert run.worst(turns, 0.7) < EXACT
+    assert run.worst(turns, 1.0) > 0.1
+    assert {turn.temperature for turn in turns} == {0.7}
