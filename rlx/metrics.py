@@ -128,8 +128,8 @@ METRICS: dict[str, str] = {
     "the next two: mean over the step)",
     "perf/running": "requests being decoded at that moment",
     "perf/waiting": "requests queued at that moment",
-    "perf/preemptions": "requests preempted for lack of KV cache since the server started, sum of the servers; those that an update interrupts "
-    "are not counted",
+    "perf/preemptions": "requests preempted for lack of KV cache since the server started, sum of the servers; those that an update "
+    "interrupts are not counted",
     "perf/prefix_cache_hits": "share of the prompts' tokens since the servers started that were not computed, because they were in the "
     "cache: of another answer of the group, or of the conversation so far",
     "perf/weights_compared": "share of the served weights that the last full compare with the published files covered, of the server where "
