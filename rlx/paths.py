@@ -52,9 +52,8 @@ class RunPaths:
     tracking = _At("tracking.json")
     latest_logs = _At("logs/latest")
     endpoints = _At("endpoints")  # files in which processes publish their bound ports: `inference_0.json`
-    offer = _At("endpoints/weights.json")  # where servers get the policy version that the trainer has in memory (`rlx.weights.offer`)
-    trained_initial = _At("endpoints/initial_model.json")  # with which weights the trainer began (`rlx.weights.initial`)
-    offer_secret = _At("endpoints/weights.key")  # signs what trainer and servers tell each other then; mode 0600, new with every attempt
+    offer = _At("endpoints/weights.json")  # the policy version that the trainer can send from its memory (`rlx.weights.transfer`)
+    trained_initial = _At("endpoints/initial_model.json")  # the model that the trainer began with (`rlx.types.InitialModel`)
     preempt = _At("preempt")  # exists while the machine is about to be taken away: roles write a checkpoint and leave with exit code 75
     heartbeats = _At("heartbeats")
     stalls = _At("stalls")  # questions of the supervisor about what processes wait for, and their answers (`rlx.stacks`)

@@ -313,6 +313,17 @@ def test_resuming_needs_a_name_and_does_not_go_with_clean() -> None:
     assert compose(["resume=4", "run.name=x"], environ={}).cfg.resume == "4"
 
 
+@pytest.mark.parametrize(("checkpoints", "left"), [((), []), ((3, 6), [0, 1, 2, 3, 4, 5, 6])])
+def test_version_0_of_adapters_is_published_again_by_a_run_that_starts_from_its_beginning(
+    tmp_path: Path, checkpoints: tuple[int, ...], left: list[int]
+) -> None:
+    paths = ended(tmp_path / "run", checkpoints=checkpoints)
+    paths.weights_of(0).mkdir()
+    (paths.weights_of(0) / COMPLETE).write_text("{}")
+    rewind(paths)
+    assert versions(paths.weights) == left
+
+
 @pytest.mark.parametrize("how", ["resume", "clean"])
 def test_what_a_killed_attempt_has_left_in_memory_is_deleted(tmp_path: Path, how: str) -> None:
     paths, shm = ended(tmp_path / "run"), tmp_path / "shm"

@@ -195,8 +195,8 @@ def rewind(
     for folder in paths.weights.glob(".step_*"):
         shutil.rmtree(folder)
     for version in versions(paths.weights):
-        if version > done or (version == done and not _whole(paths.weights_of(version), warn)):
-            shutil.rmtree(paths.weights_of(version))  # the trainer exports the checkpoint's version again
+        if version > done or (version == done and (done == 0 or not _whole(paths.weights_of(version), warn))):
+            shutil.rmtree(paths.weights_of(version))  # the trainer publishes the version that it starts from again
     return start
 
 
