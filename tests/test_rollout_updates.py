@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+import os
 from pathlib import Path
 
 import pytest
 
-from rlx.inference.protocol import WeightsGone
+from rlx.inference.wire import WeightsGone
 from rlx.paths import COMPLETE, RunPaths
 from rlx.rollout.updates import WeightUpdates
 from rlx.types import WeightVersion
 from rlx.weights import files
-from rlx.weights.offer import write_offer
 from rlx.weights.subscribe import Subscriber
+
+
+def write_offer(paths: RunPaths, version: int) -> None:
+    """The trainer has this version in its memory."""
+    paths.offer.write_text(json.dumps({"version": version, "token": os.environ.get("RLX_RUN_TOKEN", "")}))
 
 
 class Stops:
@@ -42,7 +48,7 @@ class Servers:
     async def update(self, weights: WeightVersion, timeout: float) -> None:
         self.told.append((weights.version, weights.kind))
         if weights.kind == "memory" and weights.version != self.trainer_has:
-            write_offer(self.paths, self.trainer_has, "host:1")
+            write_offer(self.paths, self.trainer_has)
             raise WeightsGone(f"the trainer has {self.trainer_has}")
 
 
@@ -58,7 +64,7 @@ def test_a_version_that_the_trainer_left_behind_is_skipped(paths: RunPaths) -> N
     servers.trainer_has = 2
     reached: list[int] = []
     updates = WeightUpdates(paths, servers, 5.0, 2, reached.append, Stops())
-    write_offer(paths, 1, "host:1")
+    write_offer(paths, 1)
     asyncio.run(updates.follow())
     assert servers.told == [(1, "memory"), (2, "memory")]
     assert reached == [2]
@@ -68,7 +74,7 @@ def test_a_version_to_evaluate_is_waited_for_and_read_from_its_files(paths: RunP
     servers = Servers(paths)
     servers.trainer_has = 3
     updates = WeightUpdates(paths, servers, 5.0, 3, lambda version: None, Stops(2))
-    write_offer(paths, 3, "host:1")
+    write_offer(paths, 3)
 
     async def scene() -> None:
         following = asyncio.ensure_future(updates.follow())
@@ -87,7 +93,7 @@ def test_a_trainer_that_never_has_what_it_offers_is_an_error_in_bounded_time(pat
         async def update(self, weights: WeightVersion, timeout: float) -> None:
             raise WeightsGone("no way there")
 
-    write_offer(paths, 1, "host:1")
+    write_offer(paths, 1)
     with pytest.raises(WeightsGone, match="no way there"):
         asyncio.run(WeightUpdates(paths, Never(paths), 0.3, 1, lambda version: None, Stops()).follow())
 
@@ -109,7 +115,7 @@ def ends(paths: RunPaths) -> None:
 def test_a_last_version_that_goes_from_memory_to_files_during_a_look_is_seen(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     paths.weights_of(1).mkdir(parents=True)
     (paths.weights_of(1) / COMPLETE).write_text("{}")
-    write_offer(paths, 2, "host:1")
+    write_offer(paths, 2)
     look = files.latest_version
 
     def look_and_end(paths: RunPaths) -> int | None:
@@ -124,7 +130,7 @@ def test_a_last_version_that_goes_from_memory_to_files_during_a_look_is_seen(pat
 
 
 def test_a_version_in_memory_that_is_gone_when_the_trainer_ends_is_skipped(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_offer(paths, 1, "host:1")
+    write_offer(paths, 1)
     look, looks = Subscriber.latest, itertools.count(1)
 
     def look_and_end(published: Subscriber) -> WeightVersion | None:
@@ -146,10 +152,10 @@ def test_updates_that_miss_the_trainer_go_on_as_long_as_it_gets_on(paths: RunPat
         async def update(self, weights: WeightVersion, timeout: float) -> None:
             await asyncio.sleep(2 * timeout)
             if weights.version < 5:
-                write_offer(self.paths, weights.version + 1, "host:1")
+                write_offer(self.paths, weights.version + 1)
                 raise WeightsGone("too late")
 
-    write_offer(paths, 1, "host:1")
+    write_offer(paths, 1)
     reached: list[int] = []
     asyncio.run(WeightUpdates(paths, Late(paths), 0.05, 5, reached.append, Stops()).follow())
     assert reached == [5]
