@@ -30,6 +30,17 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of one kind of server stand together: only one server runs at a time (`engines`)."""
+    places = [place for place, item in enumerate(items) if "engines" in getattr(item, "fixturenames", ())]
+
+    def kind(item: pytest.Item) -> str:
+        return str(item.callspec.params.get("kind", "tied")) if isinstance(item, pytest.Function) and hasattr(item, "callspec") else "tied"
+
+    for place, item in zip(places, sorted((items[place] for place in places), key=kind), strict=True):
+        items[place] = item
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """A tier runs several sessions, whose reports are long: the Makefile names the failures of all of them once more at its end."""
     path = os.environ.get("TESTS_FAILED")

@@ -16,16 +16,17 @@ REQUESTS, UPDATES = 64, 5
 BETWEEN = 20  # tokens of each request between two updates
 MOST, LEAST = CONTEXT - 40, BETWEEN * (UPDATES + 1)  # tokens of a completion
 
-long = pytest.mark.long
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(
-    scope="module",
-    params=["tied", *(pytest.param(kind, marks=long) for kind in ("untied", "experts", "split", "adapters"))],
-)
-def run(request: pytest.FixtureRequest, engines: Callable[[str], Run]) -> Run:
-    return engines(request.param)
+@pytest.fixture(params=["tied", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("untied", "experts", "split", "adapters"))])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def run(kind: str, engines: Callable[[str], Run]) -> Run:
+    return engines(kind)
 
 
 def test_every_token_in_flight_has_the_log_probability_of_its_version(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
