@@ -16,6 +16,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from rlx.config.schema_rollout import EnvConfig
+from rlx.envs import verifiers_mcp
 from rlx.envs.kinds import kind_of, module_of
 from rlx.envs.probe import answer_requests, probe, why
 from rlx.envs.probed import FIELDS, About, Entry
@@ -62,6 +63,7 @@ def _checked(config: EnvConfig, found: About) -> About:
 
 
 def _classic(config: EnvConfig, found: About) -> About:
+    verifiers_mcp.install()
     module = importlib.import_module(module_of(config.id))
     load = getattr(module, "load_environment", None)
     if load is None:

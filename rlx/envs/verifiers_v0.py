@@ -20,6 +20,7 @@ import verifiers as vf
 from verifiers.types import State
 
 from rlx.config.schema import EnvConfig
+from rlx.envs import verifiers_mcp
 from rlx.envs.base import REWARD_ERROR, failed, filled, finite, with_raised_reward
 from rlx.envs.errors import FailureLog, failure_of, snake, sources_of
 from rlx.envs.messages import recorded
@@ -32,6 +33,7 @@ from rlx.policy.base import Episode, Policy
 from rlx.stacks import rollout_name
 from rlx.types import Rollout, Status, Task
 
+verifiers_mcp.install()
 log = logging.getLogger(__name__)
 
 ANSWERED = "rlx_answered"  # key of verifiers' state: the ids of all answers, also of those beside the trajectory

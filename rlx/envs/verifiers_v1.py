@@ -77,7 +77,7 @@ def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], tim
         if threading.current_thread() is threading.main_thread():
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-    for noisy in ("verifiers", "aiohttp.access", "httpx", "mcp"):
+    for noisy in ("verifiers", "aiohttp.access", "httpx", "httpx2", "mcp"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     if config.agents_per_group == "all" and type(env) is SingleAgentEnv:
         raise ValueError(

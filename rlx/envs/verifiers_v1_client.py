@@ -32,6 +32,7 @@ from verifiers.v1.interception.server import InterceptionServer
 from verifiers.v1.runtimes import ProgramResult
 from verifiers.v1.types import AssistantMessage, Response, Usage
 
+from rlx.envs import verifiers_mcp
 from rlx.envs.errors import in_one_line
 from rlx.envs.messages import for_template
 from rlx.policy.base import Episode, Message, PromptTooLong, Reply
@@ -41,6 +42,7 @@ try:  # 0.4
 except ImportError:
     from verifiers.v1.harnesses.null import program as tool_client
 
+verifiers_mcp.install()
 log = logging.getLogger(__name__)
 
 CHAT: ChatDialect = next(dialect for dialect in DIALECTS if isinstance(dialect, ChatDialect))
@@ -252,9 +254,10 @@ async def connected(urls: dict[str, str], timeout: float) -> AsyncIterator[tuple
 def offered_tools(env: vf.Env) -> list[dict[str, Any]]:
     """The functions of the environment's own tool servers, in OpenAI's form. Those of servers elsewhere are known when they are asked."""
     try:
-        from mcp.server.mcpserver import MCPServer as Server  # mcp 2
+        from mcp.server.fastmcp import FastMCP as Server  # verifiers 0.3
     except ImportError:
-        from mcp.server.fastmcp import FastMCP as Server
+        from mcp.server.mcpserver import MCPServer as Server
+
     tasks = env.config.taskset
     tools = []
     for toolset in [*env.taskset.toolsets(tasks), *type(env.taskset).task_type().toolsets(tasks.task)]:

@@ -33,6 +33,7 @@ from verifiers.v1.harnesses.null.harness import NullHarness
 from verifiers.v1.mcp import launch
 from verifiers.v1.runtimes import SubprocessRuntime
 
+from rlx.envs import verifiers_mcp
 from rlx.envs.kinds import uncollected
 from rlx.envs.verifiers_v1_client import PolicyEndpoint
 
@@ -40,6 +41,7 @@ SCRIPT = re.compile(r"(?m)^# /// script$\s(?P<content>(^#(| .*)$\s)+)^# ///$")  
 HOOKS = ("setup", "finalize")
 CONNECT_TIMEOUT = 3.0  # seconds
 _serve_in_runtime = launch.serve_in_runtime
+_run_background = SubprocessRuntime.run_background
 
 
 class Needs:
@@ -201,18 +203,20 @@ def requirements_of(script: str) -> list[Requirement]:
 def is_met(requirement: Requirement) -> bool:
     """Whether this Python has a package in a suitable version."""
     try:
-        return requirement.specifier.contains(importlib.metadata.version(requirement.name), prereleases=True)
+        installed = importlib.metadata.version(requirement.name)
+        return requirement.specifier.contains(installed, prereleases=True) or verifiers_mcp.is_offered(requirement)
     except importlib.metadata.PackageNotFoundError:
         return False
 
 
 def adapt_processes() -> None:
-    """Change two things about the processes of this machine that verifiers starts.
+    """Change three things about the processes of this machine that verifiers starts.
 
     Scripts of local agents run in this Python if it has their packages, instead of in one that uv installs. A tool server that ends before
-    it serves raises what it said; verifiers would go on waiting for it, for three minutes.
+    it serves raises what it said; verifiers would go on waiting for it, for three minutes. Both find the mcp that they are written for.
     """
     SubprocessRuntime.prepare_uv_script = _prepared
+    SubprocessRuntime.run_background = _in_background
     launch.serve_in_runtime = _serving
 
 
@@ -222,7 +226,13 @@ async def _prepared(self: Any, script: str | bytes, env: dict | None = None, *, 
         raise RuntimeError(f"a script needs {', '.join(lacking)}; install it into this Python ({sys.executable})")
     name = f"script-{abs(hash(text)):x}.py"
     await self.write(name, text.encode())
-    return [sys.executable, str(Path(self.workdir, name))]
+    return verifiers_mcp.python(str(Path(self.workdir, name)))
+
+
+async def _in_background(self: Any, argv: list[str], env: dict[str, str], log: str) -> None:
+    if argv[:2] == [sys.executable, "-m"]:
+        argv = verifiers_mcp.python(*argv[1:])
+    await _run_background(self, argv, env, log)
 
 
 async def _serving(server: Any, runtime: Any, **keys: Any) -> int:

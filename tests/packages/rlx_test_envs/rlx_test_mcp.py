@@ -3,9 +3,9 @@
 import sys
 
 if __name__ == "__main__":
-    from mcp.server.fastmcp import FastMCP
+    from mcp.server.mcpserver import MCPServer
 
-    server = FastMCP("words")
+    server = MCPServer("words")
 
     @server.tool()
     def reverse(text: str) -> str:
