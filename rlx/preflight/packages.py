@@ -129,6 +129,22 @@ def pins(root: str = "rlx") -> dict[str, str]:
     return found
 
 
+def forced(kept: dict[str, str]) -> dict[str, str]:
+    """The pins that verifiers excludes and runs with all the same (`rlx.envs.verifiers_mcp`). Each environment asks for verifiers."""
+    asked = _requirements("verifiers") if "verifiers" in kept else []
+    return {normal(one.name): kept[normal(one.name)] for one in asked if normal(one.name) in kept and not _accepts(one, kept)}
+
+
+def _requirements(name: str) -> list[Requirement]:
+    """What an installed package asks for here, without extras."""
+    required = map(Requirement, importlib.metadata.distribution(name).requires or ())
+    return [one for one in required if one.marker is None or one.marker.evaluate({"extra": ""})]
+
+
+def _accepts(required: Requirement, kept: dict[str, str]) -> bool:
+    return required.specifier.contains(kept[normal(required.name)], prereleases=True)
+
+
 def normal(name: str) -> str:
     """A package's name in the one spelling that indexes compare."""
     return re.sub(r"[-_.]+", "-", name).lower()
@@ -145,16 +161,29 @@ def _into_this(what: str, arguments: Sequence[str], label: str) -> Outcome:
     kept = pins() or versions(sys.executable)  # rlx may run from a folder without being installed: then nothing may change
     before = {one.name for one in environments_of(sys.executable)}
     there = versions(sys.executable)
-    with tempfile.NamedTemporaryFile("w", suffix=".txt", prefix="rlx_pins_") as constraints:
-        constraints.write("".join(f"{name}=={version}\n" for name, version in kept.items()))
-        constraints.flush()
-        code, said = _installer(sys.executable, ["--constraint", constraints.name, *arguments])
+    against = forced(kept)
+    with tempfile.TemporaryDirectory(prefix="rlx_pins_") as folder:
+        pinned: list[str] = []
+        for option, chosen in (("--constraint", kept), ("--override", against if _uv() else {})):  # pip has no overrides
+            if chosen:
+                file = Path(folder, f"{option.strip('-')}.txt")
+                file.write_text("".join(f"{name}=={version}\n" for name, version in chosen.items()))
+                pinned += [option, str(file)]
+        code, said = _installer(sys.executable, [*pinned, *arguments])
     if code != 0:
         raise InstallFailed(_why(what, label, said, kept))
     now = versions(sys.executable)
     if wrong := [f"{name} {version} → {now.get(name, 'gone')}" for name, version in kept.items() if now.get(name) != version]:
         raise InstallFailed(f"the installer changed packages that rlx runs on: {', '.join(wrong)}. Install rlx again: make install")
-    return _outcome(sys.executable, False, before, there, arguments, label)
+    notes = [
+        f"{name} asks for {required}, and this Python has {normal(required.name)} {against[normal(required.name)]}, which rlx needs; if it "
+        f"fails for that, give it a Python of its own: rlx env install {shlex.quote(what)} --python NAME"
+        for name in now.keys() - kept.keys()
+        if there.get(name) != now[name]
+        for required in _requirements(name)
+        if normal(required.name) in against and not _accepts(required, kept)
+    ]
+    return _outcome(sys.executable, False, before, there, arguments, label, notes)
 
 
 def _why(what: str, label: str, said: str, kept: dict[str, str]) -> str:
