@@ -55,7 +55,7 @@ class Stand:
             "peak_memory": 1 << 30,
             "memory": 0,
         }
-        self.waiting = 0
+        self.waiting, self.preemptions = 0, 3
         # What a test looks at.
         self.calls: list[str] = []
         self.bodies: dict[str, list[Any]] = {}  # by name, in order
@@ -140,7 +140,8 @@ class Stand:
         if rank == self.ranks - 1 and method in self.errors:
             return {"rank": rank, **self.errors[method]}
         if method == "rlx_load":
-            self.folder, self.loaded = args
+            self.folder, label = args
+            self.loaded = None if label.startswith("0@") else label
         return {"rank": rank} | {
             "rlx_state": {"start": str(self.starts), "label": self.loaded} | self.state,
             "rlx_check": {"ready": True},
@@ -179,6 +180,7 @@ class Stand:
 
     async def pause(self, _: Answer) -> web.Response:
         self.paused = True
+        self.preemptions += self.in_flight
         return web.json_response({"status": "paused"})
 
     async def resume(self, _: Answer) -> web.Response:
@@ -216,7 +218,7 @@ class Stand:
 
     async def metrics(self, _: Answer) -> web.Response:
         values = {"num_requests_running": self.in_flight, "num_requests_waiting": self.waiting, "kv_cache_usage_perc": 0.25}
-        values |= {"num_preemptions_total": 3, "generation_tokens_total": 70, "prompt_tokens_total": 40}
+        values |= {"num_preemptions_total": self.preemptions, "generation_tokens_total": 70, "prompt_tokens_total": 40}
         values |= {"prefix_cache_queries_total": 40, "prefix_cache_hits_total": 10}
         lines = [
             f'# TYPE vllm:{name} gauge\nvllm:{name}{{engine="0",model_name="policy"}} {float(value)}' for name, value in values.items()

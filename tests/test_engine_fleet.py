@@ -87,6 +87,8 @@ def test_an_update_loads_and_labels_all_servers_in_parallel_and_requests_go_on(v
             assert stand.bodies["/pause"] == [{"mode": "keep"}]
             assert (stand.label, stand.loaded, stand.folder.rpartition("/")[2]) == (f"3@{RUN}", f"3@{RUN}", "step_3")
         assert (client.fleet.version, client.fleet.compared) == (3, 1.0)
+        assert [stand.preemptions for stand in stands] == [7, 7]
+        assert (await client.fleet.stats())["perf/preemptions"] == 6, "a pause is none"
 
     play(scene, Stand(ranks=2), Stand(), look=60)
 
@@ -480,9 +482,6 @@ def test_the_fleet_goes_on_trying_a_server_that_cannot_load_and_logs_it_once(ver
 
 
 def test_the_start_brings_servers_of_earlier_runs_back_to_their_model_and_labels_new_ones(version: Version) -> None:
-    async def scene(client: Servers, *stands: Stand) -> None:
-        await client.update(version(5), 5)
-
     async def whole() -> None:
         async with Stand() as used, Stand() as new:
             async with Servers([used.endpoint], 60, run="ffffffff") as client:
@@ -493,6 +492,10 @@ def test_the_start_brings_servers_of_earlier_runs_back_to_their_model_and_labels
             assert changes(used) == [*UPDATE[:3], "rlx_compare", *UPDATE[3:]]
             assert (used.folder, used.label) == ("model", f"0@{RUN}")
             assert (changes(new), new.label) == (UPDATE[3:], f"0@{RUN}")
+            async with Servers([new.endpoint], 60) as client:
+                client.fleet.initial = lambda model: {"model": "warm"}[model]  # it started while the warm start trained
+                await client.ready()
+            assert (new.folder, new.label) == ("warm", f"0@{RUN}")
 
     asyncio.run(whole())
 
