@@ -17,7 +17,6 @@ class WaitTimeout(TimeoutError):
 
 
 LEFT = 75  # exit code of a preempted run, and of the roles that left because of the preemption (EX_TEMPFAIL)
-UNFIT = 70  # exit code of a server that found its weights wrong (EX_SOFTWARE): another start would hide the defect
 
 
 class Preempted(Exception):

@@ -8,7 +8,7 @@ import pytest
 
 from rlx.heartbeat import Ages, in_phase
 from rlx.launch.verdict import GO_ON, SETTLING, Process, Verdict, View, decide, find_hung
-from rlx.waiting import LEFT, UNFIT
+from rlx.waiting import LEFT
 
 LATE = {"waited": 10.0}  # seconds; the verdict no longer waits for more information
 COMPLETED = Verdict(state="completed")
@@ -79,7 +79,6 @@ CASES = [
     ("its engine died", seen(inference=1, spare=1), {}, AGAIN),
     ("it left with 0", seen(inference=0, spare=1), {}, AGAIN),
     ("it was started again often enough, or never served", seen(inference=-9), {}, failed("inference_0", -9, KILLED)),
-    ("it found its weights wrong", seen(inference=UNFIT, spare=2), {}, failed("inference_0", UNFIT, f"exit code {UNFIT}")),
     ("another process failed, too", seen(1, inference=-9, spare=2), {}, failed("inference_0", -9, KILLED)),
     ("the orchestrator is done, the trainer is not", seen(None, 0, -9, spare=2), {}, AGAIN),
     ("a step's server: is SLURM stopping the job?", seen(inference=-9, spare=2), {"remote": True}, SETTLING),

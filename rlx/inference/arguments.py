@@ -28,6 +28,7 @@ EXTENSION = "rlx.inference.extension.Policy"
 MIDDLEWARE = "rlx.inference.middleware.Secret"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters that vLLM has room for
 TABLES = ("lm_head", "embed_tokens", "embed_in", "embed_out", "wte", "wpe")  # matrices that are no layers to adapt
+DERIVED = "kv_b_proj"  # of latent attention: vLLM derives its matrices from this weight at the start, and never uses the layer's adapter
 EXPERTS = ".experts."  # in the name of a matrix that belongs to one of several experts
 
 
@@ -122,5 +123,11 @@ def adapter_options(config: PlayRoot, model: Path) -> dict[str, Any]:
         raise ValueError(
             f"vLLM on a CPU cannot serve adapters of {', '.join(both)} in a model whose experts have matrices of these names: "
             f"lora.target_modules={list(lora.target_modules)}.\n  fix: name layers of the attention, like [q_proj,v_proj], or use a GPU"
+        )
+    if DERIVED in targets:
+        others = ",".join(sorted(targets - {DERIVED})) or "q_proj,o_proj"
+        raise ValueError(
+            f"vLLM loads adapters of {DERIVED} in the latent attention of {model} and does not use them, so it would serve another model "
+            f"than the trained one.\n  fix: leave it out in trainer and server: lora.target_modules=[{others}]"
         )
     return found | {"lora_target_modules": sorted(targets)}

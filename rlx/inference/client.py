@@ -80,7 +80,7 @@ class Client:
         return list(msgspec.json.decode(body)["results"])
 
     async def label(self, endpoint: Endpoint) -> str:
-        """The label of the served weights."""
+        """The label of the served weights. Raises RequestRefused if the server has no route for it."""
         return str(msgspec.json.decode(await self.get(endpoint, wire.LABEL))["weight_version"])
 
     async def in_time(self, answer: Any, endpoint: Endpoint, seconds: float, what: str) -> Any:

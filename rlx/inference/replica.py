@@ -74,8 +74,8 @@ class Replica:
         if not extension:
             self.state = ServerState(wire.UNLABELLED, model, context, adapters=adapters)
             return self.state
-        label = await self.ask(client.label(self.endpoint))
         ranks = self.good(await self.ask(client.call_workers(self.endpoint, "rlx_state")))
+        label = await self.ask(client.label(self.endpoint))
         first = ranks[0]
         if self.state is not None and first["start"] != self.state.start:
             self.compared, self.adapters, self.interrupted = None, [], 0.0

@@ -15,7 +15,7 @@ from typing import Any
 
 from rlx.heartbeat import SERVING
 from rlx.runs.status import describe_returncode
-from rlx.waiting import LEFT, UNFIT
+from rlx.waiting import LEFT
 
 SIGTERM_SPREADS = 3.0  # seconds that a signal to a whole SLURM job needs to reach all its processes
 SETTLE = 1.0  # seconds to wait for the death of a service after a process that uses it has failed
@@ -83,10 +83,10 @@ def is_fine(process: Process, view: View) -> bool:
 def may_start_again(process: Process, view: View) -> bool:
     """Whether a process that has ended may be started again.
 
-    Only a service that has served, because one that cannot even start would fail again. Not if it found its weights wrong, which must end
-    the run, and not if SLURM sent SIGTERM: then SLURM wants the machine back.
+    Only a service that has served, because one that cannot even start would fail again. Not if SLURM sent SIGTERM: then SLURM wants the
+    machine back.
     """
-    return process.spare > 0 and process.code != UNFIT and not (view.remote and process.code == -signal.SIGTERM)
+    return process.spare > 0 and not (view.remote and process.code == -signal.SIGTERM)
 
 
 def decide(view: View) -> Verdict:
