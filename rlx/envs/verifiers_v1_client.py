@@ -254,7 +254,7 @@ async def connected(urls: dict[str, str], timeout: float) -> AsyncIterator[tuple
 def offered_tools(env: vf.Env) -> list[dict[str, Any]]:
     """The functions of the environment's own tool servers, in OpenAI's form. Those of servers elsewhere are known when they are asked."""
     try:
-        from mcp.server.fastmcp import FastMCP as Server  # verifiers 0.3
+        from mcp.server.fastmcp import FastMCP as Server  # type: ignore[attr-defined]  # the name of mcp 1, which verifiers 0.3 has
     except ImportError:
         from mcp.server.mcpserver import MCPServer as Server
 
