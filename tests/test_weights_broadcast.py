@@ -15,7 +15,7 @@ from trainer_examples import make_model
 
 from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import one_process
-from rlx.paths import RunPaths, write_text
+from rlx.paths import RunPaths, arrived, write_text
 from rlx.types import WeightVersion
 from rlx.waiting import Preempted
 from rlx.weights import broadcast as broadcasts
@@ -39,13 +39,14 @@ class Sends:
         write_text(self.paths.offer, json.dumps({"version": version, "token": ""}))
 
     def wanted(self) -> bool:
-        return self.asked or (self.paths.endpoints / "weights_wanted.json").exists()
+        return self.asked
 
     def send(self) -> None:
         self.asked = False
         self.sent.append(self.version)
-        (self.paths.endpoints / "weights_wanted.json").unlink(missing_ok=True)
-        write_text(self.paths.endpoints / "weights_sent.json", json.dumps({"version": self.version, "failed": {}}))
+        asked = arrived(self.paths.endpoints / "weights_wanted.json")
+        reply = {"version": self.version, "id": json.loads(asked or "{}").get("id"), "failed": {}}
+        write_text(self.paths.endpoints / "weights_sent.json", json.dumps(reply))
 
     def close(self) -> None:
         self.paths.offer.unlink(missing_ok=True)
@@ -146,7 +147,9 @@ def test_the_orchestrator_asks_for_what_is_offered_and_hears_why_servers_do_not_
     wanted = broadcast.paths.endpoints / "weights_wanted.json"
 
     def send() -> None:
-        assert json.loads(wanted.read_text()) == {"version": 3, "servers": [{"url": URL, "api_key": "the key"}]}
+        asked = json.loads(wanted.read_text())
+        assert asked.pop("id")
+        assert asked == {"version": 3, "servers": [{"url": URL, "api_key": "the key"}]}
         assert wanted.stat().st_mode & 0o777 == 0o600, "it has the servers' key"
         transfer.send()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,7 +61,7 @@ class Trainer:
         self.transfer.offer(version)
 
     def ask(self, version: int, *servers: Any) -> None:
-        content = {"version": version, "servers": [server.record for server in servers]}
+        content = {"version": version, "id": uuid.uuid4().hex, "servers": [server.record for server in servers]}
         (self.paths.endpoints / "weights_wanted.json").write_text(json.dumps(content))
 
     def sent(self, version: int, *servers: Any) -> dict[str, str]:

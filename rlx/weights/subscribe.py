@@ -12,6 +12,7 @@ import asyncio
 import json
 import os
 import time
+import uuid
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -123,12 +124,11 @@ async def request_transfer(where: str, version: int, servers: Sequence[tuple[str
     `timeout` seconds.
     """
     offered, wanted, sent = (Path(where) / f"weights{end}.json" for end in ("", "_wanted", "_sent"))
-    sent.unlink(missing_ok=True)
-    waiting = [{"url": url, "api_key": key} for url, key in servers]
-    write_text(wanted, json.dumps({"version": version, "servers": waiting}), mode=0o600)
+    number, waiting = uuid.uuid4().hex, [{"url": url, "api_key": key} for url, key in servers]
+    write_text(wanted, json.dumps({"version": version, "id": number, "servers": waiting}), mode=0o600)
     deadline, pause, why = time.monotonic() + timeout, Pause(POLL), f"did not send version {version} within {timeout:g} s"
     while time.monotonic() < deadline:
-        if (content := arrived(sent)) and (found := json.loads(content))["version"] == version:
+        if (content := arrived(sent)) and (found := json.loads(content))["id"] == number:  # not that of a request given up before
             return dict(found["failed"])
         if (offer := _of_attempt(offered) or {"version": None})["version"] != version:
             why = f"has version {offer['version']} instead of {version}"

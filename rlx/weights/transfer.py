@@ -1,9 +1,9 @@
 """Weight sync without files: `weight_broadcast.type` nccl (between GPUs) or ipc (processes on one GPU), by vLLM's own transfer engines.
 
     step 12 ends      offer(13)   endpoints/weights.json         {"version": 13, "token": …}
-    the fleet pauses              endpoints/weights_wanted.json  {"version": 13, "servers": [{"url": …, "api_key": …}]}
+    the fleet pauses              endpoints/weights_wanted.json  {"version": 13, "id": …, "servers": [{"url": …, "api_key": …}]}
     while waiting     send()      every rank gathers layer by layer; rank 0 drives all servers over HTTP and sends them the tensors
-                                  endpoints/weights_sent.json    {"version": 13, "failed": {url: why}}
+                                  endpoints/weights_sent.json    {"version": 13, "id": …, "failed": {url: why}}
     the fleet sets the label and resumes
 
 The weights are those of the offered version until the next step changes them: the next `offer` deletes a request for an older one.
@@ -176,6 +176,7 @@ class Transfer:
         self.kind, self.timeout, self.host, self.weights, self.mesh = kind, timeout, host, weights, weights.mesh
         self.offer_file, self.request_file, self.sent_file = (paths.endpoints / f"weights{end}.json" for end in ("", "_wanted", "_sent"))
         self.version: int | None = None
+        self._answered = ""  # the latest request's id
         self.seconds = 0.0  # that transfers have taken since the last offer
         self._servers = Servers([], timeout)
         self._engine: Any = None
@@ -193,16 +194,16 @@ class Transfer:
         """From now on, servers may get this version. Call it when everything that a reader of the version must find is on disk."""
         self.version, self.seconds = version, 0.0
         if self.mesh.first:
-            self.request_file.unlink(missing_ok=True)
             write_text(self.offer_file, json.dumps({"version": version, "token": os.environ.get(TOKEN, "")}))
 
     def wanted(self) -> bool:
         """Whether paused servers wait for the offered version; on rank 0. Cheap."""
-        return bool(self._waiting())
+        return self._request() is not None
 
     def send(self) -> None:
         """Send the offered version to the servers that wait for it. Every rank calls this, where the weights are those of the version."""
-        began, servers, failed = time.monotonic(), self._waiting(), dict[str, str]()
+        began, request, failed = time.monotonic(), self._request() or {"id": "", "servers": []}, dict[str, str]()
+        servers = request["servers"]
         if self.mesh.any(self._engine is None or servers != self._servers.servers):
             self._leave()
         self.weights.begin()
@@ -220,8 +221,8 @@ class Transfer:
             pass
         self.seconds += time.monotonic() - began
         if self.mesh.first:
-            self.request_file.unlink(missing_ok=True)
-            write_text(self.sent_file, json.dumps({"version": self.version, "failed": failed}))
+            self._answered = request["id"]
+            write_text(self.sent_file, json.dumps({"version": self.version, "id": self._answered, "failed": failed}))
 
     def close(self) -> None:
         """Refuse all servers from now on."""
@@ -230,10 +231,11 @@ class Transfer:
             self.offer_file.unlink(missing_ok=True)
         self._leave()
 
-    def _waiting(self) -> list[Record]:
-        content = arrived(self.request_file) if self.mesh.first else None
-        found: dict[str, Any] = json.loads(content or "{}")
-        return found["servers"] if self.version is not None and found.get("version") == self.version else []
+    def _request(self) -> dict[str, Any] | None:
+        """On rank 0: the request of the fleet for the offered version, unless it was answered."""
+        found: dict[str, Any] = json.loads((arrived(self.request_file) if self.mesh.first else None) or "{}")
+        waits = self.version is not None and found.get("version") == self.version and found["id"] != self._answered
+        return found if waits else None
 
     def _join(self, servers: list[Record]) -> None:
         """Form a group with the servers that answer."""
