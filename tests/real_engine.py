@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from inference_server import START, Run
+from inference_server import Run
 from policy_stand_in import SAMPLING, tiny_chat
 from public_classic import Said
 from recorded import check_recorded, normalised, recorded_samples
@@ -134,8 +134,7 @@ class Engine:
         self.scripts = root / "scripts"
         self.scripts.mkdir()
         self.run = Run(root / "run", tied=True, vllm=vllm, context=CONTEXT)
-        tests = str(Path(__file__).parent)
-        self.run.start(f"import os, sys; os.environ['RLX_TEST_SCRIPTS'] = {str(self.scripts)!r}; sys.path.append({tests!r}); {START}")
+        self.run.start(RLX_TEST_SCRIPTS=str(self.scripts))
         model = PolicyModel(self.run.models[0])
         self.trainer = PolicyTrainer(
             model, Objective(grpo, LossTerms(aggregate="token_mean"), max_length=CONTEXT), torch.optim.SGD(model.parameters(), lr=0.0)
@@ -155,6 +154,7 @@ class Engine:
 
         async def main() -> tuple[list[Rollout], Heard]:
             async with Servers(self.run.ready()) as servers:
+                await servers.ready()
                 heard = Heard(servers, self.scripts, says, steered)
                 env.policy = HeardPolicy(generator=heard, chat=chat, context_length=CONTEXT, seed=0, sampling=LIMITS)
                 try:

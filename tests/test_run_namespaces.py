@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,11 +23,11 @@ def hosts() -> Iterator[list[list[str]]]:
         yield found
 
 
-def test_a_server_on_one_host_gets_weights_from_the_memory_of_a_trainer_on_the_other(
+def test_a_server_on_one_host_samples_with_the_weights_of_a_trainer_on_the_other(
     hosts: list[list[str]], tmp_path: Path, model_cache: Path
 ) -> None:
     pod = ["-m", "rlx.cli", "pod", "--job", "mine", "--nodes", "2", "--volume", str(tmp_path)]
-    keys = ["hardware=cpu", "hardware.nodes=2", "weight_broadcast.type=gloo", "max_steps=3", "orchestrator.batch_size=32"]
+    keys = ["hardware=cpu", "hardware.nodes=2", "max_steps=3", "max_async_level=0", "orchestrator.batch_size=32", "model.dtype=float32"]
     at = ",".join(f"{address}:8470" for address in ADDRESSES)
     started = []
     for index, inside in enumerate(hosts):
@@ -48,8 +47,6 @@ def test_a_server_on_one_host_gets_weights_from_the_memory_of_a_trainer_on_the_o
     run = tmp_path / "mine"
     processes = {spec.role: spec.node for spec in read_plan(run / "plan.yaml")}
     assert processes["inference"] != processes["trainer"], processes
-    log = told[1].read_text()
-    assert len(re.findall(r"version \d: ready .* compared 100\.0 % of the served weights", log)) == 3, log[-3000:]
     trained = [record for record in read_metrics(run) if record["source"] == "trainer"]
     assert [record["step"] for record in trained] == [0, 1, 2]
-    assert sum(record["time/send_weights"] for record in trained) > 0
+    assert max(record["mismatch/kl"] for record in trained) < 1e-6
