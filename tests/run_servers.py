@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from rlx.types import Turn
 from rlx.weights.subscribe import version_at
 
 RUN = "0a1b2c3d"
+SAMPLING = {"max_tokens": 3}
 
 
 class Servers:
@@ -38,6 +41,7 @@ class Servers:
             context=lambda: self.fleet.context,
         )
         self.fleet.on_change = self.sampler.use
+        self._conversations = itertools.count(1)
 
     async def __aenter__(self) -> Servers:
         await self.fleet.__aenter__()
@@ -56,6 +60,11 @@ class Servers:
 
     async def generate(self, prompt_ids: Sequence[int], sampling: dict[str, Any], request_id: str, affinity: int = 0) -> Turn:
         return await self.sampler.generate(prompt_ids, sampling, request_id, affinity)
+
+    def many(self, count: int = 8) -> list[asyncio.Task[Turn]]:
+        """Requests of so many conversations, other ones at each call."""
+        asked = (self.generate([1, 2], SAMPLING, "a", next(self._conversations)) for _ in range(count))
+        return [asyncio.create_task(one) for one in asked]
 
     async def update(self, folder: Path, version: int, timeout: float = 600.0) -> None:
         await self.fleet.update(version_at(folder, version), timeout)

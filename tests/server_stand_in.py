@@ -106,6 +106,12 @@ class Stand:
         return None if self.label == "default" else int(self.label.partition("@")[0])
 
     @property
+    def changes(self) -> list[str]:
+        """The calls that are no looks at its state, and no requests."""
+        looks = {"/v1/models", "/weight_info", "rlx_state", "/metrics", "/inference/v1/generate"}
+        return [call for call in self.calls if call not in looks]
+
+    @property
     def requests(self) -> list[Any]:
         return self.bodies.get("/inference/v1/generate", [])
 
