@@ -190,6 +190,21 @@ def test_a_server_that_hangs_in_an_update_is_left_out_its_requests_go_elsewhere_
     play(scene, Stand(), Stand(), look=0.05)
 
 
+def test_a_server_that_once_did_not_answer_and_is_slow_is_waited_for(version: Version) -> None:
+    async def scene(client: Servers, first: Stand, second: Stand) -> None:
+        first.drops["rlx_state"] = 1
+        await until(lambda: first.calls.count("rlx_state") > 4)
+        first.hangs.add("rlx_load")
+        updating = asyncio.ensure_future(client.update(version(1), 1))
+        await until(lambda: second.version == 1 and "rlx_load" in first.calls)
+        await asyncio.sleep(0.3)
+        first.hangs.clear()
+        await updating
+        assert (first.version, client.fleet.size) == (1, 2)
+
+    play(scene, Stand(), Stand(), look=0.05)
+
+
 def test_an_update_that_no_server_takes_names_them_and_the_key(version: Version) -> None:
     async def scene(client: Servers, *stands: Stand) -> None:
         for stand in stands:
