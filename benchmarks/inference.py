@@ -1,16 +1,20 @@
-"""How much of a vLLM server's throughput reaches the rollouts, and the CPU that each costs: `python benchmarks/inference.py`.
+"""Requests and tokens per second of one vLLM server on this machine's CPU, and the CPU time that a request costs.
 
-One real server on CPU (the tiny architecture with random weights), 64 requests at once, single-turn rollouts of `reverse_text`, each answer
-exactly as long as the others. Four clients play the same prompts in turn, several rounds:
+    python benchmarks/inference.py [--model FOLDER] [--concurrent 64 256] [--tokens 12 64] [--requests 512] [--rounds 3] [KEY=VALUE …]
 
-- `completions`: a bare load generator on vLLM's own `/v1/completions`: token ids in, no rollouts, no rewards.
-- `generate`: a bare load generator on the policy server's `/generate`: one message a request, nothing kept.
-- `rlx`: environment, worker, chat format, policy and sampler, as the orchestrator plays them.
-- `verifiers`: verifiers alone with its own OpenAI client, on `/v1/chat/completions`.
+The role starts the server, by the command line of `rlx.inference.arguments`. Its model is the tiny architecture with random weights, or
+that in FOLDER: `python tools/smollm2.py FOLDER` makes SmolLM2-135M. The client is the sampler of a run, in this process. Each request has a
+prompt of its own with PROMPT tokens, a seed, and a completion of exactly so many tokens. Printed are medians over the rounds, and CPU
+milliseconds per request of three processes: the client, the API process and the engine process. They share the cores.
 
-Prints the median of the rounds: rollouts and tokens a second, CPU milliseconds a rollout of the client (workers included, without the
-server), and the share of the better bare generator. The server and the clients share the machine, so a client that needs less CPU leaves
-more of it to the server.
+Two commits are compared in pairs on one machine. This file needs only what both sides of the change to stock vLLM have, so it also runs in a
+checkout of the last commit before the change, whose server is one process, counted as the API process:
+
+    git worktree add ../before b6449f95             and install that checkout in an environment of its own: it needs vLLM 0.29
+    (cd ../before; .venv/bin/python ../CHECKOUT/benchmarks/inference.py)
+
+That commit's own `benchmarks/inference.py --concurrent 64 --tokens 12` has the same requests in its row `generate`, but no CPU time of the
+server, and its `benchmarks/real_model.py --part engine --model FOLDER` has those of the larger model.
 """
 
 from __future__ import annotations
@@ -18,219 +22,147 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import os
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-import aiohttp
-import msgspec
+import psutil
+import uvloop
 
 from rlx.config.load import compose, to_yaml
 from rlx.config.schema import Config
-from rlx.envs.load import give_policy, load_environments, load_tokenizer, wait_loaded
-from rlx.inference.endpoints import Endpoint, endpoint_file, read_endpoint
-from rlx.inference.protocol import Answer, Asked, GenerateRequest, Sampling, pack_ids
+from rlx.inference.endpoints import Endpoint, read_endpoints
 from rlx.inference.sampler import Sampler
 from rlx.paths import RunPaths
-from rlx.policy.chat import Chat
-from rlx.types import Task
 
-ENV = "reverse_text"
-Client = Callable[[int], Awaitable[None]]  # plays the example of this number
+PROMPT = 40  # tokens
+LIMIT = 600.0  # seconds for the server's start, and for a request
 
 
-def cpu_of(pids: Sequence[int]) -> float:
-    """CPU seconds of this process and of others."""
-    ticks = sum(sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13])) for pid in pids)
-    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+class Costs(NamedTuple):
+    """Seconds so far; after a subtraction those between two moments."""
+
+    wall: float
+    client: float
+    api: float
+    engine: float
+
+    @classmethod
+    def now(cls, role: psutil.Process) -> Costs:
+        """`role`: the process that started the server."""
+        api = engine = 0.0
+        for process in [role, *role.children(recursive=True)]:
+            used = process.cpu_times()
+            if "VLLM::" in " ".join(process.cmdline()):  # the engine or one of its workers, which name themselves so
+                engine += used.user + used.system
+            else:
+                api += used.user + used.system
+        return cls(time.perf_counter(), time.process_time(), api, engine)
+
+    def since(self, before: Costs) -> Costs:
+        return Costs(*(now - then for now, then in zip(self, before, strict=True)))
 
 
-async def at_once(client: Client, count: int, concurrent: int, serial: itertools.count[int]) -> None:
-    """Play `count` examples, `concurrent` at once."""
-    numbers = itertools.islice(serial, count)
+def prompt_of(number: int) -> list[int]:
+    """PROMPT tokens that every tokenizer here has; no two prompts begin alike."""
+    return random.Random(number).choices(range(10, 100), k=PROMPT)
+
+
+async def sample(sampler: Sampler, numbers: Sequence[int], concurrent: int, tokens: int) -> None:
+    """One completion for each number, `concurrent` at a time."""
+    left = iter(numbers)
 
     async def lane() -> None:
-        for number in numbers:
-            await client(number)
+        for number in left:
+            sampling = {"max_tokens": tokens, "min_tokens": tokens, "seed": number}
+            turn = await sampler.generate(prompt_of(number), sampling, f"bench-{number}", number)
+            assert len(turn.completion_ids) == tokens
 
     await asyncio.gather(*(lane() for _ in range(concurrent)))
 
 
-class Bench:
-    """The clients, on one server."""
-
-    def __init__(self, config: Config, server: Endpoint, chat: Chat, env: Any, tokens: int) -> None:
-        self.config, self.server, self.chat, self.env, self.tokens = config, server, chat, env, tokens
-        self.rows = [env.rows[place] for place in range(256)]
-        self.prompts = [chat.render(row["prompt"]) for row in self.rows]
-        self.model = ""
-
-    def _row(self, number: int) -> int:
-        return number % len(self.rows)
-
-    async def completions(self, session: aiohttp.ClientSession, number: int) -> None:
-        body = {"model": self.model, "prompt": self.prompts[self._row(number)], "max_tokens": self.tokens, "min_tokens": self.tokens}
-        body |= {"seed": number, "temperature": 1.0}
-        async with session.post(f"{self.server.url}/v1/completions", json=body, headers=self.server.headers) as answer:
-            assert (await answer.json())["usage"]["completion_tokens"] == self.tokens
-
-    async def rlx(self, number: int) -> None:
-        place = self._row(number)
-        task = Task(env=ENV, example_id=int(self.rows[place]["example_id"]), index=number, row=self.rows[place])
-        (rollout,) = await self.env.play(task, [0], 0)
-        assert rollout.status == "ok", rollout.error
-        assert rollout.num_completion_tokens == self.tokens
-
-    def verifiers(self) -> Client:
-        import verifiers as vf
-
-        os.environ["RLX_BENCH_KEY"] = self.server.api_key
-        env = vf.load_environment("rlx-reverse-text")
-        rows = env.get_dataset()
-        client = vf.ClientConfig(api_key_var="RLX_BENCH_KEY", api_base_url=f"{self.server.url}/v1")
-        from verifiers.legacy.clients import resolve_client
-
-        opened = resolve_client(client)
-        sampling = {"max_tokens": self.tokens, "temperature": 1.0, "extra_body": {"min_tokens": self.tokens}}
-
-        async def play(number: int) -> None:
-            row = dict(rows[self._row(number)])
-            await env.run_rollout(row, opened, self.model, sampling | {"seed": number})
-
-        return play
+async def measure(endpoint: Endpoint, pid: int, options: argparse.Namespace) -> None:
+    cases = list(itertools.product(options.concurrent, options.tokens))
+    found: dict[tuple[int, int], list[Costs]] = {case: [] for case in cases}
+    serial, role = itertools.count(), psutil.Process(pid)
+    async with Sampler([endpoint], LIMIT) as sampler:
+        await sample(sampler, list(itertools.islice(serial, max(options.concurrent))), max(options.concurrent), max(options.tokens))
+        for _ in range(options.rounds):  # in turn, because a machine's speed drifts
+            for concurrent, tokens in cases:
+                before = Costs.now(role)
+                await sample(sampler, list(itertools.islice(serial, options.requests)), concurrent, tokens)
+                found[concurrent, tokens].append(Costs.now(role).since(before))
+    print(f"{options.requests} requests a round, {options.rounds} rounds; CPU ms a request\n")
+    print("| concurrent | tokens | requests/s | range | tokens/s | client | API process | engine |\n" + "| --- " * 8 + "|")
+    for (concurrent, tokens), rounds in found.items():
+        rates = [options.requests / one.wall for one in rounds]
+        rate = statistics.median(rates)
+        cpu = (statistics.median(column) for column in list(zip(*rounds, strict=True))[1:])
+        each = " | ".join(f"{1e3 * seconds / options.requests:.2f}" for seconds in cpu)
+        print(f"| {concurrent} | {tokens} | {rate:.1f} | {min(rates):.1f}–{max(rates):.1f} | {rate * tokens:.0f} | {each} |")
 
 
-class Generate:
-    """A bare client of `/generate`."""
-
-    def __init__(self, bench: Bench, socket: aiohttp.ClientWebSocketResponse) -> None:
-        self.bench, self.socket = bench, socket
-        self.waiting: dict[int, asyncio.Future[Answer]] = {}
-        self.encode, self.decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(list[Answer]).decode
-        self.reading = asyncio.ensure_future(self.read())
-
-    async def read(self) -> None:
-        async for message in self.socket:
-            for answer in self.decode(message.data):
-                self.waiting.pop(answer.number).set_result(answer)
-
-    async def ask(self, number: int) -> None:
-        sampling = Sampling(self.bench.tokens, seed=number, min_tokens=self.bench.tokens)
-        prompt = pack_ids(self.bench.prompts[number % len(self.bench.prompts)])
-        future = self.waiting[number] = asyncio.get_running_loop().create_future()
-        await self.socket.send_bytes(self.encode(Asked([(number, GenerateRequest(f"bare-{number}", prompt, sampling))])))
-        assert (await future).status == 200
-
-
-async def measure(config: Config, paths: RunPaths, server: Endpoint, options: argparse.Namespace) -> None:
-    envs: Any = load_environments(config, lambda phase: None)
-    wait_loaded(envs, lambda phase: None)
-    chat = load_tokenizer(config, paths, lambda phase: None)
-    bench, serial = Bench(config, server, chat, envs[ENV], options.tokens), itertools.count()
-    workers = [worker.child.pid for worker in getattr(envs[ENV], "_workers", [])]
-    timeout = aiohttp.ClientTimeout(total=None)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with Sampler([server], 600.0) as sampler, aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        async with session.get(f"{server.url}/v1/models", headers=server.headers) as answer:
-            bench.model = (await answer.json())["data"][0]["id"]
-        give_policy(envs, config, chat, sampler)
-        async with session.ws_connect(server.url + "/generate", headers=server.headers, max_msg_size=0) as socket:
-            clients: dict[str, Client] = {
-                "completions": lambda number: bench.completions(session, number),
-                "generate": Generate(bench, socket).ask,
-                "rlx": bench.rlx,
-                "verifiers": bench.verifiers(),
-            }
-            found: dict[str, list[tuple[float, float]]] = {name: [] for name in clients}
-            for client in clients.values():
-                await at_once(client, options.concurrent, options.concurrent, serial)  # warm
-            for _ in range(options.rounds):
-                for name, client in clients.items():
-                    began, cpu = time.perf_counter(), cpu_of(workers)
-                    await at_once(client, options.rollouts, options.concurrent, serial)
-                    found[name].append((options.rollouts / (time.perf_counter() - began), (cpu_of(workers) - cpu) / options.rollouts))
-        rates = {name: statistics.median(rate for rate, _ in rounds) for name, rounds in found.items()}
-        best = max(rates["completions"], rates["generate"])
-        print(f"{options.concurrent} at once, {options.tokens} tokens each, {options.rollouts} rollouts a round, {options.rounds} rounds")
-        result = {
-            name: {
-                "rollouts_per_second": rates[name],
-                "tokens_per_second": rates[name] * options.tokens,
-                "cpu_ms_per_rollout": 1e3 * statistics.median(seconds for _, seconds in rounds),
-                "share_of_better_bare": rates[name] / best,
-            }
-            for name, rounds in found.items()
-        }
-        if options.json:
-            options.json.write_text(
-                json.dumps({"options": {**vars(options), "json": str(options.json)}, "clients": result}, indent=1) + "\n"
-            )
-        for name, rounds in found.items():
-            spread = f"{min(rate for rate, _ in rounds):.1f}-{max(rate for rate, _ in rounds):.1f}"
-            print(
-                f"{name:12} {rates[name]:7.1f} rollouts/s ({spread})  {result[name]['tokens_per_second']:8.0f} tokens/s  "
-                f"{result[name]['cpu_ms_per_rollout']:6.2f} ms CPU a rollout  "
-                f"{result[name]['share_of_better_bare']:.3f} of the better bare generator",
-                flush=True,
-            )
-        for env in envs.values():
-            await env.close()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--concurrent", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=64, help="tokens of each answer")
-    parser.add_argument("--rollouts", type=int, default=256, help="rollouts of one client in one round")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write the numbers to this file, too")
-    options = parser.parse_args()
-    length = 64 + options.tokens
-    overrides = [
-        "hardware=cpu", f"seq_len={length}", f"sampling.max_tokens={options.tokens}", f"sampling.min_tokens={options.tokens}",
-        "sampling.allow_biased_ratio=true", f"inference.max_num_seqs={options.concurrent}", f"model.context_length={max(256, length)}",
-    ]  # fmt: skip
-    config = compose(overrides, {}).cfg
-    with served(config) as (paths, endpoint):
-        asyncio.run(measure(config, paths, endpoint, options))
+def config_of(model: Path | None, context: int, keys: Sequence[str]) -> Config:
+    """The configuration of a server of the tiny architecture, or of SmolLM2-135M in a folder."""
+    own = ["hardware=cpu", f"seq_len={context}", f"sampling.max_tokens={context // 2}"]
+    size = [f"model.context_length={context}"] if model is None else ["model=smollm2_135m", f"model.name={model}"]
+    return compose([*own, *size, *keys], {}).cfg
 
 
 @contextmanager
-def served(config: Config) -> Iterator[tuple[RunPaths, Endpoint]]:
-    """A real server of a random model of the tiny architecture."""
+def served(config: Config, model: Path | None = None) -> Iterator[tuple[Endpoint, int]]:
+    """A server of the model in a folder, or of a random one of the tiny architecture: its address, and the role's process."""
     with tempfile.TemporaryDirectory() as folder:
         paths = RunPaths(Path(folder))
         paths.config.write_text(to_yaml(config))
-        make_model(config, paths)
+        paths.initial_model.write_text(f"{model or make_model(config, paths.root / 'model')}\n")
+        environment = os.environ | {"HF_HUB_OFFLINE": "1"}
         with (paths.root / "server.log").open("wb") as log:
-            server = subprocess.Popen([sys.executable, "-m", "rlx.roles.inference", "--run-dir", folder], stdout=log, stderr=log)
+            command = [sys.executable, "-m", "rlx.roles.inference", "--run-dir", folder]
+            server = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+
+        def tick() -> None:
+            if server.poll() is not None:
+                sys.exit((paths.root / "server.log").read_text()[-3000:])
+
         try:
-            while (endpoint := read_endpoint(endpoint_file(paths, 0))) is None:
-                if server.poll() is not None:
-                    sys.exit((paths.root / "server.log").read_text()[-2000:])
-                time.sleep(0.2)
-            yield paths, endpoint
+            (endpoint,) = read_endpoints(paths, 1, LIMIT, tick)
+            yield endpoint, server.pid
         finally:
             server.terminate()
             server.wait()
 
 
-def make_model(config: Config, paths: RunPaths) -> None:
-    """A random model of the tiny architecture: what it says does not matter here, only how fast."""
+def make_model(config: Config, folder: Path) -> Path:
+    """Save a random model of the tiny architecture: only its speed matters here."""
     from rlx.models import tiny
 
     assert config.model.warm_start is not None
-    folder = paths.root / "model"
     tiny.save(tiny.build_model(config.model.warm_start, config.model.context_length), tiny.build_tokenizer(config.seq_len), folder)
-    paths.initial_model.write_text(f"{folder}\n")
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="folder of SmolLM2-135M")
+    parser.add_argument("--concurrent", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[12, 64], help="of each completion")
+    parser.add_argument("--requests", type=int, default=512, help="in one round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("keys", nargs="*", help="further keys of the configuration, like model.dtype=bfloat16")
+    options = parser.parse_args()
+    model, context = options.model and options.model.absolute(), max(256, PROMPT + max(options.tokens) + 1)
+    room = [f"inference.max_num_seqs={max(options.concurrent)}", f"inference.kv_cache_gb={0.25 if model is None else 2.0}"]
+    with served(config_of(model, context, [*room, *options.keys]), model) as (endpoint, pid):
+        uvloop.run(measure(endpoint, pid, options))
 
 
 if __name__ == "__main__":

@@ -1,144 +1,159 @@
-"""The cost of the policy server's engine on CPU: `python benchmarks/updates.py --run RUN`.
+"""An update of the weights while 64 requests are in flight: what each part of it takes, and how much longer the requests do.
 
-A finished run provides the configuration, the initial model and the prompts (those of its last rollouts). The engine runs without HTTP
-and gets as many concurrent requests as a step has rollouts, each of `--tokens` new tokens. Prints seconds and CPU seconds per batch of
-rollouts, first undisturbed, then with one weight update once each has `BEFORE` tokens: applied at once, with keys and values dropped or
-kept, or when the batch is done (then the batch's time has the update in it). No batch finds keys and values of the one before it. Then
-what an update takes from generation, beside what it cannot do without: reading the version's bytes once and, if keys and values are
-dropped, one prefill of the requests that were running, with the tokens that they had.
+    python benchmarks/updates.py [--model FOLDER] [--concurrent 64] [--tokens 96] [--rounds 5] [KEY=VALUE …]
+
+One vLLM server on this machine's CPU has the tiny architecture with random weights, or the model in FOLDER (SmolLM2-135M, which
+`python tools/smollm2.py FOLDER` makes). This process is the trainer and the client. In each round every tensor changes and the version is
+published; then a batch of completions is sampled undisturbed, and one during which the server gets the version. Medians of:
+
+    gather, write     of the trainer: the copy that holds it, and the files with their checksums, written concurrently with its next step
+    copy              what the files' bytes take alone: a copy of the weights' files
+    check             of the server, while it generates: names, shapes, lengths and checksums of the files on every rank
+    pause, load, compare, resume       the server is paused from the first to the last
+    paused            all four, and what is between them
+    batch, batch with an update        the difference is what an update takes from generation; KV cache computed anew is part of it
+
+Before stock vLLM, up to b6449f95, other scripts measured this, and can be run in a checkout of that commit (`benchmarks/inference.py` says
+how): `benchmarks/weights.py --model FOLDER`, without requests in flight, and `benchmarks/updates.py --run RUN`, on prompts of a run.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import os
+import json
+import shutil
 import statistics
+import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
+import torch
+import uvloop
+from inference import LIMIT, PROMPT, config_of, prompt_of, served
+from transformers import AutoModelForCausalLM
 
-from rlx.config.load import load_run
-from rlx.inference.server.arguments import engine_arguments, environment, runs_in_process
+from rlx.inference import wire
+from rlx.inference.client import Client
+from rlx.inference.endpoints import Endpoint
+from rlx.inference.replica import Replica
+from rlx.inference.sampler import Sampler
+from rlx.models.policy import PolicyModel
+from rlx.parallel.mesh import one_process
 from rlx.paths import RunPaths
-from rlx.weights.files import latest_version
+from rlx.types import Turn
+from rlx.weights.publish import Publisher
+from rlx.weights.subscribe import version_at
 
-LIMIT = 1 << 20  # tokens: more than any rollout has, so every update waits for the batch
-BEFORE = 4  # tokens of each rollout when the update begins
+RUN = "0a1b2c3d"  # the token in the labels of this run's versions
+BEGIN = 0.3  # share of an undisturbed batch's time after which the update begins
+PARTS = {"check": "rlx_check", "pause": wire.PAUSE, "load": "rlx_load", "compare": "rlx_compare", "resume": wire.RESUME}
 
 
-async def measure(run: Path, batches: int, length: int) -> None:
-    from rlx.inference.protocol import INT, Completion, GenerateRequest, Sampling, pack_ids
-    from rlx.inference.server.engine import InFlight, PolicyEngine
+class Trainer:
+    """The trainer's end. Each version differs from the one before it in every tensor."""
 
-    config, paths = load_run(run), RunPaths(run)
-    model = paths.initial_model.read_text().strip()
-    engine = await PolicyEngine.start(engine_arguments(config, model, 0), cpu=True, in_process=runs_in_process(config))
-    prompts = read_prompts(paths, model)
-    version = latest_version(paths)
-    assert version is not None
-    serial, running = 0, prompts
+    def __init__(self, root: Path, source: str, dtype: str) -> None:
+        self.paths = RunPaths(root)
+        self.model = PolicyModel(AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype)))
+        self.publisher = Publisher.of(self.model, one_process("cpu"), self.paths, source=source, dtype=getattr(torch, dtype))
 
-    async def rollout(prompt: list[int], seed: int, tokens: int = length) -> Completion:
-        sampling = Sampling(max_tokens=tokens, min_tokens=tokens, seed=seed)
-        return await engine.generate(GenerateRequest(f"r{seed}", pack_ids(prompt), sampling))
-
-    async def batch(in_flight: InFlight | None) -> tuple[float, float, int]:
-        nonlocal serial, running
-        await engine.core.reset_prefix_cache_async(False, True)
-        began, cpu = time.perf_counter(), time.process_time()
-        serial += len(prompts)
-        work = [asyncio.ensure_future(rollout(prompt, serial + i)) for i, prompt in enumerate(prompts)]
-        if in_flight is not None:
-            while len(engine.core.sinks) < len(work) or min(len(sink.token_ids) for sink in engine.core.sinks.values()) < BEFORE:
-                if any(task.done() for task in work):
-                    raise RuntimeError(f"a request ended before all had {BEFORE} tokens: set inference.max_num_seqs, or fewer rollouts")
-                await asyncio.sleep(0.001)
-            engine.core.version = version - 1  # so that the same files can be loaded again
-            updating = asyncio.ensure_future(engine.update_weights(paths.weights_of(version), version, in_flight=in_flight))
-        answers = await asyncio.gather(*work)
-        if in_flight is not None:
-            if not (updating.done() or in_flight.drain_tokens):
-                raise RuntimeError("the update has outlasted the batch: set more --tokens")
-            await updating
-        seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
-        if in_flight == InFlight():
-            running = []
-            for prompt, answer in zip(prompts, answers, strict=True):
-                before = sum(count for _, count in answer.versions[:-1])
-                running.append(prompt + np.frombuffer(answer.token_ids, INT)[:before].tolist())
-        return seconds, cpu, sum(count for answer in answers for _, count in answer.versions)
-
-    async def prefill() -> float:
-        """Seconds until each request that was running has one new token, without keys and values of an earlier one."""
-        nonlocal serial
-        await engine.core.reset_prefix_cache_async(False, True)
-        serial += len(prompts)
+    def publish(self, version: int) -> dict[str, float]:
+        """Change the weights and publish them. Seconds of the parts."""
+        with torch.no_grad():
+            for _, tensor in self.model.named_weights():
+                tensor.mul_(1.01 if version % 2 else 1 / 1.01)  # more than 16 bits round away
         began = time.perf_counter()
-        await asyncio.gather(*(rollout(prompt, serial + i, 1) for i, prompt in enumerate(running)))
+        self.publisher.gather(version)
+        held = time.perf_counter() - began
+        self.publisher.announce(version, keep_last=1)
+        self.publisher.wait()
+        return {"gather": held, "write": self.publisher.seconds, "copy": self._copy(version)}
+
+    def _copy(self, version: int) -> float:
+        began = time.perf_counter()
+        for file in self.paths.weights_of(version).glob("*.safetensors"):
+            shutil.copyfile(file, self.paths.root / f"copy_{file.name}")
         return time.perf_counter() - began
 
-    kinds: dict[str, InFlight | None] = {
-        "undisturbed": None,
-        "an update in flight": InFlight(),
-        "an update in flight, keys and values kept": InFlight(keep_kv=True),
-        "an update, drained": InFlight(drain_tokens=LIMIT),
-    }
-    found: dict[str, list[tuple[float, float, int]]] = {what: [] for what in kinds}
-    for number in range(batches + 1):  # in turn, because a machine's speed drifts
-        for what, in_flight in kinds.items():
-            one = await batch(in_flight)
-            if number:  # the first of each has more to do
-                found[what].append(one)
-    took: list[float] = []
-    for what, measured in found.items():
-        seconds, cpu, tokens = (statistics.median(column) for column in zip(*measured, strict=True))
-        rate = f"{1e3 * seconds:.1f} ms a batch of {len(prompts)} ({1e3 * cpu:.1f} ms CPU), {tokens / seconds:.0f} new tokens/s"
-        print(f"{what}: {rate}", flush=True)
-        took.append(seconds)
-    least = statistics.median([read_once(paths.weights_of(version)) for _ in range(5)])
-    first = statistics.median([await prefill() for _ in range(5)])
-    undisturbed, dropped, kept, _ = took
-    print(f"read once {1e3 * least:.1f} ms, the running requests {1e3 * first:.1f} ms")
-    print(f"an update takes {1e3 * (dropped - undisturbed):.1f} ms: {(dropped - undisturbed) / (least + first):.2f} of both (goal 1.5)")
-    print(f"with keys and values kept {1e3 * (kept - undisturbed):.1f} ms: {(kept - undisturbed) / least:.2f} of reading")
+
+class TimedClient(Client):
+    """A client that records when each call began and ended, by its path or the extension's method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, list[tuple[float, float]]] = {}
+
+    async def send(self, endpoint: Endpoint, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+        name = json.loads(body)["method"] if path == wire.RPC and body else path
+        began = time.perf_counter()
+        answer = await super().send(endpoint, method, path, body)
+        self.calls.setdefault(name, []).append((began, time.perf_counter()))
+        return answer
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of the parts of the latest update."""
+        spans = {part: (self.calls[name][0][0], self.calls[name][-1][1]) for part, name in PARTS.items()}
+        self.calls.clear()
+        return {part: end - begin for part, (begin, end) in spans.items()} | {"paused": spans["resume"][1] - spans["pause"][0]}
 
 
-def read_once(folder: Path) -> float:
-    """Seconds to read the bytes of a version's tensors into memory that is there."""
-    files = list(folder.glob("*.safetensors"))
-    memory = [bytearray(file.stat().st_size) for file in files]
+async def sample(sampler: Sampler, serial: int, count: int, tokens: int) -> tuple[float, list[Turn]]:
+    """Seconds of `count` completions at once, and the completions. No two calls have a prompt in common."""
     began = time.perf_counter()
-    for file, place in zip(files, memory, strict=True):
-        with file.open("rb", buffering=0) as opened:
-            opened.readinto(place)
-    return time.perf_counter() - began
+    sampling = {"max_tokens": tokens, "min_tokens": tokens}
+    numbers = range(serial * count, (serial + 1) * count)
+    turns = await asyncio.gather(
+        *(sampler.generate(prompt_of(number), sampling | {"seed": number}, f"bench-{number}", number) for number in numbers)
+    )
+    return time.perf_counter() - began, turns
 
 
-def read_prompts(paths: RunPaths, model: str) -> list[list[int]]:
-    """The prompts of the last step's rollouts."""
-    import json
+async def measure(endpoint: Endpoint, root: Path, dtype: str, options: argparse.Namespace) -> list[dict[str, float]]:
+    async with TimedClient() as client, Sampler([endpoint], LIMIT, run=RUN) as sampler:
+        server = Replica(endpoint)
+        source = (await server.look(client)).model
+        await server.reset(client, RUN, source)
+        trainer, found, size = Trainer(root, source, dtype), list[dict[str, float]](), (options.concurrent, options.tokens)
+        for version in range(1, options.rounds + 2):
+            seconds = await asyncio.to_thread(trainer.publish, version)
+            seconds["batch"], _ = await sample(sampler, 2 * version, *size)
+            client.calls.clear()
+            disturbed = asyncio.create_task(sample(sampler, 2 * version + 1, *size))
+            await asyncio.sleep(BEGIN * seconds["batch"])
+            await server.load(client, version_at(trainer.paths.weights_of(version), version), RUN, verify_every=1)
+            seconds["batch with an update"], turns = await disturbed
+            sampler.version = version
+            in_flight = sum(len(set(turn.versions.tolist())) == 2 for turn in turns)
+            if in_flight < options.concurrent:
+                raise SystemExit(f"only {in_flight} of {options.concurrent} requests were in flight at the update: set more --tokens")
+            found.append(seconds | client.seconds())
+        trainer.publisher.close()
+    return found[1:]  # the first has more to do
 
-    import zstandard
-    from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    last = sorted(paths.root.glob("rollouts/*.jsonl.zst"))[-1]
-    with zstandard.open(last, "rt") as file:
-        messages = [json.loads(line)["prompt"] for line in file]
-    return [list(tokenizer.apply_chat_template(m, add_generation_prompt=True, tokenize=True, return_dict=False)) for m in messages]
+def report(rows: Sequence[dict[str, float]], options: argparse.Namespace) -> None:
+    print(f"{options.concurrent} requests in flight, {options.tokens} tokens each, {options.rounds} rounds\n")
+    print("| part | ms, median | range |\n| --- | --- | --- |")
+    for part in rows[0]:
+        values = [1e3 * row[part] for row in rows]
+        print(f"| {part} | {statistics.median(values):.1f} | {min(values):.1f}–{max(values):.1f} |")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, required=True, help="directory of a finished run")
-    parser.add_argument("--batches", type=int, default=20)
-    parser.add_argument("--tokens", type=int, default=48, help="new tokens of each rollout")
-    args = parser.parse_args()
-    os.environ |= environment(load_run(args.run), os.environ)
-    asyncio.run(measure(args.run, args.batches, args.tokens))
-    os._exit(0)
+    parser.add_argument("--model", type=Path, help="folder of SmolLM2-135M")
+    parser.add_argument("--concurrent", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=96, help="of each completion")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("keys", nargs="*", help="further keys of the configuration, like model.dtype=bfloat16")
+    options = parser.parse_args()
+    model = options.model and options.model.absolute()
+    room = [f"inference.max_num_seqs={options.concurrent}", "inference.kv_cache_gb=1.0"]
+    config = config_of(model, max(256, PROMPT + options.tokens + 1), [*room, *options.keys])
+    with served(config, model) as (endpoint, _), tempfile.TemporaryDirectory() as root:
+        report(uvloop.run(measure(endpoint, Path(root), config.model.dtype, options)), options)
 
 
 if __name__ == "__main__":
