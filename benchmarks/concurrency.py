@@ -207,7 +207,7 @@ def real(cache: int, seconds: float, fixed: list[int], rounds: int) -> None:
     ]  # fmt: skip
     config = compose(overrides, {}).cfg
     found: dict[int | None, list[tuple[float, float, int]]] = {limit: [] for limit in (*fixed, None)}
-    with served(config) as (_, endpoint):
+    with served(config) as (endpoint, _):
         for _ in range(rounds):
             for limit, seen in found.items():
                 seen.append(asyncio.run(run_real(config, endpoint, limit, 3 * seconds)))

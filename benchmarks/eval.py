@@ -102,7 +102,8 @@ class CpuTimes:
 def role_of(process: psutil.Process) -> str:
     """What a process does."""
     line = " ".join(process.cmdline())
-    names = {"EngineCore": "engine", "rlx.roles.": "", "boot.py": "environment worker", "benchmarks/eval.py": "load generator"}
+    names = {"EngineCore": "engine", "vllm.entrypoints": "API process", "rlx.roles.": "", "boot.py": "environment worker"}
+    names["benchmarks/eval.py"] = "load generator"
     for mark, name in names.items():
         if mark in line:
             return name or line.partition("rlx.roles.")[2].split()[0]

@@ -50,7 +50,6 @@ PARTS = {
         26, "gpu_parts.op", "Does the log-probability op reach 600 TFLOP/s, forward and backward with entropy, for every objective?"
     ),
     "tests": Part(55, "gpu_parts.tests", "Do the kernels' tests pass on this device?"),
-    "checksum": Part(8, "gpu_parts.checksums", "How fast are checksums of weights on the device, and are they those of the CPU?"),
     "attention": Part(16, "gpu_parts.attention", "How fast and how exact is attention in packed rows, beside sdpa and plain products?"),
     "head": Part(10, "gpu_parts.head", "What do a float32 head and 16-bit logits cost and err?"),
     "small_rl": Part(48, "gpu_models.small_rl", "Do steps of Qwen3-0.6B at 16k tokens reach 30k tokens/s?"),
@@ -68,7 +67,6 @@ PARTS = {
     "stager": Part(
         14, "gpu_weights.stager", "Is a checkpoint that is copied beside training whole, and how long does it hold the trainer?"
     ),
-    "send": Part(32, "gpu_weights.send", "How long does a version take over gloo, beside a bare broadcast of the same bytes?"),
 }
 
 

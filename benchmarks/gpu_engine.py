@@ -1,9 +1,9 @@
 """Whole runs with vLLM on one NVIDIA GPU that the engine and the trainer share: `python benchmarks/gpu_engine.py [--folder FOLDER]`.
 
 `benchmarks/gpu.py` needs no vLLM and asks about the trainer alone; this needs vLLM's CUDA build and asks: does the engine start with the
-options that rlx gives it, do versions reach it over every transport that one GPU allows (files, `ipc`, `gloo`), are they what was trained,
-and how far are its log-probabilities from the trainer's? The small runs are started together, so their times say little about speed.
-`--only large_files large_gloo large_ipc` plays models of 1.4B parameters, one after the other; each takes some 40 GB by estimate.
+options that rlx gives it, do versions reach it over both transports that one GPU allows (files and `ipc`), are they what was trained, and
+how far are its log-probabilities from the trainer's? The small runs are started together, so their times say little about speed.
+`--only large_files large_ipc` runs models of 1.4B parameters, one after the other; each takes some 40 GB by estimate.
 
 Each row is one JSON line, and all of them are a table at the end. Logs and metrics of the runs stay in FOLDER. Without a GPU the runs that
 a CPU can play are played with few steps: that shows that the script works.
@@ -15,7 +15,6 @@ import argparse
 import json
 import math
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -29,7 +28,6 @@ from gpu import table
 from gpu_rows import finished
 
 ROOT = Path(__file__).resolve().parent.parent
-UPDATE = re.compile(r"version (\d+): ready after (\d+) ms, paused for (\d+) ms; compared ([\d.]+) % of the served")
 CACHE = 4 << 30  # bytes, named: vLLM's own estimate fails while other processes give memory of the GPU back
 EARLY = 3  # the first updates compile and load what later ones find
 
@@ -56,10 +54,7 @@ RUNS = {
         "float32, eager, no asynchronous level: how far are both log-probabilities?",
         ["max_steps=12", "max_async_level=0", "inference.enforce_eager=true"],
     ),
-    "gloo": Run(
-        "bfloat16 over gloo, kept keys and values",
-        [*SHORT, "weight_broadcast.type=gloo", "weight_broadcast.keep_kv=true", "model.dtype=bfloat16"],
-    ),
+    "half": Run("bfloat16, versions from files", [*SHORT, "model.dtype=bfloat16"]),
     "ipc": Run(
         "bfloat16, 16 layers 1,024 wide, through the GPU's memory",
         [
@@ -91,7 +86,6 @@ RUNS |= {
     f"large_{name}": Run(f"bfloat16, 1.4B parameters on a GPU, {what}", [*LARGE, *keys], cpu=name != "ipc", made=True)
     for name, what, keys in (
         ("files", "versions from files in memory", ["weight_broadcast.folder=/dev/shm"]),
-        ("gloo", "over gloo", ["weight_broadcast.type=gloo"]),
         ("ipc", "through the GPU's memory", ["weight_broadcast.type=ipc"]),
     )
 }
@@ -191,20 +185,14 @@ def judge(name: str, folder: Path, code: int) -> list[dict[str, object]]:
         ("the trainer, held by sending one, median", "time/send_weights"),
         ("a version is written beside a step, median", "time/write_weights"),
         ("a step of the trainer with its waiting, median", "time/step"),
+        ("until all servers had a version, median", "time/update_weights"),
     ):
-        times = [record[metric] for record in records if metric in record and "time/optimizer" in record][EARLY:]
+        source = "orchestrator" if metric == "time/update_weights" else "trainer"
+        times = [record[metric] for record in records if metric in record and record["source"] == source][EARLY:]
         if times:
             row(name_of, statistics.median(times), "s")
-    logs = "\n".join(file.read_text(errors="replace") for file in sorted((run / "logs").glob("attempt_0/inference_*.log")))
-    updates = [(int(ready), int(paused), float(share)) for _, ready, paused, share in UPDATE.findall(logs)]
-    if updates:
-        row("updates", len(updates), "")
-        row("compared with the trainer's checksums", min(share for _, _, share in updates), "%", ">= 99")
-        later = updates[EARLY:] or updates
-        row("an update: read beside generation, median", statistics.median(ready for ready, _, _ in later), "ms")
-        row("an update: pause, median", statistics.median(paused for _, paused, _ in later), "ms")
-    elif code == 0:
-        rows.append(finished(name, "updates", question, error="the server's log speaks of none"))
+    if compared := [share for share in every("perf/weights_compared") if share]:  # 0: nothing compares what came from memory
+        row("compared with the published files", 100 * min(compared), "%", ">= 99")
     return rows
 
 

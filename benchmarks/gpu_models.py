@@ -29,7 +29,7 @@ from rlx.train.flops import Meter
 from rlx.train.step import PolicyTrainer
 
 WHOLE_8B = 36  # layers
-LIMIT = 60.0  # seconds for a transfer or a collective
+LIMIT = 60.0  # seconds for a collective
 
 
 @dataclass(frozen=True, slots=True)

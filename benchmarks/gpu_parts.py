@@ -1,4 +1,4 @@
-"""The parts of `gpu.py` that need no model: the log-probability op, the kernels' tests, checksums, attention, and the head's precision."""
+"""The parts of `gpu.py` that need no model: the log-probability op, the kernels' tests, attention, and the head's precision."""
 
 from __future__ import annotations
 
@@ -147,24 +147,6 @@ def tests(report: Report) -> None:
             ]
             which_failed = f"; {', '.join(names)}" if names else ""
             report.row("failed tests", f"{name}: {total - skipped} ran{which_failed}", failed + errors, "tests", "== 0", exact=True)
-
-
-def checksums(report: Report) -> None:
-    from rlx.weights.attest import checksum
-    from rlx.weights.sums import sum_of_bytes
-
-    count, words = (16, 2**29) if not report.small else (2, 2**20)  # 16 GiB in bfloat16
-    tensors = [torch.randint(-(2**15), 2**15, (words,), device=report.device, dtype=torch.int16) for _ in range(count)]
-    gigabytes = count * words * 2 / 1e9
-    with report.attempt("on the device", f"{gigabytes:.3g} GB"):
-        found = report.measure(lambda: [checksum(tensor) for tensor in tensors], 3)
-        report.row("on the device", f"{gigabytes:.3g} GB", gigabytes / found.seconds, "GB/s", peak_gib=found.peak_gib)
-    with report.attempt("unlike the CPU's", "lengths that are no multiple of 8 bytes"):
-        generator = torch.Generator(report.device).manual_seed(0)
-        odd = [torch.randn(n, generator=generator, device=report.device).to(report.dtype) for n in (1, 3, 65_536, 1_000_003, 2**22 + 5)]
-        odd += [odd[-1][1:], odd[-2][8:]]  # parts that begin anywhere
-        wrong = sum(checksum(tensor) != sum_of_bytes(tensor.cpu().contiguous().view(torch.uint8).numpy()) for tensor in odd)
-        report.row("unlike the CPU's", f"{len(odd)} tensors of odd lengths", wrong, "tensors", "== 0", exact=True)
 
 
 def attention(report: Report) -> None:

@@ -1,33 +1,30 @@
-"""The parts of `gpu.py` that bring state out of the trainer: weights to files, or over gloo to another process, and checkpoints."""
+"""The parts of `gpu.py` that bring state out of the trainer: weights to files, and checkpoints."""
 
 from __future__ import annotations
 
 import hashlib
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
-from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from gpu_models import LIMIT, build, over_itself, rollouts, shape_of, trainer_of
+from gpu_models import build, over_itself, rollouts, shape_of, trainer_of
 from gpu_rows import Report
 from torch.distributed.tensor import DTensor
 
 from rlx.data.packing import pack
-from rlx.parallel.mesh import one_process
 from rlx.train.checkpoint import Progress, Saver, load
 
 
-def stand_in_for_xxhash() -> None:
-    """Let the writing of versions run where xxhash is not installed: here it would digest only headers and small files."""
+def stand_in_for_xxhash() -> str:
+    """Let the writing of versions run where xxhash is not installed. Returns a note for the rows: the stand-in is slower."""
     if find_spec("xxhash") is not None:
-        return
+        return ""
 
     class Digest:
         def __init__(self) -> None:
@@ -38,11 +35,12 @@ def stand_in_for_xxhash() -> None:
     module.xxh3_64 = Digest
     module.xxh3_64_hexdigest = lambda data: hashlib.blake2b(data, digest_size=8).hexdigest()
     sys.modules["xxhash"] = module
+    return ", blake2b instead of xxh3"
 
 
 def write(report: Report) -> None:
     """A version as the trainer writes it: shards cast and gathered, pinned copies, files with checksums. The third of three is reported."""
-    stand_in_for_xxhash()
+    note = stand_in_for_xxhash()
     from rlx.paths import RunPaths
     from rlx.weights.files import ModelFiles
     from rlx.weights.publish import Publisher
@@ -69,53 +67,12 @@ def write(report: Report) -> None:
             shutil.copytree(paths.weights_of(3), paths.root / "copy")
             copy = time.perf_counter() - began
             publisher.close()
-            where = f"{shape.name}, {size / 1e9:.3g} GB, {base}"
+            where = f"{shape.name}, {size / 1e9:.3g} GB, {base}{note}"
             report.row("gather and copy to pinned memory", where, size / held / 1e9, "GB/s", peak_gib=report.peak())
             report.row("write with checksums", where, size / writing / 1e9, "GB/s")
             report.row("share that holds the trainer", where, held / (held + writing), "of the update", "<= 0.2")
             report.row("update / copy of the same bytes", where, (held + writing) / copy, "times", "<= 1.5")
             del built, publisher
-
-
-def send(report: Report) -> None:
-    """The trainer's sender, and a process that calls and receives as a server does, but loads nothing."""
-    from rlx.parallel.transfer import serve_store
-    from rlx.paths import RunPaths
-    from rlx.weights.memory import Offers
-
-    shape, mesh = shape_of(report, "0.6B"), one_process(report.device)
-    with report.attempt("gloo", shape.name), tempfile.TemporaryDirectory() as folder:
-        built, paths = build(shape.config(), report, mesh, master=report.dtype), RunPaths(Path(folder))
-        size = sum(parameter.numel() * parameter.itemsize for parameter in built.model.parameters())
-        paths.endpoints.mkdir(parents=True)
-        offers = Offers(built.model, mesh, paths, report.dtype, LIMIT)
-        with _other(["gpu_receive.py", "server", folder]) as other:
-            for version in (1, 2, 3):
-                offers.offer(version)
-                while not offers.called():
-                    _alive(other)
-                    time.sleep(0.001)
-                began = time.perf_counter()
-                offers.send()
-                sent = time.perf_counter() - began
-            said = other.communicate(timeout=LIMIT)[0]
-        offers.close()
-        store, place = serve_store(LIMIT), "bare"
-        flat = torch.zeros(size, dtype=torch.uint8)
-        with _other(["gpu_receive.py", "bare", f"{store.host}:{store.port}", str(size)]) as other:
-            group: Any = torch.distributed.ProcessGroupGloo(torch.distributed.PrefixStore(place, store), 0, 2, timedelta(seconds=LIMIT))
-            for _ in range(3):
-                began = time.perf_counter()
-                for work in [group.broadcast(piece, 0) for piece in flat.split(1 << 26)]:
-                    work.wait()
-                group.barrier().wait()
-                bare = time.perf_counter() - began
-            other.communicate(timeout=LIMIT)
-        where = f"{shape.name}, {size / 1e9:.3g} GB"
-        report.row("tensors with other checksums at the receiver", where, float(said.split()[-1]), "tensors", "== 0", exact=True)
-        report.row("gloo", where, size / sent / 1e9, "GB/s", peak_gib=report.peak())
-        report.row("gloo / bare broadcast of the same bytes", where, sent / bare, "times", "<= 1.2")
-        del built, offers
 
 
 def stager(report: Report) -> None:
@@ -172,12 +129,3 @@ def _own(model: torch.nn.Module) -> list[torch.Tensor]:
 def _roomiest() -> Path:
     """Memory, or the disk if that has more room."""
     return max((Path("/dev/shm"), Path(tempfile.gettempdir())), key=lambda base: shutil.disk_usage(base).free if base.is_dir() else 0)
-
-
-def _other(command: list[str]) -> Any:
-    return subprocess.Popen([sys.executable, str(Path(__file__).with_name(command[0])), *command[1:]], stdout=subprocess.PIPE, text=True)
-
-
-def _alive(process: Any) -> None:
-    if process.poll() is not None:
-        raise RuntimeError(f"the receiver has ended with exit code {process.returncode}")

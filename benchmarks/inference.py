@@ -7,8 +7,8 @@ that in FOLDER: `python tools/smollm2.py FOLDER` makes SmolLM2-135M. The client 
 prompt of its own with PROMPT tokens, a seed, and a completion of exactly so many tokens. Printed are medians over the rounds, and CPU
 milliseconds per request of three processes: the client, the API process and the engine process. They share the cores.
 
-Two commits are compared in pairs on one machine. This file needs only what both sides of the change to stock vLLM have, so it also runs in a
-checkout of the last commit before the change, whose server is one process, counted as the API process:
+Two commits are compared in pairs on one machine. This file needs only what both sides of the change to stock vLLM have, so it also runs in
+a checkout of the last commit before the change, whose server is one process, counted as the API process:
 
     git worktree add ../before b6449f95             and install that checkout in an environment of its own: it needs vLLM 0.29
     (cd ../before; .venv/bin/python ../CHECKOUT/benchmarks/inference.py)

@@ -29,75 +29,64 @@ from typing import Any
 import msgspec
 import numpy as np
 import uvloop
+from aiohttp import web
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+
+from run_servers import Servers
+from server_stand_in import Stand, publish
 
 from rlx.concurrent import first_failure
 from rlx.config.schema import Config, TrainedEnvConfig
 from rlx.envs.load import give_policy, load_environments, wait_loaded
 from rlx.heartbeat import Heartbeat
 from rlx.inference.endpoints import Endpoint
-from rlx.inference.fleet import Fleet
-from rlx.inference.protocol import Answer, Asked, Completion, PolicyState
-from rlx.inference.sampler import Sampler
 from rlx.models.tiny import build_tokenizer
-from rlx.paths import COMPLETE, RunPaths
+from rlx.paths import RunPaths
 from rlx.policy.chat import Chat
 from rlx.process import keep_event_loop_free
 from rlx.roles.orchestrator import Orchestrator
 
+KEY, LABEL = "key", b"LABEL"
 
-def serve(port: Any, num_tokens: int, latency: float) -> None:
-    """The mock server, in its own process."""
-    from aiohttp import web
 
-    decoder, encode = msgspec.msgpack.Decoder(Asked), msgspec.msgpack.Encoder().encode
-    ids = np.arange(num_tokens, dtype=np.int32) % 90 + 8
-    ids[-1] = 2  # <|im_end|>
-    logprobs = np.full(num_tokens, -0.5, dtype=np.float32).tobytes()
+class Mock(Stand):
+    """A server that completes every prompt at once, with the same tokens and the label of its weights."""
 
-    async def generate(request: web.Request) -> web.WebSocketResponse:
-        socket = web.WebSocketResponse(max_msg_size=0, compress=False)
-        await socket.prepare(request)
-        async for message in socket:
-            asked = decoder.decode(message.data)
-            if latency:
-                await asyncio.sleep(latency)
-            await socket.send_bytes(encode([Answer(number, 200, complete(call.version)) for number, call in asked.requests]))
-        return socket
+    def __init__(self, num_tokens: int, latency: float) -> None:
+        super().__init__(delay=latency)
+        self.state["context"] = 1 << 20
+        ids = [*(token % 90 + 8 for token in range(num_tokens - 1)), 2]  # the last is <|im_end|>
+        scored = {"content": [{"token_id": token, "logprob": -0.5, "rank": 1, "top_logprobs": []} for token in ids]}
+        choice = {"index": 0, "token_ids": ids, "finish_reason": "stop", "logprobs": scored}
+        choice["weight_versions"] = [{"version": LABEL.decode(), "start": 0, "end": num_tokens}]
+        self.tokens = msgspec.json.encode({"request_id": "1", "choices": [choice]})
+        text = "".join(chr(40 + token % 80) for token in ids)
+        spelled = [{"token": letter, "logprob": -0.5, "bytes": [ord(letter)], "top_logprobs": []} for letter in text]
+        choice = {"index": 0, "token_ids": ids, "finish_reason": "stop", "logprobs": {"content": spelled}}
+        choice["message"] = {"role": "assistant", "content": text}
+        usage = {"prompt_tokens": 32, "completion_tokens": num_tokens, "total_tokens": num_tokens + 32}
+        facts = {"id": "1", "object": "chat.completion", "created": 1, "model": "mock", "usage": usage, "prompt_token_ids": [8] * 32}
+        self.chat = msgspec.json.encode({**facts, "choices": [choice]})
 
-    def complete(version: int) -> Completion:
-        return Completion(
-            token_ids=ids.tobytes(), logprobs=logprobs, temperature=1.0, versions=[(version, num_tokens)], finish_reason="stop"
-        )
+    async def inference_v1_generate(self, _: Any) -> web.Response:
+        if self.delay:
+            await asyncio.sleep(self.delay)
+        return web.Response(body=self.tokens.replace(LABEL, self.label.encode()), content_type="application/json")
 
-    text = "".join(chr(40 + token % 80) for token in ids)
-    spoken = [{"token": character, "logprob": -0.5, "bytes": [ord(character)], "top_logprobs": []} for character in text]
-    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}, "logprobs": {"content": spoken}}
-    usage = {"prompt_tokens": 32, "completion_tokens": num_tokens, "total_tokens": num_tokens + 32}
-    said = {"id": "1", "object": "chat.completion", "created": 1, "model": "mock", "usage": usage, "prompt_token_ids": [8] * 32}
-    chat_completion = msgspec.json.encode({**said, "choices": [{**choice, "token_ids": ids.tolist()}]})
+    async def v1_chat_completions(self, _: Any) -> web.Response:
+        return web.Response(body=self.chat, content_type="application/json")
 
-    async def chat(request: web.Request) -> web.Response:
-        await request.read()
-        return web.Response(body=chat_completion, content_type="application/json")
 
-    async def policy(_: web.Request) -> web.Response:
-        return web.Response(body=msgspec.json.encode(PolicyState(version=0, model="mock", context_length=1 << 20)))
+def serve(url: Any, num_tokens: int, latency: float) -> None:
+    """The mock server, in its own process. It puts its address into the queue `url`."""
 
-    async def update(_: web.Request) -> web.Response:
-        return web.Response(body=b"{}")
+    async def forever() -> None:
+        async with Mock(num_tokens, latency) as mock:
+            url.put(mock.url)
+            await asyncio.Event().wait()
 
-    async def main() -> None:
-        app = web.Application()
-        app.add_routes([web.get("/generate", generate), web.get("/policy", policy), web.post("/update_weights", update)])
-        app.add_routes([web.post("/v1/chat/completions", chat)])
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port.value = runner.addresses[0][1]
-        await asyncio.Event().wait()
-
-    uvloop.run(main())
+    uvloop.run(forever())
 
 
 BURNING = """
@@ -125,7 +114,7 @@ async def stock(url: str, tokens: int, count: int, concurrent: int) -> str:
     import verifiers as vf
     from verifiers.legacy.clients import resolve_client
 
-    os.environ["RLX_BENCH_KEY"] = "none"
+    os.environ["RLX_BENCH_KEY"] = KEY
     env = vf.load_environment("rlx-reverse-text")
     rows = list(env.get_dataset().select(range(256)))
     client = resolve_client(vf.ClientConfig(api_key_var="RLX_BENCH_KEY", api_base_url=f"{url}/v1"))
@@ -150,7 +139,7 @@ async def stock_v1(url: str, count: int, concurrent: int) -> str:
 
     from rlx.envs.verifiers_v1 import block_of
 
-    os.environ["RLX_BENCH_KEY"] = "none"
+    os.environ["RLX_BENCH_KEY"] = KEY
     block, _ = block_of("envs.reverse_text", TrainedEnvConfig(id="rlx_bench_v1"))
     env = load_environment(block)
     tasks = list(env.taskset.load())
@@ -240,14 +229,14 @@ def cpu_seconds(envs: Any) -> float:
     return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
-async def publish(paths: RunPaths, steps: int, watch: Watch, envs: Any) -> None:
+async def train(paths: RunPaths, steps: int, watch: Watch, envs: Any) -> None:
     """A trainer that takes no time: it consumes every batch and publishes the next version. It keeps the last two, as the real one does."""
+    paths.weights.mkdir()
     for step in range(steps):
         while not paths.batch_of(step).exists():
             await asyncio.sleep(0.005)
         paths.batch_of(step).unlink()
-        paths.weights_of(step + 1).mkdir(parents=True)
-        (paths.weights_of(step + 1) / COMPLETE).write_text("{}")
+        publish(paths.weights_of(step + 1), step + 1)
         watch.look(envs)
         watch.cpu = cpu_seconds(envs)
         if step > 1:
@@ -271,8 +260,9 @@ def main() -> None:
     if options.v1 and options.burn:
         parser.error("--burn is for the classic environment; leave out --v1")
 
-    port = mp.get_context("spawn").Value("i", 0)
-    server = mp.get_context("spawn").Process(target=serve, args=(port, options.tokens, options.latency), daemon=True)
+    spawn = mp.get_context("spawn")
+    address = spawn.Queue()
+    server = spawn.Process(target=serve, args=(address, options.tokens, options.latency), daemon=True)
     server.start()
     seq_len = 64 + options.tokens
     config = Config(
@@ -304,17 +294,16 @@ def main() -> None:
     envs: Any = load_environments(config, lambda phase: None)
     wait_loaded(envs, lambda phase: None)
     chat = Chat(build_tokenizer(seq_len))
-    while port.value == 0:
-        time.sleep(0.01)
+    url = address.get(timeout=60)
 
     async def run(root: Path) -> tuple[float, float, int]:
         paths = RunPaths(root)
-        endpoints = [Endpoint(f"http://127.0.0.1:{port.value}", "")]
-        async with Fleet(endpoints) as fleet, Sampler(endpoints, 600.0, restore=fleet.restore) as sampler:
-            give_policy(envs, config, chat, sampler)
-            orchestrator = Orchestrator(config, paths, envs, sampler, fleet, Heartbeat(paths, "orchestrator"))
+        async with Servers([Endpoint(url, KEY)], request_timeout=600) as servers:
+            await servers.ready()
+            give_policy(envs, config, chat, servers.sampler)
+            orchestrator = Orchestrator(config, paths, envs, servers.sampler, servers.fleet, Heartbeat(paths, "orchestrator"))
             wall, cpu = time.monotonic(), cpu_seconds(envs)
-            await first_failure(orchestrator.run(), publish(paths, options.steps, watch, envs), forever=[watch.delay()])
+            await first_failure(orchestrator.run(), train(paths, options.steps, watch, envs), forever=[watch.delay()])
             return time.monotonic() - wall, watch.cpu - cpu, orchestrator.collector.tally.finished
 
     profile, watch = cProfile.Profile(), Watch()
@@ -335,7 +324,6 @@ def main() -> None:
     )
     print("\n".join(watch.report(finished)))
     if options.stock:
-        url = f"http://127.0.0.1:{port.value}"
         if options.v1:  # 16 processes at once are enough for two cores
             print(asyncio.run(stock_v1(url, options.stock, min(16, options.concurrent))))
         else:

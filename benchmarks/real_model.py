@@ -31,13 +31,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import demo
+from inference import served
 
 from rlx.config.limits import cores
-from rlx.config.load import compose, to_yaml
+from rlx.config.load import compose
 from rlx.config.schema import Config
 from rlx.descendants import memory_below
 from rlx.heartbeat import Heartbeat
-from rlx.inference.endpoints import Endpoint, read_endpoints
+from rlx.inference.endpoints import Endpoint
+from rlx.inference.sampler import Sampler
 from rlx.paths import RunPaths
 
 GROUPS, MEMBERS = 8, 8
@@ -133,21 +135,12 @@ def engine(folder: Path, options: argparse.Namespace) -> None:
         tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False) for row in rows for _ in range(MEMBERS)
     ]
     tokens = config.sampling.max_tokens
-    with tempfile.TemporaryDirectory() as name:
-        paths = RunPaths(Path(name))
-        paths.config.write_text(to_yaml(config))
-        paths.initial_model.write_text(f"{folder}\n")
-        environ = os.environ | {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1"}
-        with (paths.root / "server.log").open("wb") as log:
-            server = subprocess.Popen([sys.executable, "-m", "rlx.roles.inference", "--run-dir", name], stdout=log, stderr=log, env=environ)
-        try:
-            (endpoint,) = read_endpoints(paths, 1, 600, lambda: None)
-            served = asyncio.run(ask(endpoint, prompts, tokens, options.steps))
-        finally:
-            server.terminate()
-            server.wait()
+    with served(config, folder) as (endpoint, _):
+        ours = asyncio.run(ask(endpoint, prompts, tokens, options.steps))
     request = json.dumps([str(folder), prompts, tokens, options.steps])
-    environ |= {
+    environ = os.environ | {
+        "OMP_NUM_THREADS": str(options.threads),
+        "HF_HUB_OFFLINE": "1",
         "TORCHDYNAMO_DISABLE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
@@ -161,7 +154,7 @@ def engine(folder: Path, options: argparse.Namespace) -> None:
     print(f"{len(prompts)} requests at once, {tokens} new tokens each; both with VLLM_CPU_OMP_THREADS_BIND={bound};")
     print(f"OpenMP threads: rlx's server {environ['OMP_NUM_THREADS']} (as asked), plain vLLM {of_plain} (as torch says)\n")
     print("| engine | s, median | min–max | new tokens/s | ratio |\n| --- | --- | --- | --- | --- |")
-    for name, values in (("plain vLLM, LLM.generate", plain), ("rlx's server", served)):
+    for name, values in (("plain vLLM, LLM.generate", plain), ("rlx's server", ours)):
         median = statistics.median(values)
         spread = f"{min(values):.2f}–{max(values):.2f}"
         print(f"| {name} | {median:.2f} | {spread} | {len(prompts) * tokens / median:,.0f} | {statistics.median(plain) / median:.2f} × |")
@@ -169,8 +162,6 @@ def engine(folder: Path, options: argparse.Namespace) -> None:
 
 async def ask(endpoint: Endpoint, prompts: list[list[int]], tokens: int, rounds: int) -> list[float]:
     """Seconds of each round on a server."""
-    from rlx.inference.sampler import Sampler
-
     seconds = []
     async with Sampler([endpoint], 600.0) as sampler:
         for number in range(rounds + 1):

@@ -50,17 +50,17 @@ def rows_of(tmp_path: Path, *parts: str) -> list[dict]:
 
 @pytest.mark.slow
 def test_a_part_runs_without_what_the_script_does_not_need(tmp_path: Path):
-    rows = rows_of(tmp_path, "checksum")
-    assert [row["met"] for row in rows] == [None, True]
+    rows = rows_of(tmp_path, "head")
     assert all("error" not in row for row in rows)
+    assert [row["met"] for row in rows if row["goal"]] == [True, True]
 
 
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_a_step_and_a_written_version_are_measured_without_what_the_script_does_not_need(tmp_path: Path):
-    rows = rows_of(tmp_path, "small_rl", "write", "stager", "send")
+    rows = rows_of(tmp_path, "small_rl", "write", "stager")
     numbers = {row["part"] for row in rows if row["number"] is not None}
-    assert numbers == {"small_rl", "write", "stager", "send"}
+    assert numbers == {"small_rl", "write", "stager"}
     assert [row["error"] for row in rows if "error" in row] == []
 
 
