@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import transformers
 from torch.distributed.device_mesh import DeviceMesh
 
 from rlx.models.backbone import backbone
@@ -44,9 +43,9 @@ def split_experts(hf: Any, mesh: DeviceMesh, alone: DeviceMesh, *, dense: bool =
             )
     try:
         from transformers.distributed.expert_parallel import apply_expert_parallelism
-    except ImportError as error:
-        raise ValueError(
-            f"trainer.ep={size}: transformers {transformers.__version__} cannot divide experts over ranks; install a newer one, "
-            "or set trainer.ep=1"
-        ) from error
-    apply_expert_parallelism(base, mesh, alone, styles, EXCHANGE)
+    except ImportError:  # before 5.20: the plan by patterns, and one way to exchange
+        from transformers.distributed.tensor_parallel import apply_expert_parallelism
+
+        apply_expert_parallelism(base, mesh, alone, plan)
+    else:
+        apply_expert_parallelism(base, mesh, alone, styles, EXCHANGE)
