@@ -90,7 +90,7 @@ def test_a_new_environment_is_written_installed_checked_and_trained_on(rlx: Rlx,
 
 @pytest.mark.nightly
 def test_an_environment_that_needs_other_versions_is_refused_here_and_trains_in_a_python_of_its_own(rlx: Rlx, tmp_path: Path) -> None:
-    """Its verifiers is 0.4, which has v1 only and another `mcp` than vLLM's; the model is one that rlx has trained before.
+    """Its verifiers is 0.4, which has v1 only; the model is one that rlx has trained before.
 
     An environment of the run's own verifiers plays beside it.
     """

@@ -71,17 +71,15 @@ def _rename() -> None:
     """Give the imported mcp 2 the names of mcp 1 that verifiers uses."""
     if "mcp.server.fastmcp" in sys.modules:
         return
-    import httpx
-    import httpx2
     from mcp.client import streamable_http
     from mcp.server.lowlevel import server as lowlevel
     from mcp.types import ImageContent, Tool
 
-    connect = streamable_http.create_mcp_http_client
+    connect, library = streamable_http.create_mcp_http_client, streamable_http.httpx2
 
-    def create_mcp_http_client(headers: Any = None, timeout: Any = None, auth: Any = None) -> httpx2.AsyncClient:
-        if isinstance(timeout, httpx.Timeout):  # mcp 2 has another HTTP library, of the same interface
-            timeout = httpx2.Timeout(**timeout.as_dict())
+    def create_mcp_http_client(headers: Any = None, timeout: Any = None, auth: Any = None) -> Any:
+        if timeout is not None and not isinstance(timeout, library.Timeout):  # of httpx; mcp 2 has its successor, of the same interface
+            timeout = library.Timeout(**timeout.as_dict())
         return connect(headers, timeout, auth)
 
     streamable_http.create_mcp_http_client = create_mcp_http_client
