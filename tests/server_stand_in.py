@@ -146,8 +146,7 @@ class Stand:
         if rank == self.ranks - 1 and method in self.errors:
             return {"rank": rank, **self.errors[method]}
         if method == "rlx_load":
-            self.folder, label = args
-            self.loaded = None if label.startswith("0@") else label
+            self.folder, self.loaded = args
         return {"rank": rank} | {
             "rlx_state": {"start": str(self.starts), "label": self.loaded} | self.state,
             "rlx_check": {"ready": True},

@@ -59,7 +59,7 @@ def check_flight(run: Run) -> str:
     assert all((np.diff(turn.versions) >= 0).all() for turn in flying)
     assert run.lora is not None or compared > 0.99, "adapters are not compared: vLLM has no reload of them"
     return (
-        f"{run.paths.root.name}: {len(errors)} tokens in flight of {np.mean(spans):.1f} versions a request, {(errors > EXACT).sum()} wrong, "
+        f"{run.paths.root.name}: {len(errors)} tokens in flight, {np.mean(spans):.1f} versions each, {(errors > EXACT).sum()} wrong, "
         f"worst {errors.max():.1e}; {len(after)} tokens afterwards, worst {after.max():.1e}; {compared:.1%} compared"
     )
 

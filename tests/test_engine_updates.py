@@ -77,6 +77,13 @@ def test_a_version_that_one_server_refuses_is_an_error_and_changes_nothing_there
         second.errors = {"rlx_load": {"error": "was not checked before", "broken": False}}
         with pytest.raises(UpdateRefused, match="was not checked before"):
             await client.update(version(2), 2)
+        assert (second.label, second.paused) == (f"0@{RUN}", True), "one of its two ranks has loaded the version"
+        refuses, second.errors, second.ranks = second.errors, {}, 1
+        await client.fleet.restore(second.endpoint)
+        assert (second.label, second.paused) == (f"0@{RUN}", False)
+        second.errors = refuses
+        with pytest.raises(UpdateRefused, match="was not checked before"):
+            await client.update(version(3), 3)
         assert (second.label, second.paused) == (f"0@{RUN}", False)
 
     play(scene, Stand(), Stand(ranks=2), look=60)
@@ -98,9 +105,14 @@ def test_other_weights_than_those_that_were_loaded_end_the_run_and_are_never_use
         stand.errors["rlx_compare"] = OUTDATED
         with pytest.raises(WeightsDiffer, match=r"10 numbers differ on 1 of 2 ranks, most in model\.norm\.weight"):
             await client.update(version(1), 1)
+        await until(lambda: stand.calls.count("rlx_compare") > 2)  # a check brings the run's version to it, which differs, too
         assert (stand.paused, stand.label, client.fleet.version) == (True, f"0@{RUN}", 0)
+        assert "/resume" not in stand.calls[stand.calls.index("rlx_load") :]
+        stand.errors.clear()
+        await until(lambda: not stand.paused)
+        assert (stand.loaded, stand.label) == (f"0@{RUN}", f"0@{RUN}")
 
-    play(scene, Stand(ranks=2), look=60)
+    play(scene, Stand(ranks=2), look=0.02, verify_every=1000)
 
 
 def test_a_restarted_server_with_other_weights_than_it_loaded_ends_the_run(version: Version) -> None:

@@ -117,7 +117,7 @@ class Policy:
         self._rlx_reload(found)
         self.rlx_label = label
         if label.startswith("0@"):  # version 0: the model that the run begins with
-            self.rlx_initial, self.rlx_label, self.rlx_identity = Path(folder), None, identity(Path(folder))
+            self.rlx_initial, self.rlx_identity = Path(folder), identity(Path(folder))
         return {"seconds": time.perf_counter() - began}
 
     @_answers
@@ -135,7 +135,8 @@ class Policy:
         for name, (layer, product) in packed.items():
             compare.add(name, mine := _unpacked(layer, product), _unpacked(layer, layer.cpu_linear))
             served, layer.cpu_linear = served + mine.numel(), product
-        wrong = {name: count for name, count in compare.different.items() if count}
+        if wrong := {name: count for name, count in compare.different.items() if count}:
+            self.rlx_label = "other weights than loaded"
         found = {"equal": compare.equal, "different": sum(wrong.values()), "served": served, "names": list(wrong)[:5]}
         return found | {"seconds": time.perf_counter() - began}
 

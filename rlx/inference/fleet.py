@@ -163,6 +163,8 @@ class Fleet:
 
     def _has_version(self, server: Replica) -> bool:
         assert server.state is not None
+        if server.loading:
+            return False
         name = label_of(self.version, self._run)
         if self._weights is not None and self._weights.kind == "adapter":
             return name in server.adapters

@@ -2,8 +2,8 @@
 
     rlx_check on every rank (while it generates)  →  pause  →  rlx_load  →  rlx_compare, when due  →  label  →  resume
 
-If a load begins and its end is not known (a lost connection, a cancelled update), the server stays paused: it generates nothing until the
-next attempt has loaded a version and labelled it.
+If a load begins and does not end well (a lost connection, a cancelled update, other weights than the files), the server stays paused: it
+generates nothing until the next attempt has loaded a version, compared it and labelled it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class ServerState:
     """What a server reports of itself."""
 
     label: str  # of the served weights
-    model: str  # folder or hub name of the model that it started with
+    model: str  # folder or hub name of the model that it started with, or of version 0 if a run has loaded one
     context: int  # tokens of prompt and completion together
     start: str = ""  # another one each time that the server starts; "": it has no extension of rlx
     identity: str = ""  # of the model that it started with (`weights.files.identity`); "": it has no extension
-    pristine: bool = True  # nobody has loaded other weights since it started
+    pristine: bool = True  # it serves `model`: nobody has loaded other weights
     adapters: tuple[str, ...] = ()
     devices: tuple[dict[str, Any], ...] = ()  # of its ranks: `device`, `peak_memory`, `memory`
 
@@ -61,6 +61,7 @@ class Replica:
     updated: float = field(default_factory=time.monotonic)  # monotonic time of the latest update
     adapters: list[str] = field(default_factory=list)  # of this run, oldest first
     paused: bool = False  # it was told to pause, and not yet to go on
+    loading: bool = False  # a load has begun, and no label followed: what it would serve is not known
     interrupted: float = 0.0  # requests that pauses have interrupted since it started: vLLM counts them among its preemptions
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # callers of `load` and `reset` hold it
 
@@ -79,9 +80,10 @@ class Replica:
         first = ranks[0]
         if self.state is not None and first["start"] != self.state.start:
             self.compared, self.adapters, self.interrupted = None, [], 0.0
-        self.state = ServerState(
-            label, first["model"], first["context"], first["start"], first["identity"], first["label"] is None, adapters, tuple(ranks)
-        )
+        # A load that was not labelled afterwards went wrong.
+        pristine = all(rank["label"] in (None, label) for rank in ranks) and (label == wire.UNLABELLED or label.startswith("0@"))
+        model = first["model"], first["context"], first["start"], first["identity"]
+        self.state = ServerState(label, *model, pristine, adapters, tuple(ranks))
         return self.state
 
     async def ask(self, answer: Any) -> Any:
@@ -123,7 +125,7 @@ class Replica:
     async def reset(self, client: Client, run: str, folder: str) -> None:
         """Bring the server to version 0, the model in `folder`. Raises the same errors as `load`."""
         assert self.state is not None
-        if not self.state.pristine or folder != self.state.model:
+        if self.loading or not self.state.pristine or folder != self.state.model:
             await self._check(client, folder, "")
             await self._load_model(client, folder, label_of(0, run), 1)
             await self.look(client)
@@ -135,13 +137,14 @@ class Replica:
             await asyncio.sleep(POLL)
 
     async def _load_model(self, client: Client, folder: str, label: str, verify_every: int) -> None:
+        known, due = not self.loading, self._compare_is_due(verify_every)
         await self.pause(client)
-        try:
-            await self._call(client, "rlx_load", folder, label)
-        except UpdateRefused:
-            await self.resume(client)  # nothing was changed
-            raise
-        if self._compare_is_due(verify_every):
+        self.loading = True
+        ranks = await self.ask(client.call_workers(self.endpoint, "rlx_load", folder, label))
+        if known and all("error" in rank and not rank.get("broken") for rank in ranks):  # nothing was changed
+            await self.resume(client)
+        self.good(ranks)
+        if due:
             await self._compare(client, folder, label)
         self.updates, self.updated = self.updates + 1, time.monotonic()
         await self.label(client, label)
@@ -158,11 +161,11 @@ class Replica:
 
     async def resume(self, client: Client) -> None:
         await self.ask(client.post(self.endpoint, wire.RESUME))
-        self.paused = False
+        self.paused = self.loading = False
 
     def _compare_is_due(self, verify_every: int) -> bool:
         cheap = self.compare_seconds < CHEAP * (time.monotonic() - self.updated)
-        return self.compared is None or self.updates + 1 >= verify_every or cheap
+        return self.loading or self.compared is None or self.updates + 1 >= verify_every or cheap
 
     async def _compare(self, client: Client, folder: str, label: str) -> None:
         ranks = await self._call(client, "rlx_compare", folder)
@@ -179,7 +182,8 @@ class Replica:
 
     async def _load_adapter(self, client: Client, folder: str, name: str) -> None:
         if name not in self.adapters:
-            await self.ask(client.post(self.endpoint, wire.LOAD_ADAPTER, {"lora_name": name, "lora_path": folder}))
+            if self.state is None or name not in self.state.adapters:  # unless the answer to an earlier attempt was lost
+                await self.ask(client.post(self.endpoint, wire.LOAD_ADAPTER, {"lora_name": name, "lora_path": folder}))
             self.adapters.append(name)
         while len(self.adapters) > ADAPTERS_LEFT:
             await self.ask(client.post(self.endpoint, wire.UNLOAD_ADAPTER, {"lora_name": self.adapters.pop(0)}))

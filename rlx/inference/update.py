@@ -124,7 +124,10 @@ async def transfer(
                 raise combined(missing)
             await asyncio.sleep(PAUSE)
             missing = await _pause_all(servers, client, hung)
-        urls = [(server.endpoint.url, server.endpoint.api_key) for server in servers if server not in missing]
+        receiving = [server for server in servers if server not in missing]
+        for server in receiving:
+            server.loading = True
+        urls = [(server.endpoint.url, server.endpoint.api_key) for server in receiving]
         failed = await request_transfer(weights.where, weights.version, urls, timeout)
         for server in servers:
             if server.endpoint.url in failed:
