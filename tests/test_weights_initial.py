@@ -117,7 +117,9 @@ def test_a_server_with_the_rotary_frequencies_of_longer_texts_than_the_trainers_
         await asyncio.sleep(0.2)
         assert playing.done() == (longest == 63)
         if longest == 63:
-            with pytest.raises(InferenceError, match=r"(?s)has a context of 64 tokens.*up to 63 tokens.*inference\.max_model_len=63 or less"):
+            with pytest.raises(
+                InferenceError, match=r"(?s)has a context of 64 tokens.*up to 63 tokens.*inference\.max_model_len=63 or less"
+            ):
                 await playing
         playing.cancel()
 
@@ -139,8 +141,9 @@ if "rlx.roles.trainer" in sys.orig_argv:
 @pytest.mark.nightly
 def test_a_run_whose_trainer_found_another_model_ends_with_both_folders(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     same = start("same", "orchestrator.batch_size=32", "max_steps=1")
-    (tmp_path / "sitecustomize.py").write_text(OTHER_MODEL)
-    job = start("other", "orchestrator.batch_size=32", "max_steps=1000", env={"PYTHONPATH": str(tmp_path)})
+    (tmp_path / "hook").mkdir()  # roles find modules in the folder that a run is started in
+    (tmp_path / "hook" / "sitecustomize.py").write_text(OTHER_MODEL)
+    job = start("other", "orchestrator.batch_size=32", "max_steps=1000", env={"PYTHONPATH": str(tmp_path / "hook")})
     assert job.wait() == 1, job.text()
     assert "started with other weights than the trainer" in job.text()
     assert "(identity 0123)" in job.text()
