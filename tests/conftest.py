@@ -79,10 +79,12 @@ def own_cache(model_cache: Path) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def own_search_path() -> Iterator[None]:
+def own_search_path(request: pytest.FixtureRequest) -> Iterator[None]:
     """A command in this process says to its children where code lies. The next test's children must not hear it."""
     names = ("PYTHONPATH", "PYTHONSAFEPATH")
     before = {name: os.environ[name] for name in names if name in os.environ}
+    if request.node.get_closest_marker("stand_in"):
+        os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parent / "engine_stand_in")
     yield
     for name in names:
         os.environ.pop(name, None)

@@ -12,7 +12,7 @@ from main_job import MainJob
 from policy_stand_in import OUTSIDE
 from recorded import check_recorded, normalised
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.stand_in]
 # By environment: its arguments, the status of its rollouts that misbehave, and what their errors say.
 FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "exits": ({"kind": "exit"}, "worker_died", "it left with exit code 1"),

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from main_job import MainJob
 
-pytestmark = [pytest.mark.slow]
+pytestmark = [pytest.mark.slow, pytest.mark.stand_in]
 LONG = ("orchestrator.batch_size=64", "max_steps=100000", "inference.max_restarts=0")
 
 

@@ -9,7 +9,7 @@ import signal
 import pytest
 from main_job import MainJob
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.stand_in]
 
 
 def account_of(job: MainJob, name: str) -> str | None:

@@ -11,7 +11,7 @@ import pytest
 from slurm_job import SlurmJob, slurm
 from test_slurm_runs import LONG, NODES, submit  # noqa: F401  (a fixture)
 
-pytestmark = [pytest.mark.slurm, pytest.mark.long]
+pytestmark = [pytest.mark.slurm, pytest.mark.long, pytest.mark.stand_in]
 
 
 def trained(job: SlurmJob) -> int:

@@ -22,7 +22,7 @@ from rlx.plan.record import ProcessSpec
 from rlx.runs.claim import create, settle
 from rlx.runs.status import read_status
 
-pytestmark = [pytest.mark.slurm, pytest.mark.long]
+pytestmark = [pytest.mark.slurm, pytest.mark.long, pytest.mark.stand_in]
 CONF = Path("/etc/slurm/slurm.conf")
 SILENT = 40  # seconds after which this cluster gives up a node that does not answer
 ROLE = (

@@ -21,7 +21,7 @@ from rlx.launch.slurm import submit as submit_runs
 from rlx.plan.record import ProcessSpec
 from rlx.runs.claim import create, settle
 
-pytestmark = [pytest.mark.slurm]
+pytestmark = [pytest.mark.slurm, pytest.mark.stand_in]
 LONG = ("orchestrator.batch_size=64", "max_steps=100000")
 NODES = "hardware=cpu_3nodes"
 

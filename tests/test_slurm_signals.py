@@ -22,7 +22,7 @@ from rlx.runs.claim import create, settle
 from rlx.runs.jobs import queue
 from rlx.runs.status import Status, read_status
 
-pytestmark = [pytest.mark.slurm]
+pytestmark = [pytest.mark.slurm, pytest.mark.stand_in]
 LEAVES = """
     import os, sys, time
     from pathlib import Path
