@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import Shard, distribute_tensor
 from trainer_examples import make_model, make_samples, step_batch
 from transformers import AutoModelForCausalLM
-from transformers.models.bailing_hybrid import BailingHybridConfig
+from transformers.models.inkling import InklingTextConfig
 
 from rlx.config.schema import LoraConfig, LossTerms
 from rlx.data.packing import pack
@@ -33,10 +34,11 @@ pytestmark = pytest.mark.slow
 
 RANKS = 2
 FAMILY = {
-    "num_hidden_layers": 2, "layer_group_size": 2, "num_key_value_heads": 4, "mlp_layer_types": ["dense", "dense"], "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "num_mtp_layers": 0,
+    "layer_types": ["hybrid", "hybrid_sliding"], "mlp_layer_types": ["dense", "dense"], "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2, "swa_head_dim": 8, "d_rel": 4, "rel_extent": 16, "logits_mup_width_multiplier": 1.0,
 }  # fmt: skip
-KEPT = {f"model.layers.0.self_attn.{name}" for name in ("conv1d.weight", "forget_gate.A_log", "forget_gate.dt_bias")}
+CONVOLUTIONS = ("self_attn.k_sconv", "self_attn.v_sconv", "attn_sconv", "mlp_sconv")
+KEPT = {f"model.layers.{layer}.{name}.conv1d.weight" for layer in range(2) for name in CONVOLUTIONS}
 CASES: dict[str, dict[str, Any]] = {
     "mixed": {"load": {"dtype": "bfloat16"}},
     "reduced": {"load": {"dtype": "bfloat16", "reduce_dtype": "bfloat16"}},
@@ -56,12 +58,13 @@ def step(folder: Path, mesh: Mesh, **keys: Any) -> tuple[PolicyTrainer, dict[str
     model = load_policy(str(folder / "model"), mesh, **keys)
     computed: dict[str, Tensor] = {}
 
-    def look(module: Any, *_: Any) -> None:
+    def look(layer: int, *_: Any) -> None:
         for name in KEPT:
-            value = model.hf.get_parameter(name)
-            computed[name] = value.detach().clone()
+            if name.startswith(f"model.layers.{layer}."):
+                computed[name] = model.hf.get_parameter(name).detach().clone()
 
-    model.hf.model.layers[0].self_attn.o_proj.register_forward_pre_hook(look)
+    for number, layer in enumerate(model.hf.model.layers):
+        layer.self_attn.o_proj.register_forward_pre_hook(functools.partial(look, number))
     optimizer = Muon(groups_of(model.layers, model), lr=1e-2)
     trainer = PolicyTrainer(model, Objective(grpo, LossTerms(aggregate="token_mean")), optimizer, mesh=mesh, max_norm=1e9)
     batch = step_batch(0, [make_samples(groups=2)])
@@ -103,7 +106,7 @@ def work(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exact")
-    hf = make_model(BailingHybridConfig, **FAMILY)
+    hf = make_model(InklingTextConfig, **FAMILY)
     assert set(KEPT) <= dict(hf.named_parameters()).keys()
     hf.save_pretrained(folder / "model")
     run_ranks(work, (str(folder),), RANKS)
