@@ -385,6 +385,24 @@ def test_a_server_of_the_run_that_restarted_is_not_asked_before_it_has_the_runs_
     assert same(scores)
 
 
+def test_a_policy_that_teaches_itself_with_adapters_scores_with_the_adapter_of_its_version():
+    server = StandIn(models=("policy", "2@run"))
+
+    async def whole() -> Any:
+        async with served(server) as url:
+            own = [Endpoint(url, "key")]
+            async with Teacher([], own=lambda: own, version=lambda: 3, adapter=lambda: "3@run") as teacher:
+                early = await teacher.score(SEQUENCES, deadline=0.4)
+                server.models = ("policy", "2@run", "3@run")
+                await teacher.check(TOKENIZER, 100)
+                return early, await teacher.score(SEQUENCES), {body["model"] for body in server.asked[-2:]}
+
+    early, scores, models = asyncio.run(whole())
+    assert "does not have the adapter 3@run" in early.trouble[0]
+    assert same(scores)
+    assert models == {"3@run"}
+
+
 # a real server
 
 

@@ -100,16 +100,18 @@ class Teacher:
         deadline: float = 600.0,
         own: Callable[[], Sequence[Endpoint]] | None = None,
         version: Callable[[], int] = lambda: 0,
+        adapter: Callable[[], str | None] = lambda: None,
     ) -> None:
         """See `rlx.config.schema_teacher.TeacherConfig` for all arguments. `model` of None: `check` finds the only one.
 
         `own`: the run's own servers at the moment, in place of `base_urls`; they are asked when they have at least `version()`.
+        `adapter`: the name of the adapter that this version is; None: it is a whole model.
         """
         fixed = [Endpoint(url.rstrip("/").removesuffix("/v1"), api_key or "") for url in base_urls]
         self.servers = own or (lambda: fixed)
         self.model, self.batch_size, self.timeout, self.deadline = model, batch_size, timeout, deadline
         self.context: int | None = None  # tokens that every server takes; None: not known
-        self._version = version if own is not None else None
+        self._version, self._adapter = version if own is not None else None, adapter
         self._free = asyncio.Semaphore(max_concurrent * len(self.servers()))
         self._session: aiohttp.ClientSession | None = None
         self._turn = 0
@@ -150,7 +152,7 @@ class Teacher:
 
     async def _score_part(self, part: Sequence[int], sequences: Sequence[Int], scores: Scores) -> None:
         body = {
-            "model": self.model,
+            "model": self._adapter() or self.model,
             "prompt": [sequences[place].tolist() for place in part],
             "prompt_logprobs": 0,
             "max_tokens": 1,
@@ -200,6 +202,10 @@ class Teacher:
     async def _late(self, server: Endpoint) -> str:
         """Why one of the run's servers must not be asked: after a restart it has the initial weights for a while."""
         assert self._version is not None
+        if (name := self._adapter()) is not None:
+            async with self._request(server, wire.MODELS, None) as answer:
+                loaded = [found for found, *_ in wire.models_of(await answer.read())] if answer.status == 200 else []
+            return "" if name in loaded else f"it does not have the adapter {name}"
         async with self._request(server, wire.LABEL, None) as answer:
             if answer.status != 200:
                 return f"{server.url}{wire.LABEL} answered {answer.status}: {_said(await answer.read())}"
@@ -233,6 +239,7 @@ class Teacher:
     async def _check_one(self, server: Endpoint, tokenizer: Any, longest: int, scores: Scores) -> None:
         answer, address = await self._ask("/v1/models", None, scores, server)
         models = _decoded(answer, _Models, address).data
+        models = models if self._version is None else models[:1]  # the run's own servers list their adapters after the model
         names = [model.id for model in models]
         if self.model is None:
             if len(models) != 1:

@@ -258,7 +258,11 @@ async def orchestrate(
     """Connect to the run's servers and run to the end."""
     async with (
         connect_servers(config, paths, envs, chat, heartbeat.beat) as (fleet, sampler),
-        Teaching.of(config, chat.tokenizer, heartbeat.beat, sampler.endpoints, lambda: sampler.version) as teaching,
+        Teaching.of(
+            *(config, chat.tokenizer, heartbeat.beat, sampler.endpoints),
+            version=lambda: sampler.version,
+            adapter=lambda: fleet.adapter(sampler.version),
+        ) as teaching,
     ):
         tracker = await asyncio.to_thread(open_tracker, config, paths)
         await Orchestrator(config, paths, envs, sampler, fleet, heartbeat, tracker, teaching, member).run()

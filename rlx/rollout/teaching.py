@@ -82,8 +82,9 @@ class Teaching:
         beat: Callable[[str], None],
         own: Callable[[], Sequence[Endpoint]] = lambda: (),
         version: Callable[[], int] = lambda: 0,
+        adapter: Callable[[], str | None] = lambda: None,
     ) -> AsyncIterator[Teaching]:
-        """The run's teachers, checked against the policy's tokenizer. `beat` is called meanwhile. `own`, `version`: see `Teacher`.
+        """The run's teachers, checked against the policy's tokenizer. `beat` is called meanwhile. For the others see `Teacher`.
 
         Raises TeacherError if one does not fit.
         """
@@ -95,7 +96,9 @@ class Teaching:
                 other = Teacher(t.base_url, model=t.model, api_key=t.api_key, **keys)
                 teachers |= dict.fromkeys(envs, await stack.enter_async_context(other))
             if envs := shown(config):
-                teachers |= dict.fromkeys(envs, await stack.enter_async_context(Teacher([], own=own, version=version, **keys)))
+                teachers |= dict.fromkeys(
+                    envs, await stack.enter_async_context(Teacher([], own=own, version=version, adapter=adapter, **keys))
+                )
             for teacher in dict.fromkeys(teachers.values()):
                 check = asyncio.ensure_future(teacher.check(tokenizer, config.seq_len))
                 while not check.done():
