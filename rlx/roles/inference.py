@@ -67,7 +67,7 @@ def main() -> int:
             code = server.run()
         finally:
             server.stop()
-        if not (left and server.port_was_taken):
+        if server.fixed or not (left and server.port_was_taken):
             return code
     return 1
 
@@ -109,9 +109,9 @@ class Server:
 
     @property
     def port_was_taken(self) -> bool:
-        """Whether it ended before it served, with a port that was free when it was chosen and is not now."""
-        port = urlsplit(self.endpoint.url).port
-        return not self.serves and not self.fixed and free_port(urlsplit(self.endpoint.url).hostname or "", port or 0) != port
+        """Whether it ended before it served, and another process has its port."""
+        address = urlsplit(self.endpoint.url)
+        return not self.serves and free_port(address.hostname or "", address.port or 0) != address.port
 
     def run(self) -> int:
         """Wait until it serves, publish its address, and watch it. Prints why it ended and returns 1."""
@@ -153,6 +153,10 @@ class Server:
         code = self.process.poll()
         if code is not None:
             print(f"vLLM ended {when}, with exit code {code}; its own message is above", file=sys.stderr, flush=True)
+            if self.fixed and self.port_was_taken:
+                print(
+                    f"port {self.fixed} is taken.\n  fix: set inference.port to a free port, or to 0", file=sys.stderr, flush=True
+                )
         return code is not None
 
     def _get(self, path: str) -> bytes | None:
