@@ -87,6 +87,34 @@ print(json.dumps([__name__, sys.argv, sys.path[0], tool.inputSchema, FastMCP.__n
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("library", ["mcp.server.fastmcp import FastMCP", "mcp.server.mcpserver import MCPServer as FastMCP"])
+def test_a_server_of_a_classic_environment_may_be_written_for_either_mcp(library: str, tmp_path: Path) -> None:
+    text = f"""
+from {library}
+server = FastMCP("words")
+
+@server.tool()
+def reverse(text: str) -> str:
+    return text[::-1]
+
+server.run()
+"""
+    (tmp_path / "words.py").write_text(text)
+    verifiers_mcp.install()
+    import datasets
+    import verifiers as vf
+    from verifiers.envs.experimental.mcp_env import MCPEnv
+
+    rows = datasets.Dataset.from_list([{"question": "q", "answer": "a"}])
+    server = {"name": "words", "command": sys.executable, "args": [str(tmp_path / "words.py")]}
+    env = MCPEnv(mcp_servers=[server], dataset=rows, rubric=vf.Rubric(funcs=[]))
+    assert [(tool.name, tool.parameters["required"]) for tool in env.tool_defs] == [("reverse", ["text"])]
+    said = asyncio.run(env.call_tool("reverse", {"text": "word"}, "1"))
+    assert said["content"] == "drow"
+    asyncio.run(env.teardown_mcp_servers())
+
+
+@pytest.mark.slow
 def test_a_model_reads_of_a_tool_what_it_reads_with_mcp_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import verifiers.v1 as vf
     from verifiers.v1.mcp import launch

@@ -1,7 +1,7 @@
 """verifiers 0.3 is written for mcp 1; this module lets it run with mcp 2, which vLLM needs in the same Python.
 
 mcp 2 renamed what verifiers uses of mcp 1. `install` gives mcp 2 those old names, in this process. The tool servers and programs that
-verifiers starts are processes of their own: `python` is the command that installs the names there first.
+verifiers starts in this Python are processes of their own: `python` is the command that installs the names there first.
 Nothing of it acts where verifiers accepts the installed mcp: verifiers 0.4, or 0.3 in a Python of its own.
 It imports neither rlx nor verifiers, because it also runs as a script, in any folder: `PYTHON verifiers_mcp.py -m MODULE` or `… FILE`.
 """
@@ -14,6 +14,7 @@ import importlib.machinery
 import importlib.metadata
 import os
 import runpy
+import shutil
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -71,7 +72,7 @@ def _rename() -> None:
     """Give the imported mcp 2 the names of mcp 1 that verifiers uses."""
     if "mcp.server.fastmcp" in sys.modules:
         return
-    from mcp.client import streamable_http
+    from mcp.client import stdio, streamable_http
     from mcp.server.lowlevel import server as lowlevel
     from mcp.types import ImageContent, Tool
 
@@ -82,6 +83,15 @@ def _rename() -> None:
             timeout = library.Timeout(**timeout.as_dict())
         return connect(headers, timeout, auth)
 
+    start = stdio.stdio_client
+
+    def stdio_client(server: Any, *more: Any, **keys: Any) -> Any:
+        (first, *_) = server.args or ["-"]
+        if shutil.which(server.command) == sys.executable and (first == "-m" or not first.startswith("-")):
+            server = server.model_copy(update={"args": python(*server.args)[1:]})  # a server of the environment's own, written for mcp 1
+        return start(server, *more, **keys)
+
+    stdio.stdio_client = stdio_client
     streamable_http.create_mcp_http_client = create_mcp_http_client
     Tool.inputSchema = property(lambda tool: tool.input_schema)  # type: ignore[attr-defined]
     ImageContent.mimeType = property(lambda image: image.mime_type)  # type: ignore[attr-defined]
