@@ -366,41 +366,25 @@ def test_the_teacher_of_self_distillation_reads_the_demonstration_and_its_number
         assert np.allclose(taught.teacher_logprobs, np.where(sample.loss_mask, -sample.token_ids / 10, np.nan), equal_nan=True)
 
 
-def test_a_server_of_the_run_that_restarted_is_not_asked_before_it_has_the_runs_version():
-    server = StandIn()
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_server_of_the_run_that_restarted_is_not_asked_before_it_has_the_runs_version(adapters: bool):
+    server, name = StandIn(models=("policy", "2@run")), "3@run" if adapters else None
 
     async def whole() -> Any:
         async with served(server) as url:
             server.version = 2
             own = [Endpoint(url, "key")]
-            async with Teacher([], model="big", own=lambda: own, version=lambda: 3) as teacher:
+            async with Teacher([], own=lambda: own, version=lambda: 3, adapter=lambda: name) as teacher:
                 early = await teacher.score(SEQUENCES, deadline=0.4)
-                asked = len(server.asked)
-                server.version = 3
+                asked, server.version, server.models = len(server.asked), 3, ("policy", "2@run", "3@run")
+                await teacher.check(TOKENIZER, 100)
                 return early, asked, await teacher.score(SEQUENCES)
 
     early, asked, scores = asyncio.run(whole())
     assert (early.missing, asked) == (len(SEQUENCES), 0)
-    assert "it has version 2@run, the run has 3" in early.trouble[0]
+    assert ("not have the adapter 3@run" if adapters else "it has version 2@run, the run has 3") in early.trouble[0]
     assert same(scores)
-
-
-def test_a_policy_that_teaches_itself_with_adapters_scores_with_the_adapter_of_its_version():
-    server = StandIn(models=("policy", "2@run"))
-
-    async def whole() -> Any:
-        async with served(server) as url:
-            own = [Endpoint(url, "key")]
-            async with Teacher([], own=lambda: own, version=lambda: 3, adapter=lambda: "3@run") as teacher:
-                early = await teacher.score(SEQUENCES, deadline=0.4)
-                server.models = ("policy", "2@run", "3@run")
-                await teacher.check(TOKENIZER, 100)
-                return early, await teacher.score(SEQUENCES), server.asked[-1]["model"]
-
-    early, scores, model = asyncio.run(whole())
-    assert "does not have the adapter 3@run" in early.trouble[0]
-    assert same(scores)
-    assert model == "3@run"
+    assert server.asked[-1]["model"] == (name or "policy")
 
 
 # a real server

@@ -15,13 +15,11 @@ import torch
 from rank_worker import ERROR, experts_in_modules, train, train_alone, train_together
 from safetensors.torch import load_file, save_file
 from trainer_examples import make_model, make_samples, step_batch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 from transformers.models.ernie4_5_moe import Ernie4_5_MoeConfig
 from transformers.models.gemma2 import Gemma2Config
 from transformers.models.gpt_oss import GptOssConfig
 from transformers.models.hrm_text import HrmTextConfig
-from transformers.models.llama import LlamaConfig
-from transformers.models.qwen2 import Qwen2Config
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 
 from rlx.config.schema import KlTerms, LossTerms
