@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -155,7 +156,8 @@ class Run:
         folder = self.paths.weights_of(version)
         if not folder.exists() and self.lora is not None:
             publish_adapter(folder, self.model, version, self.lora)
-            self.models[version] = PeftModel.from_pretrained(copy.deepcopy(self.models[0]), folder).eval()
+            if version:
+                self.models[version] = PeftModel.from_pretrained(copy.deepcopy(self.models[0]), folder).eval()
         elif not folder.exists():
             made = self.paths.root / f"made_{version}"
             self.models[version] = make_model(made, tied=self.tied, seed=version, dtype=self.dtype, experts=self.experts)
@@ -182,10 +184,11 @@ class Run:
         return read_endpoints(self.paths, 1, timeout, tick)
 
     def talk(self, conversation: Callable[[Servers], Awaitable[T]], **options: Any) -> T:
-        """Run a scene with the server as a run has it, which begins with version 0."""
+        """Run a scene with the server as a new run has it, which begins with version 0."""
+        options = {"restart_timeout": 5, "run": secrets.token_hex(4)} | options
 
         async def whole() -> T:
-            async with Servers(self.ready(), **({"restart_timeout": 5} | options)) as client:
+            async with Servers(self.ready(), **options) as client:
                 await client.ready()
                 if self.lora is not None:
                     await client.update(self.version(0), 0)

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from rlx.inference import extension
 from rlx.inference.extension import Policy
-from rlx.weights.shapes import entries
+from rlx.weights.shapes import Entry, entries
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
 KEYS, VALUES = ("model.layers.1.self_attn.k_proj.weight", "model.layers.1.self_attn.v_proj.weight")
@@ -47,7 +48,7 @@ WAYS = {"keys and values are swapped": swapped, "a tensor is scaled": scaled, "t
 class Sabotaged(Policy):
     """The methods of rlx's extension, and `sabotage`."""
 
-    how = now = ""  # loads go wrong; this load does
+    how = ""
 
     def sabotage(self, how: str) -> dict[str, Any]:
         self.how = how
@@ -56,23 +57,21 @@ class Sabotaged(Policy):
     def rlx_load(self, folder: str, label: str) -> dict[str, Any]:
         if self.how == "a rank does not load" and self.rank == 1:
             return {"rank": self.rank, "seconds": 0.0}
-        self.now = self.how
+        right, mended = extension.read_tensors, self._rlx_reload
+
+        def wrong(found: dict[str, Entry], twice: Any) -> Tensors:
+            if self.how != "one expert is old":
+                return WAYS.get(self.how, iter)(right(found, twice))
+            old = dict(right({name: entry for name, entry in entries(self.rlx_initial[0]).items() if EXPERT in name}, None))
+            return ((name, old.get(name, tensor)) for name, tensor in right(found, twice))
+
+        def alone(found: dict[str, Entry]) -> None:
+            self.reload_weights(weights_iterator=right(found, None))
+
+        extension.read_tensors = wrong
+        self._rlx_reload = alone if self.how == "vLLM alone" else mended  # type: ignore[method-assign]
         try:
             return super().rlx_load(folder, label)
         finally:
-            self.now = ""
-
-    def _rlx_tensors(self, found: Any) -> Tensors:
-        tensors = super()._rlx_tensors(found)
-        return self.with_old_expert(tensors) if self.now == "one expert is old" else WAYS.get(self.now, iter)(tensors)
-
-    def with_old_expert(self, tensors: Tensors) -> Tensors:
-        self.now = ""
-        old = dict(super()._rlx_tensors({name: entry for name, entry in entries(self.rlx_initial).items() if EXPERT in name}))
-        yield from ((name, old.get(name, tensor)) for name, tensor in tensors)
-
-    def _rlx_reload(self, found: Any) -> None:
-        if self.now == "vLLM alone":
-            self.reload_weights(weights_iterator=self._rlx_tensors(found))
-        else:
-            super()._rlx_reload(found)
+            extension.read_tensors = right
+            del self._rlx_reload

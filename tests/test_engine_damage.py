@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 from rlx.config.schema import LoraConfig
 from rlx.inference import wire
 from rlx.inference.client import Client
-from rlx.inference.wire import InferenceError, RequestRefused, UpdateRefused, WeightsDiffer, label_of
+from rlx.inference.wire import InferenceError, UpdateRefused, WeightsDiffer, label_of
 from rlx.paths import COMPLETE, RunPaths
 from rlx.types import Turn
 from rlx.weights import files
@@ -157,7 +157,7 @@ def test_adapters_without_room_on_the_server_are_refused(engines: Engines, tmp_p
     large = publish_adapter(tmp_path / "weights" / "step_1", run.model, 1, LoraConfig(rank=16, alpha=6.0))
 
     async def scene(client: Servers) -> list[Turn]:
-        with pytest.raises(RequestRefused, match=r"rank 16 .*max_lora_rank 8"):
+        with pytest.raises(InferenceError, match="LoRA rank 16 is greater than max_lora_rank 8"):
             await client.update(large, 1)
         await client.update(run.version(1), 1)
         return await sample_all(client, prompts(4))
@@ -209,7 +209,7 @@ def test_a_server_with_other_weights_than_it_loaded_is_found_before_it_samples_a
     engines: Engines, kind: str, how: str, where: str
 ) -> None:
     run = engines(kind)
-    complaint = rf"serves other weights than version 1@{RUN}, which it has just loaded: \d+ numbers differ on .*{where}"
+    complaint = rf"serves other weights than version 1@\w{{8}}, which it has just loaded: \d+ numbers differ on .*{where}"
     completed = run.talk(lambda client: fails_to_load(run, client, how, WeightsDiffer, complaint), verify_every=1)
     assert versions_of(completed) <= {0}
     assert not completed or run.worst(completed) < EXACT
@@ -237,7 +237,7 @@ def test_vllms_own_reload_on_a_cpu_is_wrong_for_tied_heads_and_experts(engines: 
         client.sampler.version = 1
         return await sample_all(client, prompts(4))
 
-    turns = run.talk(scene, verify_every=1)
+    turns = run.talk(scene, verify_every=1, run=RUN, look=1000)  # no check brings the right version to it
     assert versions_of(turns) == {1}
     assert run.worst(turns) > 0.5
 

@@ -82,8 +82,8 @@ class Replica:
             self.compared, self.adapters, self.interrupted = None, [], 0.0
         # A load that was not labelled afterwards went wrong.
         pristine = all(rank["label"] in (None, label) for rank in ranks) and (label == wire.UNLABELLED or label.startswith("0@"))
-        model = first["model"], first["context"], first["start"], first["identity"]
-        self.state = ServerState(label, *model, pristine, adapters, tuple(ranks))
+        about = {name: first[name] for name in ("model", "context", "start", "identity")}
+        self.state = ServerState(label, **about, pristine=pristine, adapters=adapters, devices=tuple(ranks))
         return self.state
 
     async def ask(self, answer: Any) -> Any:

@@ -1,13 +1,26 @@
-"""Checks a folder of weights before a server loads it: it must hold, unchanged, what the trainer wrote, for the model that is served."""
+"""Checks a folder of weights before a server loads it, and reads it: it must hold, unchanged, what the trainer wrote for this model."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from rlx.paths import COMPLETE
 from rlx.weights.files import identity
-from rlx.weights.shapes import ADAPTER_CONFIG, Entry, check_layers, check_shapes, check_tensors, digest_of, entries, manifest
+from rlx.weights.shapes import (
+    ADAPTER_CONFIG,
+    TIED_HEAD,
+    Entry,
+    check_layers,
+    check_shapes,
+    check_tensors,
+    digest,
+    digest_of,
+    entries,
+    manifest,
+)
 
 
 def check_folder(folder: Path, expected: str, initial: Path, tied: bool) -> dict[str, Entry]:
@@ -30,3 +43,21 @@ def check_folder(folder: Path, expected: str, initial: Path, tied: bool) -> dict
     if expected:
         check_tensors(folder, found, known["tensors"])
     return found
+
+
+def read_tensors(found: Mapping[str, Entry], twice: Path | None) -> Iterator[tuple[str, Any]]:
+    """Read the tensors of a folder, one at a time. `found`: its `entries`.
+
+    `twice`: a model whose files store its tied head a second time. The trainer publishes such a head once; here it comes twice, too.
+    """
+    from safetensors import safe_open  # for torch, which other users of this module do without
+
+    twin, initial = "", entries(twice) if twice is not None and TIED_HEAD not in found else {}
+    if initial:
+        twin = next(name for name in found if name in initial and digest(initial[name]) == digest(initial[TIED_HEAD]))
+    for path in dict.fromkeys(entry.path for entry in found.values()):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118  (not a dict)
+                yield name, file.get_tensor(name)
+                if name == twin:
+                    yield TIED_HEAD, file.get_tensor(name)
