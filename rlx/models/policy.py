@@ -92,6 +92,8 @@ class PolicyModel(nn.Module):
             hf.set_attn_implementation(NAME)
             if row is None:
                 skip_unread(self.layers[-1])
+        elif getattr(config, "attn_logit_softcapping", None) is not None:  # transformers 5.19 leaves it out with sdpa, its default
+            hf.set_attn_implementation("eager")
 
     def layout_kind(self, device: torch.device) -> Kind:
         """How to run micro-batches on this device. Raises ValueError for `varlen` without CUDA."""
