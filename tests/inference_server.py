@@ -144,6 +144,7 @@ class Run:
         config.lora = lora or config.lora
         config.inference.kv_cache_gb = 0.25
         config.inference.port = port
+        config.inference.hung_timeout = 30.0
         config.inference.vllm = vllm or {}
         self.config = config
         self.paths.config.write_text(to_yaml(config))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import socket
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -20,6 +22,7 @@ from rlx.inference import wire
 from rlx.inference.client import Client
 from rlx.inference.endpoints import Endpoint, endpoint_file
 from rlx.inference.wire import ContextTooLong, InferenceError, RequestRefused
+from rlx.runs.status import last_lines
 from rlx.types import Turn
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -195,3 +198,28 @@ def test_a_killed_process_ends_the_whole_server_and_is_a_failure(engines: Engine
     code = -signal.SIGKILL if name == "server" else 0
     assert f"vLLM ended while it served, with exit code {code}; its own message is above" in run.log.read_text()
     assert not endpoint_file(run.paths, 0).exists()
+
+
+def test_an_engine_that_hangs_ends_its_server_although_the_server_itself_answers(engines: Engines) -> None:
+    run = engines("tied")
+    assert run.process is not None
+    processes = psutil.Process(run.process.pid).children(recursive=True)
+
+    async def scene(client: Servers) -> None:
+        work = asyncio.create_task(sample(client, prompts(1)[0], 0, max_tokens=200, min_tokens=200))
+        await running(client, 1)
+        part_of(run, "EngineCore").suspend()
+        with pytest.raises(InferenceError, match="does not answer"):
+            await work
+
+    run.talk(scene, restart_timeout=1)
+    assert run.process.wait(120) == 1
+    wait_until(lambda: not any(map(lives, processes)), "the end of all its processes", 60)
+    assert re.search(r"the engine hangs: no token for \d+ s \(inference.hung_timeout=30\)", run.log.read_text())
+
+
+def test_the_error_of_an_engine_that_cannot_start_is_the_last_line_that_a_run_shows(tmp_path: Path) -> None:
+    """The process that waits for the engine prints forty lines after that."""
+    run = Run(tmp_path, tied=True, vllm={"kv_cache_memory_bytes": 1000})
+    assert run.start().wait(600) == 1
+    assert re.search(r"EngineCore.*ValueError: No available memory for the cache blocks", last_lines(run.log, 3)[-1]), run.log.read_text()
