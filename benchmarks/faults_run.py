@@ -43,6 +43,12 @@ def kill_server(job: MainJob) -> None:
     os.kill(pid_of(job, "inference"), signal.SIGKILL)
 
 
+def kill_part(job: MainJob, mark: str) -> None:
+    """Kill the server's process that has this in its command line."""
+    parts = psutil.Process(pid_of(job, "inference")).children(recursive=True)
+    next(part for part in parts if mark in " ".join(part.cmdline())).kill()
+
+
 def kill_worker(job: MainJob) -> None:
     workers = [child for child in psutil.Process(pid_of(job, "orchestrator")).children() if "worker" in child.cmdline()]
     workers[0].kill()
@@ -55,6 +61,8 @@ def kill_rank(job: MainJob) -> None:
 
 FAULTS: dict[str, tuple[Callable[[MainJob], None], str, tuple[str, ...]]] = {  # what is done, what is said then, further keys
     "server_killed": (kill_server, r"inference_0: killed by SIGKILL.*", ()),
+    "api_killed": (lambda job: kill_part(job, "vllm.entrypoints"), r"vLLM ended while it served.*", ()),
+    "engine_killed": (lambda job: kill_part(job, "EngineCore"), r"vLLM ended while it served.*", ()),
     "worker_killed": (kill_worker, r"env_reverse_text_0 \(process \d+\) died.*", ()),
     "rank_killed": (kill_rank, r".*SIGKILL.*", ("hardware.trainer_processes=2",)),
 }

@@ -24,8 +24,8 @@ from rlx.parallel.mesh import one_process
 from rlx.paths import COMPLETE, RunPaths
 from rlx.train.reference import Reference
 from rlx.weights.files import verify
-from rlx.weights.shapes import ADAPTER
 from rlx.weights.publish import Publisher
+from rlx.weights.shapes import ADAPTER
 from rlx.weights.subscribe import version_at
 
 LORA = LoraConfig(rank=4, alpha=12.0)

@@ -154,9 +154,7 @@ class Server:
         if code is not None:
             print(f"vLLM ended {when}, with exit code {code}; its own message is above", file=sys.stderr, flush=True)
             if self.fixed and self.port_was_taken:
-                print(
-                    f"port {self.fixed} is taken.\n  fix: set inference.port to a free port, or to 0", file=sys.stderr, flush=True
-                )
+                print(f"port {self.fixed} is taken.\n  fix: set inference.port to a free port, or to 0", file=sys.stderr, flush=True)
         return code is not None
 
     def _get(self, path: str) -> bytes | None:
