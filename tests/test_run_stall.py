@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 
+import psutil
 import pytest
 from main_job import MainJob
 
@@ -25,11 +24,14 @@ def test_a_stopped_trainer_and_a_stopped_server_are_named_and_the_run_completes(
     for name in ("trainer", "inference_0"):
         job.until_step(max((record["step"] for record in job.metrics("trainer")), default=0) + 3)
         pid = json.loads((job.run_dir / "heartbeats" / f"{name}.json").read_text())["pid"]
-        os.kill(pid, signal.SIGSTOP)
+        whole = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]  # a server's role has vLLM's processes
+        for process in whole:
+            process.suspend()
         try:
             head = job.until(lambda name=name: account_of(job, name), f"account of {name}")
         finally:
-            os.kill(pid, signal.SIGCONT)
+            for process in whole:
+                process.resume()
         assert f"stopped by a signal: process {pid} on " in head
         assert "== orchestrator\nthread MainThread\n" in head, "the stacks of those that answer"
     assert job.wait() == 0, job.text()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import random
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,19 +19,26 @@ from rlx.waiting import wait_for
 
 log = logging.getLogger(__name__)
 
+OURS = range(12000, 32000)  # ports that the kernel gives to no outgoing connection by default
+
 
 def free_port(host: str, port: int = 0) -> int:
-    """A port of this host that nobody listens on, preferably `port`. Raises OSError if the host's name is wrong."""
+    """A port of this host that nobody listens on, preferably `port`. Raises OSError if the host's name is wrong.
+
+    vLLM binds it seconds later, so it lies below the range from which the kernel gives ports to outgoing connections.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
-        try:
-            probe.bind((host, port))
-        except OSError:
-            if not port:
-                raise
-            return free_port(host)
-        return int(probe.getsockname()[1])
+    candidates = [*filter(None, [port]), *random.SystemRandom().sample(OURS, 50), 0]
+    while True:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
+            try:
+                probe.bind((host, candidates.pop(0)))
+            except OSError:
+                if not candidates:
+                    raise
+            else:
+                return int(probe.getsockname()[1])
 
 
 def url_of(host: str, port: int) -> str:
