@@ -244,18 +244,17 @@ def test_vllms_own_reload_on_a_cpu_is_wrong_for_tied_heads_and_experts(engines: 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["tied", "split"])
-def test_a_load_that_ends_in_the_middle_ends_the_server(engines: Engines, kind: str) -> None:
+def test_a_load_that_ends_in_the_middle_ends_the_server(engines: Engines, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     run = engines(kind)
     assert run.process is not None
     processes = psutil.Process(run.process.pid).children(recursive=True)
-    assert len(processes) >= 2
-    complaint = "failed in the middle of a load and ends: OSError: the disk is gone"
-    completed = run.talk(lambda client: fails_to_load(run, client, "the disk goes", InferenceError, complaint), restart_timeout=1)
+    completed = run.talk(lambda client: fails_to_load(run, client, "the disk goes", InferenceError, run.ready()[0].url), restart_timeout=1)
+    assert "failed in the middle of a load and ends: OSError: the disk is gone" in caplog.text
     assert versions_of(completed) <= {0}
     assert not completed or run.worst(completed) < EXACT
-    assert run.process.wait(120) == 1
+    assert run.process.wait(60) == 1
     wait_until(lambda: not any(map(lives, processes)), "the end of all its processes", 60)
-    assert re.search(r"vLLM ended while it served, with exit code \S+; its own message is above", run.log.read_text())
+    assert re.search(r"vLLM ended while it served, with exit code|vLLM's engine has died", run.log.read_text())
 
 
 @pytest.mark.long

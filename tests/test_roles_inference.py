@@ -25,7 +25,7 @@ from rlx.paths import RunPaths
 from rlx.roles import inference
 from rlx.waiting import wait_for
 
-# It answers a route with the content of the file of this name, and is gone with exit code 0 when there is a file `end`.
+# It answers a route with the content of the file of this name. A file `503` has it answer 503, `closed` stop to listen, and `end` end.
 STAND_IN = """
 import os, sys, threading, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -36,7 +36,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         file = folder / self.path.strip("/")
         right = self.headers["Authorization"] == "Bearer " + os.environ["RLX_SECRET"]
-        self.send_response((200 if file.exists() else 404) if right else 401)
+        status = 503 if (folder / "503").exists() else 200 if file.exists() else 404
+        self.send_response(status if right else 401)
         self.end_headers()
         self.wfile.write(file.read_bytes() if right and file.exists() else b"")
     def log_message(self, *args):
@@ -45,10 +46,13 @@ class Handler(BaseHTTPRequestHandler):
 def watch():
     while not (folder / "end").exists():
         time.sleep(0.01)
+        if (folder / "closed").exists():
+            server.socket.close()
     os._exit(0)
 
+server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
 threading.Thread(target=watch).start()
-ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+server.serve_forever()
 """
 METRICS = "vllm:num_requests_running {running}\nvllm:generation_tokens_total {made}\n"
 
@@ -134,6 +138,19 @@ def test_an_exit_that_was_not_asked_for_is_a_failure_with_exit_code_0_too(
     role.answer("end", "")
     assert role.ended() == 1
     assert f"vLLM ended {when}, with exit code 0; its own message is above" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["503", "closed"])
+def test_a_server_whose_engine_died_is_a_failure_although_it_has_not_ended(
+    role: Role, how: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    role.start()
+    wait_for(role.file.exists, "its address", 60)
+    role.answer(how, "")
+    assert role.ended() == 1
+    assert "vLLM's engine has died; its own message is above" in capsys.readouterr().err
+    assert role.server is not None
+    assert role.server.process.poll() is None
 
 
 def test_a_server_that_does_not_serve_in_time_is_a_failure(role: Role, capsys: pytest.CaptureFixture[str]) -> None:

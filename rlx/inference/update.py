@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -26,6 +27,8 @@ from rlx.inference.wire import (
 )
 from rlx.types import WeightVersion
 from rlx.weights.subscribe import request_transfer
+
+log = logging.getLogger(__name__)
 
 GONE = 2.0  # seconds without an answer after which an update goes on without a server, if others have the version
 SLOWER = 4.0  # factor: a server that takes so much longer than the first one is left out of an update
@@ -95,7 +98,9 @@ async def insist(
                 return await load()
         except (RequestRefused, WeightsDiffer):
             raise
-        except InferenceError:
+        except InferenceError as error:
+            if not retries:
+                log.warning("an attempt to load a version failed; it is made again: %s", error)
             now, retries = time.monotonic(), True
             if server.silent_since is not None:
                 since, limit, failing_since = server.silent_since, restart_timeout, None

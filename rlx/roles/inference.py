@@ -105,7 +105,7 @@ class Server:
         log.info("starting %s", " ".join(shown))
         # A group of its own, in this process's session: both `stop` and the supervisor find all of it.
         self.process = subprocess.Popen(command, env=env, process_group=0, preexec_fn=die_with_parent)
-        self.serves = False
+        self.serves = self.refuses = False
 
     @property
     def port_was_taken(self) -> bool:
@@ -129,12 +129,18 @@ class Server:
         return self._watch()
 
     def _watch(self) -> int:
-        """Send heartbeats while the server works. An engine that hangs makes no tokens for requests that run."""
+        """Send heartbeats while the server works. An engine that hangs makes no tokens for requests that run.
+
+        When its engine dies, vLLM stops listening, and waits for calls that the engine will never answer.
+        """
         patience = self.config.inference.hung_timeout
         looked = moved = time.monotonic()
         while not self._ended("while it served"):
             now = time.monotonic()
             if now - looked >= LOOK:
+                if self._get(wire.HEALTH) is None and self.refuses:
+                    print("vLLM's engine has died; its own message is above", file=sys.stderr, flush=True)
+                    return 1
                 looked, text = now, self._get(wire.METRICS)
                 found = wire.metrics_of(text) if text else None
                 if found is not None:
@@ -164,8 +170,10 @@ class Server:
         try:
             connection.request("GET", path, headers=self.endpoint.headers)
             found = connection.getresponse()
+            self.refuses = found.status == 503
             return (found.read() or b" ") if found.status == 200 else None
-        except (OSError, http.client.HTTPException):
+        except (OSError, http.client.HTTPException) as error:
+            self.refuses = isinstance(error, ConnectionRefusedError)
             return None
         finally:
             connection.close()
