@@ -195,7 +195,7 @@ SERVED = [
     ("tied", "keys and values are swapped", r"layers\.1\.self_attn\.qkv_proj"),
     ("tied", "a tensor is scaled", r"layers\.2\.mlp\.down_proj"),
     ("tied", "tensors are dropped", r"layers\.1\.self_attn\.o_proj"),
-    ("split", "a rank does not load", r"on 1 of 2 ranks"),
+    ("split", "a rank does not load", "1 of 2 ranks"),
     ("split", "vLLM alone", "lm_head"),
     ("experts", "vLLM alone", r"layers\.\d\.mlp\.experts"),
     ("experts", "one expert is old", r"layers\.1\.mlp\.experts"),
