@@ -222,4 +222,4 @@ def test_the_error_of_an_engine_that_cannot_start_is_the_last_line_that_a_run_sh
     """The process that waits for the engine prints forty lines after that."""
     run = Run(tmp_path, tied=True, vllm={"kv_cache_memory_bytes": 1000})
     assert run.start().wait(600) == 1
-    assert re.search(r"EngineCore.*ValueError: No available memory for the cache blocks", last_lines(run.log, 3)[-1]), run.log.read_text()
+    assert "ValueError: No available memory for the cache blocks" in last_lines(run.log, 3)[-1]
