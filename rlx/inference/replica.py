@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlx.concurrent import all_of
 from rlx.inference import wire
 from rlx.inference.client import Client
 from rlx.inference.endpoints import Endpoint
@@ -155,9 +156,10 @@ class Replica:
         await self.resume(client)
 
     async def pause(self, client: Client) -> None:
-        running = wire.metrics_of(await self.ask(client.get(self.endpoint, wire.METRICS)))["num_requests_running"]
-        self.paused, self.interrupted = True, self.interrupted + running
-        await self.ask(client.post(self.endpoint, wire.PAUSE))
+        self.paused = True
+        # Together, as each waits for a step of the engine.
+        text, _ = await all_of([self.ask(client.get(self.endpoint, wire.METRICS)), self.ask(client.post(self.endpoint, wire.PAUSE))])
+        self.interrupted += wire.metrics_of(text)["num_requests_running"]
 
     async def resume(self, client: Client) -> None:
         await self.ask(client.post(self.endpoint, wire.RESUME))
