@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HERE = f"{sys.version_info.major} {sys.version_info.minor}"
 # Logs its arguments, and makes only the changes that the installer checks afterwards. A file `log.offline` makes `pip` fail.
 STAND_IN = """#!/bin/sh
+case "$*" in "-m compileall "*) exit 0 ;; esac
 echo "$(basename "$0") $*" >>{log}
 case "$*" in
   "-c import sys; print"*) echo {version} ;;

@@ -109,7 +109,9 @@ def test_a_run_of_the_role_writes_metrics_versions_and_is_reproducible(tmp_path)
     paths = runs[0]
     kernels = json.loads(paths.kernels.read_text())
     assert (kernels["logprob"], kernels["layers"]) == ("torch", "off: its kernels need CUDA, but this is cpu")
-    assert "compute different policies" in kernels["warning"], "the batches' log-probabilities are made up: nothing of this policy sampled them"
+    assert "compute different policies" in kernels["warning"], (
+        "the batches' log-probabilities are made up: nothing of this policy sampled them"
+    )
     found = records(paths)
     assert [(record["step"], record["source"]) for record in found] == [(step, "trainer") for step in range(STEPS)]
     for record in found:
