@@ -25,7 +25,7 @@ from rlx.inference.wire import ServerUnreachable
 from rlx.parallel.mesh import one_process
 from rlx.paths import COMPLETE, RunPaths
 from rlx.roles.orchestrator import Orchestrator
-from rlx.rollout.collector import RolloutsFailed
+from rlx.rollout.failures import RolloutsFailed
 from rlx.rollout.record import read_rollouts
 from rlx.types import StepBatch, TrainingSample, Turn, WeightVersion
 
@@ -339,13 +339,13 @@ def test_slow_rollouts_time_out_and_the_run_goes_on(tmp_path: Path) -> None:
 
 def test_an_environment_that_always_fails_ends_the_run_with_what_it_said(tmp_path: Path) -> None:
     envs = {"t": TrainedEnvConfig(id="rlx_test_trouble", args={"kind": "vf_error"})}
-    with pytest.raises(RolloutsFailed, match=r"environment t failed 4 groups in a row.*SandboxError: example \d+ cannot be set up"):
+    with pytest.raises(RolloutsFailed, match=r"environment t: \d+ of its latest .*SandboxError: example \d+ cannot be set up"):
         play(tmp_path, config_of(envs=envs))
 
 
 @pytest.mark.parametrize(
     ("rule", "said"),
-    [("fail", r"failed 4 groups in a row.*: reward_raised: raising raised"), ("zero", "a reward function raised in every .* of 4 groups")],
+    [("fail", r"\d+ × reward_raised: raising raised"), ("zero", r"\d+ × reward_raised: raising raised")],
 )
 def test_a_reward_function_that_always_raises_ends_the_run(rule: str, said: str, tmp_path: Path) -> None:
     envs = {"t": TrainedEnvConfig(id="rlx_test_trouble", args={"kind": "raising"}, reward_raises=rule)}

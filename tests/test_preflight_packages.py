@@ -109,7 +109,7 @@ def test_a_check_is_an_evaluation_on_training_examples_without_retries() -> None
     cfg = compose(arguments, {}, EVAL).cfg
     assert env == "math"
     assert (cfg.num_examples, cfg.rollouts_per_example, cfg.orchestrator.max_retries, cfg.envs["math"].split) == (4, 8, 0, "train")
-    assert cfg.orchestrator.max_reward_errors is None
+    assert cfg.orchestrator.max_error_rate == 1
     env, arguments = overrides("rlx-sums", ["env.split=eval"])
     assert (env, compose(arguments, {}, EVAL).cfg.envs["sums"].split) == ("sums", "eval")
     env, arguments = overrides("rlx_test_single", [])

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlx.rollout.collector import Collector, RolloutsFailed
+from rlx.rollout.collector import Collector
+from rlx.rollout.failures import RolloutsFailed
 from rlx.rollout.groups import GroupFailed, Tally, play_group
 from rlx.rollout.tasks import TaskSequence
 from rlx.types import Rollout, Task, Turn
@@ -290,8 +291,44 @@ def test_a_member_that_ran_out_of_time_costs_its_group_which_is_replaced() -> No
     assert groups.tally.dropped == {"timeout": 2}
 
 
+def test_a_member_that_failed_or_ran_out_of_time_costs_itself_and_the_others_are_the_group() -> None:
+    does = {(1, 2): "timeout", (2, 0): "error", (3, 0): "error", (3, 1): "timeout", (3, 3): "timeout"}
+    env = FakeEnv(lambda task, member, attempt: does.get((task.index, member), 0.0))
+    groups = collector(env, group_size=4)
+    batch = run(groups.collect)
+    assert {rollouts[0].task.index: [one.member for one in rollouts] for rollouts in batch} == {
+        0: [0, 1, 2, 3], 1: [0, 1, 3], 2: [1, 2, 3], 4: [0, 1, 2, 3]
+    }  # fmt: skip
+    assert groups.tally.failed == {"timeout": 3, "error": 6}
+    assert groups.tally.dropped == {"error": 4}, "one survivor is no group"
+
+
+def test_a_rollout_that_ran_out_of_time_may_count_as_one_without_reward() -> None:
+    env = FakeEnv(lambda task, member, attempt: "timeout" if member == 1 else 0.0)
+    groups = collector(env, on_timeout={"e": "zero"})
+    batch = run(groups.collect)
+    assert indices(batch) == [0, 1, 2, 3]
+    assert [(one.reward, one.is_truncated) for rollouts in batch for one in rollouts] == [(1.0, False), (0.0, True)] * 4
+
+
+def test_a_fifth_of_timeouts_never_ends_a_run_and_loses_nothing_else() -> None:
+    rng = random.Random(0)
+    env = FakeEnv(lambda *_: "timeout" if rng.random() < 0.2 else 0.0)
+    groups = collector(env, group_size=8, num_groups=8)
+
+    async def main() -> None:
+        for step in range(40):
+            assert len(await groups.collect()) == 8
+            env.version = step + 1
+            groups.set_version(step + 1)
+        await groups.close()
+
+    run(main)
+    assert not groups.tally.dropped
+
+
 def test_a_replacement_keeps_the_mix_of_environments() -> None:
-    bad = FakeEnv(lambda task, member, attempt: "error" if task.example_id % 2 else 0.0, name="bad")
+    bad = FakeEnv(lambda task, member, attempt: "error" if task.example_id % 3 == 0 else 0.0, name="bad")
     good = FakeEnv(name="good")
     groups = collector(bad, good, num_groups=8, max_retries=5)
 
@@ -309,7 +346,7 @@ def test_a_replacement_keeps_the_mix_of_environments() -> None:
 
 def test_an_environment_that_always_fails_stops_the_run_with_the_last_failure() -> None:
     env = FakeEnv(lambda *_: "error")
-    with pytest.raises(RolloutsFailed, match=r"environment e failed 3 groups in a row and finished none.*error: because \d+"):
+    with pytest.raises(RolloutsFailed, match=r"environment e: \d+ of its latest \d+ rollouts failed .*error: because \d+"):
         run(collector(env).collect)
 
 
@@ -363,7 +400,7 @@ def test_an_exception_in_a_group_filter_ends_the_run_instead_of_hanging_it() -> 
 
 
 def test_a_group_given_up_leaves_nothing_running() -> None:
-    env = FakeEnv(lambda task, member, attempt: "timeout" if member == 0 else 3600.0)
+    env = FakeEnv(lambda task, member, attempt: "timeout" if member else 0.01)
     task = Task(env="e", example_id=0, index=0, row={})
 
     async def main() -> None:

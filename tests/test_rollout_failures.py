@@ -10,8 +10,7 @@ from test_rollout_collector import FakeEnv, collector, run
 from test_rollout_order import group
 
 from rlx.envs.errors import kind_of_text
-from rlx.rollout.batch import RewardErrors
-from rlx.rollout.failures import MOST, Failures, in_words
+from rlx.rollout.failures import MOST, ErrorRate, Failures, in_words
 from rlx.types import Task
 
 
@@ -51,9 +50,9 @@ def test_texts_that_differ_in_numbers_and_names_are_of_one_kind_and_lines_of_cod
 
 
 def test_rewards_that_raise_need_not_end_the_run():
-    errors = RewardErrors(max_reward_errors=None)
+    errors = ErrorRate(1)
     for index in range(50):
-        errors.check([group(index, 1, 1)])
+        errors.add(group(index, 1, 1))
 
 
 def test_a_timeout_while_no_server_took_requests_is_played_again_with_the_same_seeds_and_is_no_failure() -> None:

@@ -18,7 +18,8 @@ from rlx.advantages.shaping import shape
 from rlx.config.load import compose
 from rlx.config.schema import DifficultyFilter, RewardConfig
 from rlx.rollout.batch import scores_of
-from rlx.rollout.collector import Collector, RolloutsFailed
+from rlx.rollout.collector import Collector
+from rlx.rollout.failures import RolloutsFailed
 from rlx.rollout.filters import reason_to_drop
 from rlx.rollout.record import read_rollouts
 from rlx.types import Rollout, Task, Turn

@@ -17,8 +17,8 @@ from test_rollout_filters import Scored
 from rlx.codec import decode, encode
 from rlx.config.schema import DifficultyFilter, TrainedEnvConfig
 from rlx.policy.base import request_seed
-from rlx.rollout.batch import RewardErrors
 from rlx.rollout.collector import Collector
+from rlx.rollout.failures import ErrorRate, RolloutsFailed
 from rlx.rollout.record import read_rollouts
 from rlx.rollout.state import OrchestratorState
 from rlx.rollout.tasks import TaskSequence, mixed
@@ -199,12 +199,13 @@ def group(index: int, *errors: float, env: str = "e") -> list[Rollout]:
     ]  # fmt: skip
 
 
-def test_one_example_that_cannot_be_scored_does_not_end_the_run_and_a_broken_environment_does() -> None:
-    errors = RewardErrors(max_reward_errors=2)
-    for step in range(10):
-        errors.check([group(3 * step, 1, 1, env="rare")])
-        errors.check([[replace(one, status="error", stop="reward_raised") for one in group(step, 1, 1, env="of an evaluation")]])
-        errors.check([group(3 * step + 1, 1, 1, env="rare"), group(3 * step + 2, 0, 1, env="rare"), group(step, 1, 1, env=f"e{step}")])
-    errors.check([group(100, 1, 1), group(101, 1, 1)])
-    with pytest.raises(RuntimeError, match=r"environment e: .* in every rollout of 3 groups .*max_reward_errors=2; .* 102: exact raised"):
-        errors.check([group(103, 0, 0), group(102, 1, 1)])
+def test_examples_that_cannot_be_scored_do_not_end_the_run_and_a_broken_environment_does() -> None:
+    errors = ErrorRate(0.5)
+    for step in range(100):
+        errors.add(group(step, 1, 0, 0, env="rare"))
+        errors.add([replace(one, status="timeout", stop="timeout") for one in group(step, 0)] + group(step, 0, 0), lambda: 0)
+    for step in range(30):
+        errors.add(group(step, 1, env="slow"), lambda: 100)  # those that fail come first
+    everything = [one for step in range(30) for one in group(step, 1, env="b")]
+    with pytest.raises(RolloutsFailed, match=r"environment b: 16 of its latest 16 .*max_error_rate=0.5\): 16 × reward_raised: exact"):
+        errors.add(everything)

@@ -24,7 +24,7 @@ DEFAULTS = {  # of a check; the user's own values win
     "num_examples": "16",
     "rollouts_per_example": "8",
     "orchestrator.max_retries": "0",  # a retry would hide a failure
-    "orchestrator.max_reward_errors": "null",  # they are judged
+    "orchestrator.max_error_rate": "1",  # they are judged
 }
 USAGE = "usage: rlx env check NAME [GROUP=OPTION …] [key=value …] [--json]. See rlx env --help."
 

@@ -13,7 +13,7 @@ from rlx.started import program
 if TYPE_CHECKING:
     from rlx.rollout.worth import Assessment, Verdict
 
-OF_A_CHECK = ("num_examples", "rollouts_per_example", "orchestrator.max_retries", "orchestrator.max_reward_errors", "run.name", "run.dir")
+OF_A_CHECK = ("num_examples", "rollouts_per_example", "orchestrator.max_retries", "orchestrator.max_error_rate", "run.name", "run.dir")
 
 
 class CheckDisplay(PlayDisplay):

@@ -23,6 +23,7 @@ REMOVED = {  # key of an earlier version -> what holds now
     "weight_broadcast.drain_tokens": "An update waits for no requests: they go on under the new version.",
     "weight_broadcast.keep_kv": "An update always computes the keys and values of running requests again.",
     "weight_broadcast.in_turn": "All servers are updated at the same time.",
+    "orchestrator.max_reward_errors": "Use orchestrator.max_error_rate; 1 for any number.",
     "hardware.data_parallel": "Use hardware.inference_replicas for more servers.",
     "hardware.data_parallel_local": "Use hardware.inference_replicas for more servers.",
 }

@@ -61,6 +61,12 @@ class EnvConfig:
         "function scores 0 (of a v1 taskset: the rollout), and the rollout is trained on",
         choices=("fail", "zero"),
     )
+    on_timeout: str = key(
+        "drop",
+        "what a rollout that ran out of time is worth in training: `drop`: nothing, so only those that were in time are compared, and slow "
+        "ways of answering are not punished; `zero`: what was sampled has the reward 0, which punishes slowness, the machine's too",
+        choices=("drop", "zero"),
+    )
     workers: int | None = key(None, "processes that play this environment; null: `orchestrator.env_workers`", low=0)
     python: str | None = key(
         None, "path of another Python whose packages its workers use (with verifiers, msgspec and numpy); null: the run's own"
@@ -251,15 +257,15 @@ class PlayConfig:
     )
     max_retries: int = key(
         3,
-        "retries of a failed rollout before its group fails (a timeout is not retried); "
-        "also how many failed groups in a row are replaced, per environment, before the run stops with the last failure",
+        "retries of a failed rollout (a timeout is not retried)",
         low=0,
     )
-    max_reward_errors: int | None = key(
-        3,
-        "how many groups in a row of one environment may have a reward function that raised in every rollout, before the run ends; "
-        "null: any number. Only for environments with `reward_raises=zero`; otherwise such groups fail, and `max_retries` bounds them",
-        low=0,
+    max_error_rate: float = key(
+        0.5,
+        "share of an environment's latest rollouts that may fail, or have a reward function that raised, before the run ends; those in "
+        "flight count as successes, and at least 16 must have failed; 1: any number",
+        above=0,
+        high=1,
     )
     trajectory_strategy: str = key(
         "interleaved",
@@ -274,6 +280,9 @@ class OrchestratorConfig(PlayConfig):
         MISSING, "rollouts per step, a whole number of groups; the mean over steps, if environments have groups of different sizes", low=1
     )
     rollouts_per_example: int = key(MISSING, "rollouts per prompt: the group size G", low=1)
+    min_group: int = key(
+        2, "rollouts of a group that must have a score: those that failed or timed out cost themselves, and the others are the group", low=1
+    )
     difficulty_filter: DifficultyFilter = section(DifficultyFilter)
     buffer: BufferConfig = section(BufferConfig)
     oversampling_factor: float = key(

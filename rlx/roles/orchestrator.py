@@ -38,7 +38,7 @@ from rlx.paths import RunPaths, listed
 from rlx.policy.chat import Chat
 from rlx.process import peak_memory
 from rlx.rollout import concurrency
-from rlx.rollout.batch import RewardErrors, advantages_of, make_batch, make_groups, max_tokens_of, scores_of, step_metrics
+from rlx.rollout.batch import advantages_of, make_batch, make_groups, max_tokens_of, scores_of, step_metrics
 from rlx.rollout.clock import StepClock
 from rlx.rollout.collector import collector_of
 from rlx.rollout.evaluate import Evaluations
@@ -87,7 +87,6 @@ class Orchestrator:
         self.advantage = advantages_of(config)
         self._max_tokens = max_tokens_of(config)
         self.collector = collector_of(config, envs, self._left_out, lambda: sampler.away, self.teaching.begin)
-        self.reward_errors = RewardErrors(config.orchestrator.max_reward_errors)
         self.rules = config.orchestrator.difficulty_filter.rules
         self.metrics = MetricsWriter(paths.metrics, "orchestrator")
         self.inference_metrics = MetricsWriter(paths.metrics, "inference")
@@ -191,12 +190,14 @@ class Orchestrator:
             clock.collected()
             rollouts = [part for group in collected for part in compared(group)]
             scores, filtered = self._scores(rollouts), self.collector.filtered
-            self.reward_errors.check([*collected, *(group for _, group in filtered)])
             groups = make_groups(rollouts, scores, self.advantage)
             self.advantage.update(scores)
             batch = await asyncio.to_thread(make_batch, step, groups, self.config)  # 0.1 s for thousands of long rollouts
             batch, taught = await self.teaching.score(batch, rollouts)
-            values = step_metrics(groups, batch, self.collector.tally, filtered, self.rules, taught) | self.collector.tasks.pool_sizes()
+            values = (
+                step_metrics(groups, batch, self.collector.tally, filtered, self.rules, taught, self.collector.sizes)
+                | self.collector.tasks.pool_sizes()
+            )
             values |= worker_metrics(self.envs) | {"time/update_weights": self.updates.seconds}
             values |= {"perf/peak_memory_gb": peak_memory() / 2**30} if self.config.bench else {}
             state = await self._inference_state()

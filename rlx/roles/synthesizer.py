@@ -24,8 +24,7 @@ from rlx.paths import RunPaths, listed, write_text
 from rlx.policy.base import PolicyError
 from rlx.policy.chat import Chat
 from rlx.policy.transcript import TranscribedPolicy
-from rlx.rollout.batch import RewardErrors
-from rlx.rollout.failures import Failures
+from rlx.rollout.failures import ErrorRate, Failures
 from rlx.rollout.models import Model, connected
 from rlx.rollout.play import Job, NothingWorks, Player
 from rlx.rollout.role import begin, end, load, run_until_stopped
@@ -48,7 +47,7 @@ class Synthesizer:
         """`envs`: with the policies of `model`."""
         self.synthesis, self.config, self.paths, self.envs, self.model, self.heartbeat = synthesis, config, paths, envs, model, heartbeat
         self.failures = Failures()
-        self.reward_errors = RewardErrors(config.orchestrator.max_reward_errors)
+        self.errors = ErrorRate(config.orchestrator.max_error_rate)
         self.policies: dict[str, TranscribedPolicy] = {}
         for name, env in envs.items():
             assert env.policy is not None
@@ -82,7 +81,7 @@ class Synthesizer:
     def _played(self, job: Job, rollouts: list[Rollout]) -> None:
         self.failures.add(rollouts)
         self.synthesis.take(job, rollouts, self.policies[job.env])
-        self.reward_errors.check([rollouts])
+        self.errors.add(rollouts, lambda: self.player.in_flight)
 
     async def _beat(self) -> None:
         """Report the current phase and the progress."""

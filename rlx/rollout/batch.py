@@ -1,11 +1,10 @@
 """Turns a batch of scored rollouts into groups with advantages, training samples and the metrics of the step.
 
-Pure functions of records, apart from the counter `RewardErrors`.
+Pure functions of records.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -16,7 +15,7 @@ from rlx.config.load import instantiate
 from rlx.config.objectives import loss_of, scored_by
 from rlx.config.schema import Config
 from rlx.envs.base import sampling_of
-from rlx.rollout.groups import Tally
+from rlx.rollout.groups import Tally, episodes
 from rlx.rollout.samples import samples_of
 from rlx.types import Group, Rollout, StepBatch, TrainingSample
 
@@ -88,11 +87,12 @@ def step_metrics(
     filtered: Sequence[tuple[str, Sequence[Rollout]]] = (),
     rules: Sequence[str] = (),
     taught: Mapping[str, float] | None = None,
+    sizes: Mapping[str, int] | None = None,
 ) -> dict[str, float]:
     """The step's metrics that are computed from its rollouts (`rlx.metrics`, source orchestrator).
 
     `filtered`: rule and rollouts of each group that a filter dropped; they count in all metrics except `batch/…`.
-    `rules`: the active filter rules. `taught`: the metrics of the teachers.
+    `rules`: the active filter rules. `taught`: the metrics of the teachers. `sizes`: rollouts of a whole group, by environment.
     """
     played = [list(group.rollouts) for group in groups] + [list(rollouts) for _, rollouts in filtered]
     rollouts = [rollout for group in played for rollout in group]
@@ -109,6 +109,7 @@ def step_metrics(
         "reward/std": rewards.std(),
         "batch/groups": len(groups),
         "batch/rollouts": sum(len(group.rollouts) for group in groups),
+        "batch/short_groups": sum(episodes(parts) < (sizes or {}).get(env, 0) for env, parts in _parts(groups)),
         "batch/samples": len(samples),
         "batch/loss_tokens": trained,
         "batch/overlong_frac": 1 - (trained + unscored) / sampled if sampled else 0.0,
@@ -137,32 +138,12 @@ def step_metrics(
     return {name: float(value) for name, value in values.items()}
 
 
-class RewardErrors:
-    """Ends the run if the reward functions of an environment are broken, but not if they fail on single examples.
-
-    With `envs.NAME.reward_raises=zero` a function that raises scores 0; `env/<env>/reward_error` counts such rollouts. The run ends when a
-    reward function raised in every rollout of more than `max_reward_errors` groups in a row of one environment; `None`: it never ends for
-    that. Without that key such rollouts fail, and the collector ends the run after `max_retries` groups.
-    """
-
-    def __init__(self, max_reward_errors: int | None) -> None:
-        self.most = max_reward_errors
-        self._in_a_row: Counter[str] = Counter()  # by environment
-
-    def check(self, groups: Sequence[Sequence[Rollout]]) -> None:
-        """Check the groups of a step. Raises RuntimeError with the last error of a reward function."""
-        if self.most is None:
-            return
-        for rollouts in sorted(groups, key=lambda rollouts: rollouts[0].task.index):
-            name = rollouts[0].task.env
-            scored_0 = all(one.status == "ok" and one.metrics.get("reward_error") for one in rollouts)  # one that failed counts elsewhere
-            self._in_a_row[name] = self._in_a_row[name] + 1 if scored_0 else 0
-            if self._in_a_row[name] > self.most:
-                raise RuntimeError(
-                    f"environment {name}: a reward function raised in every rollout of {self._in_a_row[name]} groups in a row "
-                    f"(orchestrator.max_reward_errors={self.most}; null: such rewards are 0, and the run goes on). "
-                    f"The last time, at example {rollouts[-1].task.example_id}: {rollouts[-1].error}"
-                )
+def _parts(groups: Sequence[Group]) -> list[tuple[str, list[Rollout]]]:
+    """Environment and rollouts of each group; its parts that are compared by themselves are one."""
+    found: dict[int, tuple[str, list[Rollout]]] = {}
+    for group in groups:
+        found.setdefault(group.id, (group.task.env, []))[1].extend(group.rollouts)
+    return list(found.values())
 
 
 def means(prefix: str, values: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -4,8 +4,8 @@ Batch m may start when the servers have version m - max_async_level, so its toke
 policy that they train. The first groups to finish make the batch. A full batch still waits for groups that would be too old for the next
 one: dropping them would drop the long rollouts (with a heavy tail and one version of slack, half of the longest). The collector does not
 wait for a group that takes `PATIENCE` times as long as any recent group. It drops that group, counts it and replaces it by another example
-of its environment. It replaces groups that failed or that a filter dropped in the same way. The run stops when an environment fails
-`max_retries` + 1 groups in a row.
+of its environment. It replaces groups with fewer than `min_group` scored rollouts, and those that a filter dropped, in the same way. The
+run stops when too many rollouts of an environment fail (`rlx.rollout.failures.ErrorRate`).
 
 At max_async_level 0 a batch does not depend on the order in which groups finish. It needs a fixed number of groups of every environment,
 and each group that fails or is filtered is replaced by one of its own environment. The same examples are played in any order of outcomes.
@@ -26,8 +26,9 @@ from dataclasses import dataclass, field, replace
 
 from rlx.config.schema import Config
 from rlx.envs.base import Environment
-from rlx.rollout.groups import GroupFailed, Tally, play_group
-from rlx.rollout.state import BegunGroup, CollectorState, OwedGroup, PlayedGroup, played_group
+from rlx.rollout.failures import ErrorRate, RolloutsFailed
+from rlx.rollout.groups import GroupFailed, Tally, episodes, play_group
+from rlx.rollout.state import CollectorState, PlayedGroup, played_group
 from rlx.rollout.tasks import TaskSequence, mixed
 from rlx.types import Rollout, Task
 
@@ -39,10 +40,6 @@ PATIENCE_FLOOR = 1.0  # and at least this many seconds
 LATE = 0.1  # seconds by which a wait ends late if this process was stopped or busy
 
 
-class RolloutsFailed(RuntimeError):
-    """An environment failed too many groups in a row. The message has the last failure."""
-
-
 @dataclass(slots=True)
 class Pending:
     """A group that is being played or waits to be taken."""
@@ -50,8 +47,6 @@ class Pending:
     task: Task
     number: int  # how many groups began before this one
     version: int  # lower bound of its tokens' versions: while it is played, the servers' version at its begin; then its oldest token's
-    chain: int  # how many groups of this environment failed in a row just before; this group replaces the last of them
-    finished_before: int  # finished groups of this environment when this one began
     left: int  # members still being played
     began: float  # monotonic seconds
     rollouts: list[Rollout] = field(default_factory=list)  # by member; empty until the group is finished
@@ -78,6 +73,9 @@ def collector_of(
         max_async_level=config.max_async_level,
         max_concurrent=config.concurrency,
         max_retries=orchestrator.max_retries,
+        min_group=orchestrator.min_group,
+        on_timeout={name: env.on_timeout for name, env in config.envs.items()},
+        max_error_rate=orchestrator.max_error_rate,
         left_out=left_out,
         away=away,
         kept=kept,
@@ -101,6 +99,9 @@ class Collector:
         max_async_level: int,
         max_concurrent: int,
         max_retries: int,
+        min_group: int = 2,
+        on_timeout: Mapping[str, str] | None = None,
+        max_error_rate: float = 0.5,
         left_out: Callable[[Sequence[Rollout]], str | None] = lambda _: None,
         away: Callable[[], float] = lambda: 0.0,
         kept: Callable[[Sequence[Rollout]], None] = lambda _: None,
@@ -108,6 +109,8 @@ class Collector:
         oversampling_factor: float = 1.0,
     ) -> None:
         """`group_size`: rollouts of a group; `own_sizes`: those of environments with a size of their own.
+
+        `min_group`: rollouts of a group that must have a score. `on_timeout`: by environment (`groups.settled`).
 
         `left_out`: returns the filter rule that a finished group breaks, or None. Filtered groups of an environment are replaced until
         their number is `max_rounds` times the environment's groups in a batch; after that the batch stays smaller.
@@ -123,7 +126,8 @@ class Collector:
         self.max_steps = max_steps
         self.max_async_level = max_async_level
         self.max_concurrent = max_concurrent
-        self.max_retries = max_retries
+        self.max_retries, self.min_group, self.on_timeout = max_retries, min_group, on_timeout or {}
+        self.errors = ErrorRate(max_error_rate)
         self.left_out = left_out
         self.away = away
         self.kept = kept
@@ -140,9 +144,8 @@ class Collector:
         self._missing = 0  # groups that the next batch lacks: filtered and not replaced
         self._begun = 0  # groups
         self._cancelled: set[asyncio.Task] = set()
-        self._finished_groups: dict[str, int] = dict.fromkeys(envs, 0)
-        self._owed: deque[tuple[str, int]] = deque()  # environment and chain of each group to be replaced
-        self._again: deque[tuple[Task, int]] = deque()  # task and chain of each group that was in flight when the checkpoint was written
+        self._owed: deque[str] = deque()  # environment of each group to be replaced
+        self._again: deque[Task] = deque()  # tasks of the groups that were in flight when the checkpoint was written
         self._durations: deque[float] = deque(maxlen=4 * num_groups)  # seconds of the groups that finished most recently
         self._changed = asyncio.Event()
         self._broken: Exception | None = None
@@ -208,18 +211,17 @@ class Collector:
 
     def state(self) -> CollectorState:
         """The state between two batches. It has no rollouts of unfinished groups."""
-        playing = [(pending.task, pending.chain) for pending, _ in self._playing.values()]
+        playing = [pending.task for pending, _ in self._playing.values()]
         finished = sorted(self._finished.values(), key=lambda pending: pending.number)
         return CollectorState(
             taken=self.taken,
             tasks=self.tasks.state(),
             counts=self.tally.counts(),
-            finished=tuple(played_group(pending.rollouts, version=pending.version, chain=pending.chain) for pending in finished),
+            finished=tuple(played_group(pending.rollouts, version=pending.version) for pending in finished),
             filtered=tuple(played_group(rollouts, rule=rule) for rule, rollouts in self._filtered),
             missing=self._missing,
-            begun=tuple(BegunGroup(task=task, chain=chain) for task, chain in [*playing, *self._again]),
-            owed=tuple(OwedGroup(env=env, chain=chain) for env, chain in self._owed),
-            finished_groups=dict(self._finished_groups),
+            begun=(*playing, *self._again),
+            owed=tuple(self._owed),
             durations=tuple(self._durations),
         )
 
@@ -236,21 +238,19 @@ class Collector:
         def carried(group: PlayedGroup) -> list[Rollout]:
             """The group's rollouts with their index in this run; empty if the group does not fit."""
             task = self.tasks.carried(group.task, state.tasks)
-            episodes = {one.member if one.episode is None else one.episode for one in group.rollouts}
-            fits = task is not None and len(episodes) == self.sizes[task.env]
+            fits = task is not None and min(self.min_group, self.sizes[task.env]) <= episodes(group.rollouts) <= self.sizes[task.env]
             return [replace(one, task=task) for one in group.rollouts] if task is not None and fits else []
 
         for group in state.finished:
             if rollouts := carried(group):
                 task = rollouts[0].task
-                self._finished[task.index] = Pending(task, self._begun, group.version, group.chain, 0, 0, time.monotonic(), rollouts)
+                self._finished[task.index] = Pending(task, self._begun, group.version, 0, time.monotonic(), rollouts)
                 self._begun += 1
         self._filtered = [(str(group.rule), rollouts) for group in state.filtered if (rollouts := carried(group))]
-        self._missing = state.missing if set(state.finished_groups) <= set(self.envs) else 0
-        again = [(self.tasks.carried(group.task, state.tasks), group.chain) for group in state.begun]
-        self._again.extend((task, chain) for task, chain in again if task is not None)
-        self._owed.extend((owed.env, owed.chain) for owed in state.owed if owed.env in self.tasks.envs)
-        self._finished_groups |= {env: count for env, count in state.finished_groups.items() if env in self.envs}
+        self._missing = state.missing if set(state.tasks.envs) <= set(self.envs) else 0
+        again = [self.tasks.carried(task, state.tasks) for task in state.begun]
+        self._again.extend(task for task in again if task is not None)
+        self._owed.extend(env for env in state.owed if env in self.tasks.envs)
         self._durations.extend(state.durations)
 
     @property
@@ -318,10 +318,9 @@ class Collector:
                 self._advancing = True
                 asyncio.get_running_loop().call_later(0.0, self._go_on)  # not call_soon: timers and sockets have their turn in between
                 break
-            task, chain = self._next()
+            task = self._again.popleft() if self._again else self.tasks.next(self._owed.popleft() if self._owed else None)
             begun += self.sizes[task.env]
-            finished_before = self._finished_groups[task.env]
-            pending = Pending(task, self._begun, self.version, chain, finished_before, self.sizes[task.env], time.monotonic())
+            pending = Pending(task, self._begun, self.version, self.sizes[task.env], time.monotonic())
             self._begun += 1
             self._playing[task.index] = (pending, asyncio.create_task(self._play(pending)))
         self._changed.set()
@@ -330,32 +329,35 @@ class Collector:
         self._advancing = False
         self._advance()
 
-    def _next(self) -> tuple[Task, int]:
-        """The next task, and how many groups of its environment failed in a row before it."""
-        if self._again:
-            return self._again.popleft()
-        env, chain = self._owed.popleft() if self._owed else (None, 0)
-        return self.tasks.next(env), chain
-
-    def _replace(self, pending: Pending, cause: str, chain: int = 0) -> None:
+    def _replace(self, pending: Pending, cause: str) -> None:
         self.tally.dropped[cause] += self.sizes[pending.task.env]
-        self._owed.append((pending.task.env, chain))
+        self._owed.append(pending.task.env)
 
     async def _play(self, pending: Pending) -> None:
         """Play one group. If it was dropped meanwhile, its result is ignored."""
         task = pending.task
 
-        def member_ended() -> None:
+        def member_ended(rollouts: Sequence[Rollout]) -> None:
             pending.left -= 1
+            try:
+                self.errors.add(rollouts, lambda: sum(one.left for one, _ in self._playing.values() if one.task.env == task.env))
+            except RolloutsFailed as error:
+                self._broken = error
             self._advance()
 
         failure: GroupFailed | None = None
         rule: str | None = None
         try:
-            env = self.envs[task.env]
-            on_policy = self.max_async_level == 0
             pending.rollouts = await play_group(
-                env, task, self.sizes[task.env], self.max_retries, self.tally, member_ended, to_the_end=on_policy, away=self.away
+                self.envs[task.env],
+                task,
+                self.sizes[task.env],
+                self.max_retries,
+                self.tally,
+                member_ended,
+                min_group=self.min_group,
+                on_timeout=self.on_timeout.get(task.env, "drop"),
+                away=self.away,
             )
             rule = self.left_out(pending.rollouts)
             if rule is None:
@@ -368,7 +370,7 @@ class Collector:
         if self._playing.pop(task.index, None) is None:
             return
         if failure is not None:
-            self._count_failure(pending, failure)
+            self._replace(pending, "timeout" if failure.rollout.status == "timeout" else "error")
         elif self._broken is None:
             began, turns = pending.version, [turn for rollout in pending.rollouts for turn in rollout.turns]
             pending.version = min((int(turn.versions.min()) for turn in turns if len(turn.versions)), default=began)
@@ -381,21 +383,8 @@ class Collector:
             else:
                 self._filtered.append((rule, pending.rollouts))
                 if sum(rollouts[0].task.env == task.env for _, rollouts in self._filtered) < self.most_filtered[task.env]:
-                    self._owed.append((task.env, 0))
+                    self._owed.append(task.env)
                 else:
                     self._missing += 1
             self._durations.append(time.monotonic() - pending.began)
-            self._finished_groups[task.env] += 1
         self._advance()
-
-    def _count_failure(self, pending: Pending, failure: GroupFailed) -> None:
-        """Replace a failed group. End the run if its environment has failed too many groups in a row and finished none meanwhile."""
-        env = pending.task.env
-        chain = pending.chain + 1 if self._finished_groups[env] == pending.finished_before else 1
-        self._replace(pending, "timeout" if failure.rollout.status == "timeout" else "error", chain)
-        if chain > self.max_retries:
-            counts = ", ".join(f"{cause}: {count}" for cause, count in self.tally.failed.most_common())
-            self._broken = RolloutsFailed(
-                f"environment {env} failed {chain} groups in a row and finished none (orchestrator.max_retries={self.max_retries}). "
-                f"The last failure: {failure}. Failed rollouts by cause: {counts}"
-            )

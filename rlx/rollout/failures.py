@@ -1,4 +1,4 @@
-"""Counts what failed in a run, by cause, for the closing lines: rollouts that could not be played, and rewards that raised.
+"""Counts what failed in a run, by cause: for the closing lines, and to end a run in which too much fails (`ErrorRate`).
 
 `failures.json` of the run, written after every step since the run's last start:
 `{"scored": {env: rollouts}, "raised": {env: rollouts}, "causes": [{"env": …, "what": "environment_error", "count": 38, "first": text}]}`.
@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterable, Mapping
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,45 @@ from rlx.types import Rollout
 MOST = 200  # different causes that are counted by themselves; the rest are counted together by environment
 OTHERS = "other causes"
 SHOWN = 20  # causes in the file, the most frequent ones
+WINDOW = 64  # rollouts of an environment whose share of failures counts, at least; with many in flight it is longer
+LEAST = 16  # failures that end a run, at least
+KEPT = 1 << 14  # ends of rollouts that are remembered for each environment
+
+
+class RolloutsFailed(RuntimeError):
+    """Too many rollouts of an environment failed. The message names the environment, the errors and how often they came."""
+
+
+class ErrorRate:
+    """Ends a run when more than `most` (`orchestrator.max_error_rate`) of an environment's latest rollouts have failed; 1: never.
+
+    A rollout has failed if it has no reward after all retries, or if one of its reward functions raised. Failures often come before
+    successes, so the rollouts in flight count as successes.
+    """
+
+    def __init__(self, most: float) -> None:
+        self.most = most
+        self._ended: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=KEPT))  # by environment; "": a success
+
+    def add(self, rollouts: Iterable[Rollout], in_flight: Callable[[], int] = lambda: 0) -> None:
+        """Count rollouts that have ended. `in_flight`: how many of their environment have not. Raises RolloutsFailed."""
+        for rollout in rollouts:
+            if rollout.status == "cancelled":  # another member of its group has failed
+                continue
+            env, raised = rollout.task.env, bool(rollout.metrics.get(REWARD_ERROR))
+            ended = self._ended[env]
+            ended.append(f"{RAISED if raised else rollout.stop}: {rollout.error}" if rollout.status != "ok" or raised else "")
+            if ended[-1] and self.most < 1:
+                others = in_flight()
+                latest = list(ended)[-max(WINDOW, math.ceil(2 * others / (1 - self.most))) :]
+                failed = [text for text in latest if text]
+                if len(failed) > max(LEAST - 1, self.most * (len(latest) + others)):
+                    kinds = Counter(map(kind_of_text, failed))
+                    often = [f"{count} × {next(t for t in failed if kind_of_text(t) == kind)}" for kind, count in kinds.most_common(3)]
+                    raise RolloutsFailed(
+                        f"environment {env}: {len(failed)} of its latest {len(latest)} rollouts failed "
+                        f"(orchestrator.max_error_rate={self.most:g}): {'; '.join(often)}"
+                    )
 
 
 @dataclass

@@ -1,8 +1,9 @@
 """Plays the rollouts of one task and counts the outcomes of all rollouts since the run began.
 
-A member that fails is played again with other sampling seeds, up to `max_retries` times. Where rewards compare the members, the whole
-group is played again. After a timeout there is no retry: the group fails at once. A timeout while no server took requests does not count:
-the member is played again under the same attempt number, so with the same seeds.
+A member that fails is played again with other sampling seeds, up to `max_retries` times; after a timeout there is no retry. What then has
+no score costs itself, not its group: the survivors are the group, if they are at least `min_group`. Where rewards compare the members, the
+whole group is played again, and fails as a whole. A timeout while no server took requests does not count: the member is played again under
+the same attempt number, so with the same seeds.
 Batches and policy versions belong to `rlx.rollout.collector`.
 """
 
@@ -25,6 +26,7 @@ from rlx.types import Rollout, Task
 
 log = logging.getLogger(__name__)
 
+TIMED_OUT = "timed_out"  # metric: 1 if the rollout ran out of time and counts with the reward 0 (`envs.NAME.on_timeout`)
 DIFFER = "tasks_differ"  # metric: 1 if the rollout is compared with others of its group that had another task
 LARGEST = (2 - 2**-23) * 2.0**127  # largest float32; advantages go to the trainer in float32
 
@@ -37,8 +39,13 @@ def compared(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
     return list(parts.values())
 
 
+def episodes(rollouts: Sequence[Rollout]) -> int:
+    """How many members of a group these rollouts are of: an episode may give several."""
+    return len({one.member if one.episode is None else one.episode for one in rollouts})
+
+
 class GroupFailed(Exception):
-    """One rollout of a group failed for good, so the group is dropped."""
+    """Fewer than `min_group` rollouts of a group have a score, so the group is dropped. `rollout`: the first one without."""
 
     def __init__(self, rollout: Rollout) -> None:
         super().__init__(f"{rollout.task.env}, example {rollout.task.example_id}: {rollout.stop}: {rollout.error}")
@@ -101,35 +108,42 @@ async def play_group(
     size: int,
     max_retries: int,
     tally: Tally,
-    on_end: Callable[[], None] = lambda: None,
-    to_the_end: bool = False,
+    on_end: Callable[[Sequence[Rollout]], None] = lambda _: None,
+    *,
+    min_group: int = 2,
+    on_timeout: str = "drop",
     away: Callable[[], float] = lambda: 0.0,
 ) -> list[Rollout]:
-    """The scored rollouts of `task`, by member: `size` of them, or more if several runs of an episode are trained.
+    """The scored rollouts of `task`, by member: at most `size` of them, or more if several runs of an episode are trained.
 
-    `on_end` is called once for each member when it has ended.
+    `on_end` is called with the last attempt's rollouts of each member when it has ended; one that failed for good has its `status`.
+    `min_group`: members that must have a score. `on_timeout`: see `settled`. `away`: see `play_through`.
 
-    Where rewards compare the group, one request plays the whole group. Otherwise each member has its own request, and when one fails the
-    others are cancelled. With `to_the_end` the others finish first, so that the counts do not depend on which member ends first.
-    `away`: see `play_through`.
+    Where rewards compare the group, one request plays the whole group. Otherwise each member has its own request.
     Raises GroupFailed. No task is left running after a failure or a cancellation.
     """
-    if env.scores_groups:
+    parts = [range(size)] if env.scores_groups else [range(member, member + 1) for member in range(size)]
+
+    async def play(members: Sequence[int]) -> list[Rollout]:
+        ended: list[Rollout] = []
         try:
-            return await _play(env, task, range(size), max_retries, tally, away)
+            ended = await _play(env, task, members, max_retries, tally, on_timeout, away)
+            if not env.scores_groups or all(rollout.status == "ok" for rollout in ended):
+                ended = [_count(rollout, tally) if rollout.status == "ok" else rollout for rollout in ended]
+            return ended
         finally:
-            for _ in range(size):
-                on_end()
-    members = [asyncio.create_task(_play(env, task, [member], max_retries, tally, away)) for member in range(size)]
-    for member in members:
-        member.add_done_callback(lambda _: on_end())
+            for member in members:
+                on_end([rollout for rollout in ended if rollout.member == member])
+
+    members = [asyncio.create_task(play(part)) for part in parts]
     try:
-        if to_the_end:
-            await asyncio.wait(members)
-        played = await asyncio.gather(*members)
-        if all(len(rollouts) == 1 for rollouts in played):
-            return _with_all([rollout for (rollout,) in played])
-        whole = [rollout for rollouts in played for rollout in rollouts]
+        played = [rollouts for ended in await asyncio.gather(*members) for rollouts in _by_member(ended)]
+        scored = [rollouts for rollouts in played if all(rollout.status == "ok" for rollout in rollouts)]
+        whole = [rollout for rollouts in scored for rollout in rollouts]
+        if len(scored) < (size if env.scores_groups else min(min_group, size)):
+            raise GroupFailed(next(one for rollouts in played for one in rollouts if one.status not in ("ok", "cancelled")))
+        if len(whole) == len(scored):
+            return _with_all(whole)
         return [replace(rollout, member=member, episode=rollout.member) for member, rollout in enumerate(whole)]
     except BaseException:
         for member in members:
@@ -156,34 +170,37 @@ def _say_different(env: str) -> None:
     )
 
 
+def _by_member(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
+    found: dict[int, list[Rollout]] = {}
+    for rollout in rollouts:
+        found.setdefault(rollout.member, []).append(rollout)
+    return list(found.values())
+
+
 async def _play(
-    env: Environment, task: Task, members: Sequence[int], max_retries: int, tally: Tally, away: Callable[[], float]
+    env: Environment, task: Task, members: Sequence[int], max_retries: int, tally: Tally, on_timeout: str, away: Callable[[], float]
 ) -> list[Rollout]:
-    """Play these members until all of them succeed in one attempt. Raises GroupFailed."""
-    done: dict[int, list[Rollout]] = {member: [] for member in members}
+    """Play these members until each has succeeded, timed out or failed too often: the rollouts of its last attempt, in their order."""
+    done: dict[int, list[Rollout]] = {}
     left = list(members)
     for attempt in range(max_retries + 1):
         answered = await play_through(env, task, left, attempt, away)
         played = [one for rollout in answered for one in (replace(rollout, others=()), *rollout.others)]
-        rollouts = [checked(rollout) for rollout in played]
+        rollouts = [checked(settled(rollout, on_timeout)) for rollout in played]
+        done |= {own[0].member: own for own in _by_member(rollouts)}
         if all(rollout.status == "ok" for rollout in rollouts):
-            for rollout in rollouts:
-                done[rollout.member].append(rollout)
-            return [_count(rollout, tally) for member in members for rollout in done[member]]
+            break
         if not all(rollout.status == "ok" for rollout in played) and not any(rollout.status == "cancelled" for rollout in played):
             # Some failed, and the others have rewards all the same: these do not compare the group. A group of environments
             # (`EnvGroup`) whose other members do compare asks for whole groups, too.
             left = sorted({rollout.member for rollout in rollouts if rollout.status != "ok"})
-            for rollout in rollouts:
-                if rollout.member not in left:
-                    done[rollout.member].append(rollout)
         failed = [rollout for rollout in rollouts if rollout.status in ("error", "timeout")]
         assert failed, f"{task.env} cancelled rollouts although none failed: {[rollout.stop for rollout in rollouts]}"
         for rollout in failed:
             tally.add_failure(rollout)
-        if late := [rollout for rollout in failed if rollout.status == "timeout"]:
-            raise GroupFailed(late[0])
-    raise GroupFailed(failed[0])
+        if any(rollout.status == "timeout" for rollout in failed):
+            break
+    return [rollout for member in members for rollout in done[member]]
 
 
 def _count(rollout: Rollout, tally: Tally) -> Rollout:
@@ -192,6 +209,13 @@ def _count(rollout: Rollout, tally: Tally) -> Rollout:
     tally.tokens += rollout.num_completion_tokens
     tally.requests += len(rollout.turns)
     return rollout
+
+
+def settled(rollout: Rollout, on_timeout: str) -> Rollout:
+    """A rollout that ran out of time, under the rule of `envs.NAME.on_timeout`: with `zero`, what was sampled of it has the reward 0."""
+    if on_timeout == "drop" or rollout.status != "timeout" or not rollout.turns:
+        return rollout
+    return replace(rollout, status="ok", reward=0.0, is_truncated=True, metrics={**rollout.metrics, TIMED_OUT: 1.0})
 
 
 def checked(rollout: Rollout) -> Rollout:

@@ -17,8 +17,8 @@ from rlx.config.evaluated import evaluated
 from rlx.config.schema_eval import EvalRoot
 from rlx.envs.base import Environment
 from rlx.paths import RunPaths
-from rlx.rollout.batch import RewardErrors
 from rlx.rollout.evaluate import facts_of, write_scores
+from rlx.rollout.failures import ErrorRate
 from rlx.rollout.models import Model, Origin
 from rlx.rollout.play import FIRST, Job, NothingWorks, Player, Records, in_turn, jobs_of, note_weights, other_weights
 from rlx.rollout.results import Outcome, outcome_of
@@ -40,7 +40,7 @@ class Scored:
         self.specs = evaluated(config)
         self.began = time.monotonic()
         self.tokens = 0  # sampled in this attempt
-        self._reward_errors = RewardErrors(config.orchestrator.max_reward_errors)
+        self._errors = ErrorRate(config.orchestrator.max_error_rate)
         self._failures: dict[str, list[Outcome]] = {name: [] for name in self.specs}  # since the last rollout that did not fail
         self._succeeded = dict.fromkeys(self.specs, False)
         self._records, self._outcomes = {}, {}
@@ -131,7 +131,7 @@ class Scored:
         outcomes = [outcome_of(rollout) for rollout in rollouts]
         self.tokens += sum(one.num_tokens or 0 for one in outcomes)
         self._failures[job.env] += outcomes
-        self._reward_errors.check([rollouts])
+        self._errors.add(rollouts, lambda: self.player.in_flight)
         if not all(one.failed for one in outcomes):
             self._succeeded[job.env] = True
             self._flush(job.env)

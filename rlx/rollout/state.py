@@ -39,26 +39,9 @@ class PlayedGroup:
     """A group that was played but is not in a batch yet. `task` holds the row of its example; its rollouts' tasks have an empty row."""
 
     task: Task
-    rollouts: tuple[Rollout, ...]  # G
+    rollouts: tuple[Rollout, ...]  # min_group … G
     version: int = 0  # oldest version of its tokens
-    chain: int = 0  # groups of its environment that failed in a row just before it
     rule: str | None = None  # the filter rule that dropped it; None: it waits for a batch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BegunGroup:
-    """A group that was in flight. It is played again from its start."""
-
-    task: Task
-    chain: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OwedGroup:
-    """An environment that gets one more group, in place of one that failed or was filtered."""
-
-    env: str
-    chain: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +65,8 @@ class CollectorState:
     finished: tuple[PlayedGroup, ...]  # in the order in which they began
     filtered: tuple[PlayedGroup, ...]
     missing: int  # groups that the next batch lacks: filtered and not replaced
-    begun: tuple[BegunGroup, ...]
-    owed: tuple[OwedGroup, ...]
-    finished_groups: dict[str, int]  # by environment
+    begun: tuple[Task, ...]  # of the groups that were in flight; they are played again from their start
+    owed: tuple[str, ...]  # environments that get one more group, in place of one that failed or was filtered
     durations: tuple[float, ...]  # seconds of the groups that finished most recently
 
 
@@ -92,20 +74,20 @@ class CollectorState:
 class OrchestratorState:
     """The orchestrator's part of a checkpoint."""
 
-    SCHEMA: ClassVar[str] = "rlx.OrchestratorState/2"
+    SCHEMA: ClassVar[str] = "rlx.OrchestratorState/3"
 
     collector: CollectorState
     advantage: Any = None  # `state_dict()` of an advantage that keeps state; else None
 
 
-def played_group(rollouts: Sequence[Rollout], *, version: int = 0, chain: int = 0, rule: str | None = None) -> PlayedGroup:
+def played_group(rollouts: Sequence[Rollout], *, version: int = 0, rule: str | None = None) -> PlayedGroup:
     """The group as a checkpoint record. Objects in prompts and completions that a file cannot hold become their `repr`."""
     task = rollouts[0].task
     bare = replace(task, row={})
     kept = tuple(
         replace(rollout, task=bare, prompt=readable(rollout.prompt), completion=readable(rollout.completion)) for rollout in rollouts
     )
-    return PlayedGroup(task=task, rollouts=kept, version=version, chain=chain, rule=rule)
+    return PlayedGroup(task=task, rollouts=kept, version=version, rule=rule)
 
 
 def readable(value: Any) -> Any:

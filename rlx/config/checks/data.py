@@ -63,6 +63,16 @@ def whole_groups(cfg: Config, of: Show) -> Iterator[str]:
         )
 
 
+@rule("orchestrator.min_group", "orchestrator.rollouts_per_example", "envs")
+def survivors(cfg: Config, of: Show) -> Iterator[str]:
+    for name in cfg.envs:
+        own, size = cfg.envs[name].rollouts_per_example is not None, cfg.group_size(name)
+        if cfg.orchestrator.min_group > max(size, 2):  # a group of one needs no second rollout
+            key = f"envs.{name}.rollouts_per_example" if own else "orchestrator.rollouts_per_example"
+            yield f"a group of {of(key)} rollouts never has {of('orchestrator.min_group')} with a score. Lower orchestrator.min_group."
+            return
+
+
 @rule("trainer.num_minibatches", "orchestrator.batch_size", "orchestrator.rollouts_per_example", "envs")
 def minibatches(cfg: Config, of: Show) -> Iterator[str]:
     groups = cfg.num_groups

@@ -47,7 +47,7 @@ def targets_named(cfg: Config, of: Show) -> Iterator[str]:
             yield f"`{name}._target_` must be the dotted path of a function or class: {shown}. Choose a preset: {name}=NAME."
 
 
-@rule("orchestrator.rollouts_per_example", "envs", "advantage")
+@rule("orchestrator.rollouts_per_example", "orchestrator.min_group", "envs", "advantage")
 def group_of_one(cfg: Config, of: Show) -> Iterator[str]:
     run = "orchestrator.rollouts_per_example"
     for advantage, envs in scored_by(cfg):
@@ -57,6 +57,7 @@ def group_of_one(cfg: Config, of: Show) -> Iterator[str]:
         sizes = {f"envs.{env}.rollouts_per_example": cfg.envs[env].rollouts_per_example for env in envs}
         if not sizes or None in sizes.values():
             sizes[run] = cfg.orchestrator.rollouts_per_example
+        sizes["orchestrator.min_group"] = cfg.orchestrator.min_group
         none = f"envs.{envs[0]}.advantage=none" if envs and cfg.envs[envs[0]].advantage else "advantage=none"
         for key, size in sizes.items():
             if size == 1:
