@@ -124,9 +124,9 @@ def simulate(load: Load, limit: int | None, seconds: float, seed: int = 0) -> tu
             looked += LOOK
             stats = {
                 "perf/servers": 1, "perf/running": len(running), "perf/waiting": len(waiting), "perf/preemptions": preemptions,
-                "perf/kv_cache_usage": cached / load.cache,
+                "perf/kv_cache_usage": cached / load.cache, "perf/answered": answered,
             }  # fmt: skip
-            most = controller.look(stats, in_flight, answered)
+            most = controller.look(stats, in_flight)
     return (tokens - counted) / (now - counted_at), preemptions, most
 
 
@@ -141,7 +141,6 @@ class Lanes:
         self.sampler, self.load, self.max_concurrent = sampler, load, limit
         self.rng = random.Random(0)
         self.envs: dict[str, Any] = {}
-        self.requests = 0
         self.done: list[tuple[float, int]] = []  # time, tokens of an answer
         self.playing: set[asyncio.Task[None]] = set()
         self.serial = 0
@@ -167,7 +166,6 @@ class Lanes:
     async def play(self, number: int, tokens: int) -> None:
         prompt = [10 + (number * 7 + place * 13) % 80 for place in range(self.load.prompt)]
         await self.sampler.generate(prompt, {"max_tokens": tokens, "min_tokens": tokens, "seed": number}, str(number), number)
-        self.requests += 1
         self.done.append((time.monotonic(), tokens))
 
     async def close(self) -> None:

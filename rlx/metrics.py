@@ -130,6 +130,7 @@ METRICS: dict[str, str] = {
     "the next two: mean over the step)",
     "perf/running": "requests being decoded at that moment",
     "perf/waiting": "requests queued at that moment",
+    "perf/answered": "requests that the servers have finished since they started, sum of the servers",
     "perf/preemptions": "requests preempted for lack of KV cache since the server started, sum of the servers; those that an update "
     "interrupts are not counted",
     "perf/prefix_cache_hits": "share of the prompts' tokens since the servers started that were not computed, because they were in the "

@@ -176,7 +176,14 @@ def test_the_load_keeps_its_number_of_requests_in_flight_and_records_every_step(
 
     class Servers:
         async def stats(self) -> dict[str, float]:
-            return {"perf/kv_cache_usage": 0.5, "perf/running": 5.0, "perf/waiting": 0.0, "perf/preemptions": 2.0, "perf/servers": 1.0}
+            return {
+                "perf/kv_cache_usage": 0.5,
+                "perf/running": 5.0,
+                "perf/waiting": 0.0,
+                "perf/preemptions": 2.0,
+                "perf/answered": 0,
+                "perf/servers": 1.0,
+            }
 
         async def states(self) -> list[ServerState]:
             return [state_of()]

@@ -127,6 +127,7 @@ def test_metrics_and_models_are_read() -> None:
             "num_requests_waiting": 0,
             "kv_cache_usage_perc": 0.25,
             "num_preemptions_total": 3,
+            "request_success_total": 0,
             "generation_tokens_total": 70,
             "prompt_tokens_total": 40,
             "prefix_cache_queries_total": 40,

@@ -258,6 +258,7 @@ def test_statistics_are_of_all_servers() -> None:
             "perf/running": 0,
             "perf/waiting": 4,
             "perf/preemptions": 6,
+            "perf/answered": 0,
             "perf/prefix_cache_hits": 0.25,
             "perf/weights_compared": 0.0,
         }

@@ -85,7 +85,14 @@ class StandInServers(StandIn):
         await asyncio.Event().wait()
 
     async def stats(self) -> dict[str, float]:
-        return {"perf/servers": 1, "perf/kv_cache_usage": 0.25, "perf/running": 0, "perf/waiting": 0, "perf/preemptions": 0}
+        return {
+            "perf/servers": 1,
+            "perf/kv_cache_usage": 0.25,
+            "perf/running": 0,
+            "perf/waiting": 0,
+            "perf/preemptions": 0,
+            "perf/answered": 0,
+        }
 
 
 class StandInTrainer:

@@ -26,15 +26,15 @@ class Engines:
     def __init__(self, slots: int = 100, servers: int = 1) -> None:
         self.controller = Controller(slots, servers)
         self.stats = {"perf/servers": servers, "perf/running": 0, "perf/waiting": 0, "perf/preemptions": 0, "perf/kv_cache_usage": 0.5}
-        self.answered = 0
+        self.stats["perf/answered"] = 0
 
     def look(self, in_flight: int, preempted: int = 0, answered: int = 10, held: int = 0, **stats: float) -> int:
         self.stats |= {f"perf/{name}": value for name, value in stats.items()}
         limit = 0
         for _ in range(WINDOW):
             self.stats["perf/preemptions"] += preempted / WINDOW
-            self.answered += answered
-            limit = self.controller.look(self.stats, in_flight, self.answered, held)
+            self.stats["perf/answered"] += answered
+            limit = self.controller.look(self.stats, in_flight, held)
         return limit
 
 
@@ -64,7 +64,7 @@ def test_a_queue_that_stays_lowers_it_and_a_burst_does_not() -> None:
     engines.look(in_flight=100, running=100)
     for waiting in (50, 0, 50, 50):
         engines.stats |= {"perf/waiting": waiting}
-        limit = engines.controller.look(engines.stats, 125, engines.answered)
+        limit = engines.controller.look(engines.stats, 125)
     assert limit == 156
     assert engines.look(in_flight=156, running=100, waiting=56) == 128
     assert engines.look(in_flight=128, running=100, waiting=28) == 114
@@ -122,7 +122,14 @@ def test_a_batch_on_policy_is_the_same_whatever_the_limit_does(monkeypatch: pyte
             self.looks += 1
             if self.looks % 7 == 0:
                 raise ServerUnreachable("for a moment")
-            return {"perf/servers": 1, "perf/running": 4, "perf/waiting": self.looks % 3, "perf/preemptions": 0, "perf/kv_cache_usage": 0}
+            return {
+                "perf/servers": 1,
+                "perf/running": 4,
+                "perf/waiting": self.looks % 3,
+                "perf/preemptions": 0,
+                "perf/answered": 0,
+                "perf/kv_cache_usage": 0,
+            }
 
     async def main() -> Any:
         env, fleet = FakeEnv(lambda *_: 0.004), Fleet()

@@ -188,7 +188,14 @@ def test_an_evaluation_follows_its_engines(monkeypatch: pytest.MonkeyPatch) -> N
         async def stats(self) -> dict[str, float]:
             seen.append(player.max_concurrent)
             preempted = 1000.0 * max(0, len(seen) - 40)
-            return {"perf/servers": 1, "perf/running": 4, "perf/waiting": 0, "perf/preemptions": preempted, "perf/kv_cache_usage": 0.5}
+            return {
+                "perf/servers": 1,
+                "perf/running": 4,
+                "perf/waiting": 0,
+                "perf/preemptions": preempted,
+                "perf/answered": 0,
+                "perf/kv_cache_usage": 0.5,
+            }
 
     async def main() -> None:
         following = asyncio.create_task(concurrency.follow(cfg, Engines(), player))

@@ -24,6 +24,8 @@ REMOVED = {  # key of an earlier version -> what holds now
     "weight_broadcast.keep_kv": "An update always computes the keys and values of running requests again.",
     "weight_broadcast.in_turn": "All servers are updated at the same time.",
     "orchestrator.max_reward_errors": "Use orchestrator.max_error_rate; 1 for any number.",
+    "orchestrator.max_off_policy_steps": "Use max_async_level: no token is trained that is older than so many versions.",
+    "max_off_policy_steps": "Use max_async_level: no token is trained that is older than so many versions.",
     "hardware.data_parallel": "Use hardware.inference_replicas for more servers.",
     "hardware.data_parallel_local": "Use hardware.inference_replicas for more servers.",
 }

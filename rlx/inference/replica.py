@@ -224,6 +224,7 @@ def totals(metrics: list[dict[str, float]]) -> dict[str, float]:
         "perf/running": total["num_requests_running"],
         "perf/waiting": total["num_requests_waiting"],
         "perf/preemptions": total["num_preemptions_total"],
+        "perf/answered": total["request_success_total"],
         **({"perf/prefix_cache_hits": total["prefix_cache_hits_total"] / queries} if queries else {}),
     }
 

@@ -211,8 +211,8 @@ def models_of(body: bytes) -> list[tuple[str, str, int]]:
 
 
 METRIC = re.compile(r"^vllm:(\w+)(?:\{[^}]*\})? ([-+.\deE]+)$", re.MULTILINE)
-COUNTED = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total", "generation_tokens_total",
-           "prompt_tokens_total", "prefix_cache_queries_total", "prefix_cache_hits_total")  # fmt: skip
+COUNTED = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total", "request_success_total",
+           "generation_tokens_total", "prompt_tokens_total", "prefix_cache_queries_total", "prefix_cache_hits_total")  # fmt: skip
 
 
 def metrics_of(body: bytes) -> dict[str, float]:

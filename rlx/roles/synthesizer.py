@@ -81,7 +81,7 @@ class Synthesizer:
     def _played(self, job: Job, rollouts: list[Rollout]) -> None:
         self.failures.add(rollouts)
         self.synthesis.take(job, rollouts, self.policies[job.env])
-        self.errors.add(rollouts, lambda: self.player.in_flight)
+        self.errors.add([one for one in rollouts if one.status == "ok"], lambda: self.player.in_flight)
 
     async def _beat(self) -> None:
         """Report the current phase and the progress."""

@@ -157,11 +157,6 @@ class Collector:
         self.version = version
         self._advance()
 
-    @property
-    def requests(self) -> int:
-        """Requests answered since the run began, of finished rollouts."""
-        return self.tally.requests
-
     def set_max_concurrent(self, limit: int) -> None:
         """At most this many rollouts in flight from now on. More groups start at once; those in flight go on."""
         more, self.max_concurrent = limit > self.max_concurrent, limit

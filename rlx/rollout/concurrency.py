@@ -44,14 +44,14 @@ class Controller:
         self.why = ""  # the latest change, in words
         self._looks: list[tuple[float, float, float, float, float]] = []  # in flight, running, waiting, cache usage, held by workers
         self._preemptions: float | None = None
-        self._answered = 0
+        self._answered = 0.0
 
-    def look(self, stats: Mapping[str, float], in_flight: int, answered: int, held: int = 0) -> int:
-        """The limit after one more look. `stats`: `Fleet.stats`. `answered`: requests answered since the run began.
+    def look(self, stats: Mapping[str, float], in_flight: int, held: int = 0) -> int:
+        """The limit after one more look. `stats`: `Fleet.stats`.
 
         `held`: rollouts that wait until the workers of their environments have computed for others.
         """
-        servers = int(stats["perf/servers"])
+        servers, answered = int(stats["perf/servers"]), stats["perf/answered"]
         if servers != self.servers:
             self.limit, self._known_bad = self.limit * servers / self.servers, self._known_bad * servers / self.servers
             self.servers, self._preemptions, self._looks = servers, None, []
@@ -63,7 +63,7 @@ class Controller:
             self._preemptions, self._answered, self._looks = stats["perf/preemptions"], answered, []
         return round(self.limit)
 
-    def _decide(self, preempted: float, answered: int) -> None:
+    def _decide(self, preempted: float, answered: float) -> None:
         slots = self.slots * self.servers
         in_flight, running, waiting, usage, held = (list(column) for column in zip(*self._looks, strict=True))
         used = min(self.limit, max(in_flight))
@@ -105,11 +105,6 @@ class Playing(Protocol):
         """Rollouts."""
         ...
 
-    @property
-    def requests(self) -> int:
-        """Requests answered since it began, of finished rollouts."""
-        ...
-
     def set_max_concurrent(self, limit: int) -> None: ...
 
 
@@ -126,7 +121,7 @@ async def follow(config: PlayRoot, engines: Engines, playing: Playing) -> None:
             stats = await engines.stats()
         except InferenceError:
             continue
-        playing.set_max_concurrent(controller.look(stats, playing.in_flight, playing.requests, waiting_for_workers(playing.envs)))
+        playing.set_max_concurrent(controller.look(stats, playing.in_flight, waiting_for_workers(playing.envs)))
         if not 0.8 < controller.limit / said < 1.25:
             log.info("at most %d rollouts in flight (before: %d): %s", controller.limit, said, controller.why)
             said = controller.limit

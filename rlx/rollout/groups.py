@@ -58,7 +58,6 @@ class Tally:
 
     finished: int = 0  # rollouts that were played and scored
     tokens: int = 0  # sampled tokens of finished rollouts
-    requests: int = 0  # turns of finished rollouts since this process began
     failed: Counter[str] = field(default_factory=Counter)  # rollouts that failed, by cause
     dropped: Counter[str] = field(default_factory=Counter)  # rollouts of groups that were dropped, by cause
     failures: list[Rollout] = field(default_factory=list)  # the failed rollouts since the caller last emptied this list
@@ -207,7 +206,6 @@ def _count(rollout: Rollout, tally: Tally) -> Rollout:
     rollout = replace(rollout, arrival=tally.finished)
     tally.finished += 1
     tally.tokens += rollout.num_completion_tokens
-    tally.requests += len(rollout.turns)
     return rollout
 
 

@@ -99,7 +99,6 @@ class Player:
         self.played, self.check, self.away = played, check, away
         self._most = max_concurrent
         self.begun = self.finished = 0  # rollouts
-        self.requests = 0  # that were answered, of finished attempts
         self._in_flight: dict[Job, float] = {}  # with the monotonic seconds at which it began
 
     async def play(self, jobs: Iterable[Job]) -> None:
@@ -167,7 +166,6 @@ class Player:
         try:
             for attempt in range(self.max_retries + 1):
                 rollouts = await play_through(env, job.task, job.members, attempt, self.away)
-                self.requests += sum(len(rollout.turns) for rollout in rollouts)
                 for rollout in rollouts:
                     self.check(rollout)
                 if all(rollout.status == "ok" for rollout in rollouts) or any(rollout.status == "timeout" for rollout in rollouts):

@@ -131,7 +131,7 @@ class Scored:
         outcomes = [outcome_of(rollout) for rollout in rollouts]
         self.tokens += sum(one.num_tokens or 0 for one in outcomes)
         self._failures[job.env] += outcomes
-        self._errors.add(rollouts, lambda: self.player.in_flight)
+        self._errors.add([one for one in rollouts if one.status == "ok"], lambda: self.player.in_flight)  # the others: below
         if not all(one.failed for one in outcomes):
             self._succeeded[job.env] = True
             self._flush(job.env)

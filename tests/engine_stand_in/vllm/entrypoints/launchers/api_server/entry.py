@@ -19,7 +19,14 @@ from tokenizers import Tokenizer
 from rlx.process import die_with_parent
 from rlx.weights.files import identity
 
-NUMBERS = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total", "generation_tokens_total")
+NUMBERS = (
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "num_preemptions_total",
+    "request_success_total",
+    "generation_tokens_total",
+)
 
 
 class Engine:
