@@ -257,7 +257,8 @@ def same(ours: dict, theirs: dict, tolerance: float, updated: float | None = Non
 def test_gradients_metrics_and_weights_of_several_processes_equal_those_of_one(case, ranks, results):
     folder = results[case]
     together = "together" in CASES[case][1]  # then weights are compared; AdamW enlarges rounding near 0: 1.6e-5 was seen
-    updated = ROUNDED if together or "muon" in CASES[case][1] else None
+    # Gradients agree within 1e-6, but the first step of AdamW also enlarges those near 0: 2.5e-5 was seen with shared experts.
+    updated = ROUNDED if together or "muon" in CASES[case][1] or case == "divided_shared_experts" else None
     same(outcome(folder, ranks), outcome(folder, 1), 1e-5, updated=updated, weights=5e-5 if together else None)
     versions = [RunPaths(folder / f"out_{n}").weights_of(1) for n in (1, ranks)]
     for version in versions:

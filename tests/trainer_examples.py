@@ -33,7 +33,7 @@ def make_model(config_class: type = Qwen3Config, seed: int = 0, **keys: Any) -> 
         hf = AutoModelForCausalLM.from_config(config_class(**{**SIZES, **keys}), dtype=torch.float32).eval()
         for name, weight in hf.named_parameters():
             if name.endswith("mlp.gate.weight") and not weight.any():  # Ernie's router in transformers 5.19: all experts would tie
-                torch.nn.init.normal_(weight, std=hf.config.initializer_range)
+                torch.nn.init.normal_(weight)
         return hf
 
 
