@@ -158,3 +158,23 @@ def test_what_a_user_says_behind_kept_reasoning_is_trained_at_its_place() -> Non
     spoken = ["".join(tokenizer.decode([token]) for token, _ in run) for on, run in groupby(
         zip(part.token_ids, part.trained, strict=True), key=lambda pair: pair[1]) if on]  # fmt: skip
     assert spoken == ["two", qwen3(answers[0]), "three", qwen3(answers[1])]
+
+
+def test_what_a_later_turn_sees_of_earlier_reasoning_is_what_was_chosen() -> None:
+    """`keep` shows all of it, `template` what the template shows; where the template drops nothing, both keep the sampled tokens."""
+    _, eos, special, _, _ = FAMILIES["qwen3"]
+    tokenizer = tokenizer_of("qwen3", eos, special or ("<|endoftext|>", "<tool_response>", "</tool_response>"))
+    keeps = load_chat(tokenizer, model_config(renderer="qwen3"))
+    template = load_chat(tokenizer, model_config(renderer="qwen3"), keeps_thinking=False)
+    prompt: list = [{"role": "user", "content": "two and three?"}]
+    answer = {"role": "assistant", "reasoning_content": "let me add", "content": "Five."}
+    spelled = "<think>\nlet me add\n</think>\n\nFive.  "  # two spaces that the template would strip
+    turn = as_turn(keeps.render(prompt), [*keeps.encode(spelled), keeps.stop_token_ids[0]])
+    known = [*turn.prompt_ids.tolist(), *turn.completion_ids.tolist()]
+    user, tool = {"role": "user", "content": "sure?"}, {"role": "tool", "tool_call_id": "a", "content": "5"}
+    assert keeps.extend(turn, [*prompt, answer], [user])[: len(known)] == known
+    for chat in (template, keeps.plain):
+        later = chat.extend(turn, [*prompt, answer], [user])
+        assert later == template.render([*prompt, answer, user])
+        assert "let me add" not in tokenizer.decode(later)
+        assert chat.extend(turn, [*prompt, answer], [tool])[: len(known)] == known, "tools answer: the reasoning stays"

@@ -17,7 +17,7 @@ from rlx.config.elsewhere import is_away
 from rlx.config.errors import ConfigError, may_read
 from rlx.config.tree import called_a_secret
 
-OF_THE_RUN = ("seed", "seq_len", "model", "lora", "sampling", "inference.max_model_len", "orchestrator.trajectory_strategy", "envs")
+OF_THE_RUN = ("seed", "seq_len", "model", "lora", "sampling", "inference.max_model_len", "orchestrator.trajectory_strategy", "chat", "envs")
 """What evaluation and synthesis take from the run whose weights they use; `envs` only if no environment is chosen.
 
 An entry of `envs` without `id` says how an environment of the run differs.

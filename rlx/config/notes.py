@@ -9,7 +9,7 @@ from typing import Any
 
 from rlx.config.checks.run import is_path
 from rlx.config.elsewhere import is_elsewhere
-from rlx.config.schema import CommandConfig, TrainingRoot
+from rlx.config.schema import CommandConfig, Config, TrainingRoot
 from rlx.config.tree import Origins
 
 SIZES = {  # key of `model` -> its name in the config.json of most families
@@ -28,6 +28,12 @@ def notes_of(cfg: Any, origins: Origins) -> Iterator[str]:
         yield from _warm_up(cfg, origins)
     if isinstance(cfg, CommandConfig):
         yield from _sizes_of_the_folder(cfg, origins)
+    if isinstance(cfg, Config) and cfg.plays and cfg.model.strips_thinking and cfg.keeps_thinking and cfg.chat.thinking is None:
+        yield (
+            "in training later turns see the model's earlier reasoning, which its chat template drops "
+            f"({origins.show('orchestrator.trajectory_strategy', cfg.orchestrator.trajectory_strategy)}); evaluations and other "
+            "servers show what the template shows. chat.thinking=template trains as they play, chat.thinking=keep evaluates as in training"
+        )
 
 
 def _warm_up(cfg: TrainingRoot, origins: Origins) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typing import ClassVar
 from rlx.config.keys import MISSING, key, section
 from rlx.config.schema_launch import KubernetesConfig, LauncherConfig, SlurmConfig
 from rlx.config.schema_model import HardwareConfig, InferenceConfig, LoraConfig, ModelConfig, RunConfig, UpdateConfig
-from rlx.config.schema_rollout import EnvConfig, PlayConfig, SamplingConfig
+from rlx.config.schema_rollout import ChatConfig, EnvConfig, PlayConfig, SamplingConfig
 
 
 @dataclass
@@ -102,6 +102,7 @@ class PlayRoot(CommandConfig):
 
     envs: dict[str, EnvConfig] = key({}, "the environments, by name")
     sampling: SamplingConfig = section(SamplingConfig)
+    chat: ChatConfig = section(ChatConfig)
     orchestrator: PlayConfig = section(PlayConfig)
     inference: InferenceConfig = section(InferenceConfig)
     weight_broadcast: UpdateConfig = section(UpdateConfig)
@@ -115,6 +116,11 @@ class PlayRoot(CommandConfig):
     def plays(self) -> bool:
         """Whether this run plays environments at all."""
         return True
+
+    @property
+    def keeps_thinking(self) -> bool:
+        """Whether later turns of what is trained see all earlier reasoning."""
+        return (self.chat.thinking or ("keep" if self.orchestrator.trajectory_strategy == "interleaved" else "template")) == "keep"
 
     @property
     def num_servers(self) -> int:

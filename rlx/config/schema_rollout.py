@@ -233,6 +233,19 @@ class BufferConfig:
 
 
 @dataclass
+class ChatConfig:
+    """What the model sees of a conversation. How its samples are merged is `orchestrator.trajectory_strategy`."""
+
+    thinking: str | None = key(
+        None,
+        "what a later turn sees of the model's own earlier reasoning: `keep`: all of it, token for token, if the package `renderers` knows "
+        "the model; `template`: what the chat template shows, as servers of others do; null: `keep` where interleaved turns are trained, "
+        "otherwise `template`",
+        choices=("keep", "template"),
+    )
+
+
+@dataclass
 class PlayConfig:
     """How rollouts are played. In training the rest of this section decides what becomes of them (`OrchestratorConfig`)."""
 

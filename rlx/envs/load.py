@@ -99,7 +99,7 @@ def give_policy(envs: Mapping[str, Local], config: PlayRoot, chat: Chat, generat
     for name, env in envs.items():
         env.policy = TokenPolicy(
             generator=generator,
-            chat=chat,
+            chat=chat if name in trained or config.chat.thinking is not None else chat.plain,
             context_length=min(config.seq_len, config.max_model_len) if name in trained else config.max_model_len,
             seed=config.seed,
             sampling=sampling_of(config, configs[name]),
@@ -161,9 +161,9 @@ def load_tokenizer(config: PlayRoot, paths: RunPaths, beat: Callable[[str], None
     from rlx.policy.templates import ends_of, tokenizer_of
 
     source = wait_for_model(paths, config.inference.startup_timeout, lambda: beat(WAITING_FOR_MODEL))
-    keeps_tokens = config.orchestrator.trajectory_strategy == "interleaved"
+    keeps_tokens = config.keeps_thinking or config.orchestrator.trajectory_strategy == "interleaved"
     # An environment in this process, or the code that came with a tokenizer, may use torch through transformers.
     others = config.model.trust_remote_code or not all(workers_of(config, env) for env in played(config).values())
     with importing(), nullcontext() if others else hidden("torch"):
         tokenizer = tokenizer_of(source, config.model)
-    return load_chat(tokenizer, config.model, keeps_tokens=keeps_tokens, ends=ends_of(source))
+    return load_chat(tokenizer, config.model, keeps_tokens=keeps_tokens, ends=ends_of(source), keeps_thinking=config.keeps_thinking)

@@ -34,12 +34,14 @@ class Chat:
         tool_parser: str = "auto",
         reasoning_parser: str = "auto",
         keeps_tokens: bool = True,
+        keeps_thinking: bool = True,
         ends: Sequence[int] = (),
         arguments: Mapping[str, Any] | None = None,
     ) -> None:
         """`renderer`: a typed renderer of the `renderers` package; None uses the tokenizer's chat template, and the parsers by name.
 
         `keeps_tokens`: later prompts keep sampled tokens if that is provably right. False renders every prompt from the template.
+        `keeps_thinking`: they also keep the reasoning of earlier turns if a renderer can do that (`chat.thinking`).
         `ends`: tokens that end an answer besides the tokenizer's and the template's; a renderer knows its own.
         `arguments`: what the template gets besides messages and tools (`model.chat_template_kwargs`); a renderer has its own. Raises
         ValueError for one that the template does not read.
@@ -50,7 +52,8 @@ class Chat:
             raise ValueError(f"{what}. It reads {known}")
         self.tokenizer = tokenizer
         self.renderer = renderer
-        self.keeps_tokens = keeps_tokens
+        self.keeps_tokens, self.keeps_thinking = keeps_tokens, keeps_thinking
+        self.plain = self  # the same format, where later turns see of earlier reasoning what the template shows
         self._arguments = dict(arguments or {})
         self._decodes_arguments = False
         self._one_call = False  # the template refuses an answer with two calls
@@ -132,7 +135,7 @@ class Chat:
         """
         if not self.keeps_tokens:
             return self.render([*before, *new], tools)
-        if self.renderer is not None:
+        if self.renderer is not None and self.keeps_thinking:
             bridged = self.renderer.bridge_to_next_turn(turn.prompt_ids.tolist(), turn.completion_ids.tolist(), list(new), tools=tools)
             return list(bridged.token_ids) if bridged is not None else self.render([*before, *new], tools)
         whole = self.render([*before, *new], tools)
@@ -243,21 +246,21 @@ def continued(chat: Chat, said: Sequence[Said], prompt: list[Message], tools: li
     return chat.render(prompt, tools)
 
 
-def load_chat(tokenizer: Any, model: ModelConfig, keeps_tokens: bool = True, ends: Sequence[int] = ()) -> Chat:
-    """The chat format of a model. `keeps_tokens` also keeps the reasoning of earlier turns if a renderer can do that. `ends`: see `Chat`.
+def load_chat(tokenizer: Any, model: ModelConfig, keeps_tokens: bool = True, ends: Sequence[int] = (), keeps_thinking: bool = True) -> Chat:
+    """The chat format of a model. The other arguments: see `Chat`.
 
     Raises ValueError if the tokenizer does not fit `model.renderer`.
     """
     family = family_of(model)
     if family is None:
-        parsers = {"tool_parser": model.tool_call_parser, "reasoning_parser": model.reasoning_parser}
+        parsers: dict[str, Any] = {"tool_parser": model.tool_call_parser, "reasoning_parser": model.reasoning_parser}
         return Chat(tokenizer, **parsers, keeps_tokens=keeps_tokens, ends=ends, arguments=model.chat_template_kwargs)
     from renderers import config_from_name, create_renderer
 
     config = config_from_name(family)
     assert config is not None, family
     try:
-        retention = {"thinking_retention": "all"} if keeps_tokens else {}
+        retention = {"thinking_retention": "all"} if keeps_tokens and keeps_thinking else {}
         config = type(config)(**model.chat_template_kwargs, **retention)
         renderer = create_renderer(tokenizer, config)
     except Exception as error:  # each renderer raises errors of its own if tokens are missing
@@ -266,4 +269,7 @@ def load_chat(tokenizer: Any, model: ModelConfig, keeps_tokens: bool = True, end
             f"the tokenizer of {model.name} does not fit the renderer {family}{given}: {type(error).__name__}: {error}.\n"
             "Set model.renderer to the model's own family, or to default, which uses its chat template."
         ) from error
-    return Chat(tokenizer, renderer, keeps_tokens=keeps_tokens)
+    chat = Chat(tokenizer, renderer, keeps_tokens=keeps_tokens, keeps_thinking=keeps_thinking)
+    if keeps_tokens and keeps_thinking:
+        chat.plain = load_chat(tokenizer, model, keeps_thinking=False)
+    return chat

@@ -152,15 +152,15 @@ def validation_rows(cfg: TrainingRoot, mesh: Mesh, model: str, tick: Callable[[]
 
 
 def chat_of(cfg: SftRoot, model: str) -> Chat:
-    """The chat format that rows are rendered with: that of the policy, in rollouts as in `orchestrator.trajectory_strategy`."""
+    """The chat format that rows are rendered with: that of the policy in rollouts."""
     tokenizer = tokenizer_of(model, cfg.model)
     if not tokenizer.chat_template:
         raise ValueError(
             f"the tokenizer of {model} has no chat template, so rows cannot be rendered. Set model.chat_template=FILE, with the template "
             "of a model whose format you want"
         )
-    keeps = cfg.orchestrator.trajectory_strategy == "interleaved"
-    return load_chat(tokenizer, cfg.model, keeps_tokens=keeps, ends=ends_of(model))
+    keeps = cfg.keeps_thinking or cfg.orchestrator.trajectory_strategy == "interleaved"
+    return load_chat(tokenizer, cfg.model, keeps_tokens=keeps, ends=ends_of(model), keeps_thinking=cfg.keeps_thinking)
 
 
 def vocab_size_of(cfg: SftRoot, model: str) -> int:

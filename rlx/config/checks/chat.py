@@ -95,13 +95,14 @@ def parsers_are_used(cfg: Config, of: Show) -> Iterator[str]:
         )
 
 
-@rule("model.strips_thinking", "model.name", "model.renderer", "model.chat_template", "orchestrator.trajectory_strategy")
+@rule("model.strips_thinking", "model.name", "model.renderer", "model.chat_template", "orchestrator.trajectory_strategy", "chat.thinking")
 def thinking_templates(cfg: Config, of: Show) -> Iterator[str]:
     if (
         not cfg.plays
         or not cfg.model.strips_thinking
         or cfg.orchestrator.trajectory_strategy != "interleaved"
         or cfg.model.chat_template is not None
+        or cfg.chat.thinking == "template"
     ):
         return
     if family_of(cfg.model) is None:  # a renderer keeps all reasoning (rlx.policy.chat)
@@ -110,5 +111,5 @@ def thinking_templates(cfg: Config, of: Show) -> Iterator[str]:
             "the chat template removes the reasoning of earlier turns, so later prompts do not extend earlier ones: "
             f"{of('model.strips_thinking')} with {of('orchestrator.trajectory_strategy')}.\n"
             f"The package `renderers` could keep the reasoning, but {unknown}. Name the model's family, for example "
-            "model.renderer=qwen3, or use orchestrator.trajectory_strategy=branching."
+            "model.renderer=qwen3; or accept several samples a rollout with chat.thinking=template."
         )
