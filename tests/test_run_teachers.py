@@ -64,7 +64,7 @@ def test_a_teacher_scores_one_environment_plays_another_and_rewards_train_the_th
             *("env=reverse_text", "+envs.game.id=rlx_test_v1", "+envs.words.id=rlx-reverse-text", *QUICK, "max_steps=4", "optim.lr=1e-3"),
             *("model=tiny_trained", f"model.name={model}", "seq_len=128", "envs.reverse_text.loss=opd", "+envs.game.loss=dr_grpo"),
             *("+envs.words.played_by=teacher", "+envs.words.loss=sft", "+envs.words.loss.ce_coef=1"),
-            *(f"teacher.base_url=[{endpoint.url}]", f"teacher.api_key={endpoint.api_key}", "teacher.model=tiny"),
+            *(f"teacher.base_url=[{endpoint.url}]", f"teacher.api_key={endpoint.api_key}", "teacher.model=policy"),
         )
         job = start("run", *mix, "hardware.trainer_processes=2", env={"PYTHONPATH": OUTSIDE})
         assert job.wait() == 0, job.text()
