@@ -2,7 +2,7 @@
 
     python benchmarks/demo.py [--seeds 0 1 2] [--only reward|tails] [--runs OUR_RUN_DIR …] [--write]
 
-There are two set-ups. `reward` is the default run: words of 3 to 6 letters, 32 prompts × 8 rollouts of at most 12 tokens. It measures
+There are two set-ups. `reward` is the default run: words of 3 to 6 letters, 16 prompts × 8 rollouts of at most 12 tokens. It measures
 seconds from the first rollout's start until the mean reward of five steps reaches 0.9, and steps per second. `tails` has answers of 4 to
 256 tokens with a heavy tail, 16 prompts × 8, learning rate 1e-9, so both sample from one fixed distribution of lengths. It measures
 samples per second.

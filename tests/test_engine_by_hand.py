@@ -102,7 +102,7 @@ def test_a_server_without_the_extension_is_evaluated_and_cannot_be_trained(start
         assert record["eval/reverse_text/examples"] == 16
         assert record["eval/reverse_text/error_frac"] == 0
         (results,) = (tmp_path / "eval").rglob("results.jsonl")
-        assert len({json.loads(text)["completion"] for text in results.read_text().splitlines()}) > 16
+        assert len({json.dumps(json.loads(text)["completion"]) for text in results.read_text().splitlines()}) > 16
         job = start("run", *SHORT, *there)
         assert job.wait() == 1, job.text()
     assert f"inference server {url} does not know `rlx_state`" in job.text()

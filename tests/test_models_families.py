@@ -48,7 +48,7 @@ FIRST: dict[str, tuple[type, dict[str, Any]]] = {
     "qwen3_moe": (Qwen3MoeConfig, EXPERTS | {"moe_intermediate_size": 16}),
     "gemma3": (Gemma3TextConfig, WINDOWS),
     "phi3": (Phi3Config, {}),
-    "gpt_neox": (GPTNeoXConfig, {}),
+    "gpt_neox": (GPTNeoXConfig, {"num_key_value_heads": 4}),  # it has no others; vLLM would believe the number
 }
 OTHERS: dict[str, tuple[type, dict[str, Any]]] = {
     "cohere": (CohereConfig, {"logit_scale": 0.3}),

@@ -91,7 +91,7 @@ def test_role_commands_on_two_hosts_find_each_other(tmp_path: Path) -> None:
     """
     make_model(tmp_path / "experts", tied=True, seed=0, experts=4)
     model = ("model=tiny_trained", f"model.name={tmp_path / 'experts'}", "model.num_experts=4")
-    layout = ("hardware=cpu", "hardware.nodes=4", "hardware.trainer_processes=2")
+    layout = ("hardware=cpu", "hardware.nodes=3", "hardware.trainer_processes=2")
     places = ((0, "inference"), (1, "orchestrator"), (1, "trainer"), (0, "trainer --replica 1"))
     with two_hosts() as hosts, by_hand(tmp_path / "mine", *SHORT, *model, *layout) as hand:
         for host in hosts:

@@ -16,7 +16,8 @@ class Compare(TorchDispatchMode):
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self._names = {each.untyped_storage().data_ptr(): name for name, each in model.named_parameters() if each.numel()}
-        self._served, self._equal = sum(each.numel() for each in model.parameters()), 0
+        self._served = {name: each.numel() for name, each in model.named_parameters()}
+        self._equal = dict.fromkeys(self._served, 0)  # a load may write a part of a parameter, or all of it twice
         self.different: dict[str, int] = {}  # numbers that differ, by parameter
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -27,16 +28,17 @@ class Compare(TorchDispatchMode):
 
     def add(self, name: str, served: torch.Tensor, trained: torch.Tensor) -> None:
         """Compare what the model serves besides its parameters."""
-        self._served += served.numel()
+        self._served[name], self._equal[name] = served.numel(), 0
         self._add(name, served, trained)
 
     def _add(self, name: str, served: torch.Tensor, trained: torch.Tensor) -> None:
         wrong = served.numel() if served.shape != trained.shape else int((served != trained.to(served)).sum())
-        self._equal += served.numel() - wrong
+        self._equal[name] = min(self._equal[name] + served.numel() - wrong, self._served[name])
         if wrong:
             self.different[name] = self.different.get(name, 0) + wrong
 
     def report(self) -> dict[str, Any]:
         """How many numbers are served, and how many of them are equal and different; and the first parameters that differ."""
         different = sum(self.different.values())
-        return {"equal": self._equal, "different": different, "served": self._served, "names": list(self.different)[:LISTED]}
+        equal, served = sum(self._equal.values()), sum(self._served.values())
+        return {"equal": equal, "different": different, "served": served, "names": list(self.different)[:LISTED]}
