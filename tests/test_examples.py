@@ -216,7 +216,7 @@ def test_reverse_text_runs_as_its_page_says(there: Path) -> None:
     shutil.rmtree(there / "outputs")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_a_pretrained_model_learns_as_its_page_says(there: Path) -> None:
     folder = there / "models/SmolLM2"
