@@ -43,6 +43,10 @@ def test_trajectories_of_all_kinds_are_trained_as_they_were_sampled(start):
             assert np.isfinite(sample.inference_logprobs[on]).all()
             assert set(sample.versions[on].tolist()) == {step}
             turns[sample.env] += 1
+            starts = np.flatnonzero(np.diff(on.astype(int), prepend=0) == 1)
+            if sample.env == "rewrite" and len(starts) > 1:
+                assert not on[starts[0] + 1], "only an empty answer is the same in capitals"
+                turns[sample.env] += 1
             tokens[sample.group, sample.member] += int(on.sum())
     assert dict(temperatures) == {"sampling": {1.0, 0.5, 1.5}, "beside": {1.0}, "rewrite": {1.0}, "nested": {1.0}}
     assert turns["rewrite"] == 3 * sum(rollout["env"] == "rewrite" for rollout in played), "every rewritten prompt begins a sample"
