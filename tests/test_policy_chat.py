@@ -318,6 +318,7 @@ def test_ends_that_only_the_generation_settings_know_end_an_answer(tmp_path: Pat
     config: Any = SimpleNamespace(
         model=model_config(),
         orchestrator=SimpleNamespace(trajectory_strategy="interleaved"),
+        keeps_thinking=True,
         inference=SimpleNamespace(startup_timeout=1.0),
     )
     chat = load_tokenizer(config, paths, lambda phase: None)
