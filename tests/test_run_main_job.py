@@ -45,7 +45,7 @@ def test_the_default_run_learns_and_leaves_a_complete_run_directory(start):
     assert rollout.keys() >= {
         "env", "example_id", "group", "prompt", "completion", "reward", "rewards", "advantage", "versions", "num_tokens", "stop", "error"
     }  # fmt: skip
-    assert len(job.rollouts(10)) == 256
+    assert len(job.rollouts(10)) == 128
     assert "kernels   log-probabilities by torch · Liger's layer kernels off: its kernels need CUDA, but this is cpu" in job.text()
     job.wait_until_nothing_is_left()
     policy_51_is_trained_again_from_checkpoint_50(job.run_dir)

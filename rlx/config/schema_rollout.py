@@ -275,8 +275,8 @@ class PlayConfig:
     )
     max_error_rate: float = key(
         0.5,
-        "share of an environment's latest rollouts that may fail, or have a reward function that raised, before the run ends; those in "
-        "flight count as successes, and at least 16 must have failed; 1: any number",
+        "share of an environment's latest rollouts that may fail before the run ends; those in flight count as successes, and so does "
+        "what lacks to 64. With `reward_raises=zero` 64 in a row whose reward function raised end it. 1: any number",
         above=0,
         high=1,
     )

@@ -23,7 +23,6 @@ MOST = 200  # different causes that are counted by themselves; the rest are coun
 OTHERS = "other causes"
 SHOWN = 20  # causes in the file, the most frequent ones
 WINDOW = 64  # rollouts of an environment whose share of failures counts, at least; with many in flight it is longer
-LEAST = 16  # failures that end a run, at least
 KEPT = 1 << 14  # ends of rollouts that are remembered for each environment
 
 
@@ -34,33 +33,39 @@ class RolloutsFailed(RuntimeError):
 class ErrorRate:
     """Ends a run when more than `most` (`orchestrator.max_error_rate`) of an environment's latest rollouts have failed; 1: never.
 
-    A rollout has failed if it has no reward after all retries, or if one of its reward functions raised. Failures often come before
-    successes, so the rollouts in flight count as successes.
+    A rollout has failed if it has no reward after all retries. Failures often come before successes and whole groups at a time, so the
+    rollouts in flight count as successes, and so does what lacks to WINDOW. Where a reward function that raises scores 0
+    (`reward_raises=zero`), a policy may earn that, so only WINDOW rollouts in a row that raised or failed end the run.
     """
 
     def __init__(self, most: float) -> None:
         self.most = most
-        self._ended: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=KEPT))  # by environment; "": a success
+        self._ended: defaultdict[str, deque[tuple[bool, str]]] = defaultdict(
+            lambda: deque(maxlen=KEPT)
+        )  # whether scored, and what went wrong
 
     def add(self, rollouts: Iterable[Rollout], in_flight: Callable[[], int] = lambda: 0) -> None:
         """Count rollouts that have ended. `in_flight`: how many of their environment have not. Raises RolloutsFailed."""
         for rollout in rollouts:
             if rollout.status == "cancelled":  # another member of its group has failed
                 continue
-            env, raised = rollout.task.env, bool(rollout.metrics.get(REWARD_ERROR))
+            env, scored, raised = rollout.task.env, rollout.status == "ok", bool(rollout.metrics.get(REWARD_ERROR))
             ended = self._ended[env]
-            ended.append(f"{RAISED if raised else rollout.stop}: {rollout.error}" if rollout.status != "ok" or raised else "")
-            if ended[-1] and self.most < 1:
+            ended.append((scored, f"{RAISED if raised else rollout.stop}: {rollout.error}" if raised or not scored else ""))
+            if ended[-1][1] and self.most < 1:
                 others = in_flight()
                 latest = list(ended)[-max(WINDOW, math.ceil(2 * others / (1 - self.most))) :]
-                failed = [text for text in latest if text]
-                if len(failed) > max(LEAST - 1, self.most * (len(latest) + others)):
-                    kinds = Counter(map(kind_of_text, failed))
-                    often = [f"{count} × {next(t for t in failed if kind_of_text(t) == kind)}" for kind, count in kinds.most_common(3)]
-                    raise RolloutsFailed(
-                        f"environment {env}: {len(failed)} of its latest {len(latest)} rollouts failed "
-                        f"(orchestrator.max_error_rate={self.most:g}): {'; '.join(often)}"
-                    )
+                failed = [text for scored, text in latest if not scored]
+                if all(text for _, text in latest[-WINDOW:]) and len(latest) >= WINDOW:
+                    failed = latest = [text for _, text in latest[-WINDOW:]]
+                elif len(failed) <= self.most * (max(len(latest), WINDOW) + others):
+                    continue
+                kinds = Counter(map(kind_of_text, failed))
+                often = [f"{count} × {next(t for t in failed if kind_of_text(t) == kind)}" for kind, count in kinds.most_common(3)]
+                raise RolloutsFailed(
+                    f"environment {env}: {len(failed)} of its latest {len(latest)} rollouts failed "
+                    f"(orchestrator.max_error_rate={self.most:g}): {'; '.join(often)}"
+                )
 
 
 @dataclass
