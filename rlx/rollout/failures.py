@@ -54,10 +54,10 @@ class ErrorRate:
             ended.append((scored, f"{RAISED if raised else rollout.stop}: {rollout.error}" if raised or not scored else ""))
             if ended[-1][1] and self.most < 1:
                 others = in_flight()
-                latest = list(ended)[-max(WINDOW, math.ceil(2 * others / (1 - self.most))) :]
-                failed = [text for scored, text in latest if not scored]
-                if all(text for _, text in latest[-WINDOW:]) and len(latest) >= WINDOW:
-                    failed = latest = [text for _, text in latest[-WINDOW:]]
+                latest = list(ended)[-max(WINDOW + others, math.ceil(2 * others / (1 - self.most))) :]
+                failed, wrong = [text for scored, text in latest if not scored], [text for _, text in latest if text]
+                if len(wrong) == len(latest) >= WINDOW + others:
+                    failed = wrong
                 elif len(failed) <= self.most * (max(len(latest), WINDOW) + others):
                     continue
                 kinds = Counter(map(kind_of_text, failed))
