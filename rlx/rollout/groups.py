@@ -185,11 +185,12 @@ async def _play(
     for attempt in range(max_retries + 1):
         answered = await play_through(env, task, left, attempt, away)
         played = [one for rollout in answered for one in (replace(rollout, others=()), *rollout.others)]
-        rollouts = [checked(settled(rollout, on_timeout)) for rollout in played]
+        compares = any(rollout.status == "cancelled" for rollout in played)  # no reward can stand in: it would have changed the others'
+        rollouts = [checked(rollout if compares else settled(rollout, on_timeout)) for rollout in played]
         done |= {own[0].member: own for own in _by_member(rollouts)}
         if all(rollout.status == "ok" for rollout in rollouts):
             break
-        if not all(rollout.status == "ok" for rollout in played) and not any(rollout.status == "cancelled" for rollout in played):
+        if not all(rollout.status == "ok" for rollout in played) and not compares:
             # Some failed, and the others have rewards all the same: these do not compare the group. A group of environments
             # (`EnvGroup`) whose other members do compare asks for whole groups, too.
             left = sorted({rollout.member for rollout in rollouts if rollout.status != "ok"})
