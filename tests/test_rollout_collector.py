@@ -311,13 +311,6 @@ def test_a_rollout_that_ran_out_of_time_may_count_as_one_without_reward() -> Non
     assert [(one.reward, one.is_truncated) for rollouts in batch for one in rollouts] == [(1.0, False), (0.0, True)] * 4
 
 
-def test_rewards_that_compare_a_group_are_not_replaced_by_0_when_a_member_runs_out_of_time() -> None:
-    env = FakeEnv(lambda task, member, attempt: "timeout" if (task.index, member) == (1, 1) else 0.0)
-    env.scores_groups = True
-    groups = collector(env, on_timeout={"e": "zero"})
-    assert indices(run(groups.collect)) == [0, 2, 3, 4]
-
-
 def test_a_fifth_of_timeouts_never_ends_a_run_and_loses_nothing_else() -> None:
     rng = random.Random(0)
     env = FakeEnv(lambda *_: "timeout" if rng.random() < 0.2 else 0.0)
