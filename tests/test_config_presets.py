@@ -135,7 +135,7 @@ def test_only_a_value_that_nothing_else_judges_makes_a_start_wait_for_torch(argv
 
 def test_the_default_run_is_the_tiny_one():
     cfg = compose([], {}).cfg
-    assert (cfg.max_steps, cfg.max_async_level, cfg.seq_len, cfg.sampling.max_tokens, cfg.num_groups) == (100, 1, 64, 12, 32)
+    assert (cfg.max_steps, cfg.max_async_level, cfg.seq_len, cfg.sampling.max_tokens, cfg.num_groups) == (100, 1, 64, 12, 16)
     assert (cfg.optim["lr"], cfg.optim["betas"], cfg.optim["weight_decay"], cfg.scheduler.warmup_steps) == (3e-4, [0.9, 0.95], 0.0, 5)
     assert cfg.model.warm_start is not None
     assert cfg.model.dtype == "float32"

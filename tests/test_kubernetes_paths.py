@@ -112,7 +112,7 @@ def test_the_pods_take_from_a_run_on_the_volume_what_is_not_given(root: Root, re
 def test_names_with_dots_and_numbers_reach_the_pods() -> None:
     args = {"prices": {"gpt-4.1": 2, 5: "five"}}
     data: dict[str, Any] = {"seed": 1, "seq_len": 64, "model": {}, "lora": {}, "sampling": {}, "envs": {"math": {"args": args}}}
-    data |= {"inference": {"max_model_len": None}, "orchestrator": {"trajectory_strategy": "extending"}}
+    data |= {"inference": {"max_model_len": None}, "orchestrator": {"trajectory_strategy": "extending"}, "chat": {"thinking": "keep"}}
     later, _ = left_open(Inherited("weights_dir=/runs/mine", values={"envs": {}}), {}, data)
     assert later.given["envs"] == {"math": {"args": args}}
 

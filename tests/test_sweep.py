@@ -237,7 +237,7 @@ def test_a_local_sweep_ends_with_a_table_and_goes_on_where_it_was(toys: Path, ca
     assert text.splitlines()[-1].split()[:4] == ["seed=3", "completed", "3/3", "0.300"]
     assert before == {seed: (toys / f"seed={seed}" / "status.json").read_text() for seed in (1, 2)}
 
-    with pytest.raises(ConfigError, match=r"orchestrator.batch_size: 256 ≠ 512"):
+    with pytest.raises(ConfigError, match=r"orchestrator.batch_size: 128 ≠ 512"):
         sweep.run(["-m", "seed=1,2", "max_steps=4", "orchestrator.batch_size=512", f"run.dir={toys}"], train.command())
     assert main([*argv, "max_steps=4", "ckpt.interval=2", "launcher.grace=4"]) == 0, "a sweep is extended like one run"
     text, said = capsys.readouterr()
