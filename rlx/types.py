@@ -2,7 +2,7 @@
 
 The data flow:
 
-    Task → Rollout of Turns → Group with advantages → TrainingSample → StepBatch      in the orchestrator, which sends the StepBatch
+    Task → Rollout with its Trace → Group with advantages → TrainingSample → StepBatch      in the orchestrator, which sends the StepBatch
     StepBatch → MicroBatch rows → MiniBatch → RankBatch                               in each trainer rank
 
 Shapes: P prompt tokens, C completion tokens, L tokens of one sample, T tokens of one packed row,
@@ -30,6 +30,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from rlx.trace import Trace, Turn
+
 if TYPE_CHECKING:
     from rlx.arrays import Bool, Float, Int  # the codec gives these names to whoever resolves the annotations
 
@@ -47,26 +49,12 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """One request to the policy: tokens in, tokens out, each new token with its version."""
-
-    prompt_ids: Int  # [P]
-    completion_ids: Int  # [C]
-    logprobs: Float  # [C] log-probability of each sampled token under the policy that sampled it, at `temperature`
-    versions: Int  # [C] policy version that sampled each token
-    temperature: float  # the one that the tokens were sampled and `logprobs` computed at; 1 if the most likely tokens were taken
-    finish_reason: str  # "stop", "length" or "abort"
-    shown: Int | None = None  # [P'] the prompt with a demonstration, as the teacher of self-distillation reads it; None: there is none
-    answered: Int | None = None  # [P] marks of what the environment answered (`rlx.policy.answered`); None: not asked for
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One scored episode. `turns` is empty if the rollout failed before the policy answered."""
+    """One scored episode. `trace` is empty if the rollout failed before the policy answered."""
 
     task: Task
     member: int  # index of this rollout inside its group, 0 … G-1
-    turns: tuple[Turn, ...]
+    trace: Trace  # what was said, with the tokens: what is trained
     prompt: Any  # messages or `str`, as the environment gave it, for people to read
     completion: Any  # messages or `str`, as the environment gave it, for people to read
     reward: float
@@ -85,14 +73,9 @@ class Rollout:
     arrival: int = -1  # number of rollouts of the run that finished before this one; -1: it failed
 
     @property
-    def num_completion_tokens(self) -> int:
-        """Sampled tokens over all turns."""
-        return sum(len(turn.completion_ids) for turn in self.turns)
-
-    @property
-    def longest_turn(self) -> int:
-        """Sampled tokens of the longest turn, which `sampling.max_tokens` bounds."""
-        return max((len(turn.completion_ids) for turn in self.turns), default=0)
+    def turns(self) -> tuple[Turn, ...]:
+        """The trace's requests with known tokens, each with its whole prompt (`Trace.turns`)."""
+        return self.trace.turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -111,7 +111,7 @@ class Heard:
             if role == "assistant":
                 same = [reply for reply in self.replies[rollout.member] if spoken(self.messages[reply.request_id]) == said[:number]]
                 assert same, f"nobody said {words}"
-                chosen = next((reply for reply in same if any(reply.turn is turn for turn in rollout.turns)), same[0])
+                chosen = next((reply for reply in same if any(same(reply.turn, turn) for turn in rollout.turns)), same[0])
                 found.append(self.answered[chosen.request_id])
         return found
 

@@ -13,11 +13,13 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pytest
+from traces import trace_of
 from typing_extensions import TypeAliasType
 
 from rlx.arrays import Float, Int
 from rlx.codec import CodecError, _column, decode, encode
 from rlx.data.source import FakeSource
+from rlx.trace import Trace
 from rlx.types import STREAMS, Rollout, StepBatch, Task, TrainingSample, Turn
 
 
@@ -273,8 +275,8 @@ def test_a_rollout_with_all_that_environments_put_into_it_comes_back() -> None:
     turn = Turn(prompt_ids=ints, completion_ids=ints, logprobs=floats, versions=ints, temperature=1.0, finish_reason="stop")
     task = Task(env="e", example_id=3, index=7, row={"prompt": [{"role": "user", "content": "x"}], "answer": b"y", "nan": math.nan})
     scores: dict[str, Any] = {"reward": np.float32(0.5), "rewards": {"r": 1.0}, "metrics": {"m": np.int64(3)}, "timing": {"total": 0.25}}
-    rollout = Rollout(task=task, member=1, turns=(turn, turn), prompt="p", completion=[{}], status="ok", stop="done", **scores)
-    failed = dataclasses.replace(rollout, turns=(), status="error", error="it broke")
+    rollout = Rollout(task=task, member=1, trace=trace_of(turn, turn), prompt="p", completion=[{}], status="ok", stop="done", **scores)
+    failed = dataclasses.replace(rollout, trace=Trace(), status="error", error="it broke")
     (back, also) = there_and_back(Kept(rollouts=(rollout, failed))).rollouts
     assert same(back.turns, rollout.turns)
     assert same(back.task, task)

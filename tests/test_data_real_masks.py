@@ -15,11 +15,12 @@ import pytest
 from chat_templates import MARKS, real_template, small_tokenizer
 from test_data_masks import random_conversation
 from test_policy_chat import model_config
+from traces import merge, tokens_of
 
 from rlx.data.conversations import Conversation
 from rlx.data.masks import Marked, as_turn, mark
 from rlx.policy.chat import Chat, continued, load_chat
-from rlx.rollout.samples import merge
+from rlx.trace import TraceBuilder
 
 pytestmark = pytest.mark.slow
 
@@ -131,13 +132,13 @@ def test_rows_have_the_samples_that_a_rollout_with_the_same_words_has(name: str,
     whole = 0
     for seed in range(12):
         messages, offered, _ = random_conversation(random.Random(seed), tools, thinks)
-        said: list[tuple] = []
+        said = TraceBuilder()
         turns = []
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
                 prompt = continued(chat, said, messages[:index], offered)
                 turns.append(as_turn(prompt, chat.encode(says(message))))
-                said.append((messages[: index + 1], turns[-1], offered))
+                said.add(index, messages[:index], offered, message, turns[-1])
         drafts = merge(turns, "interleaved")
         parts = mark(Conversation(messages=messages, first=0, tools=offered), chat)
         assert [tokenizer.decode(part.token_ids) for part in parts] == [tokenizer.decode(draft.ids) for draft in drafts]
@@ -172,9 +173,9 @@ def test_what_a_later_turn_sees_of_earlier_reasoning_is_what_was_chosen() -> Non
     turn = as_turn(keeps.render(prompt), [*keeps.encode(spelled), keeps.stop_token_ids[0]])
     known = [*turn.prompt_ids.tolist(), *turn.completion_ids.tolist()]
     user, tool = {"role": "user", "content": "sure?"}, {"role": "tool", "tool_call_id": "a", "content": "5"}
-    assert keeps.extend(turn, [*prompt, answer], [user])[: len(known)] == known
+    assert keeps.extend(*tokens_of(turn), [*prompt, answer], [user])[: len(known)] == known
     for chat in (template, keeps.plain):
-        later = chat.extend(turn, [*prompt, answer], [user])
+        later = chat.extend(*tokens_of(turn), [*prompt, answer], [user])
         assert later == template.render([*prompt, answer, user])
         assert "let me add" not in tokenizer.decode(later)
-        assert chat.extend(turn, [*prompt, answer], [tool])[: len(known)] == known, "tools answer: the reasoning stays"
+        assert chat.extend(*tokens_of(turn), [*prompt, answer], [tool])[: len(known)] == known, "tools answer: the reasoning stays"

@@ -9,6 +9,7 @@ from unittest.mock import ANY
 import pytest
 from inference_server import CONTEXT, EXACT, Run, prompts, same, sample, sample_all
 from run_servers import Servers
+from traces import plain
 
 from rlx.models.tiny import build_tokenizer
 from rlx.policy.base import PolicyError, PromptTooLong, Reply
@@ -94,7 +95,7 @@ def test_a_server_is_an_openai_endpoint_too(run: Run) -> None:
                 await check(policy, tools=True)
             exact = policy.asking_for(tokens=True).episode(task, 0, 0)
             known = await exact.respond([{"role": "user", "content": "abc"}])
-            assert exact.turns == (known.turn,)
+            assert plain(exact.trace.turns) == plain([known.turn])
             assert (known.content, known.num_prompt_tokens) == (reply.content, len(known.turn.prompt_ids))
             assert len(known.turn.completion_ids) == len(known.turn.logprobs) == 5
             assert (known.turn.logprobs < 0).all()

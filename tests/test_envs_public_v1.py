@@ -15,10 +15,10 @@ from policy_stand_in import SAMPLING, policy_of, task_of, tiny_chat
 from public_classic import check_tokens, judge
 from public_environments import KUHN, Answers, Case, check_as_stock, folder, local_data, on_path, one_of, played, stock
 from public_installed import installed
+from traces import merge, same
 
 from rlx.config.schema import EnvConfig
 from rlx.envs.kinds import kind_of
-from rlx.rollout.samples import merge
 from rlx.types import Rollout
 
 REFUSED = {
@@ -64,7 +64,7 @@ def test_a_game_of_two_agents_is_played_like_stock_verifiers_plays_it(monkeypatc
     messages = [*rollout.prompt, *rollout.completion]
     said = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     for number, turn in zip(said, rollout.turns, strict=True):  # every token that the trained agent sampled, once
-        assert sum(turn is one for one in answers.turns) == 1
+        assert sum(same(turn, one) for one in answers.turns) == 1
         assert turn.prompt_ids.tolist()[-4:] == tiny_chat().render(messages[:number])[-4:]
     check_tokens(rollout, [one for one in answers.turns if "Kuhn poker as Player 1" in tiny_chat().tokenizer.decode(one.prompt_ids)])
     check_as_stock(rollout, asyncio.run(stock(KUHN, env.rows[0], Answers(KUHN.model), task)))

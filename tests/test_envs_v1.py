@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from policy_stand_in import OUTSIDE, SAMPLING, StandIn, policy_of, task_of, tiny_chat
+from traces import same
 
 from rlx.config.schema import EnvConfig
 from rlx.types import Rollout, Turn
@@ -85,7 +86,7 @@ def test_each_group_trains_one_agent_with_its_own_reward():
         asked = len(rollout.turns)
         assert asked == {"left": 2, "right": 1}[agent]
         assert len(generator.turns) == 4  # host, left, right, left: all are answered
-        kept = [turn for turn in generator.turns if any(turn is one for one in rollout.turns)]
+        kept = [turn for turn in generator.turns if any(same(turn, one) for one in rollout.turns)]
         assert len(kept) == asked
         assert all("HOST" not in text_of(turn) for turn in kept)
         assert rollout.reward == rollout.rewards["digits"] + 10 * rollout.rewards["lead"]
@@ -125,7 +126,7 @@ def test_every_sampled_token_of_the_trained_agent_is_kept_once_with_its_context(
         assert tiny_chat().parse(turn).content == messages[number]["content"]
         assert set(turn.versions.tolist()) == {3}
         assert len(turn.logprobs) == len(turn.completion_ids)
-        assert sum(turn is one for one in generator.turns) == 1
+        assert sum(same(turn, one) for one in generator.turns) == 1
 
 
 def test_an_answer_that_arrives_after_the_trace_was_stopped_is_not_trained(monkeypatch: pytest.MonkeyPatch):

@@ -159,7 +159,7 @@ def test_no_more_tokens_are_asked_for_than_the_context_holds() -> None:
     rollout = play(env, stand_in, context_length=length + 2)
     assert stand_in.requests[0]["sampling"]["max_tokens"] == 2
     assert rollout.is_truncated
-    assert rollout.num_completion_tokens == 2
+    assert rollout.trace.num_sampled == 2
     overlong = play(env, stand_in, context_length=length)
     assert (overlong.status, overlong.stop) == ("error", "prompt_too_long")
     assert "seq_len" in (overlong.error or "")
@@ -410,7 +410,7 @@ def test_a_prepared_environment_leaves_the_state_that_verifiers_itself_leaves(id
         generator = Broken() if case == "broken" else Scripted(texts.get(case, ""))
         episode = policy_of(generator, context_length=room).episode(task_of(env), 0, 0)
         state = await own.rollout(row, EpisodeClient(episode), "policy", {"max_tokens": 96})
-        if episode.turns:
+        if episode.trace.turns:
             await own.rubric.score_rollout(state)
         return state
 

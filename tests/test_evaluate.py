@@ -14,6 +14,7 @@ import pytest
 import xxhash
 from policy_stand_in import OUTSIDE, tiny_chat
 from test_orchestrator_run import StandInServers, StandInTrainer, config_of, metrics, reproducible
+from traces import trace_of
 
 from rlx.checkpoints.folders import Start, finish, write_start, writing
 from rlx.checkpoints.orchestrator import STATE
@@ -204,7 +205,7 @@ def test_the_version_of_every_token_is_checked() -> None:
     )
     task = Task(env="e", example_id=3, index=0, row={})
     keys: dict[str, Any] = {"prompt": "", "completion": "", "reward": 0.0, "rewards": {}, "metrics": {}, "status": "ok", "stop": ""}
-    rollout = Rollout(task=task, member=0, turns=(turn,), **keys)
+    rollout = Rollout(task=task, member=0, trace=trace_of(turn), **keys)
     with pytest.raises(RuntimeError, match="version 4 has tokens of version 5"):
         check_version(rollout, 4)
 

@@ -21,7 +21,7 @@ from rlx.config.environment import RESERVED
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
     "config": 0,
-    **dict.fromkeys(("types", "arrays", "codec", "plain", "paths", "metrics", "heartbeat", "waiting", "concurrent", "process"), 1),
+    **dict.fromkeys(("types", "trace", "arrays", "codec", "plain", "paths", "metrics", "heartbeat", "waiting", "concurrent", "process"), 1),
     **dict.fromkeys(("stacks", "tracking", "lock", "descendants", "started"), 1),
     **dict.fromkeys(("losses", "advantages", "kernels", "models", "data", "train", "parallel"), 2),
     **dict.fromkeys(("rollout", "envs", "policy", "inference", "weights", "checkpoints", "shared"), 2),

@@ -9,6 +9,7 @@ from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
+from traces import trace_of
 from trainer_examples import make_sample, make_samples, step_batch
 
 from rlx import arrays
@@ -279,7 +280,7 @@ def test_the_case_that_the_records_docstring_works_out():
     )
     task = Task(env="e", example_id=0, index=0, row={})
     rollouts = tuple(
-        Rollout(task=task, member=i, turns=t, prompt="", completion="", reward=0.0, rewards={}, metrics={}, status="ok", stop="")
+        Rollout(task=task, member=i, trace=trace_of(*t), prompt="", completion="", reward=0.0, rewards={}, metrics={}, status="ok", stop="")
         for i, t in enumerate((turns, other))
     )
     group = Group(id=0, task=task, rollouts=rollouts, advantages=floats(0.5, -0.5))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from chat_templates import HERMES, LLAMA, PLAIN, STRIPPING, small_tokenizer
 from policy_stand_in import StandIn, policy_of, tiny_chat
+from traces import trace_of
 
 from rlx.policy import answered as answered_module
 from rlx.policy.answered import ROLES, text_ends
@@ -46,7 +47,7 @@ def play(chat: Chat, said: list[tuple[str, str]], roles: frozenset[str] = frozen
             messages += [(await episode.respond(messages)).message]
 
     asyncio.run(whole())
-    return episode.turns
+    return episode.trace.turns
 
 
 def marked(chat: Chat, turn: Turn) -> str:
@@ -109,7 +110,7 @@ def test_token_ends_add_up_for_characters_of_several_tokens():
 
 def samples(turns: tuple[Turn, ...], strategy: str, learn: dict[str, float]) -> list[TrainingSample]:
     rollout: Any = Rollout(
-        task=TASK, member=0, turns=turns, prompt="", completion="", reward=1.0, rewards={}, metrics={}, status="ok", stop="stop"
+        task=TASK, member=0, trace=trace_of(*turns), prompt="", completion="", reward=1.0, rewards={}, metrics={}, status="ok", stop="stop"
     )
     group = Group(id=0, task=TASK, rollouts=(rollout,), advantages=np.ones(1, np.float32))
     return samples_of(group, strategy=strategy, learn=learn)
@@ -157,13 +158,14 @@ def asked_twice(generator: StandIn, chat: Chat) -> tuple[TokenEpisode, list[list
 def test_a_message_that_is_asked_for_twice_is_learned_whichever_answer_is_kept(which: int):
     chat = tiny_chat()
     episode, ids = asked_twice(StandIn(chat, error=0.0), chat)
-    turns = episode.keep([each[which] for each in ids])
+    turns = episode.keep([each[which] for each in ids]).turns
     assert [turn.answered is not None and marked(chat, turn) for turn in turns] == [False, "one", "seven"]
-    assert episode.keep([each[which] for each in ids]) == turns, "asking again changes nothing"
-    rest = episode.keep([each[-1 - which] for each in ids[1:]])
+    again = episode.keep([each[which] for each in ids]).turns
+    assert [marked(chat, turn) for turn in again[1:]] == ["one", "seven"], "asking again changes nothing"
+    rest = episode.keep([each[-1 - which] for each in ids[1:]]).turns
     assert all(turn.answered is None or not turn.answered.any() for turn in rest), "another rollout of the episode does not learn it again"
     episode, ids = asked_twice(StandIn(chat, error=0.0), chat)
-    (last,) = episode.keep([ids[2][which]])
+    (last,) = episode.keep([ids[2][which]]).turns
     assert last.answered is not None
     learned = chat.tokenizer.decode(last.prompt_ids[last.answered > 0], skip_special_tokens=False)
     assert learned == "oneseven", "the requests before it are not kept, so it has all that the environment said"
@@ -190,7 +192,7 @@ def test_a_message_is_learned_by_the_request_that_was_answered():
     chat = tiny_chat()
     episode, ids = asked_twice(FailsOnce(chat, error=0.0), chat)
     assert [len(each) for each in ids] == [1, 1, 1]
-    assert [marked(chat, turn) for turn in episode.turns if turn.answered is not None] == ["one", "seven"]
+    assert [marked(chat, turn) for turn in episode.trace.turns if turn.answered is not None] == ["one", "seven"]
 
 
 class Stopped(StandIn):
@@ -219,4 +221,4 @@ def test_answers_that_a_stop_string_ended_hide_nothing_and_two_requests_of_one_p
         await asyncio.gather(*(episode.respond(messages) for _ in range(3)))
 
     asyncio.run(whole())
-    assert [marked(chat, turn) for turn in episode.turns if turn.answered is not None] == ["one", "seven"]
+    assert [marked(chat, turn) for turn in episode.trace.turns if turn.answered is not None] == ["one", "seven"]

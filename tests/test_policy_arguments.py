@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from chat_templates import HERMES, STRIPPING, small_tokenizer
 from test_policy_chat import ADD, model_config, turn_of
+from traces import tokens_of
 
 from rlx.config.chat_format import arguments_of
 from rlx.config.errors import ConfigError
@@ -43,7 +44,9 @@ def test_every_prompt_gets_the_arguments_and_the_answer_is_read_as_they_say() ->
     prompt = without.render([USER])
     said = without.parse(turn_of(prompt, tokenizer.encode("it is five<|im_end|>")))
     assert (said.content, said.reasoning) == ("it is five", None)
-    later = without.extend(turn_of(prompt, tokenizer.encode("five<|im_end|>")), [USER, {"role": "assistant", "content": "five"}], [USER])
+    later = without.extend(
+        *tokens_of(turn_of(prompt, tokenizer.encode("five<|im_end|>"))), [USER, {"role": "assistant", "content": "five"}], [USER]
+    )
     assert tokenizer.decode(later).endswith(empty), "also in the next turn"
 
 

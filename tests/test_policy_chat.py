@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chat_templates import CLOSING, HERMES, LLAMA, OPENING, PLAIN, RETAINING, STRIPPING, small_tokenizer, spelled
+from traces import merge, tokens_of
 
 from rlx.config.schema import ModelConfig
 from rlx.envs.load import load_tokenizer
@@ -25,7 +26,6 @@ from rlx.policy.base import Message, PolicyError
 from rlx.policy.chat import Chat, load_chat
 from rlx.policy.templates import REMEDIES, ends_of, problems, refusal
 from rlx.policy.tokens import TokenPolicy
-from rlx.rollout.samples import merge
 from rlx.types import Task, Turn
 
 TASK = Task(env="e", example_id=0, index=0, row={})
@@ -178,12 +178,14 @@ def test_the_spelling_of_the_template_does_not_replace_what_was_sampled() -> Non
         turn = turn_of(chat.render(prompt, [ADD]), [*ids, *end])
         before = [*prompt, {**chat.parse(turn, [ADD]).message}]
         known = [*turn.prompt_ids.tolist(), *turn.completion_ids.tolist()]
-        later = chat.extend(turn, before, result, [ADD])
+        later = chat.extend(*tokens_of(turn), before, result, [ADD])
         assert later[: len(known)] == known
         added = chat.tokenizer.decode(later[len(known) :])
         shown = "\n<|im_start|>user\n<tool_response>5</tool_response><|im_end|>\n<|im_start|>assistant\n"
         assert added == ("<|im_end|>" if closes else "") + shown
-        assert Chat(chat.tokenizer, keeps_tokens=False).extend(turn, before, result, [ADD]) == chat.render([*before, *result], [ADD])
+        assert Chat(chat.tokenizer, keeps_tokens=False).extend(*tokens_of(turn), before, result, [ADD]) == chat.render(
+            [*before, *result], [ADD]
+        )
 
 
 def test_a_message_behind_another_end_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +196,7 @@ def test_a_message_behind_another_end_is_not_lost(monkeypatch: pytest.MonkeyPatc
     before = [*prompt, chat.parse(turn).message]
     for text in ("why?", " the answer\n"):
         new = [{"role": "user", "content": text}]
-        assert chat.extend(turn, before, new) == chat.render([*before, *new])
+        assert chat.extend(*tokens_of(turn), before, new) == chat.render([*before, *new])
 
 
 @pytest.mark.parametrize("form", ["template", "renderer"])
@@ -258,7 +260,7 @@ def test_several_calls_stay_text_if_the_template_could_not_show_them_later(name:
     turn = turn_of(chat.render(prompt, [ADD]), [*chat.tokenizer.encode(said), *chat.stop_token_ids[-1:]])
     reply = chat.parse(turn, [ADD])
     assert (reply.content, len(reply.calls)) == ("" if count else said, count)
-    later = chat.extend(turn, [*prompt, reply.message], [{"role": "user", "content": "one at once"}], [ADD])
+    later = chat.extend(*tokens_of(turn), [*prompt, reply.message], [{"role": "user", "content": "one at once"}], [ADD])
     assert "one at once" in chat.tokenizer.decode(later)
 
 
@@ -327,7 +329,9 @@ def test_ends_that_only_the_generation_settings_know_end_an_answer(tmp_path: Pat
     turn = turn_of(chat.render(messages), [*tokenizer.encode("five", add_special_tokens=False), eom])
     before = [*messages, chat.parse(turn).message]
     assert before[-1]["content"] == "five"
-    assert chat.extend(turn, before, messages) == chat.render([*before, *messages]), "the template ends its turns with another token"
+    assert chat.extend(*tokens_of(turn), before, messages) == chat.render([*before, *messages]), (
+        "the template ends its turns with another token"
+    )
 
     (tmp_path / "generation_config.json").unlink()
     assert ends_of(str(tmp_path)) == [3], "as in vLLM"

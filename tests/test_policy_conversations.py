@@ -90,21 +90,21 @@ def converse(rng: random.Random, chat: Any) -> tuple[tuple[Turn, ...], list[Turn
             continue
         reply = asyncio.run(ask(list(messages)))
         messages += [reply.message, {"role": "user", "content": rng.choice(["more", "", "why?"])}]
-    turns = episode.keep(kept)
-    return turns, [generator.turns[request_id] for request_id in dict.fromkeys(kept)]
+    trace = episode.keep(kept)
+    return trace, [generator.turns[request_id] for request_id in dict.fromkeys(kept)]
 
 
 @pytest.mark.parametrize("chat", ["verbatim", "stripping"])
 def test_every_kept_token_of_a_random_conversation_is_trained_exactly_once(chat: str) -> None:
     merged = 0
     for seed in range(60):
-        turns, sampled = converse(random.Random(seed), tiny_chat() if chat == "verbatim" else Stripping())
+        trace, sampled = converse(random.Random(seed), tiny_chat() if chat == "verbatim" else Stripping())
         rollout = Rollout(
-            task=TASK, member=0, turns=turns, prompt=[], completion=[], reward=0.0, rewards={}, metrics={}, status="ok", stop=""
+            task=TASK, member=0, trace=trace, prompt=[], completion=[], reward=0.0, rewards={}, metrics={}, status="ok", stop=""
         )
         check_tokens(rollout, sampled)
         group = Group(id=0, task=TASK, rollouts=(rollout,), advantages=np.ones(1, np.float32))
-        merged += len(turns) - len(samples_of(group, strategy="interleaved"))
+        merged += len(trace.answers) - len(samples_of(group, strategy="interleaved"))
     assert merged > 20, "some turns extend others"
 
 
@@ -122,7 +122,7 @@ def test_one_agent_whose_template_keeps_its_words_is_one_sample() -> None:
                 break
             messages += [reply.message, {"role": "user", "content": "more"}]
         rollout = Rollout(
-            task=TASK, member=0, turns=episode.keep(ids), prompt=[], completion=[], reward=0.0, rewards={}, metrics={}, status="ok", stop=""
+            task=TASK, member=0, trace=episode.keep(ids), prompt=[], completion=[], reward=0.0, rewards={}, metrics={}, status="ok", stop=""
         )
         group = Group(id=0, task=TASK, rollouts=(rollout,), advantages=np.ones(1, np.float32))
         assert len(samples_of(group, strategy="interleaved")) == 1

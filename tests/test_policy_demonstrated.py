@@ -41,7 +41,7 @@ def test_the_teacher_reads_the_demonstration_and_the_policy_does_not():
     episode, generator = episode_of()
     prompt = [{"role": "system", "content": "be good"}, {"role": "user", "content": "abc"}]
     asyncio.run(episode.respond(prompt))
-    (turn,) = episode.turns
+    (turn,) = episode.trace.turns
     chat = tiny_chat()
     assert turn.prompt_ids.tolist() == generator.requests[0]["prompt_ids"] == chat.render(prompt)
     assert turn.shown.tolist() == chat.render([prompt[0], {"role": "user", "content": "abc as in a {prompt} b"}])
@@ -56,7 +56,7 @@ def test_what_follows_the_first_answer_follows_it_for_the_teacher_token_for_toke
         await episode.respond([*first, reply.message, {"role": "user", "content": "again"}])
 
     asyncio.run(both())
-    one, two = episode.turns
+    one, two = episode.trace.turns
     assert two.shown.tolist() == [*one.shown.tolist(), *two.prompt_ids.tolist()[len(one.prompt_ids) :]]
     assert two.prompt_ids.tolist()[: len(one.prompt_ids)] == one.prompt_ids.tolist()
 

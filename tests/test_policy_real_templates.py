@@ -17,11 +17,11 @@ import pytest
 from chat_templates import SMOLLM2, real_template, real_tokenizers, small_tokenizer
 from known_tokenizers import llama3_1, qwen3, smollm2
 from test_policy_chat import ADD, check_exactly_once, converse, model_config
+from traces import merge
 from transformers import AutoTokenizer
 
 from rlx.policy.chat import Chat, load_chat
 from rlx.policy.templates import problems
-from rlx.rollout.samples import merge
 
 SHIPPED = Path(__file__).resolve().parent.parent / "rlx/config/chat_templates/chatml_tools.jinja"
 pytestmark = [pytest.mark.slow, pytest.mark.long]

@@ -17,6 +17,7 @@ import pytest
 from api_stand_in import KEY
 from chat_templates import CLOSING, HERMES, LLAMA, OPENING, PLAIN, RETAINING, small_tokenizer
 from policy_stand_in import tiny_chat
+from traces import plain, trace_of
 
 from rlx.config.load import compose
 from rlx.envs.load import teacher_of
@@ -50,7 +51,9 @@ def episode_of(chat: Chat, *replies: Reply, context: int = 200, learn: frozenset
 
 
 def rollout_of(*turns: Turn) -> Rollout:
-    return Rollout(task=TASK, member=0, turns=turns, prompt="", completion="", reward=1.0, rewards={}, metrics={}, status="ok", stop="stop")
+    return Rollout(
+        task=TASK, member=0, trace=trace_of(*turns), prompt="", completion="", reward=1.0, rewards={}, metrics={}, status="ok", stop="stop"
+    )
 
 
 @pytest.mark.parametrize("chat", [tiny_chat(), Chat(small_tokenizer(PLAIN)), Chat(small_tokenizer(HERMES))])
@@ -62,13 +65,13 @@ def test_the_answer_is_what_the_policy_would_have_to_write(chat: Chat):
         await episode.respond([USER, first.message, USER])
 
     asyncio.run(whole())
-    one, two = episode.turns
+    one, two = episode.trace.turns
     assert one.prompt_ids.tolist() == chat.render([USER])
     assert chat.tokenizer.decode(one.completion_ids, skip_special_tokens=True) == "cba"
     assert int(one.completion_ids[-1]) in chat.stop_token_ids, "the policy must learn to end"
     assert chat.tokenizer.decode(two.completion_ids, skip_special_tokens=False) == "long", "a cut answer has no end to learn"
     assert set(one.versions.tolist()) == {7}
-    assert episode.keep(["r2"]) == (two,)
+    assert plain(episode.keep(["r2"]).turns) == plain([two])
 
 
 @pytest.mark.parametrize("strategy", ["interleaved", "branching"])
@@ -83,7 +86,7 @@ def test_what_the_environment_answers_a_teacher_is_learned_too_if_the_environmen
             await episode.respond([USER, first.message, asked])
 
     asyncio.run(whole())
-    group = Group(id=0, task=TASK, rollouts=(rollout_of(*episode.turns),), advantages=np.ones(1, np.float32))
+    group = Group(id=0, task=TASK, rollouts=(rollout_of(*episode.trace.turns),), advantages=np.ones(1, np.float32))
     samples = samples_of(group, strategy=strategy, taught=True, learn={"user": 0.25})
     learned: dict[float, str] = {}
     for sample in samples:
@@ -212,7 +215,7 @@ def learned(template: str, reply: Reply, eos: str = "<|im_end|>") -> str:
     chat = Chat(small_tokenizer(template, eos))
     episode = episode_of(chat, reply)
     asyncio.run(episode.respond([USER]))
-    return chat.text(episode.turns[0].completion_ids.tolist())
+    return chat.text(episode.trace.turns[0].completion_ids.tolist())
 
 
 def test_a_template_that_closes_the_conversation_gives_one_end_mark_and_a_cut_answer_none():
@@ -244,7 +247,7 @@ def test_an_answer_that_the_policys_template_shows_otherwise_is_refused(template
 def test_a_request_beside_the_trajectory_is_not_learned():
     episode = episode_of(tiny_chat(), Reply("a verdict"))
     asyncio.run(episode.respond([USER], trained=False))
-    assert episode.turns == ()
+    assert episode.trace.turns == ()
 
 
 def test_what_cannot_be_tokenized_as_the_policys_is_refused():

@@ -14,6 +14,7 @@ import pytest
 import torch
 from aiohttp import web
 from inference_server import CONTEXT, EXACT, Run, prompts
+from traces import trace_of
 from trainer_examples import make_samples, step_batch
 
 from rlx.inference.endpoints import Endpoint
@@ -235,7 +236,7 @@ def groups_of(samples: list[TrainingSample], shown: list[int] | None = None) -> 
     for (group, member), own in turns.items():
         task = Task(env=next(sample.env for sample in samples if sample.group == group), example_id=0, index=group, row={})
         keys: dict[str, Any] = {"prompt": "", "completion": "", "reward": 0.0, "rewards": {}, "metrics": {}, "status": "ok", "stop": ""}
-        groups.setdefault(group, []).append(Rollout(task=task, member=member, turns=tuple(own), **keys))
+        groups.setdefault(group, []).append(Rollout(task=task, member=member, trace=trace_of(*own), **keys))
     return list(groups.values())
 
 

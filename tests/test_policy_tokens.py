@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from policy_stand_in import StandIn, policy_of, tiny_chat
+from traces import plain, same
 
 from rlx.policy import asked, tokens
 from rlx.policy.base import PolicyError, PromptTooLong, Reply, request_seed
@@ -37,8 +38,9 @@ def test_a_reply_has_its_turn_and_a_request_its_seed_and_name() -> None:
     stand_in = StandIn(tiny_chat(), error=0.0)
     episode = episode_of(stand_in)
     reply = ask(episode, [user("abc")])
-    (turn,) = episode.turns
-    assert reply.turn is turn
+    (turn,) = episode.trace.turns
+    assert reply.turn is not None
+    assert same(reply.turn, turn)
     assert (reply.content, reply.num_prompt_tokens, reply.num_tokens) == ("cba", len(turn.prompt_ids), len(turn.completion_ids))
     assert stand_in.requests[0]["sampling"]["seed"] == request_seed(0, TASK, 1, 3, 0)
     assert (stand_in.requests[0]["request_id"], stand_in.requests[0]["affinity"]) == ("e-2-1-3-0", 2)
@@ -99,8 +101,8 @@ def test_tokens_of_another_distribution_are_not_trained_where_ratios_need_the_po
         replies = [ask(episode, [user("abc")], own), ask(episode, [user("abc")], own), ask(episode, [user("abc")])]
         assert [reply.content for reply in replies] == ["cba"] * 3, "every request is answered"
         kept = episode.keep([reply.request_id for reply in replies])
-        assert kept == episode.turns
-        assert len(kept) == (1 if exact and said else 3)
+        assert plain(kept.turns) == plain(episode.trace.turns)
+        assert len(kept.turns) == (1 if exact and said else 3)
     names = said.split("|") if said else []
     assert [re.findall(r"asks for (\w+):", record.getMessage()) for record in caplog.records] == [[name] for name in names]
 
@@ -111,25 +113,30 @@ def test_a_biased_request_beside_the_trajectory_is_no_warning_and_each_parameter
     episode = policy.episode(TASK, 0, 0)
     mine = ask(episode, [user("abc")])
     ask(episode, [user("judge this")], {"temperature": 0})  # an adapter says at the end that it was no turn
-    assert len(episode.keep([mine.request_id])) == 1
+    assert len(episode.keep([mine.request_id]).turns) == 1
     assert caplog.records == []
     for temperature in (0.5, 0.6):
         biased = ask(episode, [user("abc")], {"top_p": temperature})
-        assert episode.keep([biased.request_id]) == ()
+        assert episode.keep([biased.request_id]).turns == ()
     assert [record.getMessage().split(":")[0] for record in caplog.records] == [f"envs.{TASK.env} asks for top_p"]
+
+
+def without_end(turn: Turn) -> Turn:
+    """The turn without its end token: a stop string ended it."""
+    return replace(turn, completion_ids=turn.completion_ids[:-1], logprobs=turn.logprobs[:-1], versions=turn.versions[:-1])
 
 
 def test_a_stop_string_is_cut_from_the_text_and_not_from_the_tokens() -> None:
     class Stopping(StandIn):
         async def generate(self, prompt_ids: Any, sampling: dict, request_id: str, affinity: int) -> Turn:
             turn = await super().generate(prompt_ids, sampling, request_id, affinity)
-            return replace(turn, completion_ids=turn.completion_ids[:-1])  # no end token: the stop string ended it
+            return without_end(turn)
 
     stand_in = Stopping(tiny_chat(), answer=lambda _: "ab;\nc", error=0.0)
     episode = episode_of(stand_in)
     first = ask(episode, [user("abc")], {"stop": [";\n", "\n"], "min_tokens": 0})
     assert first.content == "ab"
-    assert tiny_chat().tokenizer.decode(episode.turns[0].completion_ids) == "ab;\nc"
+    assert tiny_chat().tokenizer.decode(episode.trace.turns[0].completion_ids) == "ab;\nc"
     assert not first.truncated
     ask(episode, [user("abc"), first.message, user("again")])
     assert ";" not in tiny_chat().tokenizer.decode(stand_in.requests[1]["prompt_ids"])
@@ -141,7 +148,7 @@ def test_a_stop_string_among_the_first_min_tokens_cuts_nothing() -> None:
     class Stopping(StandIn):
         async def generate(self, prompt_ids: Any, sampling: dict, request_id: str, affinity: int) -> Turn:
             turn = await super().generate(prompt_ids, sampling, request_id, affinity)
-            return replace(turn, completion_ids=turn.completion_ids[:-1])
+            return without_end(turn)
 
     stand_in = Stopping(tiny_chat(), answer=lambda _: "\nab;c;", error=0.0)
     sampling = {"stop": ["\n", ";"], "min_tokens": 5}
@@ -165,7 +172,7 @@ def test_a_request_beside_the_trajectory_is_answered_and_is_no_turn() -> None:
     judged = ask(episode, [user("is cba right?")], {"temperature": 0.0}, trained=False)
     ask(episode, [user("xyz")])
     assert judged.turn is not None
-    assert [tiny_chat().parse(turn).content for turn in episode.turns] == ["cba", "zyx"]
+    assert [tiny_chat().parse(turn).content for turn in episode.trace.turns] == ["cba", "zyx"]
     assert [message["content"] for message in episode.replies] == ["cba", "zyx"]
     seeds = [request["sampling"]["seed"] for request in stand_in.requests]
     assert len(set(seeds)) == 3
@@ -183,7 +190,7 @@ def test_turns_stand_in_the_order_in_which_they_were_asked_for() -> None:
         await asyncio.gather(episode.respond([user("slow")]), episode.respond([user("fast")]))
 
     asyncio.run(both())
-    assert [tiny_chat().parse(turn).content for turn in episode.turns] == ["wols", "tsaf"]
+    assert [tiny_chat().parse(turn).content for turn in episode.trace.turns] == ["wols", "tsaf"]
     assert [message["content"] for message in episode.replies] == ["tsaf", "wols"]
 
 
@@ -195,16 +202,16 @@ def test_a_conversation_that_goes_on_extends_the_tokens_of_the_turn_that_it_answ
         def __init__(self) -> None:
             self.__dict__ |= vars(chat)
 
-        def extend(self, turn: Turn, before: Any, new: Any, tools: Any = None) -> list[int]:
-            extended.append((turn, list(new)))
-            return [*turn.prompt_ids.tolist(), *turn.completion_ids.tolist(), 9]
+        def extend(self, asked: Any, answer: Any, before: Any, new: Any, tools: Any = None) -> list[int]:
+            extended.append((asked.tolist(), answer.tolist(), list(new)))
+            return [*asked.tolist(), *answer.tolist(), 9]
 
     policy = replace(policy_of(StandIn(chat, error=0.0), sampling=RUN), chat=Extending())
     episode = policy.episode(TASK, 0, 0)
     first = ask(episode, [user("abc")])
     ask(episode, [user("abc"), first.message, user("again")])
-    one, two = episode.turns
-    assert extended == [(one, [user("again")])]
+    one, two = episode.trace.turns
+    assert extended == [(one.prompt_ids.tolist(), one.completion_ids.tolist(), [user("again")])]
     assert two.prompt_ids.tolist() == [*one.prompt_ids.tolist(), *one.completion_ids.tolist(), 9]
     ask(episode, [user("other"), first.message, user("again")])
     assert len(extended) == 1, "a rewritten history is not extended"
@@ -221,4 +228,4 @@ def test_what_leaves_no_room_and_what_is_aborted_are_errors() -> None:
     aborted = episode_of(Aborting(tiny_chat()))
     with pytest.raises(PolicyError, match="aborted"):
         ask(aborted, [user("abc")])
-    assert (aborted.turns, aborted.replies) == ((), [])
+    assert (aborted.trace.turns, aborted.replies) == ((), [])

@@ -9,7 +9,8 @@ import pytest
 from policy_stand_in import SAMPLING, InTurn, StandIn, load, policy_of, task_of, tiny_chat
 
 from rlx.policy.base import Call, Reply
-from rlx.policy.transcript import Exchange, TranscribedPolicy, Transcript, transcripts_of
+from rlx.policy.transcript import Transcript, transcripts_of
+from rlx.trace import Trace, TraceBuilder
 from rlx.types import Rollout
 
 CALL = '<tool_call>\n{"name": "reverse", "arguments": {"text": "WORD"}}\n</tool_call>'
@@ -23,17 +24,24 @@ def assistant(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
 
 
+Exchange = tuple[list[dict[str, Any]], Reply, tuple]
+
+
 def exchange(messages: list[dict[str, Any]], answer: str, tools: tuple = (), truncated: bool = False) -> Exchange:
-    return Exchange(messages=tuple(messages), tools=tools, reply=Reply(answer, truncated=truncated))
+    return messages, Reply(answer, truncated=truncated), tools
+
+
+def said(*exchanges: Exchange) -> Trace:
+    builder = TraceBuilder()
+    for number, (messages, reply, tools) in enumerate(exchanges):
+        builder.add(number, messages, tools, reply.message, None, finish_reason="length" if reply.truncated else "stop")
+    return builder.trace()
 
 
 def play(env: Any, *texts: str) -> tuple[Rollout, list[Transcript]]:
-    env.policy = TranscribedPolicy(policy_of(InTurn(*texts) if texts else StandIn(tiny_chat(), error=0.5), context_length=8192))
-    task = task_of(env)
-    (rollout,) = asyncio.run(env.play(task, [0], 0))
-    transcripts = env.policy.take(task, 0)
-    assert env.policy.take(task, 0) == [], "a transcript is taken once"
-    return rollout, transcripts
+    env.policy = policy_of(InTurn(*texts) if texts else StandIn(tiny_chat(), error=0.5), context_length=8192)
+    (rollout,) = asyncio.run(env.play(task_of(env), [0], 0))
+    return rollout, transcripts_of(rollout.trace)
 
 
 def check_as_asked(rollout: Rollout, transcripts: list[Transcript]) -> None:
@@ -90,21 +98,12 @@ def test_what_is_asked_beside_the_trajectory_is_no_transcript():
 
 def test_a_raw_text_prompt_stays_text():
     messages = [{"role": "text", "content": "once upon"}]
-    assert transcripts_of([exchange(messages, " a time")]) == [Transcript(prompt="once upon", completion=" a time")]
-
-
-def test_the_second_attempt_replaces_the_first():
-    env = load("rlx_test_single")
-    env.policy = TranscribedPolicy(policy_of(InTurn("first", "second")))
-    task = task_of(env)
-    for attempt in (0, 1):
-        asyncio.run(env.play(task, [0], attempt))
-    assert [one.completion for one in env.policy.take(task, 0)] == [[assistant("second")]]
+    assert transcripts_of(said(exchange(messages, " a time"))) == [Transcript(prompt="once upon", completion=" a time")]
 
 
 def test_examples_in_the_prompt_are_context():
     shown = [user("2+2?"), assistant("4"), user("3+4?")]
-    (one,) = transcripts_of([exchange(shown, "7")])
+    (one,) = transcripts_of(said(exchange(shown, "7")))
     assert (one.prompt, one.completion) == (shown, [assistant("7")])
 
 
@@ -118,26 +117,26 @@ def test_examples_in_the_prompt_are_context():
     ],
 )
 def test_a_prompt_that_does_not_continue_an_answer_begins_a_transcript(second: list, tools: tuple):
-    first, other = transcripts_of([exchange([user("a")], "b"), exchange(second, "x", tools)])
+    first, other = transcripts_of(said(exchange([user("a")], "b"), exchange(second, "x", tools)))
     assert first == Transcript(prompt=[user("a")], completion=[assistant("b")])
     assert other == Transcript(prompt=second, completion=[assistant("x")], tools=tools)
 
 
 def test_a_return_to_an_earlier_conversation_continues_the_longest_that_fits():
     talk = [user("a"), assistant("b"), user("c")]
-    found = transcripts_of([exchange([user("a")], "b"), exchange([user("x")], "y"), exchange(talk, "d"), exchange(talk, "e")])
+    found = transcripts_of(said(exchange([user("a")], "b"), exchange([user("x")], "y"), exchange(talk, "d"), exchange(talk, "e")))
     assert [[m["content"] for m in one.completion] for one in found] == [["b", "c", "d"], ["y"], ["e"]]
     assert found[2].prompt == talk
 
 
 def test_one_cut_answer_marks_the_transcript():
-    found = transcripts_of([exchange([user("a")], "b", truncated=True), exchange([user("a"), assistant("b"), user("c")], "d")])
+    found = transcripts_of(said(exchange([user("a")], "b", truncated=True), exchange([user("a"), assistant("b"), user("c")], "d")))
     assert [one.truncated for one in found] == [True]
 
 
 def test_calls_and_reasoning_stand_in_the_transcript():
     reply = Reply("so", reasoning="2+2", calls=(Call("a", "add", '{"x": 2}'),))
-    (one,) = transcripts_of([Exchange(messages=(user("2+2?"),), tools=(), reply=reply)])
+    (one,) = transcripts_of(said(([user("2+2?")], reply, ())))
     assert one.completion[0] == reply.message
     assert one.completion[0]["reasoning_content"] == "2+2"
 
@@ -148,7 +147,7 @@ def test_of_several_agents_only_the_one_that_trains_is_transcribed():
     from rlx.envs.verifiers_v1 import load_environment
 
     env = load_environment("e", EnvConfig(id="rlx_test_v1", num_tasks=8), dict(SAMPLING), 30.0)
-    env.policy = TranscribedPolicy(policy_of(StandIn(tiny_chat(), answer=lambda text: "7", error=0.0), context_length=2000))
+    env.policy = policy_of(StandIn(tiny_chat(), answer=lambda text: "7", error=0.0), context_length=2000)
     agents = {env.trained_agent(task_of(env, index)): index for index in range(8)}
     assert set(agents) == {"left", "right"}
 
@@ -160,7 +159,7 @@ def test_of_several_agents_only_the_one_that_trains_is_transcribed():
 
     for rollout in asyncio.run(main()):
         assert rollout.status == "ok"
-        transcripts = env.policy.take(rollout.task, 0)
+        transcripts = transcripts_of(rollout.trace)
         answers = [m for one in transcripts for m in one.completion if m["role"] == "assistant"]
         assert len(answers) == len(rollout.turns) > 0
         assert not any("HOST" in message["content"] for one in transcripts for message in one.prompt)

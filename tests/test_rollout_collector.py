@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from traces import trace_of
 
 from rlx.rollout.collector import Collector
 from rlx.rollout.failures import RolloutsFailed
@@ -68,7 +69,7 @@ class FakeEnv:
         )
         status = does if isinstance(does, str) else "ok"
         return Rollout(
-            task=task, member=member, turns=(turn,), prompt=[], completion=[], reward=1.0, rewards={}, metrics={}, status=status,
+            task=task, member=member, trace=trace_of(turn), prompt=[], completion=[], reward=1.0, rewards={}, metrics={}, status=status,
             stop=status, error=f"because {task.example_id}", timing={"total": 0.0},
         )  # fmt: skip
 
@@ -271,7 +272,7 @@ def test_a_log_probability_that_is_not_finite_costs_its_rollout_and_is_counted(v
             if (task.index, member, attempt) != (1, 1, 0):
                 return rollout
             (turn,) = rollout.turns
-            return replace(rollout, turns=(turn, replace(turn, logprobs=np.array([-1.0, value], dtype=np.float32))))
+            return replace(rollout, trace=trace_of(turn, replace(turn, logprobs=np.array([-1.0, value], dtype=np.float32))))
 
     env = Broken()
     env.scores_groups = whole

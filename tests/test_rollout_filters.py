@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from test_orchestrator_run import StandInServers, config_of, metrics, play
 from test_rollout_collector import FakeEnv, collector, indices, run
+from traces import trace_of
 
 from rlx.advantages.base import GroupScores
 from rlx.advantages.shaping import shape
@@ -22,6 +23,7 @@ from rlx.rollout.collector import Collector
 from rlx.rollout.failures import RolloutsFailed
 from rlx.rollout.filters import reason_to_drop
 from rlx.rollout.record import read_rollouts
+from rlx.trace import Trace
 from rlx.types import Rollout, Task, Turn
 
 
@@ -45,7 +47,7 @@ def filtering(env: Scored, **settings: Any) -> Collector:
 def rollouts_of(*rewards: float) -> list[Rollout]:
     task = Task(env="e", example_id=0, index=0, row={})
     return [
-        Rollout(task=task, member=i, turns=(), prompt="", completion="", reward=r, rewards={}, metrics={}, status="ok", stop="")
+        Rollout(task=task, member=i, trace=Trace(), prompt="", completion="", reward=r, rewards={}, metrics={}, status="ok", stop="")
         for i, r in enumerate(rewards)
     ]
 
@@ -172,7 +174,7 @@ def test_four_turns_within_their_limit_are_not_overlong() -> None:
             finish_reason="stop",
         )
 
-    several = [replace(rollout, turns=tuple(map(turn, turns))) for rollout, turns in zip(
+    several = [replace(rollout, trace=trace_of(*map(turn, turns))) for rollout, turns in zip(
         rollouts_of(1.0, 1.0, 1.0, 0.0), ([400] * 4, [100, 512, 8], [30], []), strict=True
     )]  # fmt: skip
     scores = scores_of([several])

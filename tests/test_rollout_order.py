@@ -22,6 +22,7 @@ from rlx.rollout.failures import ErrorRate, RolloutsFailed
 from rlx.rollout.record import read_rollouts
 from rlx.rollout.state import OrchestratorState
 from rlx.rollout.tasks import TaskSequence, mixed
+from rlx.trace import Trace
 from rlx.types import Rollout, Task
 
 pytestmark = pytest.mark.slow
@@ -193,7 +194,8 @@ def group(index: int, *errors: float, env: str = "e") -> list[Rollout]:
     task = Task(env=env, example_id=index, index=index, row={})
     return [
         Rollout(
-            task=task, member=i, turns=(), prompt="", completion="", reward=0.0, rewards={}, metrics={"reward_error": error}, status="ok",
+            task=task, member=i, trace=Trace(), prompt="", completion="", reward=0.0, rewards={}, metrics={"reward_error": error},
+            status="ok",
             stop="", error="exact raised KeyError: 'a'" if error else None,
         )
         for i, error in enumerate(errors)

@@ -21,6 +21,7 @@ from rlx.rollout.models import Origin
 from rlx.rollout.play import NothingWorks, Player, Records, jobs_of
 from rlx.rollout.results import METADATA, Outcome
 from rlx.rollout.scored import PLAYED, PLAYED_BY, Scored
+from rlx.trace import Trace
 from rlx.types import Rollout, Task
 
 
@@ -63,7 +64,7 @@ class Env:
         failed = attempt < self.failing and self.only in (None, task.index)
         status: Any = "error" if failed else "ok"
         return [
-            Rollout(task=task, member=m, prompt="", completion="", turns=(), reward=0.5, rewards={}, metrics={},
+            Rollout(task=task, member=m, prompt="", completion="", trace=Trace(), reward=0.5, rewards={}, metrics={},
                     status=status, stop="boom" if failed else "stop", error="boom" if failed else None, is_truncated=False, timing={})
             for m in members
         ]  # fmt: skip

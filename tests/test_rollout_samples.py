@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from traces import trace_of
 
 from rlx.advantages.group import group_mean
 from rlx.config.schema import Config, TrainedEnvConfig, TrainerConfig
@@ -31,7 +32,8 @@ def turn(prompt: list[int], completion: list[int], version: int = 0, offset: int
 
 def rollout(*turns: Turn, member: int = 0, truncated: bool = False) -> Rollout:
     return Rollout(
-        task=TASK, member=member, turns=turns, prompt=[], completion=[], reward=0.0, rewards={}, metrics={}, status="ok", stop="",
+        task=TASK, member=member, trace=trace_of(*turns), prompt=[], completion=[], reward=0.0, rewards={}, metrics={},
+        status="ok", stop="",
         is_truncated=truncated,
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ from test_rollout_collector import FakeEnv, collector, indices, run
 from rlx.codec import decode, encode
 from rlx.rollout.state import CollectorState, OrchestratorState, played_group, readable
 from rlx.rollout.tasks import check_rows
+from rlx.trace import Trace
 from rlx.types import Rollout, Task
 
 
@@ -74,7 +75,7 @@ def test_what_people_read_is_kept_as_text_where_it_cannot_be_kept() -> None:
     assert readable(plain) is plain
     task = Task(env="e", example_id=0, index=0, row={"x": 1})
     rollout = Rollout(
-        task=task, member=0, turns=(), prompt=shown, completion=Picture(), reward=0.0, rewards={}, metrics={}, status="ok", stop=""
+        task=task, member=0, trace=Trace(), prompt=shown, completion=Picture(), reward=0.0, rewards={}, metrics={}, status="ok", stop=""
     )
     group = played_group([rollout])
     assert (group.task, group.rollouts[0].completion) == (task, "a picture")

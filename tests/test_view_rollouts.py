@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,6 @@ from rlx.config.errors import ConfigError
 from rlx.config.load import compose, to_yaml
 from rlx.config.roots import SFT
 from rlx.paths import RunPaths, write_text
-from rlx.policy.transcript import Transcript
 from rlx.rollout.index import RolloutIndex, index_of, read_index
 from rlx.rollout.play import Job, Records
 from rlx.rollout.record import read_rollouts
@@ -29,6 +29,7 @@ from rlx.rollout.synthesis import candidate_of
 from rlx.runs.rollouts import Rollouts, Table
 from rlx.runs.selection import select, sort
 from rlx.runs.tokens import REPLAY_SUMMARY, REPLAY_TOKENS, NoTokens, Pieces, tokens_of
+from rlx.trace import TraceBuilder
 from rlx.types import Task
 from rlx.view.documents import key_to_colours, known, numbered, values_of
 
@@ -283,18 +284,19 @@ def test_every_rollout_of_a_synthesis_is_listed(tmp_path: Path, capsys: pytest.C
     paths = RunPaths(tmp_path)
     paths.config.touch()
     task = Task(env="sums", example_id=7, index=3, row={})
-    said = Transcript(prompt=[{"role": "user", "content": "3+4?"}], completion=[{"role": "assistant", "content": "seven"}])
     records = Records(paths.finished, Candidate)
     for member, stop in ((0, "max_turns_reached"), (1, "boom")):
         played = rollout(task, member, 0, stop=stop, status="error" if member else "ok")
-        records.add(candidate_of(Job("sums", task, (member,)), played, [said]))
+        said = TraceBuilder()
+        said.add(0, [{"role": "user", "content": "3+4?"}], None, {"role": "assistant", "content": "seven"}, played.turns[0])
+        records.add(candidate_of(Job("sums", task, (member,)), replace(played, trace=said.trace())))
     records.close()
     assert main(["view", str(tmp_path), "filter=set=synthesis"]) == 0
     assert "2 rollouts" in (out := capsys.readouterr().out)
     assert "1 failed" in out
     assert main(["show", str(tmp_path), "filter=!error"]) == 0
     assert capsys.readouterr().out.splitlines()[0] == (
-        "sums, example 7   reward 0.000   3 tokens, the environment's last turn was played (max_turns_reached)"
+        "sums, example 7   reward 0.000   1 tokens, the environment's last turn was played (max_turns_reached)"
     )
     assert main(["show", str(tmp_path), "filter=error"]) == 0
     assert "assistant: seven" in capsys.readouterr().out

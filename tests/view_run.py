@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from traces import trace_of
 
 from rlx.paths import RunPaths
 from rlx.rollout.record import record_batch, write_rollouts
 from rlx.rollout.results import outcome_of, write_results
 from rlx.rollout.samples import samples_of
+from rlx.trace import Trace
 from rlx.types import Group, Rollout, StepBatch, Task, Turn
 
 WORDS = ["<user>", "<bot>", "<tool>", "one", "plus", "two", "is", "three", "four", "call", "[31mred"]
@@ -48,7 +50,7 @@ def rollout(task: Task, member: int, step: int, **changes: Any) -> Rollout:
     made = Rollout(
         task=task,
         member=member,
-        turns=(turn(first, said, max(0, step - 1)), turn(second, ["is", "three" if member else "four"], step)),
+        trace=trace_of(turn(first, said, max(0, step - 1)), turn(second, ["is", "three" if member else "four"], step)),
         prompt=[{"role": "user", "content": "one plus two"}],
         completion=[
             {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -74,7 +76,9 @@ def write_step(paths: RunPaths, step: int) -> None:
         rollouts = tuple(rollout(task, member, step) for member in (0, 1))
         groups.append(Group(id=task.index, task=task, rollouts=rollouts, advantages=np.array([-1, 1], dtype=np.float32)))
     lost = Task(env="sums", example_id=900 + step, index=-1, row={})
-    failed = rollout(lost, 0, step, turns=(), completion=[], status="timeout", stop="timeout", error="took\x1b[31m too long", reward=0.0)
+    failed = rollout(
+        lost, 0, step, trace=Trace(), completion=[], status="timeout", stop="timeout", error="took\x1b[31m too long", reward=0.0
+    )
     dull = Task(env="words", example_id=500 + step, index=10 * step + 5, row={})
     dropped = [rollout(dull, member, step, reward=0.0) for member in (0, 1)]
     write_rollouts(paths.rollouts_of(step), groups, [failed], [("equal_rewards", dropped)])

@@ -88,7 +88,7 @@ class StandInEnvironment:
         return Rollout(
             task=task,
             member=member,
-            turns=episode.turns,
+            trace=episode.trace,
             prompt=task.row["prompt"],
             completion=messages[1:],
             reward=float(messages[1]["content"] == task.row["prompt"][0]["content"][::-1]),

@@ -302,6 +302,9 @@ class OrchestratorConfig(PlayConfig):
         1.0, "groups requested per batch, in multiples of the batch, so that replacing dropped groups needs no second round", low=1
     )
     save_rollouts: bool = key(True, "write `rollouts/step_N.jsonl.zst`")
+    record_tokens: bool = key(
+        False, "their lines also have `trace`: every message with its tokens, log-probabilities and versions, to be checked from outside"
+    )
     save_batches: bool = key(
         True, "keep the batches that are trained on, and the trainer's entropy of every token, in `recorded/`, for `replay=` and `rlx view`"
     )

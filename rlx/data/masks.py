@@ -28,7 +28,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlx.data.conversations import Conversation, Message, RowError
-from rlx.types import TrainingSample, Turn
+from rlx.trace import Turn
+from rlx.types import TrainingSample
 
 ASSISTANT = ("assistant",)
 PROBES = ("Qx7", "Zk4")  # contents without a common first or last token, to see where a template puts a message's content
@@ -56,8 +57,11 @@ class Format(Protocol):
         """Ids of the conversation as it stands, without the head of a next answer."""
         ...
 
-    def extend(self, turn: Turn, before: Sequence[Any], new: Sequence[Any], tools: Any = None) -> list[int]:
-        """Ids of the prompt after `turn` and the messages `new`. `before`: the messages up to the turn's answer, and the answer."""
+    def extend(self, asked: Any, answer: Any, before: Sequence[Any], new: Sequence[Any], tools: Any = None) -> list[int]:
+        """Ids of the prompt after an answer and the messages `new`.
+
+        `asked` [P], `answer` [C]: its prompt and its tokens. `before`: the messages up to the answer, and the answer.
+        """
         ...
 
     def text(self, ids: Sequence[int]) -> str:
@@ -135,7 +139,7 @@ def _after(sampled: Turn, shown: list[int], before: list[Message], new: list[Mes
     so_far = [*sampled.prompt_ids.tolist(), *sampled.completion_ids.tolist()]
     if not new or shown[: len(so_far)] == so_far:
         return shown
-    return _shown(lambda messages, tools: chat.extend(sampled, before, messages, tools), new, tools)
+    return _shown(lambda messages, tools: chat.extend(sampled.prompt_ids, sampled.completion_ids, before, messages, tools), new, tools)
 
 
 def as_turn(prompt: Sequence[int], answer: Sequence[int]) -> Turn:

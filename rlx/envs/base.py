@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from rlx.config.schema import Config, EnvConfig, PlayRoot
 from rlx.policy.base import Episode, Policy
+from rlx.trace import Trace
 from rlx.types import Rollout, Status, Task
 
 RAISED = "reward_raised"  # cause of a rollout that has no reward because a reward function raised
@@ -60,7 +61,7 @@ def failed(task: Task, member: int, episode: Episode | None, status: Status, sto
     return Rollout(
         task=task,
         member=member,
-        turns=() if episode is None else episode.turns,
+        trace=Trace() if episode is None else episode.trace,
         prompt=task.row.get("prompt"),
         completion=[] if episode is None else list(episode.replies),
         reward=0.0,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 from rlx.envs.base import failed
 from rlx.envs.wire import Played, PlayFailed, Result
 from rlx.policy.base import Episode
+from rlx.trace import Trace
 from rlx.types import Rollout, Status, Task
 
 
@@ -73,19 +73,16 @@ def fail(playing: Playing, member: int | None, status: Status, stop: str, error:
 
 
 def _rollout(playing: Playing, result: Result) -> Rollout:
-    """A worker's result with the turns that its episode left here."""
+    """A worker's result with the trace that its episode left here."""
     episode = playing.episodes.get(result.member)
-    if episode is None:
-        turns: Any = ()
-    else:
-        turns = episode.turns if result.kept is None else episode.keep(result.kept)
+    trace = Trace() if episode is None else episode.trace if result.kept is None else episode.keep(result.kept)
     error = result.error
     if error is not None and episode is not None and result.status == "timeout":
         error += episode.waits_for
     return Rollout(
         task=playing.task,
         member=result.member,
-        turns=turns,
+        trace=trace,
         prompt=result.prompt,
         completion=result.completion,
         reward=result.reward,

@@ -10,7 +10,8 @@ from rlx.envs.marks import PLAYING
 from rlx.envs.wire import Answer, Ask, Link, Refusal
 from rlx.plain import utf8
 from rlx.policy.base import Call, Message, PolicyError, PromptTooLong, Reply
-from rlx.types import Task, Turn
+from rlx.trace import Trace
+from rlx.types import Task
 
 
 class RemotePolicy:
@@ -66,15 +67,15 @@ class RemotePolicy:
 
 
 class RemoteEpisode:
-    """See `rlx.policy.base.Episode`. Its turns stay in the orchestrator, so `turns` and `keep` return none."""
+    """See `rlx.policy.base.Episode`. Its tokens stay in the orchestrator, so its traces are empty."""
 
-    __slots__ = ("kept", "member", "play", "policy", "replies", "turns")
+    __slots__ = ("kept", "member", "play", "policy", "replies")
+    trace = Trace()
     waits_for = ""  # the orchestrator knows it (`rlx.envs.playing`)
 
     def __init__(self, policy: RemotePolicy, play: int, member: int) -> None:
         self.policy, self.play, self.member = policy, play, member
         self.replies: list[Message] = []
-        self.turns: tuple[Turn, ...] = ()
         self.kept: list[list[str]] = []
 
     async def respond(
@@ -100,10 +101,10 @@ class RemoteEpisode:
             self.replies.append(reply.message)
         return reply
 
-    def keep(self, request_ids: Sequence[str]) -> tuple[Turn, ...]:
-        """Remember the requests of the episode's next rollout. They travel with it, and the orchestrator picks their turns."""
+    def keep(self, request_ids: Sequence[str]) -> Trace:
+        """Remember the requests of the episode's next rollout. They travel with it, and the orchestrator picks them from its trace."""
         self.kept.append(list(request_ids))
-        return ()
+        return self.trace
 
 
 def answer_of(number: int, reply: Reply) -> Answer:

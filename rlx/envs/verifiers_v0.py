@@ -166,7 +166,7 @@ class VerifiersEnvironment:
         rollout = Rollout(
             task=task,
             member=member,
-            turns=episode.keep(trajectory),
+            trace=episode.keep(trajectory),
             prompt=[recorded(message) for message in state["prompt"]],
             completion=[recorded(message) for message in state.get("completion") or []],
             reward=0.0,

@@ -238,7 +238,7 @@ class V1Environment:
         self, task: Task, member: int, episode: Episode, client: PolicyClient, played: vf.Episode, trace: vf.Trace, timing: dict[str, float]
     ) -> Rollout:
         """The rollout that trains one trace."""
-        turns, too_long = episode.keep(client.requests[trace.id]), trace.id in client.too_long
+        kept, too_long = episode.keep(client.requests[trace.id]), trace.id in client.too_long
         reward = float(trace.reward)
         metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None} | {REWARD_ERROR: 0.0}
         if self.several:
@@ -248,7 +248,7 @@ class V1Environment:
         return Rollout(
             task=task,
             member=member,
-            turns=turns,
+            trace=kept,
             prompt=messages[:first],
             completion=messages[first:],
             reward=reward if math.isfinite(reward) else 0.0,
@@ -257,7 +257,7 @@ class V1Environment:
             status="ok" if math.isfinite(reward) else "error",
             stop=("context_length" if too_long else trace.stop_condition or "") if math.isfinite(reward) else "reward_not_finite",
             error=None if math.isfinite(reward) else f"the reward is {reward}",
-            is_truncated=too_long or trace.stop_condition in CUT or any(turn.finish_reason == "length" for turn in turns),
+            is_truncated=too_long or trace.stop_condition in CUT or any(node.finish_reason == "length" for node in kept.nodes),
             timing=timing,
             agent=trace.agent.name if len(self.agents) > 1 else None,
             compared=mark_of(trace) if self.whole else None,

@@ -39,7 +39,7 @@ from rlx.inference.wire import (
     error_of,
     parse_label,
 )
-from rlx.types import Turn
+from rlx.trace import Turn
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@
                                       tool tool                                  marked: the two tokens of the tool's result "18"
 
 Only messages that are new since the policy's previous request are marked, so no message is marked twice; the first prompt has none.
-If the environment asks twice for an answer to the same messages, the first of the requests that it keeps marks them (`LearnedTurns`).
+If the environment asks twice for an answer to the same messages, the first of the requests that it keeps marks them (`Learned`).
 Headers, end marks and line breaks of the template are not marked: they are always the same. A token that is partly content is not
 marked either. To find a message, the conversation is rendered again with another text in its place: what follows that text also follows
 the message. A template that changes the text (an escape, another spacing) hides it; such a message stays unmarked, with a warning.
@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from rlx.arrays import Int
-from rlx.policy.base import KnownTurns, Message, PolicyError
-from rlx.types import Turn
+from rlx.policy.asked import raw_text
+from rlx.policy.base import Message, PolicyError, Said
+from rlx.trace import Trace
 
 log = logging.getLogger(__name__)
 
@@ -43,73 +43,44 @@ class Format(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A trained request of an episode that learns."""
+class Learned(Said):
+    """`Said` with marks in the traces. Which requests belong to the trajectory is known only after the episode, so they are marked then."""
 
-    prompt: list[Message]
-    tools: list[dict] | None
-    places: list[int]  # messages of the prompt that were marked when it was asked
-    answer: Message | None = None  # None: not yet
-
-    @property
-    def said(self) -> list[list[Message]]:
-        """The conversation, without and with its answer."""
-        return [self.prompt] if self.answer is None else [self.prompt, [*self.prompt, self.answer]]
-
-
-class LearnedTurns(KnownTurns):
-    """`KnownTurns` with marks in the prompts. Which requests belong to the trajectory is known only after the episode.
-
-    A prompt is marked when it is asked. It is marked anew when it is kept, if the request that had marked its messages is not.
-    """
-
-    __slots__ = ("_asked", "_how", "_kept")
+    __slots__ = ("_how", "_marked")
 
     def __init__(self, chat: Format, roles: Collection[str], env: str) -> None:
         """`roles`: which to mark; none: nothing is marked."""
         super().__init__()
         self._how = chat, roles, env
-        self._asked: dict[int, Asked] = {}  # by the number of the request
-        self._kept: dict[int, Turn] = {}  # what `keep` has returned
-
-    def asks(self, number: int, ids: Sequence[int], prompt: list[Message], tools: list[dict] | None) -> Int | None:
-        """[P] marks of the prompt of a new request. Call it before sampling: of two requests with one prompt, the first marks it."""
-        places = self._places(prompt, [said for asked in self._asked.values() for said in asked.said], ())
-        self._asked[number] = Asked(prompt, tools, places)
-        return self._marks(ids, self._asked[number])
-
-    def failed(self, number: int) -> None:
-        """A request has no answer: whoever asks again marks its messages."""
-        self._asked.pop(number, None)
-
-    def says(self, number: int, answer: Message) -> None:
-        """A request has this answer."""
-        self._asked[number] = replace(self._asked[number], answer=answer)
+        self._marked: dict[int, Int | None] = {}  # of each kept request, by its number
 
     @property
-    def turns(self) -> tuple[Turn, ...]:
-        return tuple(self._marked(sorted(self._turns), {}).values())
+    def trace(self) -> Trace:
+        return self._trace(self.said.requests(), {})
 
-    def keep(self, request_ids: Sequence[str]) -> tuple[Turn, ...]:
-        numbers = self._among(request_ids)
-        self._kept = self._marked(numbers, self._kept)  # an episode of several rollouts marks a message in one of them
-        return tuple(self._kept[number] for number in numbers)
+    def keep(self, request_ids: Sequence[str]) -> Trace:
+        return self._trace(self.said.requests(request_ids), self._marked)  # of an episode's rollouts, one marks a message
 
-    def _marked(self, numbers: Sequence[int], kept: Mapping[int, Turn]) -> dict[int, Turn]:
-        """The turns of these requests, after those that are kept already. Each message is marked in the first of them that has it."""
-        found = dict(kept)
-        said = [each for number in kept if number in self._asked for each in self._asked[number].said]
-        for number in numbers:
-            turn, asked = self._turns[number][1], self._asked.get(number)
-            if asked is not None and number not in found:
-                before = [each for other, one in self._asked.items() if other < number for each in one.said]
-                places = self._places(asked.prompt, said, before)
-                if places != asked.places:
-                    turn = replace(turn, answered=self._marks(turn.prompt_ids.tolist(), replace(asked, places=places)))
-                said += asked.said
-            found.setdefault(number, turn)
-        return found
+    def _trace(self, numbers: Sequence[int], marked: dict[int, Int | None]) -> Trace:
+        """The trace of these requests. `marked`: [P] marks of the prompts that are kept already; those of these are added.
+
+        A message is marked in the first request that has it.
+        """
+        chat, roles, env = self._how
+        said = [each for number in marked for each in self._conversations(number)]
+        for number in numbers if roles else ():
+            if number not in marked:
+                prompt, _, tools = self.said.prompt(number)
+                earlier = [each for other in self.said.numbers() if other < number for each in self._conversations(other)]
+                places = [] if raw_text(prompt) is not None else self._places(prompt, said, earlier)
+                marked[number] = answered(chat, self.said.tokens_of(number).tolist(), prompt, places, tools or None, env)
+                said += self._conversations(number)
+        return self.said.trace(numbers, {number: marks for number in numbers if (marks := marked.get(number)) is not None})
+
+    def _conversations(self, number: int) -> list[list[Message]]:
+        """The messages of a request, without and with its answer."""
+        prompt, answer, _ = self.said.prompt(number)
+        return [prompt, [*prompt, answer]]
 
     def _places(self, prompt: Sequence[Message], said: Iterable[Sequence[Message]], before: Iterable[Sequence[Message]]) -> list[int]:
         """The messages of a prompt that are new. `said`: conversations whose messages are marked; a prompt that continues none of them
@@ -119,10 +90,6 @@ class LearnedTurns(KnownTurns):
         first = [len(messages) for messages in before if prompt[: len(messages)] == messages]
         begin = max(known) if known else min(first, default=len(prompt))
         return [place for place in range(begin, len(prompt)) if prompt[place]["role"] in self._how[1]]
-
-    def _marks(self, ids: Sequence[int], asked: Asked) -> Int | None:
-        chat, _, env = self._how
-        return answered(chat, ids, asked.prompt, asked.places, asked.tools, env)
 
 
 def answered(

@@ -1,8 +1,8 @@
-"""The interface of a policy for environments: messages (and tools) in, a message out, with a `Turn` if its tokens are known.
+"""The interface of a policy for environments: messages (and tools) in, a message out; what was said is a trace.
 
     episode = policy.episode(task, member, attempt)
     reply = await episode.respond(messages, tools, sampling)
-    episode.turns
+    episode.trace
 
 Implementations: our own servers, which exchange token ids (`rlx.policy.tokens`), and any OpenAI-compatible endpoint
 (`rlx.policy.openai`).
@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rlx.types import Task, Turn
+from rlx.trace import Trace, TraceBuilder, Turn
+from rlx.types import Task
 
 Message = dict[str, Any]
 """`role`, `content`, and if needed `reasoning_content`, `tool_calls`, `tool_call_id`, `name`; tool calls in the form of chat templates.
@@ -70,15 +71,15 @@ class Episode(Protocol):
     """The policy in one rollout."""
 
     @property
-    def turns(self) -> tuple[Turn, ...]:
-        """The requests with known tokens so far, in the order of the requests.
+    def trace(self) -> Trace:
+        """What was said so far.
 
-        Without those made with `trained=False`, and those whose own sampling parameters the trainer cannot account for.
+        Without requests made with `trained=False`, and those whose own sampling parameters the trainer cannot account for.
         """
         ...
 
-    def keep(self, request_ids: Sequence[str]) -> tuple[Turn, ...]:
-        """Those of `turns` whose `Reply.request_id` is among `request_ids`, in the order of the requests: the turns to train on.
+    def keep(self, request_ids: Sequence[str]) -> Trace:
+        """The part of `trace` whose answers have their `Reply.request_id` among `request_ids`: what is trained.
 
         An environment's adapter calls it after the episode, when it knows which requests belong to the trajectory. Ids of other requests
         are ignored.
@@ -106,7 +107,7 @@ class Episode(Protocol):
         """The policy's answer to a conversation.
 
         `tools`: functions in OpenAI's form. `sampling`: parameters of this request by vLLM's names; they override the policy's own.
-        `trained`: False for a request outside the trajectory (a judge, a user simulator). It is answered, but is not in `turns`.
+        `trained`: False for a request outside the trajectory (a judge, a user simulator). It is answered, but is not in `trace`.
         Raises PromptTooLong, PolicyError, or an error of the policy's servers.
         """
         ...
@@ -125,30 +126,25 @@ class Policy(Protocol):
         ...
 
 
-class KnownTurns:
-    """The part of an `Episode` that keeps its answers and their turns."""
+class Said:
+    """The part of an `Episode` that keeps what was said."""
 
-    __slots__ = ("_turns", "replies")
+    __slots__ = ("replies", "said")
 
     def __init__(self) -> None:
         self.replies: list[Message] = []
-        self._turns: dict[int, tuple[str, Turn]] = {}  # request id and turn of each trained request with known tokens, by its number
+        self.said = TraceBuilder()
 
     @property
     def waits_for(self) -> str:
         return ""  # the run's own servers
 
     @property
-    def turns(self) -> tuple[Turn, ...]:
-        return tuple(self._turns[number][1] for number in sorted(self._turns))
+    def trace(self) -> Trace:
+        return self.said.trace()
 
-    def keep(self, request_ids: Sequence[str]) -> tuple[Turn, ...]:
-        return tuple(self._turns[number][1] for number in self._among(request_ids))
-
-    def _among(self, request_ids: Sequence[str]) -> list[int]:
-        """The numbers of those requests, in their order."""
-        wanted = set(request_ids)
-        return [number for number in sorted(self._turns) if self._turns[number][0] in wanted]
+    def keep(self, request_ids: Sequence[str]) -> Trace:
+        return self.said.trace(self.said.requests(request_ids))
 
 
 def request_seed(seed: int, task: Task, member: int, attempt: int, turn: int) -> int:

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlx.arrays import Int
 from rlx.config.chat_format import arguments_of, family_of, unread
 from rlx.config.schema import ModelConfig
 from rlx.plain import utf8
 from rlx.policy.base import Call, Message, PolicyError, Reply
 from rlx.policy.parsers import CLOSE, OPEN, TOOL_PARSERS, UNREADABLE, arguments_as_json, read_reasoning
 from rlx.policy.templates import REMEDIES, decoded, problems, traits_of
-from rlx.types import Turn
+from rlx.trace import TraceBuilder, Turn
 
 TAGS = (OPEN, CLOSE, "<tool_call>", "</tool_call>")  # special tokens of some tokenizers, but part of what the model says
 _TAIL = 16  # tokens at the end of a prompt that may hold an open `<think>`
@@ -128,18 +129,22 @@ class Chat:
         except Exception as error:  # a template is a program of the model's makers and may raise anything
             raise PolicyError(f"the chat template cannot show this conversation: {type(error).__name__}: {error}") from error
 
-    def extend(self, turn: Turn, before: Sequence[Message], new: Sequence[Message], tools: list[dict] | None = None) -> list[int]:
-        """The prompt after `turn` and the messages `new` that follow it. `before`: the messages up to the turn's answer, and the answer.
+    def extend(
+        self, asked: Int, answer: Int, before: Sequence[Message], new: Sequence[Message], tools: list[dict] | None = None
+    ) -> list[int]:
+        """The prompt after an answer and the messages `new` that follow it.
+
+        `asked` [P], `answer` [C]: its prompt and its tokens. `before`: the messages up to the answer, and the answer.
 
         It keeps the sampled tokens if that is provably right; otherwise it is `render` of all the messages.
         """
         if not self.keeps_tokens:
             return self.render([*before, *new], tools)
         if self.renderer is not None and self.keeps_thinking:
-            bridged = self.renderer.bridge_to_next_turn(turn.prompt_ids.tolist(), turn.completion_ids.tolist(), list(new), tools=tools)
+            bridged = self.renderer.bridge_to_next_turn(asked.tolist(), answer.tolist(), list(new), tools=tools)
             return list(bridged.token_ids) if bridged is not None else self.render([*before, *new], tools)
         whole = self.render([*before, *new], tools)
-        sampled = [*turn.prompt_ids.tolist(), *turn.completion_ids.tolist()]
+        sampled = [*asked.tolist(), *answer.tolist()]
         if whole[: len(sampled)] == sampled:
             return whole
         return self._joined(sampled, before, new, whole, tools) or whole
@@ -231,19 +236,16 @@ def _readable(call: Any) -> bool:
     return call.status in (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL) or isinstance(call.arguments, dict)
 
 
-Said = tuple[list[Message], Turn, list[dict] | None]  # a conversation up to an answer and with it, the answer's turn, the tools offered
-
-
-def continued(chat: Chat, said: Sequence[Said], prompt: list[Message], tools: list[dict] | None) -> list[int]:
+def continued(chat: Chat, said: TraceBuilder, prompt: list[Message], tools: list[dict] | None) -> list[int]:
     """The prompt's ids. If it extends an earlier turn (its messages, then only messages of the environment), it may keep its tokens.
 
     Not if the tools are others now: the earlier tokens show those of then.
     """
-    for messages, turn, offered in reversed(said):
-        new = prompt[len(messages) :]
-        if new and offered == tools and prompt[: len(messages)] == messages and all(message["role"] != "assistant" for message in new):
-            return chat.extend(turn, messages, new, tools)
-    return chat.render(prompt, tools)
+    before = said.before(prompt, tools)
+    if before is None:
+        return chat.render(prompt, tools)
+    depth = said.depth(before)
+    return chat.extend(*said.tokens(before), prompt[:depth], prompt[depth:], tools)
 
 
 def load_chat(tokenizer: Any, model: ModelConfig, keeps_tokens: bool = True, ends: Sequence[int] = (), keeps_thinking: bool = True) -> Chat:

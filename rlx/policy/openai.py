@@ -19,8 +19,9 @@ import numpy as np
 
 from rlx.plain import utf8
 from rlx.policy.asked import raw_text
-from rlx.policy.base import Call, KnownTurns, Message, PolicyError, PromptTooLong, Reply, request_seed
-from rlx.types import Task, Turn
+from rlx.policy.base import Call, Message, PolicyError, PromptTooLong, Reply, Said, request_seed
+from rlx.trace import Turn
+from rlx.types import Task
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ class OpenAIPolicy:
         await self.client.close()
 
 
-class OpenAIEpisode(KnownTurns):
+class OpenAIEpisode(Said):
     """See `rlx.policy.base.Episode`."""
 
     def __init__(self, policy: OpenAIPolicy, task: Task, member: int, attempt: int) -> None:
@@ -201,8 +202,8 @@ class OpenAIEpisode(KnownTurns):
             reply = replace(reply, turn=turn_of(answer, policy.base_url))
         if trained:
             self.replies.append(reply.message)
-            if reply.turn is not None:
-                self._turns[number] = (reply.request_id, reply.turn)
+            how = "length" if reply.truncated else "stop"
+            self.said.add(number, messages, tools, reply.message, reply.turn, request_id=reply.request_id, finish_reason=how)
         return reply
 
     async def _fitting(self, completions: Any, parameters: dict[str, Any]) -> Any:

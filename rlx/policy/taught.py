@@ -18,12 +18,13 @@ import numpy as np
 
 from rlx.data.conversations import RowError
 from rlx.data.masks import answer_after, as_turn
-from rlx.policy.answered import LearnedTurns
+from rlx.policy.answered import Learned
 from rlx.policy.asked import raw_text
 from rlx.policy.base import Message, PolicyError, PromptTooLong, Reply
-from rlx.policy.chat import Chat, Said, continued
+from rlx.policy.chat import Chat, continued
 from rlx.policy.openai import OpenAIEpisode, OpenAIPolicy
-from rlx.types import Task, Turn
+from rlx.trace import Turn
+from rlx.types import Task
 
 REST = 60.0  # seconds without new rollouts for an endpoint that failed, while another one has not
 
@@ -75,16 +76,16 @@ class TaughtPolicy:
         return reply
 
 
-class TaughtEpisode(LearnedTurns):
+class TaughtEpisode(Learned):
     """See `rlx.policy.base.Episode`."""
 
-    __slots__ = ("_said", "env", "inner", "place", "policy")
+    __slots__ = ("_num_answers", "env", "inner", "place", "policy")
 
     def __init__(self, policy: TaughtPolicy, inner: OpenAIEpisode, place: int = 0, env: str = "") -> None:
         super().__init__(policy.chat, policy.learn, env)
         self.policy, self.inner, self.replies = policy, inner, inner.replies
         self.place, self.env = place, env  # of its endpoint among the policy's; of the environment
-        self._said: list[Said] = []
+        self._num_answers = 0
 
     @property
     def waits_for(self) -> str:
@@ -104,8 +105,8 @@ class TaughtEpisode(LearnedTurns):
             return reply
         functions = [dict(tool) for tool in tools] if tools else None
         turn = self._turn(list(messages), reply, functions)
-        self._said.append(([*messages, reply.message], turn, functions))
-        self._turns[len(self._turns)] = (reply.request_id, turn)
+        self.said.add(self._num_answers, list(messages), functions, reply.message, turn, request_id=reply.request_id)
+        self._num_answers += 1
         return replace(reply, turn=turn)
 
     def _turn(self, messages: list[Message], reply: Reply, tools: list[dict] | None) -> Turn:
@@ -113,7 +114,7 @@ class TaughtEpisode(LearnedTurns):
         chat = self.policy.chat
         if raw_text(messages) is not None:
             raise PolicyError("a teacher plays conversations only, not raw text prompts")
-        prompt = continued(chat, self._said, messages, tools)
+        prompt = continued(chat, self.said, messages, tools)
         try:
             answer = answer_after(chat.render(messages, tools), [*messages, reply.message], tools, chat, cut=reply.truncated)
         except RowError as error:
@@ -123,9 +124,5 @@ class TaughtEpisode(LearnedTurns):
                 f"{len(prompt)} + {len(answer)} tokens of the teacher's answer; the context is {self.policy.context_length}"
             )
         versions = np.full(len(answer), self.policy.version(), dtype=np.int32)
-        marks, number = None, len(self._turns)
-        if self.policy.learn:
-            marks = self.asks(number, prompt, messages, tools)
-            self.says(number, reply.message)
         how = "length" if reply.truncated else "stop"
-        return replace(as_turn(prompt, answer), versions=versions, finish_reason=how, answered=marks)
+        return replace(as_turn(prompt, answer), versions=versions, finish_reason=how)

@@ -1,4 +1,4 @@
-"""The policy on servers that exchange token ids: every request becomes a `Turn`, and later turns keep earlier tokens.
+"""The policy on servers that exchange token ids: every answer stands in a trace, and later prompts keep its tokens.
 
 messages → prompt ids (an earlier turn's, extended, if that is provably right) → room left → seed → sample → parse → Reply
 """
@@ -14,12 +14,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlx.config.sampling import biases
-from rlx.policy.answered import LearnedTurns
+from rlx.policy.answered import Learned
 from rlx.policy.asked import before_stop, parameters_of, raw_text
 from rlx.policy.base import Call, Message, PolicyError, PromptTooLong, Reply, request_seed
-from rlx.policy.chat import Chat, Said, continued
+from rlx.policy.chat import Chat, continued
 from rlx.policy.demonstrated import Demonstrated
-from rlx.types import Task, Turn
+from rlx.trace import Trace, Turn
+from rlx.types import Task
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +51,10 @@ class TokenPolicy:
         return TokenEpisode(self, task, member, attempt)
 
 
-class TokenEpisode(LearnedTurns):
+class TokenEpisode(Learned):
     """See `rlx.policy.base.Episode`."""
 
-    __slots__ = ("_biased", "_call_ids", "_history", "_num_requests", "attempt", "member", "policy", "task")
+    __slots__ = ("_biased", "_call_ids", "_num_requests", "attempt", "member", "policy", "task")
 
     def __init__(self, policy: TokenPolicy, task: Task, member: int, attempt: int) -> None:
         super().__init__(policy.chat, policy.learn, task.env)
@@ -62,7 +63,6 @@ class TokenEpisode(LearnedTurns):
         self._num_requests = 0
         self._biased: dict[str, list[str]] = {}  # what each request that cannot be trained asked for, by its id
         self._call_ids: set[str] = set()
-        self._history: list[Said] = []
 
     async def respond(
         self,
@@ -78,7 +78,7 @@ class TokenEpisode(LearnedTurns):
         self._num_requests += 1
         raw = raw_text(prompt)
         if raw is None:
-            ids = continued(policy.chat, self._history, prompt, functions)
+            ids = continued(policy.chat, self.said, prompt, functions)
         elif functions:
             raise PolicyError("a raw text prompt cannot offer tools; use a conversation")
         else:
@@ -92,19 +92,11 @@ class TokenEpisode(LearnedTurns):
         shown = None
         if policy.demonstrated is not None and trained:  # before sampling: a row without a demonstration costs no request
             shown = np.asarray(self._shown(ids, prompt, functions, raw, policy.demonstrated), dtype=np.int32)
-        learns = bool(policy.learn) and raw is None and trained
-        marks = self.asks(number, ids, prompt, functions) if learns else None
-        try:
-            turn = await policy.generator.generate(ids, parameters, request_id, self.task.index)
-            if turn.finish_reason == "abort":
-                raise PolicyError("the server aborted the request")
-        except BaseException:
-            self.failed(number)
-            raise
+        turn = await policy.generator.generate(ids, parameters, request_id, self.task.index)
+        if turn.finish_reason == "abort":
+            raise PolicyError("the server aborted the request")
         if shown is not None:
             turn = replace(turn, shown=shown)
-        if marks is not None:
-            turn = replace(turn, answered=marks)
         if raw is None:
             said = policy.chat.parse(turn, functions)
         else:
@@ -127,21 +119,17 @@ class TokenEpisode(LearnedTurns):
             num_tokens=len(turn.completion_ids),
             turn=turn,
         )
-        message = reply.message
-        if content == said.content:  # a later prompt does not have a stop string that was cut off
-            self._history.append(([*prompt, message], turn, functions))
+        message, biased = reply.message, biases(parameters) if policy.exact and trained else []
         if trained:
             self.replies.append(message)
-            if learns:
-                self.says(number, message)
-            biased = biases(parameters) if policy.exact else []
-            if biased:
-                self._biased[request_id] = biased
-            else:
-                self._turns[number] = (request_id, turn)
+        if biased:
+            self._biased[request_id] = biased
+        named = request_id if trained else ""
+        whole = content == said.content  # a later prompt does not have a stop string that was cut off
+        self.said.add(number, prompt, functions, message, turn, request_id=named, counts=trained and not biased, continues=whole)
         return reply
 
-    def keep(self, request_ids: Sequence[str]) -> tuple[Turn, ...]:
+    def keep(self, request_ids: Sequence[str]) -> Trace:
         """See `rlx.policy.base.Episode.keep`. Warns of those that cannot be trained; requests beside the trajectory may ask anything."""
         for request_id in request_ids:
             for name in self._biased.get(request_id, ()):
@@ -160,10 +148,8 @@ class TokenEpisode(LearnedTurns):
 
     def _shown(self, ids: list[int], prompt: list[Message], tools: list[dict] | None, raw: str | None, how: Demonstrated) -> list[int]:
         """The prompt's ids with the demonstration. What extends an earlier prompt also extends its shown ids, token for token."""
-        for _, (_, earlier) in sorted(self._turns.items(), key=lambda item: item[0]):
-            known = len(earlier.prompt_ids)
-            if earlier.shown is not None and ids[:known] == earlier.prompt_ids.tolist():
-                return [*earlier.shown.tolist(), *ids[known:]]
+        if (known := self.said.shown(ids)) is not None:
+            return known.tolist()
         if raw is not None:
             return self.policy.chat.tokenizer.encode(how.text(raw, self.task.row))
         return self.policy.chat.render(how.messages(prompt, self.task.row), tools)

@@ -223,7 +223,7 @@ class Orchestrator:
         return reason_to_drop(rollouts, filters, lambda group: self.advantage(self._scores(compared(group))))
 
     def _in_words(self, groups: Sequence[Group], clock: StepClock) -> str:
-        versions = [int(turn.versions.min()) for group in groups for rollout in group.rollouts for turn in rollout.turns]
+        versions = (version for group in groups for rollout in group.rollouts for version in rollout.trace.versions)
         oldest = min(versions, default=self.collector.version)
         return f"oldest version {oldest}, waited {clock.waited:.2f} s for rollouts, {self.collector.in_flight} in flight"
 

@@ -23,7 +23,6 @@ from rlx.heartbeat import INTERVAL, Heartbeat
 from rlx.paths import RunPaths, listed, write_text
 from rlx.policy.base import PolicyError
 from rlx.policy.chat import Chat
-from rlx.policy.transcript import TranscribedPolicy
 from rlx.rollout.failures import ErrorRate, Failures
 from rlx.rollout.models import Model, connected
 from rlx.rollout.play import Job, NothingWorks, Player
@@ -48,10 +47,6 @@ class Synthesizer:
         self.synthesis, self.config, self.paths, self.envs, self.model, self.heartbeat = synthesis, config, paths, envs, model, heartbeat
         self.failures = Failures()
         self.errors = ErrorRate(config.orchestrator.max_error_rate)
-        self.policies: dict[str, TranscribedPolicy] = {}
-        for name, env in envs.items():
-            assert env.policy is not None
-            env.policy = self.policies[name] = TranscribedPolicy(env.policy)
         retries, most = config.orchestrator.max_retries, config.concurrency
         self.player = Player(envs, max_retries=retries, max_concurrent=most, played=self._played, check=model.check, away=model.away)
         self.phase = "starting"
@@ -80,7 +75,7 @@ class Synthesizer:
 
     def _played(self, job: Job, rollouts: list[Rollout]) -> None:
         self.failures.add(rollouts)
-        self.synthesis.take(job, rollouts, self.policies[job.env])
+        self.synthesis.take(job, rollouts)
         self.errors.add([one for one in rollouts if one.status == "ok"], lambda: self.player.in_flight)
 
     async def _beat(self) -> None:

@@ -31,8 +31,8 @@ def scores_of(batch: Sequence[Sequence[Rollout]]) -> GroupScores:
     """The input of the advantage function for these groups."""
     return GroupScores(
         rewards=[np.array([rollout.reward for rollout in rollouts], dtype=np.float64) for rollouts in batch],
-        lengths=[np.array([rollout.num_completion_tokens for rollout in rollouts], dtype=np.int32) for rollouts in batch],
-        longest_turns=[np.array([rollout.longest_turn for rollout in rollouts], dtype=np.int32) for rollouts in batch],
+        lengths=[np.array([rollout.trace.num_sampled for rollout in rollouts], dtype=np.int32) for rollouts in batch],
+        longest_turns=[np.array([rollout.trace.longest_answer for rollout in rollouts], dtype=np.int32) for rollouts in batch],
         envs=[rollouts[0].task.env for rollouts in batch],
         agents=[rollouts[0].agent for rollouts in batch],
     )
@@ -98,10 +98,10 @@ def step_metrics(
     rollouts = [rollout for group in played for rollout in group]
     samples = [sample for part in batch.mini_batches for sample in part]
     rewards = np.array([rollout.reward for rollout in rollouts])
-    lengths = np.array([rollout.num_completion_tokens for rollout in rollouts])
+    lengths = np.array([rollout.trace.num_sampled for rollout in rollouts])
     seconds = np.array([rollout.timing["total"] for rollout in rollouts])
     by_teacher = {sample.env for sample in samples if sample.ce_weights is not None and not sample.loss_mask.any()}  # a teacher played
-    sampled = sum(rollout.num_completion_tokens for group in groups if group.task.env not in by_teacher for rollout in group.rollouts)
+    sampled = sum(rollout.trace.num_sampled for group in groups if group.task.env not in by_teacher for rollout in group.rollouts)
     trained = sum(int(sample.loss_mask.sum()) for sample in samples)  # all sampled, but masked overlong rollouts and what was not scored
     unscored = (taught or {}).get("teacher/unscored_tokens", 0)
     values = dict(taught or {}) | {

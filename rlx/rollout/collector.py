@@ -367,8 +367,8 @@ class Collector:
         if failure is not None:
             self._replace(pending, "timeout" if failure.rollout.status == "timeout" else "error")
         elif self._broken is None:
-            began, turns = pending.version, [turn for rollout in pending.rollouts for turn in rollout.turns]
-            pending.version = min((int(turn.versions.min()) for turn in turns if len(turn.versions)), default=began)
+            began = pending.version
+            pending.version = min((version for rollout in pending.rollouts for version in rollout.trace.versions), default=began)
             if pending.version < began:
                 self._broken = RuntimeError(
                     f"a group has a token of version {pending.version}, although all servers had version {began} before the group began"

@@ -21,7 +21,7 @@ import numpy as np
 
 from rlx.envs.base import Environment
 from rlx.envs.errors import FailureLog
-from rlx.rollout.state import Counts, readable
+from rlx.rollout.state import Counts, bare
 from rlx.types import Rollout, Task
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class Tally:
             tokens=self.tokens,
             failed=dict(self.failed),
             dropped=dict(self.dropped),
-            failures=tuple(replace(one, prompt=readable(one.prompt), completion=readable(one.completion)) for one in self.failures),
+            failures=tuple(bare(one) for one in self.failures),
         )
 
     def add_failure(self, rollout: Rollout) -> None:
@@ -206,13 +206,13 @@ async def _play(
 def _count(rollout: Rollout, tally: Tally) -> Rollout:
     rollout = replace(rollout, arrival=tally.finished)
     tally.finished += 1
-    tally.tokens += rollout.num_completion_tokens
+    tally.tokens += rollout.trace.num_sampled
     return rollout
 
 
 def settled(rollout: Rollout, on_timeout: str) -> Rollout:
     """A rollout that ran out of time, under the rule of `envs.NAME.on_timeout`: with `zero`, what was sampled of it has the reward 0."""
-    if on_timeout == "drop" or rollout.status != "timeout" or not rollout.turns:
+    if on_timeout == "drop" or rollout.status != "timeout" or not rollout.trace.has_tokens:
         return rollout
     return replace(rollout, status="ok", reward=0.0, is_truncated=True, metrics={**rollout.metrics, TIMED_OUT: 1.0})
 
@@ -229,13 +229,13 @@ def checked(rollout: Rollout) -> Rollout:
     if not abs(rollout.reward) <= LARGEST:  # also for NaN
         error = f"the reward of {which} is {rollout.reward}; rewards must be finite in float32"
         return replace(rollout, status="error", stop="reward_not_finite", error=error)
-    if not rollout.turns:
+    if not rollout.trace.has_tokens:
         what = "no request of its trajectory can be trained; a warning in the log says which sampling parameters it asked for"
         return replace(rollout, status="error", stop="no_turns", error=what)
-    for number, turn in enumerate(rollout.turns):
-        if not math.isfinite(turn.logprobs.sum(dtype=np.float64)):  # faster than testing each
-            place = int(np.argmin(np.isfinite(turn.logprobs)))
-            token = f"sampled token {int(turn.completion_ids[place])}, number {place} of turn {number} of {which},"
-            error = f"{token} has the log-probability {turn.logprobs[place]} according to the inference server"
+    for number, node in enumerate(rollout.trace.nodes[index] for index in rollout.trace.answers):
+        if not math.isfinite(node.logprobs.sum(dtype=np.float64)):  # faster than testing each
+            place = int(np.argmin(np.isfinite(node.logprobs)))
+            token = f"sampled token {int(node.token_ids[place - len(node.logprobs)])}, number {place} of turn {number} of {which},"
+            error = f"{token} has the log-probability {node.logprobs[place]} according to the inference server"
             return replace(rollout, status="error", stop="logprob_not_finite", error=error)
     return rollout

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-
 from rlx.config.evaluated import played
 from rlx.config.schema import PlayRoot
 from rlx.config.schema_eval import PlayWithModel
@@ -301,9 +299,8 @@ def _hub_name(text: str) -> str | None:
 
 def check_version(rollout: Rollout, version: int) -> None:
     """Raise RuntimeError if a token of the rollout is not of this policy version."""
-    others = [turn.versions[(turn.versions != version) & (turn.versions != UNKNOWN_VERSION)] for turn in rollout.turns]
-    if any(map(len, others)):
-        found = ", ".join(map(str, np.unique(np.concatenate(others))))
+    if others := [one for one in rollout.trace.versions if one not in (version, UNKNOWN_VERSION)]:
+        found = ", ".join(map(str, others))
         raise RuntimeError(
             f"the evaluation of version {version} has tokens of version {found}: rollout {rollout.member} of "
             f"{rollout.task.env}, example {rollout.task.example_id}. Does another run update the same servers (inference.base_url)?"

@@ -13,21 +13,26 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import zstandard
 
 from rlx import codec
 from rlx.paths import atomic
 from rlx.rollout.index import as_frame, index_of
+from rlx.trace import START, Trace
 from rlx.types import Group, Rollout, StepBatch
 
 LeftOut = Sequence[tuple[str, Sequence[Rollout]]]  # rule and rollouts of every group that a filter dropped
 
 
-def write_rollouts(path: Path, groups: Sequence[Group], failures: Sequence[Rollout] = (), left_out: LeftOut = ()) -> None:
-    """Write the file atomically. Values that JSON cannot hold (an environment's own objects) are written as their `repr`."""
+def write_rollouts(
+    path: Path, groups: Sequence[Group], failures: Sequence[Rollout] = (), left_out: LeftOut = (), *, tokens: bool = False
+) -> None:
+    """Write the file atomically. Values that JSON cannot hold (an environment's own objects) are written as their `repr`.
+
+    `tokens`: with the traces (`orchestrator.record_tokens`).
+    """
     encoder = msgspec.json.Encoder(enc_hook=repr)
-    write_lines(path, [encoder.encode(record) + b"\n" for record in records(groups, failures, left_out)])
+    write_lines(path, [encoder.encode(record) + b"\n" for record in records(groups, failures, left_out, tokens=tokens)])
 
 
 def write_lines(path: Path, lines: Sequence[bytes]) -> None:
@@ -52,21 +57,22 @@ def read_rollouts(path: Path) -> Iterator[dict[str, Any]]:
         yield msgspec.json.decode(line)
 
 
-def records(groups: Sequence[Group], failures: Sequence[Rollout] = (), left_out: LeftOut = ()) -> Iterator[dict[str, Any]]:
-    """One plain record for each rollout."""
+def records(
+    groups: Sequence[Group], failures: Sequence[Rollout] = (), left_out: LeftOut = (), *, tokens: bool = False
+) -> Iterator[dict[str, Any]]:
+    """One plain record for each rollout. `tokens`: with its trace."""
     for group in groups:
         for rollout, advantage in zip(group.rollouts, group.advantages, strict=True):
-            yield _record(rollout, float(advantage))
+            yield _record(rollout, float(advantage), tokens)
     for rule, rollouts in left_out:
         for rollout in rollouts:
-            yield _record(rollout, None) | {"left_out": rule}
+            yield _record(rollout, None, tokens) | {"left_out": rule}
     for rollout in failures:
-        yield _record(rollout, None)
+        yield _record(rollout, None, tokens)
 
 
-def _record(rollout: Rollout, advantage: float | None) -> dict[str, Any]:
+def _record(rollout: Rollout, advantage: float | None, tokens: bool) -> dict[str, Any]:
     task = rollout.task
-    versions = np.unique(np.concatenate([turn.versions for turn in rollout.turns])) if rollout.turns else np.empty(0, dtype=np.int32)
     return {
         "env": task.env,
         "example_id": task.example_id,
@@ -83,12 +89,28 @@ def _record(rollout: Rollout, advantage: float | None) -> dict[str, Any]:
         "advantage": advantage,
         "left_out": None,
         "arrival": rollout.arrival,  # place in the order in which the run's rollouts finished
-        "versions": versions.tolist(),  # every policy version that sampled one of its tokens
-        "num_tokens": rollout.num_completion_tokens,
-        "num_turns": len(rollout.turns),
+        "versions": rollout.trace.versions,  # every policy version that sampled one of its tokens
+        "num_tokens": rollout.trace.num_sampled,
+        "num_turns": len(rollout.trace.sizes()),
         "status": rollout.status,
         "stop": rollout.stop,
         "truncated": rollout.is_truncated,
         "error": rollout.error,
         "seconds": rollout.timing.get("total"),
+        **({"trace": nodes_of(rollout.trace)} if tokens else {}),
     }
+
+
+def nodes_of(trace: Trace) -> list[dict[str, Any]]:
+    """The nodes of a trace as plain values. `trained` counts the sampled tokens, the last of `token_ids`; `versions`: [v, start, end]."""
+    return [
+        {
+            "parent": None if node.parent == START else node.parent,
+            "message": node.message,
+            "token_ids": node.token_ids.tolist(),
+            "trained": len(node.logprobs),
+            "logprobs": node.logprobs.tolist(),
+            "versions": [[int(v), int(begin), int(end)] for v, begin, end in zip(node.versions, [0, *node.ends], node.ends, strict=False)],
+        }
+        for node in trace.nodes
+    ]

@@ -38,7 +38,7 @@ class StepRecorder:
         if self.config.save_batches:
             record_batch(self.paths.recorded_of(step), batch)
         if self.config.save_rollouts:
-            write_rollouts(self.paths.rollouts_of(step), groups, failures, left_out)
+            write_rollouts(self.paths.rollouts_of(step), groups, failures, left_out, tokens=self.config.record_tokens)
         self.failures.add(rollout for group in groups for rollout in group.rollouts)
         self.failures.add(rollout for _, rollouts in left_out for rollout in rollouts)
         self.failures.add(failures)

@@ -56,7 +56,7 @@ class Outcome:
 
 def outcome_of(rollout: Rollout) -> Outcome:
     """The outcome of a rollout."""
-    row = rollout.task.row
+    row, sizes = rollout.task.row, rollout.trace.sizes()
     return Outcome(
         example_id=rollout.task.example_id,
         place=rollout.task.index,
@@ -73,9 +73,9 @@ def outcome_of(rollout: Rollout) -> Outcome:
         error=rollout.error,
         is_truncated=rollout.is_truncated,
         timing=rollout.timing,
-        num_prompt_tokens=sum(len(turn.prompt_ids) for turn in rollout.turns) if rollout.turns else None,
-        num_tokens=rollout.num_completion_tokens if rollout.turns else None,
-        turns=[(len(turn.prompt_ids), len(turn.completion_ids)) for turn in rollout.turns],
+        num_prompt_tokens=sum(prompt for prompt, _ in sizes) if sizes else None,
+        num_tokens=rollout.trace.num_sampled if sizes else None,
+        turns=sizes,
     )
 
 

@@ -1,56 +1,29 @@
-"""Turns the turns of a rollout into training samples. Every sampled token is in exactly one sample, marked as trainable.
+"""Cuts a rollout's trace into training samples. Every sampled token is in exactly one sample, marked as trainable.
 
-`interleaved` merges turns whose prompts extend an earlier sample token for token. `branching` makes one sample of every turn.
+`interleaved` makes one sample of a path of answers that continue each other. `branching` makes one of every answer.
 Packing and the shift of labels come later (`rlx.data.packing`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from rlx.policy.answered import ROLES
-from rlx.types import Group, Rollout, TrainingSample, Turn
+from rlx.trace import Branch, Trace
+from rlx.types import Group, Rollout, TrainingSample
 
-Span = tuple[int, Turn]  # (where the turn's completion begins in the sample, the turn)
-
-
-@dataclass
-class _Draft:
-    """A sample while turns are being merged into it."""
-
-    ids: np.ndarray  # [L]
-    spans: list[Span] = field(default_factory=list)
-
-    def append(self, turn: Turn) -> None:
-        """Add the environment's new tokens (not trained) and the sampled ones (trained)."""
-        start = len(turn.prompt_ids)
-        self.ids = np.concatenate([turn.prompt_ids, turn.completion_ids])
-        self.spans.append((start, turn))
+STRATEGIES = ("interleaved", "branching")
 
 
-def merge(turns: Sequence[Turn], strategy: str) -> list[_Draft]:
-    """Drafts of the samples of one rollout.
-
-    A turn joins the longest draft whose ids are an exact prefix of its prompt. If there is none, it begins a new draft.
-    All drafts stay open, because an environment may return to an earlier conversation.
-    """
-    if strategy not in ("interleaved", "branching"):
-        raise ValueError(f"orchestrator.trajectory_strategy={strategy}: use interleaved or branching")
-    drafts: list[_Draft] = []
-    for turn in turns:
-        match = None
-        if strategy == "interleaved":
-            fits = [d for d in drafts if len(d.ids) <= len(turn.prompt_ids) and np.array_equal(d.ids, turn.prompt_ids[: len(d.ids)])]
-            match = max(fits, key=lambda d: len(d.ids), default=None)
-        if match is None:
-            match = _Draft(turn.prompt_ids)
-            drafts.append(match)
-        match.append(turn)
-    return drafts
+def branches_of(trace: Trace, strategy: str) -> list[Branch]:
+    """The branches of a trace that are its samples under `orchestrator.trajectory_strategy`. Raises ValueError for another one."""
+    if strategy not in STRATEGIES:
+        raise ValueError(f"orchestrator.trajectory_strategy={strategy}: use {' or '.join(STRATEGIES)}")
+    return trace.branches(joined=strategy == "interleaved")
 
 
 def samples_of(
@@ -73,9 +46,11 @@ def samples_of(
     for rollout, advantage in zip(group.rollouts, group.advantages, strict=True):
         if mask_overlong and rollout.is_truncated:
             continue
-        for draft in merge(rollout.turns, strategy):
-            sample = _sample(group, rollout, draft, float(advantage), learn or {})
+        shown: set[int] = set()  # nodes that an earlier sample has
+        for branch in branches_of(rollout.trace, strategy):
+            sample = _sample(group, rollout, branch, float(advantage), learn or {}, shown)
             samples.append(_as_taught(sample) if taught else _weighted(sample, weights or {}))
+            shown.update(branch.path)
     return samples
 
 
@@ -85,27 +60,35 @@ def _weighted(sample: TrainingSample, weights: Mapping[str, float]) -> TrainingS
     return replace(sample, **streams) if streams else sample
 
 
-def _sample(group: Group, rollout: Rollout, draft: _Draft, advantage: float, learn: Mapping[str, float]) -> TrainingSample:
-    length = len(draft.ids)
+def _sample(
+    group: Group, rollout: Rollout, branch: Branch, advantage: float, learn: Mapping[str, float], shown: Collection[int]
+) -> TrainingSample:
+    nodes = rollout.trace.nodes
+    token_ids = rollout.trace.ids(branch.path[-1])
+    length = len(token_ids)
     mask = np.zeros(length, dtype=np.bool_)
     logprobs = np.zeros(length, dtype=np.float32)
     temperature = np.ones(length, dtype=np.float32)
     versions = np.full(length, -1, dtype=np.int32)
     by_mark = np.array([0, *(learn.get(role, 0) for role in ROLES)], dtype=np.float32)
     learned = np.zeros(length, dtype=np.float32)
-    for start, turn in draft.spans:
-        if turn.answered is not None:
-            learned[:start] += by_mark[turn.answered]
-        part = slice(start, start + len(turn.completion_ids))
-        mask[part] = True
-        logprobs[part] = turn.logprobs
-        temperature[part] = turn.temperature
-        versions[part] = turn.versions
+    end = 0
+    for place in branch.path:
+        node = nodes[place]
+        begin, end = end, end + len(node.token_ids)
+        if node.answered is not None and place not in shown:
+            learned[begin:end] = by_mark[node.answered]
+        if place in branch.own:
+            part = slice(end - len(node.logprobs), end)
+            mask[part] = True
+            logprobs[part] = node.logprobs
+            temperature[part] = node.temperature
+            versions[part] = node.token_versions
     return TrainingSample(
         group=group.id,
         member=rollout.member,
         env=group.task.env,
-        token_ids=draft.ids.astype(np.int32, copy=False),
+        token_ids=token_ids,
         loss_mask=mask,
         inference_logprobs=logprobs,
         advantages=np.where(mask, np.float32(advantage), np.float32(0)),

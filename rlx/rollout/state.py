@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from rlx.arrays import Int
 from rlx.plain import CodecError, to_json
+from rlx.trace import Trace
 from rlx.types import Rollout, Task
 
 
@@ -74,7 +75,7 @@ class CollectorState:
 class OrchestratorState:
     """The orchestrator's part of a checkpoint."""
 
-    SCHEMA: ClassVar[str] = "rlx.OrchestratorState/3"
+    SCHEMA: ClassVar[str] = "rlx.OrchestratorState/4"
 
     collector: CollectorState
     advantage: Any = None  # `state_dict()` of an advantage that keeps state; else None
@@ -83,11 +84,14 @@ class OrchestratorState:
 def played_group(rollouts: Sequence[Rollout], *, version: int = 0, rule: str | None = None) -> PlayedGroup:
     """The group as a checkpoint record. Objects in prompts and completions that a file cannot hold become their `repr`."""
     task = rollouts[0].task
-    bare = replace(task, row={})
-    kept = tuple(
-        replace(rollout, task=bare, prompt=readable(rollout.prompt), completion=readable(rollout.completion)) for rollout in rollouts
-    )
+    kept = tuple(replace(bare(rollout), task=replace(task, row={})) for rollout in rollouts)
     return PlayedGroup(task=task, rollouts=kept, version=version, rule=rule)
+
+
+def bare(rollout: Rollout) -> Rollout:
+    """The rollout with what a file can hold: other objects of its messages become their `repr`."""
+    nodes = (replace(node, message=readable(node.message), tools=readable(node.tools)) for node in rollout.trace.nodes)
+    return replace(rollout, prompt=readable(rollout.prompt), completion=readable(rollout.completion), trace=Trace(tuple(nodes)))
 
 
 def readable(value: Any) -> Any:

@@ -26,7 +26,7 @@ from rlx.config.schema_synthesize import SelectionConfig, SynthesizeRoot
 from rlx.envs.base import Environment, sampling_of
 from rlx.envs.kinds import version_of
 from rlx.paths import RunPaths
-from rlx.policy.transcript import TranscribedPolicy, Transcript
+from rlx.policy.transcript import transcripts_of
 from rlx.rollout.play import FIRST, Job, NothingWorks, Player, Records, in_turn, jobs_of, note_weights, other_weights
 from rlx.rollout.selection import CAUSES, Candidate, Selection, select
 from rlx.rollout.synthesized import FORMATS, METADATA, rows_of, to_json, write_metadata, write_rows
@@ -121,12 +121,12 @@ class Synthesis:
         ]
         return in_turn(streams)
 
-    def take(self, job: Job, rollouts: Sequence[Rollout], policy: TranscribedPolicy) -> None:
-        """Keep the rollouts of a job, after its retries. `policy`: of its environment. Raises NothingWorks if too many fail in a row."""
+    def take(self, job: Job, rollouts: Sequence[Rollout]) -> None:
+        """Keep the rollouts of a job, after its retries. Raises NothingWorks if too many fail in a row."""
         for rollout in rollouts:
-            one = candidate_of(job, rollout, policy.take(job.task, rollout.member))
+            one = candidate_of(job, rollout)
             self.finished.add(one)
-            self.tokens += rollout.num_completion_tokens
+            self.tokens += rollout.trace.num_sampled
             if one.failed:
                 self.failed += 1
                 self._failed_in_a_row[job.env] += 1
@@ -230,10 +230,10 @@ class Synthesis:
         }
 
 
-def candidate_of(job: Job, rollout: Rollout, transcripts: Sequence[Transcript]) -> Candidate:
+def candidate_of(job: Job, rollout: Rollout) -> Candidate:
     """A finished rollout, as the selection sees it."""
     ok = rollout.status == "ok"
-    versions = np.unique(np.concatenate([turn.versions for turn in rollout.turns])) if rollout.turns else np.empty(0, np.int32)
+    versions = rollout.trace.versions
     return Candidate(
         env=job.env,
         index=job.task.index,
@@ -241,13 +241,13 @@ def candidate_of(job: Job, rollout: Rollout, transcripts: Sequence[Transcript]) 
         reward=rollout.reward if ok else 0.0,
         failed=not ok,
         truncated=rollout.is_truncated,
-        transcripts=tuple(transcripts),
+        transcripts=tuple(transcripts_of(rollout.trace)),
         about={
             "example_id": rollout.task.example_id,
             "rewards": to_json(rollout.rewards),
             "stop": rollout.stop,
-            "num_tokens": rollout.num_completion_tokens if rollout.turns else None,
-            "policy_version": int(versions[0]) if len(versions) == 1 and versions[0] >= 0 else None,
+            "num_tokens": rollout.trace.num_sampled if rollout.trace.has_tokens else None,
+            "policy_version": versions[0] if len(versions) == 1 and versions[0] >= 0 else None,
         },
     )
 

@@ -3,7 +3,7 @@
     a group finishes ─► its samples' tokens wait ─► requests of `teacher.batch_size` ─► the batch waits for what is missing
 
 The teacher scores whole samples; the trainer reads the numbers of sampled tokens (`teacher_logprobs`). The teacher of self-distillation
-reads the demonstration in the place of the prompt (`Turn.shown`). A request waits for a full batch only while others are in flight. A
+reads the demonstration in the place of the prompt (`Node.shown`). A request waits for a full batch only while others are in flight. A
 sample that was not scored in time is left out and counted, or ends the run (`teacher.unscored`): a batch never waits longer than
 `teacher.deadline`.
 """
@@ -26,7 +26,7 @@ from rlx.config.schema import Config
 from rlx.heartbeat import INTERVAL
 from rlx.inference.endpoints import Endpoint
 from rlx.policy.teacher import Scores, Teacher, TeacherError
-from rlx.rollout.samples import merge
+from rlx.rollout.samples import branches_of
 from rlx.types import Rollout, StepBatch, TrainingSample
 
 Place = tuple[int, int, int]  # group, member, number of the sample among those of its rollout
@@ -246,10 +246,13 @@ class Teaching:
 
 def _sequences(rollout: Rollout, strategy: str) -> Iterator[tuple[Int, tuple[int, int]]]:
     """(tokens that the teacher reads [L'], tokens of the prompt in them and in the sample) of each sample of a rollout."""
-    for draft in merge(rollout.turns, strategy):
-        (start, first), *_ = draft.spans
-        prompt = draft.ids[:start] if first.shown is None else first.shown
-        yield np.concatenate([prompt, draft.ids[start:]]).astype(np.int32), (len(prompt), start)
+    trace = rollout.trace
+    for branch in branches_of(trace, strategy):
+        ids, first = trace.ids(branch.path[-1]), min(branch.own)
+        start = len(trace.ids(first)) - len(trace.nodes[first].logprobs)
+        shown = trace.shown_before(branch.path, start)
+        prompt = ids[:start] if shown is None else shown
+        yield np.concatenate([prompt, ids[start:]]), (len(prompt), start)
 
 
 def _refuse_other_temperatures(samples: list[TrainingSample]) -> None:

@@ -1,0 +1,54 @@
+"""Traces made of turns, and traces as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlx.rollout.samples import branches_of
+from rlx.trace import Trace, TraceBuilder, Turn
+
+
+def trace_of(*turns: Turn) -> Trace:
+    """The trace of these requests, in their order, with made-up messages."""
+    said = TraceBuilder()
+    for number, turn in enumerate(turns):
+        said.add(number, [{"role": "user", "content": str(number)}], None, {"role": "assistant", "content": ""}, turn)
+    return said.trace(None, {number: turn.answered for number, turn in enumerate(turns) if turn.answered is not None})
+
+
+def plain(turns: Sequence[Turn]) -> list[Any]:
+    """What two turns must have in common to be the same."""
+    return [
+        (turn.prompt_ids.tolist(), turn.completion_ids.tolist(), turn.logprobs.tolist(), turn.versions.tolist(), turn.temperature)
+        for turn in turns
+    ]
+
+
+def same(turn: Turn, other: Turn) -> bool:
+    """Whether two turns are of the same request."""
+    return plain([turn]) == plain([other])
+
+
+@dataclass
+class Draft:
+    """A sample's tokens, and where each of its turns was sampled."""
+
+    ids: Any
+    spans: list[tuple[int, Turn]]
+
+
+def merge(turns: Sequence[Turn], strategy: str) -> list[Draft]:
+    """The samples of these requests."""
+    trace = trace_of(*turns)
+    of = dict(zip(trace.answers, turns, strict=True))
+    return [
+        Draft(trace.ids(branch.path[-1]), [(len(of[place].prompt_ids), of[place]) for place in sorted(branch.own)])
+        for branch in branches_of(trace, strategy)
+    ]
+
+
+def tokens_of(turn: Turn) -> tuple[Any, Any]:
+    """([P], [C]) prompt and answer, as `Chat.extend` takes them."""
+    return turn.prompt_ids, turn.completion_ids
