@@ -145,6 +145,8 @@ METRICS: dict[str, str] = {
     "eval/<env>/<score>_low": "lower end of the 95 % confidence interval of `avg@<n>` or `pass@<k>`, over examples",
     "eval/<env>/<score>_high": "its upper end",
     "eval/<env>/examples": "examples evaluated",
+    "eval/<env>/newest_version": "the newest policy version that sampled a token of the evaluation, whose oldest is its step; only where "
+    "updates went on meanwhile (`eval.pins`)",
     "eval/<env>/error_frac": "share of rollouts that failed, after retries",
     "eval/<env>/truncated_frac": "share of rollouts cut by a length limit",
     "eval/<env>/completion_mean": "sampled tokens per rollout, mean",

@@ -82,9 +82,21 @@ def evaluating(**overrides: Any) -> Config:
     return config_of(**{**defaults, **overrides})
 
 
+def test_updates_do_not_wait_for_an_evaluation_and_its_record_names_the_newest_version(tmp_path: Path) -> None:
+    servers = Servers(delay=0.03)
+    keys = {"max_steps": 8, "eval__interval": 6, "eval__num_examples": 12, "eval__share": 0.01}
+    paths, _ = play(tmp_path, evaluating(max_async_level=1, inference__max_num_seqs=8, **keys), servers)
+    first, second, last = metrics(paths, "eval")
+    assert [record["step"] for record in (first, second, last)] == [0, 6, 8]
+    assert servers.torn, "an update came while an evaluation's request was in flight"
+    assert 0 < first["eval/e/newest_version"] <= 6, "the next evaluation began behind it"
+    assert last["eval/e/newest_version"] == 8
+    assert all(record["eval/e/examples"] == 12 for record in (first, second, last))
+
+
 def test_every_interval_and_the_last_version_are_evaluated_each_at_one_version(tmp_path: Path) -> None:
     servers = Servers(delay=0.03)
-    paths, _ = play(tmp_path, evaluating(max_async_level=2), servers)
+    paths, _ = play(tmp_path, evaluating(max_async_level=2, eval__pins=True), servers)
     records = metrics(paths, "eval")
     assert [record["step"] for record in records] == [0, 2, 4, 5]
     assert servers.torn == []

@@ -27,8 +27,8 @@ class Noted:
     def begin(self, version: int) -> None:
         self.now = version
 
-    async def leave(self, delays: bool = True) -> None:
-        assert not delays, "nothing of supervised training waits for an evaluation"
+    async def leave(self, stop: int | None = None) -> None:
+        assert stop is None, "nothing of supervised training waits for an evaluation"
         if self.now is not None:
             self.recorded.append(self.now)
         self.now = None

@@ -32,7 +32,7 @@ class Stops:
     def next_stop(self, version: int, newest: int) -> int:
         return next((stop for stop in self.stops if version < stop < newest), newest)
 
-    async def leave(self) -> None:
+    async def leave(self, stop: int) -> None:
         pass
 
     async def finish(self) -> None:

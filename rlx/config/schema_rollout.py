@@ -173,6 +173,12 @@ class EvalConfig(EvalTerms):
         high=1,
     )
 
+    pins: bool | None = key(
+        None,
+        "updates of the servers wait for an evaluation, so that it plays one version; false: they go on, and later tokens are of newer "
+        "versions, which its record names; null: true where results depend on it (`max_async_level=0`, `ckpt.keep_best`)",
+    )
+
     def is_due(self, version: int, last: int) -> bool:
         """Whether a policy version is evaluated: 0 with `eval_base`, multiples of `interval`, and the `last` version."""
         if self.interval is None:

@@ -95,7 +95,8 @@ class Orchestrator:
         self.recorder = StepRecorder(paths, config.orchestrator, tracker)
         if (start := read_start(paths)) is not None:
             self._go_on_from(start)
-        oldest = self.first_step - config.max_async_level - 1  # the trainer may have been so far ahead of an evaluation
+        behind = config.max_async_level + 1 if config.pins_evaluations else config.eval.interval or 0
+        oldest = self.first_step - behind  # the trainer may have been so far ahead of an evaluation
         at_work = (lambda: self.collector.in_flight, lambda: sampler.away)
         self.evaluations = Evaluations(config, paths, envs, self.first_step, *at_work, oldest=oldest, servers=lambda: fleet.size)
         self.updates = WeightUpdates(paths, fleet, config.weight_broadcast.timeout, config.max_steps, self._reached, self.evaluations)

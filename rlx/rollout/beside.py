@@ -62,10 +62,10 @@ class Beside:
 
     async def _work(self) -> None:
         self.evaluations.begin(0)
-        await self.evaluations.leave(delays=False)  # its record is not to wait for the next version, which may be hours away
+        await self.evaluations.leave()  # its record is not to wait for the next version, which may be hours away
         while self.updates.version < self.config.max_steps:
             await self.updates.reach(self.evaluations.next_stop(self.updates.version, self.config.max_steps))
-            await self.evaluations.leave(delays=False)
+            await self.evaluations.leave()
         protect = [step for step, _ in folders.being_written(self.paths)]  # before the others: one may be completed meanwhile
         protect += folders.steps(self.paths)
         await asyncio.to_thread(self.updates.published.prune, self.config.versions_kept, protect)  # as the trainer does

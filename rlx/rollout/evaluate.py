@@ -3,13 +3,14 @@
 `rlx.rollout.beside` uses it for supervised training, whose servers have nothing else to do. In reinforcement learning:
 
     version v reaches the servers  →  is v due?  →  play its evaluation while training goes on
-    version v+1 is there           →  the evaluation ends, its record is written  →  the servers are updated
+    version v+1 is there           →  the servers are updated            eval.pins: the evaluation ends and is recorded before
+    the next version that is due   →  the evaluation of v ends and is recorded  →  the servers are updated  →  its own begins
 
-An evaluation never mixes versions, because the servers keep version v until it has ended. Training waits only if it runs out of work: the
-trainer may be `max_async_level` + 1 versions ahead of the servers. The alternative, to hold back one of several servers, would cost that
-server's throughput for the whole evaluation, would not help a run with one server, and would split the fleet's version.
-Nothing of training depends on an evaluation: it has its own environments, seeds and counters, and its record has a fixed place in
-`metrics.jsonl` (after version v was trained on). So at max_async_level 0 a run's other records are the same with and without evaluations.
+With `eval.pins` an evaluation has tokens of one version, because the servers keep it until the evaluation has ended, and its record has a
+fixed place in `metrics.jsonl` (after version v was trained on). Training waits only if it runs out of work: the trainer may be
+`max_async_level` + 1 versions ahead of the servers. Without it nothing waits, and the record says up to which version tokens were sampled.
+Nothing of training depends on an evaluation: it has its own environments, seeds and counters. So at max_async_level 0 a run's other
+records are the same with and without evaluations.
 
 `scores.py` has the statistics, `results.py` the files.
 """
@@ -53,6 +54,7 @@ class Evaluation:
     began: float  # monotonic seconds
     total: int  # rollouts
     played: int = 0
+    newest: int = -1  # the newest version that sampled one of its tokens
     outcomes: dict[str, dict[int, list[Outcome]]] = field(default_factory=dict)  # environment → place of the example → its rollouts
 
     def examples(self, env: str) -> list[list[Outcome]]:
@@ -122,21 +124,24 @@ class Evaluations:
         """The servers have this version now. Starts its evaluation if it is due."""
         if not self.is_wanted(version) or (self._now is not None and self._now.version == version):
             return
-        assert self._now is None, f"the servers left version {self._now.version} before its evaluation ended"
+        assert self._now is None, f"version {self._now.version} is still evaluated"
         total = sum(len(self._places(name)) * (spec.rollouts_per_example or 1) for name, spec in self.specs.items())
         self._now = Evaluation(version, time.monotonic(), total)
         self._playing = asyncio.create_task(self._evaluate(self._now))
 
-    async def leave(self, delays: bool = True) -> None:
-        """Wait until the evaluation of the servers' version has ended, and write its record. Raises its error.
+    async def leave(self, stop: int | None = None) -> None:
+        """Wait until the evaluation in progress has ended, and write its record. Raises its error.
 
-        `delays`: an update of the servers waits meanwhile. The record says for how long.
+        `stop`: the version to which an update of the servers waits meanwhile, and the record says for how long; None: no update waits.
+        Without `eval.pins` an evaluation only ends before the next one begins.
         """
         if self._now is None or self._playing is None:
             return
+        if not self.config.pins_evaluations and stop is not None and not self._playing.done() and not self.is_wanted(stop):
+            return
         began = time.monotonic()
         values = await self._playing
-        waited = {"time/wait_evaluation": time.monotonic() - began} if delays else {}
+        waited = {"time/wait_evaluation": time.monotonic() - began} if stop is not None else {}
         self.metrics.write(self._now.version, values | waited)
         self._look_for_best(self._now.version, values)
         self._now = self._playing = None
@@ -195,6 +200,8 @@ class Evaluations:
             folder = self.paths.evaluation_of(name, self.config.model.name, now.version)
             examples, threshold = now.examples(name), self.config.eval.pass_threshold
             facts = facts_of(name, self.config, self.specs[name], now.version) | {"time": seconds}
+            if not self.config.pins_evaluations:
+                facts["newest_policy_version"] = values[f"eval/{name}/newest_version"] = max(now.version, now.newest)
             values |= await asyncio.to_thread(write_scores, folder, examples, facts, threshold)
         return values
 
@@ -211,7 +218,10 @@ class Evaluations:
 
     def _check(self, rollout: Rollout) -> None:
         assert self._now is not None
-        check_version(rollout, self._now.version)
+        if self.config.pins_evaluations:
+            check_version(rollout, self._now.version)
+        else:
+            self._now.newest = max([self._now.newest, *rollout.trace.versions])
 
     def _look_for_best(self, version: int, values: Mapping[str, float]) -> None:
         """Warn if the record has no value to choose the best checkpoint by."""

@@ -32,8 +32,8 @@ class Stops(Protocol):
         """The version to update servers to that have `version`: `newest`, or one before it."""
         ...
 
-    async def leave(self) -> None:
-        """Returns when the servers may leave their version."""
+    async def leave(self, stop: int) -> None:
+        """Returns when the servers may leave their version for version `stop`."""
         ...
 
     async def finish(self) -> None:
@@ -63,7 +63,7 @@ class WeightUpdates:
             if newest is None or newest.version < version:
                 await asyncio.sleep(pause.seconds())
                 continue
-            await self.stops.leave()
+            await self.stops.leave(self.stops.next_stop(self.version, newest.version))
             newest = self.published.latest() or newest  # a newer one may have appeared meanwhile
             stop = self.stops.next_stop(self.version, newest.version)
             target = self.published.at(stop)
