@@ -30,7 +30,7 @@ def about(config: EnvConfig) -> About:
     found = About()
     try:
         found = replace(found, kind=kind_of(config.id))
-        found = (_v1 if found.kind == "v1" else _classic)(config, found)
+        found = {"v1": _v1, "classic": _classic, "function": _function}[found.kind](config, found)
         return found if found.needs else _checked(config, found)
     except KeyboardInterrupt:
         raise
@@ -124,6 +124,28 @@ def _rewards_of(rubric: Any) -> Iterator[Entry]:
 def _tools(env: Any) -> tuple[Entry, ...]:
     functions = [tool["function"] for tool in env.tools]
     return tuple(Entry(name=str(one["name"]), doc=paragraph(str(one.get("description") or ""))) for one in functions)
+
+
+# a reward function over rows
+
+
+def _function(config: EnvConfig, found: About) -> About:
+    from rlx.envs.function import function_of, load_environment
+
+    documented = arguments_in(inspect.getdoc(load_environment) or "")
+    arguments = tuple(
+        Entry(
+            name=name,
+            type=_type_of(parameter.annotation),
+            default=None if parameter.default is parameter.empty else repr(parameter.default),
+            doc=documented.get(name, ""),
+        )
+        for name, parameter in inspect.signature(load_environment).parameters.items()
+    )
+    found = replace(found, arguments=arguments, doc=paragraph(inspect.getdoc(load_environment) or ""), type="reward function")
+    if (path := config.args.get("reward")) is None:
+        raise _Known(found)  # there is nothing to load yet
+    return replace(found, rewards=(Entry(name=str(path), doc=paragraph(inspect.getdoc(function_of(str(path))) or ""), weight=1.0),))
 
 
 # v1

@@ -9,7 +9,7 @@ import importlib.util
 import os
 import sys
 
-NEEDED = ("numpy", "msgspec", "verifiers")
+NEEDED = ("numpy", "msgspec")  # and verifiers, for its environments (`rlx.envs.load`)
 
 
 def main():  # type: () -> None

@@ -26,10 +26,10 @@ def demonstrations_of(config: PlayRoot, envs: Mapping[str, EnvConfig]) -> dict[s
             continue
         trained = env if isinstance(config, Config) else replace(env, split="train")  # the model is the same for every command
         environment = load_one(name, trained, settings_of(config, env))
-        if kind_of(env.id) == "v1" and all(answer_text(environment, row) is None for row in environment.rows):
+        if kind_of(env.id) != "classic" and all(answer_text(environment, row) is None for row in environment.rows):
             raise ValueError(
-                f"envs.{name}: the warm start (model.warm_start) learns from answers, and no task of the v1 taskset {env.id} has a field "
-                "`answer` with a text; choose a model that is trained already"
+                f"envs.{name}: the warm start (model.warm_start) learns from answers, and no row of {env.id} has a field `answer` with a "
+                "text; choose a model that is trained already"
             )
         rows = choose(environment.rows, counts[name], settings.seed)
         found[name] = conversations(environment, rows, settings.teacher_error, settings.seed)

@@ -1,4 +1,4 @@
-"""Which kind of environment a name stands for: classic (`load_environment`) or a v1 taskset (a `Taskset` in `__all__`).
+"""Which kind of environment a name stands for: classic (`load_environment`), a v1 taskset (a `Taskset` in `__all__`), or our function.
 
 The answer is read from the package's source, in milliseconds and without running it. Only a package whose source does not show it
 (names that are computed, star imports) is imported.
@@ -20,7 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
-Kind = Literal["classic", "v1"]
+Kind = Literal["classic", "v1", "function"]
+FUNCTION = "rlx.envs.function"  # the id of a reward function over rows
 DEPTH = 8  # imports and base classes that are followed from a name to its definition
 
 
@@ -35,6 +36,8 @@ def kind_of(env_id: str, *, importing: bool = True) -> Kind:
     `importing`: import the package if its source does not show the kind; otherwise raise Unclear.
     Raises ValueError, with a sentence for people, if no such package is installed or if it is no environment.
     """
+    if env_id == FUNCTION:
+        return "function"
     module = module_of(env_id)
     if not module.isidentifier():
         raise ValueError(f"{env_id!r} is not the name of an environment: write the name of an installed module, or owner/name")

@@ -6,7 +6,9 @@ the function, because the import takes seconds: a run whose environments all hav
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -30,8 +32,8 @@ if TYPE_CHECKING:
 def load_one(name: str, config: EnvConfig, settings: Settings) -> Local:
     """Load `config.id` in this process as the environment `name`. Call it on the main thread.
 
-    Imports verifiers. Raises ValueError or RuntimeError with a sentence for people, or what the environment's own
-    `load_environment` raises.
+    Imports verifiers, unless it is a reward function. Raises ValueError or RuntimeError with a sentence for people, or what the
+    environment's own `load_environment` raises.
     """
     from rlx.envs.kinds import kind_of
 
@@ -40,7 +42,11 @@ def load_one(name: str, config: EnvConfig, settings: Settings) -> Local:
     load: Callable[..., Local]
     kind = kind_of(config.id)
     with importing():
-        if kind == "v1":
+        if kind == "function":
+            from rlx.envs.function import load  # type: ignore[assignment]
+        elif importlib.util.find_spec("verifiers") is None:
+            raise RuntimeError(f"{sys.executable} has no verifiers; install with: {sys.executable} -m pip install verifiers")
+        elif kind == "v1":
             from rlx.envs.verifiers_v1 import load_environment as load
         else:
             from rlx.envs.verifiers_v0 import load_environment as load

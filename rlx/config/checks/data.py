@@ -28,7 +28,7 @@ def environments(cfg: Config, of: Show) -> Iterator[str]:
 def module_problems(key: str, env_id: str, installed: bool, of: Show) -> Iterator[str]:
     """Whether a key names an environment. `installed`: it must be installed here."""
     module = module_of(env_id)
-    if not module.isidentifier():
+    if not all(part.isidentifier() for part in module.split(".")):
         yield f"{of(key)} is not the name of a Python module. Write the name of an installed environment, or owner/name."
     elif installed and not is_installed(module):
         yield (
