@@ -97,3 +97,10 @@ def _filled(cfg: EvaluatedRun, name: str, entry: EvalEnvConfig) -> EvalEnvConfig
         given = (getattr(source, f.name, None) for source in sources)
         sampling = replace(sampling, **{f.name: next((value for value in given if value is not None), None)})
     return replace(entry, **(values | {"sampling": sampling}))
+
+
+def pins(cfg: EvaluatedRun) -> bool:
+    """Whether an evaluation plays one policy version (`eval.pins`). Beside supervised training the servers have nothing else to do."""
+    if cfg.eval.pins is not None or not isinstance(cfg, Config):
+        return cfg.eval.pins is not False
+    return cfg.max_async_level == 0 or cfg.ckpt.keep_best is not None

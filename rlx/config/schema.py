@@ -251,11 +251,6 @@ class EvaluatedRun(TrainingRoot, PlayRoot):
         """Also one that is evaluated: a run that was killed meanwhile evaluates it when it resumes."""
         return super().lasts(version) or (self.plays and self.eval.is_due(version, self.max_steps))
 
-    @property
-    def pins_evaluations(self) -> bool:
-        """Whether an evaluation plays one policy version (`eval.pins`). In supervised training the servers have nothing else to do."""
-        return True
-
 
 @dataclass
 class Config(EvaluatedRun):
@@ -281,11 +276,6 @@ class Config(EvaluatedRun):
     reward: RewardConfig = section(RewardConfig)
     orchestrator: OrchestratorConfig = section(OrchestratorConfig)
     weight_broadcast: WeightBroadcastConfig = section(WeightBroadcastConfig)
-
-    @property
-    def pins_evaluations(self) -> bool:
-        """See `EvaluatedRun.pins_evaluations`."""
-        return self.eval.pins if self.eval.pins is not None else self.max_async_level == 0 or self.ckpt.keep_best is not None
 
     @property
     def measured(self) -> str | None:

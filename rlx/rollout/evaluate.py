@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.config.evaluated import PREFIX, evaluated, is_due
+from rlx.config.evaluated import PREFIX, evaluated, is_due, pins
 from rlx.config.schema import EvaluatedRun, PlayRoot, ScoredEnvConfig
 from rlx.envs.base import Environment, sampling_of
 from rlx.heartbeat import EVALUATING
@@ -85,6 +85,7 @@ class Evaluations:
         self.config, self.paths, self.busy, self.first_step = config, paths, busy, first_step
         self.specs: dict[str, ScoredEnvConfig] = evaluated(config)
         self.envs = {name: envs[PREFIX + name] for name in self.specs}
+        self._pins = pins(config)
         if empty := [name for name, env in self.envs.items() if not len(env.rows)]:
             raise ValueError(f"there is nothing to evaluate: no examples in {', '.join(empty)}")
         self.servers = servers or (lambda: len(config.inference.base_url) or config.hardware.inference_replicas)
@@ -137,7 +138,7 @@ class Evaluations:
         """
         if self._now is None or self._playing is None:
             return
-        if not self.config.pins_evaluations and stop is not None and not self._playing.done() and not self.is_wanted(stop):
+        if not self._pins and stop is not None and not self._playing.done() and not self.is_wanted(stop):
             return
         began = time.monotonic()
         values = await self._playing
@@ -200,7 +201,7 @@ class Evaluations:
             folder = self.paths.evaluation_of(name, self.config.model.name, now.version)
             examples, threshold = now.examples(name), self.config.eval.pass_threshold
             facts = facts_of(name, self.config, self.specs[name], now.version) | {"time": seconds}
-            if not self.config.pins_evaluations:
+            if not self._pins:
                 facts["newest_policy_version"] = values[f"eval/{name}/newest_version"] = max(now.version, now.newest)
             values |= await asyncio.to_thread(write_scores, folder, examples, facts, threshold)
         return values
@@ -218,7 +219,7 @@ class Evaluations:
 
     def _check(self, rollout: Rollout) -> None:
         assert self._now is not None
-        if self.config.pins_evaluations:
+        if self._pins:
             check_version(rollout, self._now.version)
         else:
             self._now.newest = max([self._now.newest, *rollout.trace.versions])
