@@ -38,8 +38,10 @@ class Turn:
     versions: Int  # [C] policy version that sampled each token
     temperature: float  # the one that the tokens were sampled and `logprobs` computed at; 1 if the most likely tokens were taken
     finish_reason: str  # "stop", "length" or "abort"
-    shown: Int | None = None  # [P'] the prompt with a demonstration, as the teacher of self-distillation reads it; None: there is none
-    answered: Int | None = None  # [P] marks of what the environment answered (`rlx.policy.answered`); None: not asked for
+    teacher_prompt_ids: Int | None = (
+        None  # [P'] the prompt with a demonstration, as the teacher of self-distillation reads it; None: there is none
+    )
+    observation_mask: Int | None = None  # [P] marks of what the environment answered (`rlx.policy.observation_mask`); None: not asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +58,8 @@ class Node:
     temperature: float = 1.0
     finish_reason: str = ""
     tools: Any = None  # functions that the request offered, where they are others than those of the nodes before; None: as these
-    shown: Int | None = None  # in the first answer of a path: what stands in the place of its prompt for a teacher; see `Turn`
-    answered: Int | None = None  # [n] marks of what the environment answered; see `Turn`
+    teacher_prompt_ids: Int | None = None  # in the first answer of a path: what stands in the place of its prompt for a teacher; see `Turn`
+    observation_mask: Int | None = None  # [n] marks of what the environment answered; see `Turn`
 
     @property
     def token_versions(self) -> Int:
@@ -158,7 +160,9 @@ class Trace:
         path = self.path(index)
         begin = next((at + 1 for at in reversed(range(len(path) - 1)) if self.nodes[path[at]].sampled), 0)
         new = [self.nodes[place] for place in path[begin:]]  # since the answer before it
-        marks = np.concatenate([np.zeros(len(one.token_ids), np.int32) if one.answered is None else one.answered for one in new])
+        marks = np.concatenate(
+            [np.zeros(len(one.token_ids), np.int32) if one.observation_mask is None else one.observation_mask for one in new]
+        )
         before = np.zeros(size - len(marks), np.int32)
         return Turn(
             prompt_ids=whole[: size - sampled],
@@ -167,18 +171,18 @@ class Trace:
             versions=node.token_versions,
             temperature=node.temperature,
             finish_reason=node.finish_reason,
-            shown=self.shown_before(path, size - sampled),
-            answered=np.concatenate([before, marks])[: size - sampled] if marks.any() else None,
+            teacher_prompt_ids=self.teacher_prompt(path, size - sampled),
+            observation_mask=np.concatenate([before, marks])[: size - sampled] if marks.any() else None,
         )
 
-    def shown_before(self, path: Sequence[int], end: int) -> Int | None:
+    def teacher_prompt(self, path: Sequence[int], end: int) -> Int | None:
         """[P'] what a teacher reads in place of the first `end` tokens of a path; None: the tokens themselves."""
-        first = next((place for place in path if self.nodes[place].shown is not None), None)
+        first = next((place for place in path if self.nodes[place].teacher_prompt_ids is not None), None)
         if first is None:
             return None
         node = self.nodes[first]
         prompt = len(self.ids(first)) - len(node.logprobs)
-        return np.concatenate([node.shown, self.ids(path[-1])[prompt:end]])
+        return np.concatenate([node.teacher_prompt_ids, self.ids(path[-1])[prompt:end]])
 
 
 @dataclass(slots=True)
@@ -239,7 +243,7 @@ class TraceBuilder:
         if turn is not None:
             node = _with_tokens(node, turn, length)
             length += len(node.token_ids)
-            node = node if parent is None else replace(node, shown=None)
+            node = node if parent is None else replace(node, teacher_prompt_ids=None)
         self._grown.append(_Grown(node, depth + 1, length, number, request_id, counts, continues, offered))
         self._answers[number] = len(self._grown) - 1
 
@@ -286,38 +290,40 @@ class TraceBuilder:
         """The numbers of the answered requests that have an id, in their order."""
         return sorted(number for number, index in self._answers.items() if self._grown[index].request_id)
 
-    def shown(self, prompt: Sequence[int]) -> Int | None:
+    def teacher_prompt(self, prompt: Sequence[int]) -> Int | None:
         """[P'] a prompt with the demonstration of the first request whose prompt it begins with; None: there is none."""
         whole = np.asarray(prompt, np.int32)
         for number in sorted(self._answers):
             index = self._answers[number]
             node = self._grown[index].node
-            if node.shown is not None:
+            if node.teacher_prompt_ids is not None:
                 known, _ = self.tokens(index)
                 if np.array_equal(whole[: len(known)], known):
-                    return np.concatenate([node.shown, whole[len(known) :]])
+                    return np.concatenate([node.teacher_prompt_ids, whole[len(known) :]])
         return None
 
     def trace(self, numbers: Sequence[int] | None = None, marks: Mapping[int, Int] | None = None) -> Trace:
         """The trace of these requests; None: of all that count. Answers of others in their prompts are context.
 
-        `marks`: of each request [P], for `Node.answered`.
+        `marks`: of each request [P], for `Node.observation_mask`.
         """
         kept = {self._answers[number] for number in (self.requests() if numbers is None else numbers)}
         wanted = sorted({place for index in kept for place in self._path(index)}, key=lambda place: (self._grown[place].number, place))
         places = {old: new for new, old in enumerate(wanted)} | {START: START}
-        answered: dict[int, Int] = {}
+        masks: dict[int, Int] = {}
         for number, of_prompt in (marks or {}).items():
             for place, part in self._parts(self._answers[number], of_prompt):
-                answered[place] = answered[place] + part if place in answered else part
+                masks[place] = masks[place] + part if place in masks else part
         nodes = []
         for old in wanted:
             node = self._grown[old].node
-            changes: dict[str, Any] = {"parent": places[node.parent], "answered": answered.get(old)}
+            changes: dict[str, Any] = {"parent": places[node.parent], "observation_mask": masks.get(old)}
             if old not in kept and node.sampled:
                 changes |= {"sampled": False, "logprobs": NO_LOGPROBS, "versions": NO_IDS, "ends": NO_IDS, "finish_reason": ""}
-                if node.shown is not None:  # it stands for all tokens of the node then
-                    changes["shown"] = np.concatenate([node.shown, node.token_ids[len(node.token_ids) - len(node.logprobs) :]])
+                if node.teacher_prompt_ids is not None:  # it stands for all tokens of the node then
+                    changes["teacher_prompt_ids"] = np.concatenate(
+                        [node.teacher_prompt_ids, node.token_ids[len(node.token_ids) - len(node.logprobs) :]]
+                    )
             nodes.append(replace(node, **changes))
         return Trace(tuple(nodes))
 
@@ -368,7 +374,7 @@ def _with_tokens(node: Node, turn: Turn, known: int) -> Node:
         ends=np.array([*changes, len(turn.versions)], np.int32) if len(turn.versions) else NO_IDS,
         temperature=turn.temperature,
         finish_reason=turn.finish_reason,
-        shown=turn.shown,
+        teacher_prompt_ids=turn.teacher_prompt_ids,
     )
 
 

@@ -382,16 +382,16 @@ def test_a_tool_server_that_ends_before_it_answers_says_its_last_line(part: str,
 
 def test_a_request_that_may_call_no_tool_is_shown_none_and_a_choice_that_cannot_be_forced_is_said_once(caplog: pytest.LogCaptureFixture):
     from rlx.envs import verifiers_v1_client as v1
-    from rlx.policy import asked
+    from rlx.policy import sampling_params
     from rlx.policy.base import Reply
 
     v1._say_no_choice.cache_clear()
-    asked._say_unknown.cache_clear()
+    sampling_params._say_unknown.cache_clear()
     seen = []
 
     class Episode:
         async def respond(self, messages, tools, sampling):
-            asked.parameters_of({}, sampling, (), 100)
+            sampling_params.parameters_of({}, sampling, (), 100)
             seen.append(tools)
             return Reply("fine")
 

@@ -17,7 +17,7 @@ from rlx.config.load import compose
 from rlx.data.packing import pack
 from rlx.losses.aipo import opd
 from rlx.losses.grpo import grpo
-from rlx.policy.answered import ROLES
+from rlx.policy.observation_mask import ROLES
 from rlx.rollout.batch import make_batch
 from rlx.train.build import losses_of
 from rlx.types import Group, Task, TrainingSample
@@ -77,7 +77,7 @@ def played() -> tuple[list[Group], list[TrainingSample], list[np.ndarray]]:
             marks = np.zeros(first + said + answered, np.int32)
             marks[first + said :] = ROLES.index("user") + 1
             at = first + said + answered
-            turns = [turn(ids[:first], ids[first : first + said]), replace(turn(ids[:at], ids[at:], offset=2), answered=marks)]
+            turns = [turn(ids[:first], ids[first : first + said]), replace(turn(ids[:at], ids[at:], offset=2), observation_mask=marks)]
             one = replace(rollout(*turns, member=member), task=task)
             mask = np.zeros(length, bool)
             mask[first : first + said] = mask[at:] = True

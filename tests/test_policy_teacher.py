@@ -223,7 +223,7 @@ def turn_of(sample: TrainingSample, shown: list[int] | None = None) -> Turn:
         versions=sample.versions[start:],
         temperature=1.0,
         finish_reason="stop",
-        shown=None if shown is None else np.array(shown, dtype=np.int32),
+        teacher_prompt_ids=None if shown is None else np.array(shown, dtype=np.int32),
     )
 
 

@@ -13,7 +13,7 @@ import pytest
 from policy_stand_in import StandIn, policy_of, tiny_chat
 from traces import plain, same
 
-from rlx.policy import asked, tokens
+from rlx.policy import sampling_params, tokens
 from rlx.policy.base import PolicyError, PromptTooLong, Reply, request_seed
 from rlx.policy.tokens import TokenEpisode
 from rlx.types import Task, Turn
@@ -60,7 +60,7 @@ def test_a_request_has_the_policys_sampling_with_its_own_in_its_place() -> None:
 
 
 def test_a_parameter_that_the_server_does_not_have_is_left_out_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    asked._say_unknown.cache_clear()
+    sampling_params._say_unknown.cache_clear()
     stand_in = StandIn(tiny_chat())
     episode = episode_of(stand_in)
     with caplog.at_level(logging.WARNING):

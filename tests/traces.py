@@ -15,7 +15,7 @@ def trace_of(*turns: Turn) -> Trace:
     said = TraceBuilder()
     for number, turn in enumerate(turns):
         said.add(number, [{"role": "user", "content": str(number)}], None, {"role": "assistant", "content": ""}, turn)
-    return said.trace(None, {number: turn.answered for number, turn in enumerate(turns) if turn.answered is not None})
+    return said.trace(None, {number: turn.observation_mask for number, turn in enumerate(turns) if turn.observation_mask is not None})
 
 
 def plain(turns: Sequence[Turn]) -> list[Any]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rlx.paths import RunPaths
     from rlx.policy.base import Policy
     from rlx.policy.chat import Chat
-    from rlx.policy.demonstrated import Demonstrated
+    from rlx.policy.teacher_prompt import Demonstrated
     from rlx.policy.tokens import Generator
 
 
@@ -122,7 +122,7 @@ def demonstrated(config: Config, name: str, rows: Sequence[Mapping[str, Any]]) -
     """How a demonstration enters the teacher's prompts of an environment. Raises ValueError if the first of its `rows` has none."""
     from rlx.config.checks.teacher import shown
     from rlx.policy.base import PolicyError
-    from rlx.policy.demonstrated import Demonstrated
+    from rlx.policy.teacher_prompt import Demonstrated
 
     if name not in shown(config):
         return None
@@ -141,7 +141,7 @@ def demonstrated(config: Config, name: str, rows: Sequence[Mapping[str, Any]]) -
 def teacher_of(config: Config, name: str, chat: Chat, generator: Generator) -> Policy:
     """The teacher as the player of an environment, at all its addresses."""
     from rlx.policy.openai import OpenAIPolicy
-    from rlx.policy.taught import TaughtPolicy
+    from rlx.policy.teacher_policy import TeacherPolicy
 
     t = config.teacher
     keys: dict[str, Any] = {"seed": config.seed, "sampling": sampling_of(config, config.envs[name]), "timeout": t.timeout}
@@ -149,7 +149,7 @@ def teacher_of(config: Config, name: str, chat: Chat, generator: Generator) -> P
     endpoints = [OpenAIPolicy(f"{address}/v1", t.api_key or "none", str(t.model), **keys) for address in addresses]
     context = min(config.seq_len, config.max_model_len)
     learn = frozenset(config.envs[name].learn)
-    return TaughtPolicy(endpoints, chat, lambda: int(getattr(generator, "version", 0)), context, t.timeout, learn)
+    return TeacherPolicy(endpoints, chat, lambda: int(getattr(generator, "version", 0)), context, t.timeout, learn)
 
 
 def check_chat(envs: Mapping[str, Environment], config: PlayRoot, chat: Chat) -> None:

@@ -15,7 +15,7 @@ import verifiers as vf
 from verifiers.rubrics.rubric import Rubric
 
 from rlx.envs.verifiers_hooks import hook
-from rlx.policy.asked import KNOWN, PENALTIES, servers_names
+from rlx.policy.sampling_params import KNOWN, PENALTIES, servers_names
 
 log = logging.getLogger(__name__)
 

@@ -126,7 +126,7 @@ class Policy(Protocol):
         ...
 
 
-class Said:
+class TurnRecorder:
     """The part of an `Episode` that keeps what was said."""
 
     __slots__ = ("replies", "said")

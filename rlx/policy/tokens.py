@@ -14,11 +14,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlx.config.sampling import biases
-from rlx.policy.answered import Learned
-from rlx.policy.asked import before_stop, parameters_of, raw_text
 from rlx.policy.base import Call, Message, PolicyError, PromptTooLong, Reply, request_seed
 from rlx.policy.chat import Chat, continued
-from rlx.policy.demonstrated import Demonstrated
+from rlx.policy.observation_mask import ObservationRecorder
+from rlx.policy.sampling_params import before_stop, parameters_of, raw_text
+from rlx.policy.teacher_prompt import Demonstrated
 from rlx.trace import Trace, Turn
 from rlx.types import Task
 
@@ -44,14 +44,14 @@ class TokenPolicy:
     sampling: Mapping[str, Any] = field(default_factory=dict)  # default parameters of requests, by vLLM's names
     exact: bool = False  # do not train on tokens that a request sampled from another distribution than the policy's (`rlx.config.sampling`)
     learn: frozenset[str] = frozenset()  # roles of the environment's messages whose tokens are marked, for cross-entropy
-    demonstrated: Demonstrated | None = None  # what a teacher reads in addition; its prompts are kept beside the policy's (`Turn.shown`)
+    demonstrated: Demonstrated | None = None  # what a teacher reads in addition; its prompts are kept in the trace
     label: str = ""  # prefix of every request id, so that two runs may share a server
 
     def episode(self, task: Task, member: int, attempt: int) -> TokenEpisode:
         return TokenEpisode(self, task, member, attempt)
 
 
-class TokenEpisode(Learned):
+class TokenEpisode(ObservationRecorder):
     """See `rlx.policy.base.Episode`."""
 
     __slots__ = ("_biased", "_call_ids", "_num_requests", "attempt", "member", "policy", "task")
@@ -96,7 +96,7 @@ class TokenEpisode(Learned):
         if turn.finish_reason == "abort":
             raise PolicyError("the server aborted the request")
         if shown is not None:
-            turn = replace(turn, shown=shown)
+            turn = replace(turn, teacher_prompt_ids=shown)
         if raw is None:
             said = policy.chat.parse(turn, functions)
         else:
@@ -148,7 +148,7 @@ class TokenEpisode(Learned):
 
     def _shown(self, ids: list[int], prompt: list[Message], tools: list[dict] | None, raw: str | None, how: Demonstrated) -> list[int]:
         """The prompt's ids with the demonstration. What extends an earlier prompt also extends its shown ids, token for token."""
-        if (known := self.said.shown(ids)) is not None:
+        if (known := self.said.teacher_prompt(ids)) is not None:
             return known.tolist()
         if raw is not None:
             return self.policy.chat.tokenizer.encode(how.text(raw, self.task.row))

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlx.policy.asked import raw_text
+from rlx.policy.sampling_params import raw_text
 from rlx.trace import Branch, Trace, TraceBuilder
 
 

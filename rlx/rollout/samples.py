@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.policy.answered import ROLES
+from rlx.policy.observation_mask import ROLES
 from rlx.trace import Branch, Trace
 from rlx.types import Group, Rollout, TrainingSample
 
@@ -46,11 +46,11 @@ def samples_of(
     for rollout, advantage in zip(group.rollouts, group.advantages, strict=True):
         if mask_overlong and rollout.is_truncated:
             continue
-        shown: set[int] = set()  # nodes that an earlier sample has
+        seen: set[int] = set()  # nodes that an earlier sample has
         for branch in branches_of(rollout.trace, strategy):
-            sample = _sample(group, rollout, branch, float(advantage), learn or {}, shown)
+            sample = _sample(group, rollout, branch, float(advantage), learn or {}, seen)
             samples.append(_as_taught(sample) if taught else _weighted(sample, weights or {}))
-            shown.update(branch.path)
+            seen.update(branch.path)
     return samples
 
 
@@ -61,7 +61,7 @@ def _weighted(sample: TrainingSample, weights: Mapping[str, float]) -> TrainingS
 
 
 def _sample(
-    group: Group, rollout: Rollout, branch: Branch, advantage: float, learn: Mapping[str, float], shown: Collection[int]
+    group: Group, rollout: Rollout, branch: Branch, advantage: float, learn: Mapping[str, float], seen: Collection[int]
 ) -> TrainingSample:
     nodes = rollout.trace.nodes
     token_ids = rollout.trace.ids(branch.path[-1])
@@ -76,8 +76,8 @@ def _sample(
     for place in branch.path:
         node = nodes[place]
         begin, end = end, end + len(node.token_ids)
-        if node.answered is not None and place not in shown:
-            learned[begin:end] = by_mark[node.answered]
+        if node.observation_mask is not None and place not in seen:
+            learned[begin:end] = by_mark[node.observation_mask]
         if place in branch.own:
             part = slice(end - len(node.logprobs), end)
             mask[part] = True

@@ -3,7 +3,7 @@
     a group finishes ─► its samples' tokens wait ─► requests of `teacher.batch_size` ─► the batch waits for what is missing
 
 The teacher scores whole samples; the trainer reads the numbers of sampled tokens (`teacher_logprobs`). The teacher of self-distillation
-reads the demonstration in the place of the prompt (`Node.shown`). A request waits for a full batch only while others are in flight. A
+reads the demonstration in the place of the prompt . A request waits for a full batch only while others are in flight. A
 sample that was not scored in time is left out and counted, or ends the run (`teacher.unscored`): a batch never waits longer than
 `teacher.deadline`.
 """
@@ -250,7 +250,7 @@ def _sequences(rollout: Rollout, strategy: str) -> Iterator[tuple[Int, tuple[int
     for branch in branches_of(trace, strategy):
         ids, first = trace.ids(branch.path[-1]), min(branch.own)
         start = len(trace.ids(first)) - len(trace.nodes[first].logprobs)
-        shown = trace.shown_before(branch.path, start)
+        shown = trace.teacher_prompt(branch.path, start)
         prompt = ids[:start] if shown is None else shown
         yield np.concatenate([prompt, ids[start:]]), (len(prompt), start)
 

@@ -15,7 +15,7 @@ from rlx.config.sampling import biases
 from rlx.config.schema import Config, TrainingRoot
 from rlx.config.signatures import declared_by
 
-ROLES = ("user", "tool", "system")  # `rlx.policy.answered`, which this floor may not import
+ROLES = ("user", "tool", "system")  # `rlx.policy.observation_mask`, which this floor may not import
 LossRule = Callable[[Config, Show, str, Node], Iterator[str]]
 
 

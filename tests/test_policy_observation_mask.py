@@ -12,10 +12,10 @@ from chat_templates import HERMES, LLAMA, PLAIN, STRIPPING, small_tokenizer
 from policy_stand_in import StandIn, policy_of, tiny_chat
 from traces import trace_of
 
-from rlx.policy import answered as answered_module
-from rlx.policy.answered import ROLES, text_ends
+from rlx.policy import observation_mask as observation_mask_module
 from rlx.policy.base import Message, PolicyError
 from rlx.policy.chat import Chat
+from rlx.policy.observation_mask import ROLES, text_ends
 from rlx.policy.tokens import TokenEpisode
 from rlx.rollout.samples import samples_of
 from rlx.types import Group, Rollout, Task, TrainingSample, Turn
@@ -52,8 +52,8 @@ def play(chat: Chat, said: list[tuple[str, str]], roles: frozenset[str] = frozen
 
 def marked(chat: Chat, turn: Turn) -> str:
     """The text of a prompt's marked tokens."""
-    assert turn.answered is not None
-    runs = np.flatnonzero(turn.answered)
+    assert turn.observation_mask is not None
+    runs = np.flatnonzero(turn.observation_mask)
     assert (np.diff(runs) == 1).all(), "one message is one stretch"
     return chat.tokenizer.decode(turn.prompt_ids[runs], skip_special_tokens=False)
 
@@ -62,17 +62,17 @@ def marked(chat: Chat, turn: Turn) -> str:
 def test_the_messages_text_is_marked_and_nothing_of_the_template(template: str):
     chat = Chat(small_tokenizer(template))
     first, *later = play(chat, SAID)
-    assert first.answered is None, "the first prompt is the task, not an answer"
+    assert first.observation_mask is None, "the first prompt is the task, not an answer"
     for (role, content), turn in zip(SAID, later, strict=True):
-        if turn.answered is None:  # shown in another form by this template
+        if turn.observation_mask is None:  # shown in another form by this template
             assert role == "tool" or content != content.strip(), (role, content)
             continue
-        assert set(turn.answered.tolist()) == {0, ROLES.index(role) + 1}
+        assert set(turn.observation_mask.tolist()) == {0, ROLES.index(role) + 1}
         text = marked(chat, turn)
         assert text
         assert text in content, "a token that is partly template is left out"
         assert len(content.strip()) - len(text.strip()) <= 3
-    assert sum(turn.answered is not None for turn in later) >= 4
+    assert sum(turn.observation_mask is not None for turn in later) >= 4
 
 
 def test_the_tiny_models_characters_are_marked_exactly():
@@ -84,14 +84,14 @@ def test_the_tiny_models_characters_are_marked_exactly():
 def test_only_the_roles_that_are_learned_are_marked():
     chat = tiny_chat()
     turns = play(chat, [("user", "one"), ("system", "two")], frozenset({"system"}))
-    assert [turn.answered is None for turn in turns] == [True, True, False]
-    assert play(chat, [("user", "one")], frozenset())[1].answered is None
+    assert [turn.observation_mask is None for turn in turns] == [True, True, False]
+    assert play(chat, [("user", "one")], frozenset())[1].observation_mask is None
 
 
 def test_a_message_that_the_template_changes_is_left_out_with_a_warning(caplog: pytest.LogCaptureFixture):
-    answered_module._say_hidden.cache_clear()
+    observation_mask_module._say_hidden.cache_clear()
     chat = Chat(small_tokenizer(PLAIN.replace("{{ message.content }}", "{{ message.content | upper }}")))
-    assert all(turn.answered is None for turn in play(chat, [("user", "quiet"), ("user", "words")]))
+    assert all(turn.observation_mask is None for turn in play(chat, [("user", "quiet"), ("user", "words")]))
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["envs.e.learn"]
 
 
@@ -159,15 +159,17 @@ def test_a_message_that_is_asked_for_twice_is_learned_whichever_answer_is_kept(w
     chat = tiny_chat()
     episode, ids = asked_twice(StandIn(chat, error=0.0), chat)
     turns = episode.keep([each[which] for each in ids]).turns
-    assert [turn.answered is not None and marked(chat, turn) for turn in turns] == [False, "one", "seven"]
+    assert [turn.observation_mask is not None and marked(chat, turn) for turn in turns] == [False, "one", "seven"]
     again = episode.keep([each[which] for each in ids]).turns
     assert [marked(chat, turn) for turn in again[1:]] == ["one", "seven"], "asking again changes nothing"
     rest = episode.keep([each[-1 - which] for each in ids[1:]]).turns
-    assert all(turn.answered is None or not turn.answered.any() for turn in rest), "another rollout of the episode does not learn it again"
+    assert all(turn.observation_mask is None or not turn.observation_mask.any() for turn in rest), (
+        "another rollout of the episode does not learn it again"
+    )
     episode, ids = asked_twice(StandIn(chat, error=0.0), chat)
     (last,) = episode.keep([ids[2][which]]).turns
-    assert last.answered is not None
-    learned = chat.tokenizer.decode(last.prompt_ids[last.answered > 0], skip_special_tokens=False)
+    assert last.observation_mask is not None
+    learned = chat.tokenizer.decode(last.prompt_ids[last.observation_mask > 0], skip_special_tokens=False)
     assert learned == "oneseven", "the requests before it are not kept, so it has all that the environment said"
 
 
@@ -192,7 +194,7 @@ def test_a_message_is_learned_by_the_request_that_was_answered():
     chat = tiny_chat()
     episode, ids = asked_twice(FailsOnce(chat, error=0.0), chat)
     assert [len(each) for each in ids] == [1, 1, 1]
-    assert [marked(chat, turn) for turn in episode.trace.turns if turn.answered is not None] == ["one", "seven"]
+    assert [marked(chat, turn) for turn in episode.trace.turns if turn.observation_mask is not None] == ["one", "seven"]
 
 
 class Stopped(StandIn):
@@ -221,4 +223,4 @@ def test_answers_that_a_stop_string_ended_hide_nothing_and_two_requests_of_one_p
         await asyncio.gather(*(episode.respond(messages) for _ in range(3)))
 
     asyncio.run(whole())
-    assert [marked(chat, turn) for turn in episode.trace.turns if turn.answered is not None] == ["one", "seven"]
+    assert [marked(chat, turn) for turn in episode.trace.turns if turn.observation_mask is not None] == ["one", "seven"]

@@ -24,7 +24,7 @@ from rlx.envs.load import teacher_of
 from rlx.policy.base import Call, Message, PolicyError, PromptTooLong, Reply
 from rlx.policy.chat import Chat
 from rlx.policy.openai import OpenAIPolicy
-from rlx.policy.taught import TaughtEpisode, TaughtPolicy
+from rlx.policy.teacher_policy import TeacherEpisode, TeacherPolicy
 from rlx.rollout.samples import samples_of
 from rlx.types import Group, Rollout, Task, Turn
 from rlx.waiting import wait_for
@@ -44,10 +44,10 @@ class Says:
         return self.left.pop(0)
 
 
-def episode_of(chat: Chat, *replies: Reply, context: int = 200, learn: frozenset[str] = frozenset()) -> TaughtEpisode:
-    policy: Any = TaughtPolicy([SimpleNamespace()], chat, lambda: 7, context, learn=learn)  # type: ignore[arg-type]
+def episode_of(chat: Chat, *replies: Reply, context: int = 200, learn: frozenset[str] = frozenset()) -> TeacherEpisode:
+    policy: Any = TeacherPolicy([SimpleNamespace()], chat, lambda: 7, context, learn=learn)  # type: ignore[arg-type]
     inner: Any = Says(*replies)
-    return TaughtEpisode(policy, inner)
+    return TeacherEpisode(policy, inner)
 
 
 def rollout_of(*turns: Turn) -> Rollout:
@@ -110,7 +110,7 @@ def test_when_every_address_has_failed_the_one_that_answered_last_plays():
 
     async def main() -> None:
         policies = [OpenAIPolicy(f"http://{name}/v1", "none", "m") for name in ("one", "two")]
-        taught = TaughtPolicy(policies, tiny_chat(), lambda: 0, 64, timeout=60.0)
+        taught = TeacherPolicy(policies, tiny_chat(), lambda: 0, 64, timeout=60.0)
         await taught.ask(1, answered)
         for place in (0, 1):
             with pytest.raises(PolicyError, match="overloaded"):
@@ -187,7 +187,7 @@ def test_an_address_that_hangs_is_left_after_a_timeout_and_rests_while_another_o
             return Reply("cba", request_id="r")
 
     hung, good = Endpoint("hung"), Endpoint("good")
-    policy: Any = TaughtPolicy([hung, good], tiny_chat(), lambda: 7, 200, timeout=0.05)  # type: ignore[list-item]
+    policy: Any = TeacherPolicy([hung, good], tiny_chat(), lambda: 7, 200, timeout=0.05)  # type: ignore[list-item]
     tasks = [Task(env="e", example_id=0, index=index, row={}) for index in range(40)]
 
     async def play(tasks: list[Task] = tasks) -> list[str]:
@@ -201,12 +201,12 @@ def test_an_address_that_hangs_is_left_after_a_timeout_and_rests_while_another_o
 
     assert asyncio.run(play()) == ["hung did not answer in 0.05 s, retries included"], "it is asked once a minute"
     assert asked.count("hung") == 1
-    monkeypatch.setattr("rlx.policy.taught.REST", 0.0)
+    monkeypatch.setattr("rlx.policy.teacher_policy.REST", 0.0)
     hung.hangs = False
     assert asyncio.run(play()) == []
     assert asked.count("hung") > 10, "it plays again"
     good.hangs = hung.hangs = True
-    monkeypatch.setattr("rlx.policy.taught.REST", 60.0)
+    monkeypatch.setattr("rlx.policy.teacher_policy.REST", 60.0)
     assert {text.split()[0] for text in asyncio.run(play(tasks[:10]))} == {"hung", "good"}, "while all fail, all are asked"
 
 

@@ -4,7 +4,7 @@
                                       tool tool                                  marked: the two tokens of the tool's result "18"
 
 Only messages that are new since the policy's previous request are marked, so no message is marked twice; the first prompt has none.
-If the environment asks twice for an answer to the same messages, the first of the requests that it keeps marks them (`Learned`).
+If the environment asks twice for an answer to the same messages, the first of the requests that it keeps marks them (below).
 Headers, end marks and line breaks of the template are not marked: they are always the same. A token that is partly content is not
 marked either. To find a message, the conversation is rendered again with another text in its place: what follows that text also follows
 the message. A template that changes the text (an escape, another spacing) hides it; such a message stays unmarked, with a warning.
@@ -20,8 +20,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlx.arrays import Int
-from rlx.policy.asked import raw_text
-from rlx.policy.base import Message, PolicyError, Said
+from rlx.policy.base import Message, PolicyError, TurnRecorder
+from rlx.policy.sampling_params import raw_text
 from rlx.trace import Trace
 
 log = logging.getLogger(__name__)
@@ -43,8 +43,8 @@ class Format(Protocol):
         ...
 
 
-class Learned(Said):
-    """`Said` with marks in the traces. Which requests belong to the trajectory is known only after the episode, so they are marked then."""
+class ObservationRecorder(TurnRecorder):
+    """A `TurnRecorder` that marks its traces at their end: only then it is known which requests belong to them."""
 
     __slots__ = ("_how", "_marked")
 
@@ -73,7 +73,7 @@ class Learned(Said):
                 prompt, _, tools = self.said.prompt(number)
                 earlier = [each for other in self.said.numbers() if other < number for each in self._conversations(other)]
                 places = [] if raw_text(prompt) is not None else self._places(prompt, said, earlier)
-                marked[number] = answered(chat, self.said.tokens_of(number).tolist(), prompt, places, tools or None, env)
+                marked[number] = observation_mask(chat, self.said.tokens_of(number).tolist(), prompt, places, tools or None, env)
                 said += self._conversations(number)
         return self.said.trace(numbers, {number: marks for number in numbers if (marks := marked.get(number)) is not None})
 
@@ -92,7 +92,7 @@ class Learned(Said):
         return [place for place in range(begin, len(prompt)) if prompt[place]["role"] in self._how[1]]
 
 
-def answered(
+def observation_mask(
     chat: Format, ids: Sequence[int], prompt: Sequence[Message], wanted: Sequence[int], tools: list[dict] | None, env: str
 ) -> Int | None:
     """[P] marks of a prompt; None if nothing is marked. `wanted`: the places of the messages to mark."""

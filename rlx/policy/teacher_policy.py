@@ -18,11 +18,11 @@ import numpy as np
 
 from rlx.data.conversations import RowError
 from rlx.data.masks import answer_after, as_turn
-from rlx.policy.answered import Learned
-from rlx.policy.asked import raw_text
 from rlx.policy.base import Message, PolicyError, PromptTooLong, Reply
 from rlx.policy.chat import Chat, continued
+from rlx.policy.observation_mask import ObservationRecorder
 from rlx.policy.openai import OpenAIEpisode, OpenAIPolicy
+from rlx.policy.sampling_params import raw_text
 from rlx.trace import Turn
 from rlx.types import Task
 
@@ -30,7 +30,7 @@ REST = 60.0  # seconds without new rollouts for an endpoint that failed, while a
 
 
 @dataclass(frozen=True, slots=True)
-class TaughtPolicy:
+class TeacherPolicy:
     """See `rlx.policy.base.Policy`.
 
     The groups are spread over the endpoints. One endpoint answers a whole group, whose members share a prompt, and another one plays the
@@ -47,7 +47,7 @@ class TaughtPolicy:
     _failed: dict[int, float] = field(default_factory=dict)  # monotonic seconds of an endpoint's last failure, by its place
     _answered: dict[int, float] = field(default_factory=dict)  # the same of its last answer
 
-    def episode(self, task: Task, member: int, attempt: int) -> TaughtEpisode:
+    def episode(self, task: Task, member: int, attempt: int) -> TeacherEpisode:
         first = crc32(f"{task.env} {task.index}".encode()) + attempt  # indices alone have a pattern: the environments of a mix take turns
         places = [(first + more) % len(self.endpoints) for more in range(len(self.endpoints))]
         now = time.monotonic()
@@ -55,7 +55,7 @@ class TaughtPolicy:
         if place is None:
             places.sort(key=lambda each: self._answered.get(each, -math.inf), reverse=True)
             place = places[attempt % len(places)]
-        return TaughtEpisode(self, self.endpoints[place].episode(task, member, attempt), place, task.env)
+        return TeacherEpisode(self, self.endpoints[place].episode(task, member, attempt), place, task.env)
 
     async def ask(self, place: int, request: Callable[[], Awaitable[Reply]]) -> Reply:
         """The answer to a request to the endpoint at this place. Raises PolicyError, also if it takes too long while there are others."""
@@ -76,12 +76,12 @@ class TaughtPolicy:
         return reply
 
 
-class TaughtEpisode(Learned):
+class TeacherEpisode(ObservationRecorder):
     """See `rlx.policy.base.Episode`."""
 
     __slots__ = ("_num_answers", "env", "inner", "place", "policy")
 
-    def __init__(self, policy: TaughtPolicy, inner: OpenAIEpisode, place: int = 0, env: str = "") -> None:
+    def __init__(self, policy: TeacherPolicy, inner: OpenAIEpisode, place: int = 0, env: str = "") -> None:
         super().__init__(policy.chat, policy.learn, env)
         self.policy, self.inner, self.replies = policy, inner, inner.replies
         self.place, self.env = place, env  # of its endpoint among the policy's; of the environment

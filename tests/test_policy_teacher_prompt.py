@@ -22,7 +22,7 @@ from rlx.heartbeat import Heartbeat
 from rlx.inference.endpoints import Endpoint
 from rlx.paths import RunPaths
 from rlx.policy.base import PolicyError
-from rlx.policy.demonstrated import Demonstrated
+from rlx.policy.teacher_prompt import Demonstrated
 from rlx.roles.orchestrator import Orchestrator
 from rlx.rollout.teaching import Teaching
 from rlx.types import Task
@@ -44,7 +44,7 @@ def test_the_teacher_reads_the_demonstration_and_the_policy_does_not():
     (turn,) = episode.trace.turns
     chat = tiny_chat()
     assert turn.prompt_ids.tolist() == generator.requests[0]["prompt_ids"] == chat.render(prompt)
-    assert turn.shown.tolist() == chat.render([prompt[0], {"role": "user", "content": "abc as in a {prompt} b"}])
+    assert turn.teacher_prompt_ids.tolist() == chat.render([prompt[0], {"role": "user", "content": "abc as in a {prompt} b"}])
 
 
 def test_what_follows_the_first_answer_follows_it_for_the_teacher_token_for_token():
@@ -57,7 +57,7 @@ def test_what_follows_the_first_answer_follows_it_for_the_teacher_token_for_toke
 
     asyncio.run(both())
     one, two = episode.trace.turns
-    assert two.shown.tolist() == [*one.shown.tolist(), *two.prompt_ids.tolist()[len(one.prompt_ids) :]]
+    assert two.teacher_prompt_ids.tolist() == [*one.teacher_prompt_ids.tolist(), *two.prompt_ids.tolist()[len(one.prompt_ids) :]]
     assert two.prompt_ids.tolist()[: len(one.prompt_ids)] == one.prompt_ids.tolist()
 
 
