@@ -119,7 +119,7 @@ def test_a_resumed_evaluation_plays_again_what_other_weights_of_the_version_have
     assert len(env.asked) == again
     said = "version 28 of the weights has changed since an earlier attempt (digest a in"
     assert (said in caplog.text) == (again == 20)
-    assert sorted(file.name for file in folder.iterdir()) == ["metadata.json", "results.jsonl"]
+    assert sorted(file.name for file in folder.iterdir()) == ["metadata.json", "results.jsonl", "traces.jsonl"]
 
 
 def test_the_digest_of_served_weights_is_that_of_their_manifest_and_of_version_0_that_of_the_model(tmp_path: Path) -> None:

@@ -167,6 +167,14 @@ def test_results_are_files_that_verifiers_reads(tmp_path: Path) -> None:
     assert [(one["rollout"], one["reward"] == float(one["completion"][0]["content"] == one["answer"])) for one in outputs[:4]] == [
         (member, True) for member in range(4)
     ]
+    from verifiers.v1.cli.output import read_episodes
+    from verifiers.v1.episode import WireEpisode
+
+    episodes = read_episodes(folder, WireEpisode.model_fields["traces"].annotation.__args__[0])
+    assert [(one.traces[0].reward, one.traces[0].nodes[-1].message.content) for one in episodes] == [
+        (one["reward"], one["completion"][-1]["content"]) for one in outputs
+    ]
+    assert [one.traces[0].num_output_tokens for one in episodes] == [one["token_usage"]["output_tokens"] for one in outputs]
     theirs = PassAtKMetric(4)
     theirs.add_outputs(outputs)
     metadata = json.loads((folder / "metadata.json").read_text())

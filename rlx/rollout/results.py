@@ -1,6 +1,7 @@
 """The files of an evaluation, in the layout of verifiers' own, which existing viewers read.
 
     eval/<name>--<model>/step_20/results.jsonl     one rollout a line, by example
+    eval/<name>--<model>/step_20/traces.jsonl      the same as episodes of verifiers' v1 (`rlx.rollout.episodes`)
     eval/<name>--<model>/step_20/metadata.json     what was evaluated, and the means; written last
 
 Call the writer in a thread.
@@ -19,6 +20,7 @@ import numpy as np
 
 from rlx.envs.base import finite
 from rlx.paths import atomic
+from rlx.rollout.episodes import TRACES, episode_of, nodes_in
 from rlx.rollout.scores import FAILED, passes
 from rlx.types import Rollout, Status
 
@@ -47,6 +49,7 @@ class Outcome:
     num_prompt_tokens: int | None  # over all turns; None: no turn with known tokens, as at an endpoint
     num_tokens: int | None  # sampled, over all turns; None likewise
     turns: list[tuple[int, int]] = field(default_factory=list)  # of each turn: prompt tokens, sampled tokens
+    nodes: list[dict[str, Any]] = field(default_factory=list)  # its messages as a tree (`rlx.rollout.episodes`)
 
     @property
     def failed(self) -> bool:
@@ -76,6 +79,7 @@ def outcome_of(rollout: Rollout) -> Outcome:
         num_prompt_tokens=sum(prompt for prompt, _ in sizes) if sizes else None,
         num_tokens=rollout.trace.num_sampled if sizes else None,
         turns=sizes,
+        nodes=nodes_in(rollout.trace),
     )
 
 
@@ -85,7 +89,7 @@ def attempts(examples: Sequence[Sequence[Outcome]]) -> list[list[float]]:
 
 
 def write_results(folder: Path, examples: Sequence[Sequence[Outcome]], facts: Mapping[str, Any], pass_threshold: float) -> None:
-    """Write both files into `folder`; each replaces an earlier one atomically.
+    """Write the files into `folder`; each replaces an earlier one atomically.
 
     `examples` [N][n]: the rollouts of each example. `facts`: the metadata's other fields (`env_id`, `model`, `sampling_args`, `time`, …).
     Values that JSON cannot hold (an environment's own objects) are written as their `repr`.
@@ -94,6 +98,8 @@ def write_results(folder: Path, examples: Sequence[Sequence[Outcome]], facts: Ma
     outcomes = [outcome for example in examples for outcome in example]
     with atomic(folder / RESULTS) as temporary:
         temporary.write_bytes(b"".join(encoder.encode(_line(outcome)) + b"\n" for outcome in outcomes))
+    with atomic(folder / TRACES) as temporary:
+        temporary.write_bytes(b"".join(encoder.encode(episode_of(outcome, facts)) + b"\n" for outcome in outcomes))
     rewards = [[outcome.reward for outcome in example] for example in examples]
     numbers = [outcome.rewards | outcome.metrics for outcome in outcomes]
     estimates = passes(attempts(examples), pass_threshold)
