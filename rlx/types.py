@@ -153,7 +153,8 @@ class MicroBatch:
     """Samples packed end to end into one row, with labels already shifted: position t predicts `labels[t]`.
 
     `loss_mask`, `inference_logprobs`, `advantages`, `temperature`, `versions` and the streams at t belong to `labels[t]`.
-    All samples of one rollout are in the same micro-batch. Every row of a mini-batch, on every rank, has the same streams.
+    All samples of one rollout are in the same micro-batch, unless they exceed a row and their objective looks at single tokens
+    (`tokens_elsewhere`). Every row of a mini-batch, on every rank, has the same streams.
     """
 
     token_ids: Int  # [T]
@@ -165,7 +166,8 @@ class MicroBatch:
     temperature: Float  # [T] 1 where loss_mask is False
     versions: Int  # [T] -1 where loss_mask is False
     rollout_ids: Int  # [T] index of the rollout in this micro-batch, 0 … R-1, non-decreasing
-    rollout_lengths: Int  # [R] trainable tokens of each rollout
+    rollout_lengths: Int  # [R] trainable tokens of each rollout here
+    tokens_elsewhere: Int  # [R] trainable tokens of each rollout in other micro-batches; 0 unless it was split
     group_lengths: Int  # [R] trainable tokens of each rollout's group, in the whole mini-batch
     cu_seqlens: Int  # [S+1] boundaries of the samples, from 0 to T
     adapters: Int  # [S] slot of each sample in a shared trainer; otherwise 0
@@ -215,6 +217,7 @@ class LossOf:
     kind: str  # of its objective: `policy`, `ce`, `ref_kl`
     has_kl: bool  # a KL term
     has_ce: bool  # cross-entropy on tokens with `ce_weights`
+    splits: bool = False  # the samples of a rollout may be in different micro-batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,6 +56,7 @@ def tokens_of(m: MicroBatch, table: dict[str, torch.Tensor]) -> TokenBatch:
         advantages=of_token(m.advantages),
         rollout_ids=torch.from_numpy(m.rollout_ids[scored]).long(),
         rollout_lengths=torch.from_numpy(np.bincount(m.rollout_ids[scored], minlength=len(m.rollout_lengths))),
+        tokens_elsewhere=torch.from_numpy(m.tokens_elsewhere).long(),
         group_lengths=torch.from_numpy(m.group_lengths).long(),
         objectives=torch.from_numpy(m.objectives).long(),
         ref_logp=table["ref"][labels],

@@ -43,6 +43,7 @@ class Declared:
     against_engine: bool = False  # its ratio compares with the engine's log-probabilities, whatever loss.proximal is
     own_sign: bool | str = False  # ignores the sign of the reward's advantage; the name of a key: only where that key is above 0
     by_sequence: bool = False  # all tokens of a rollout share one weight, so a correction must be per rollout, too
+    token_local: bool = False  # a token's loss reads no other token, so samples of a rollout may be in different micro-batches
     sequence_bounds: tuple[str, str] | None = None  # its keys for how far below and above 1 the mean ratio of a sequence may be
     needs_teacher: bool = False  # learns from the model ref.name, or from the endpoint of the section `teacher`
     demonstrated: bool = False  # the teacher is the policy itself, which reads a demonstration (`teacher.demonstration`) in its prompt

@@ -1,7 +1,8 @@
 """A warning of rollouts that take a longer row than `trainer.micro_batch_tokens`.
 
-Objectives need a rollout in one row (`rlx.data.packing`). A rollout of many turns that do not extend each other is many samples, each with
-its own prompt, so the row and its memory grow with the number of turns. Rows with padding have their own warning (`rlx.data.padding`).
+Objectives that look at whole rollouts need them in one row (`rlx.data.packing`). A rollout of many turns that do not extend each other is
+many samples, each with its own prompt, so the row and its memory grow with the number of turns. Rows with padding have their own warning
+(`rlx.data.padding`).
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ def warn_of_the_largest(units: Sequence[Sequence[int]], tokens: int) -> None:
     if (size := sum(unit)) > max(tokens, _said[0]):
         _said[0] = size
         log.warning(
-            "a rollout of %d samples takes a row of %d tokens, more than trainer.micro_batch_tokens=%d, since objectives need a rollout in "
-            "one row; the memory of the step grows with it. orchestrator.trajectory_strategy=interleaved with a renderer (model.renderer) "
-            "makes one sample of a conversation that only appends messages; otherwise limit the turns of a rollout",
+            "a rollout of %d samples takes a row of %d tokens, more than trainer.micro_batch_tokens=%d, since its objective needs a "
+            "rollout in one row; the memory of the step grows with it. orchestrator.trajectory_strategy=interleaved with a renderer "
+            "(model.renderer) makes one sample of a conversation that only appends messages; otherwise limit the turns of a rollout",
             *(len(unit), size, tokens),
         )

@@ -5,8 +5,7 @@
 Every rank derives all rows and their owners from the same samples, and from nothing else. It then builds only its own arrays.
 Uses numpy only.
 
-A *unit* is never split: it holds all samples of one rollout, because sequence-level objectives need the whole rollout in one
-micro-batch. Rollouts of one group stay together if they fit, so that the trainer can compute their common prompt once.
+Rollouts of one group stay together if they fit, so that the trainer can compute their common prompt once.
 
 Ranks wait for each other in every row, so rows that run at the same time should take equally long. `Cost` says how long a row takes: the
 trainer passes the count of its model's operations (`rlx.train.flops.Flops.work`), in which attention grows with Σ n². The same function
@@ -20,32 +19,17 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
 
 from rlx.data.oversized import warn_of_the_largest
 from rlx.data.padding import fill_padded
-from rlx.types import STREAMS, Count, LossCounts, LossOf, MicroBatch, MiniBatch, RankBatch, StepBatch, TrainingSample, check_streams
-
-Cost = Callable[[Sequence[int]], float]
-"""The time that a rank takes for samples of these lengths in one row, in any unit. `sum`: tokens alone."""
+from rlx.data.units import Cost, Unit, counts_of, groups_of, split, streams_of, trained
+from rlx.types import STREAMS, LossOf, MicroBatch, MiniBatch, RankBatch, StepBatch, TrainingSample, check_streams
 
 ONE = LossOf(number=0, kind="policy", has_kl=True, has_ce=True)  # the only objective of a run; the counts of its kind are those of all
-
-
-@dataclass(slots=True)
-class _Unit:
-    """The samples of one rollout."""
-
-    samples: list[TrainingSample]
-    lengths: list[int]  # of its samples
-    tokens: int  # space that it takes in a row
-    cost: float  # time that it takes of a rank, see `Cost`
-    own: int  # its sampled tokens that belong to its objective's own loss
-    group_length: int  # the same over its group
-    loss: LossOf
 
 
 def pack(
@@ -61,7 +45,7 @@ def pack(
     """Pack the samples of each mini-batch (one optimizer step) into rows of at most `tokens` tokens, the same number for every rank.
 
     Returns the rows of `rank` (one of `ranks`) with the global counts. Every rank that packs the same batch computes the same split.
-    A rollout whose samples together exceed `tokens` gets its own row, longer than `tokens`.
+    A rollout whose samples together exceed `tokens` is split, or gets its own row, longer than `tokens`.
     Samples without a token that a loss reads are dropped. Ranks with less work get a dummy row that contributes exactly zero.
     If only some samples of a mini-batch have a stream, the others get its value in `rlx.types.STREAMS`.
     `loss_of`: what the samples of an environment are trained with. By default one objective trains all, with weights for its own loss.
@@ -96,21 +80,22 @@ def pack_together(
     """
     batches = {slot: _labelled(batch, slot) for slot, batch in sorted(batches.items())}
     minis: dict[int, list[MiniBatch]] = {slot: [] for slot in batches}
-    everyone: list[list[_Unit]] = []  # the rows of all ranks
+    everyone: list[list[Unit]] = []  # the rows of all ranks
     for number in range(max(len(batch.mini_batches) for batch in batches.values())):
         samples = {slot: batch.mini_batches[number] for slot, batch in batches.items() if number < len(batch.mini_batches)}
         for sample in chain.from_iterable(samples.values()):
             _check(sample, tokens)
         balanced = cost if ranks > 1 else sum
-        groups = {slot: _groups(_trained(own), loss_of[slot], balanced) for slot, own in samples.items()}
-        common = _all_rows(list(chain.from_iterable(groups.values())), ranks, tokens, balanced if padded else None)
+        groups = {slot: groups_of(trained(own), loss_of[slot], balanced) for slot, own in samples.items()}
+        whole = list(chain.from_iterable(groups.values()))
+        common = _all_rows(split(whole, tokens, balanced), ranks, tokens, balanced if padded else None)
         everyone += common
         rows = _rows_of(rank, ranks, common)
         for slot, own in samples.items():
-            streams = _streams_of(_trained(own))
+            streams = streams_of(trained(own))
             parts = [[unit for unit in row if unit.samples[0].adapter == slot] for row in rows]
             minis[slot].append(
-                MiniBatch(micro_batches=tuple(_micro_batch(part, streams, slot) for part in parts), counts=_counts(groups[slot]))
+                MiniBatch(micro_batches=tuple(_micro_batch(part, streams, slot) for part in parts), counts=counts_of(groups[slot]))
             )
     return {slot: _with_balance(_rank_batch(batch, minis[slot]), everyone, ranks, cost, padded) for slot, batch in batches.items()}
 
@@ -118,7 +103,7 @@ def pack_together(
 def check_samples(batch: StepBatch, tokens: int, used: Collection[str]) -> None:
     """Raise the ValueError that packing raises for a sample of this batch, or training for a stream that is not in `used`."""
     for samples in batch.mini_batches:
-        check_streams(_streams_of(_trained(samples)), used)
+        check_streams(streams_of(trained(samples)), used)
     for sample in chain.from_iterable(batch.mini_batches):
         _check(sample, tokens)
 
@@ -133,7 +118,7 @@ def _rank_batch(batch: StepBatch, mini_batches: Sequence[MiniBatch]) -> RankBatc
     return RankBatch(
         step=batch.step,
         mini_batches=tuple(mini_batches),
-        num_tokens=sum(len(sample.token_ids) for sample in _trained(everything)),
+        num_tokens=sum(len(sample.token_ids) for sample in trained(everything)),
         sampled=not everything or any((sample.versions >= 0).any() for sample in everything),
     )
 
@@ -156,27 +141,27 @@ def samples_in_rows(
 
 def _all_rows_of(
     samples: Sequence[TrainingSample], ranks: int, tokens: int, loss_of: Callable[[str], LossOf], cost: Cost, padded: bool
-) -> tuple[list[list[_Unit]], list[list[_Unit]]]:
+) -> tuple[list[list[Unit]], list[list[Unit]]]:
     """A mini-batch's groups, and the rows of all ranks."""
     for sample in samples:
         _check(sample, tokens)
     balanced = cost if ranks > 1 else sum
-    groups = _groups(_trained(samples), loss_of, balanced)
-    return groups, _all_rows(groups, ranks, tokens, balanced if padded else None)
+    groups = groups_of(trained(samples), loss_of, balanced)
+    return groups, _all_rows(split(groups, tokens, balanced), ranks, tokens, balanced if padded else None)
 
 
 def _pack_mini_batch(
-    samples: Sequence[TrainingSample], rank: int, ranks: int, groups: list[list[_Unit]], rows: list[list[_Unit]]
+    samples: Sequence[TrainingSample], rank: int, ranks: int, groups: list[list[Unit]], rows: list[list[Unit]]
 ) -> MiniBatch:
     """This rank's part."""
-    streams = _streams_of(_trained(samples))
+    streams = streams_of(trained(samples))
     return MiniBatch(
         micro_batches=tuple(_micro_batch(row, streams) for row in _rows_of(rank, ranks, rows)),
-        counts=_counts(groups),
+        counts=counts_of(groups),
     )
 
 
-def _with_balance(batch: RankBatch, rows: list[list[_Unit]], ranks: int, cost: Cost, padded: bool) -> RankBatch:
+def _with_balance(batch: RankBatch, rows: list[list[Unit]], ranks: int, cost: Cost, padded: bool) -> RankBatch:
     """The batch, with how equal the rows of all ranks are."""
     computed = [[n for unit in row for n in unit.lengths] for row in rows]
     if padded:
@@ -194,50 +179,6 @@ def _imbalance(costs: Sequence[float], ranks: int) -> float:
     return sum(map(max, turns)) * ranks / sum(costs) if any(costs) else 1.0
 
 
-def _streams_of(samples: Sequence[TrainingSample]) -> list[str]:
-    """The optional streams that some of the samples have."""
-    return [name for name in STREAMS if any(getattr(sample, name) is not None for sample in samples)]
-
-
-def _trained(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
-    """Samples with a token that a loss reads."""
-    return [sample for sample in samples if sample.loss_mask.any() or (sample.ce_weights is not None and sample.ce_weights.any())]
-
-
-def _own(sample: TrainingSample, loss: LossOf) -> int:
-    """Sampled tokens that belong to the own loss of the sample's objective."""
-    return _members(sample, sample.ref_kl_weights if loss.kind == "ref_kl" else sample.policy_weights)
-
-
-def _members(sample: TrainingSample, weights: np.ndarray | None) -> int:
-    """Sampled tokens with a weight."""
-    return int(np.count_nonzero(sample.loss_mask if weights is None else sample.loss_mask & (weights != 0)))
-
-
-def _counts(groups: list[list[_Unit]]) -> LossCounts:
-    """What losses are divided by, over all ranks."""
-
-    def count(lengths: list[list[int]]) -> Count:
-        return Count(
-            tokens=sum(map(sum, lengths)),
-            sequences=sum(length > 0 for group in lengths for length in group),
-            groups=sum(any(group) for group in lengths),
-        )
-
-    def of_units(length: Callable[[_Unit], int]) -> Count:
-        return count([[length(unit) for unit in group] for group in groups])
-
-    kinds = sorted({unit.loss.kind for group in groups for unit in group})
-    kl = of_units(lambda unit: sum(_members(sample, sample.ref_kl_weights) for sample in unit.samples) if unit.loss.has_kl else 0)
-    learned = [s.ce_weights for group in groups for unit in group if unit.loss.has_ce for s in unit.samples if s.ce_weights is not None]
-    return LossCounts(
-        all=of_units(lambda unit: unit.own),
-        own={kind: of_units(lambda unit, kind=kind: unit.own if unit.loss.kind == kind else 0) for kind in kinds},  # type: ignore[misc]
-        kl=kl,
-        ce_tokens=sum(int(np.count_nonzero(weights)) for weights in learned),
-    )
-
-
 def _check(sample: TrainingSample, tokens: int) -> None:
     where = f"sample of group {sample.group}, rollout {sample.member}, environment {sample.env}"
     if len(sample.token_ids) > tokens:
@@ -249,33 +190,13 @@ def _check(sample: TrainingSample, tokens: int) -> None:
         raise ValueError(f"{where}: its first token is marked trainable, but no token before it predicts it; give the rollout a prompt")
 
 
-def _groups(samples: Sequence[TrainingSample], loss_of: Callable[[str], LossOf], cost: Cost) -> list[list[_Unit]]:
-    """Samples by group, then by rollout, in order of first appearance."""
-    groups: dict[int, dict[int, list[TrainingSample]]] = {}
-    for sample in samples:
-        groups.setdefault(sample.group, {}).setdefault(sample.member, []).append(sample)
-    found = []
-    for group in groups.values():
-        of = {member: loss_of(unit[0].env) for member, unit in group.items()}
-        own = {member: sum(_own(sample, of[member]) for sample in unit) for member, unit in group.items()}
-        length = sum(own.values())
-        lengths = {member: [len(sample.token_ids) for sample in unit] for member, unit in group.items()}
-        found.append(
-            [
-                _Unit(unit, lengths[member], sum(lengths[member]), cost(lengths[member]), own[member], length, of[member])
-                for member, unit in group.items()
-            ]
-        )
-    return found
-
-
-def _all_rows(groups: list[list[_Unit]], ranks: int, tokens: int, padded: Cost | None) -> list[list[_Unit]]:
+def _all_rows(groups: list[list[Unit]], ranks: int, tokens: int, padded: Cost | None) -> list[list[Unit]]:
     """The rows of all ranks. A single rank gets the groups without any advantage in rows of their own, last: they need no backward.
 
     `padded`: the cost of samples, if they are computed padded.
     """
 
-    def fill(groups: list[list[_Unit]]) -> list[list[_Unit]]:
+    def fill(groups: list[list[Unit]]) -> list[list[Unit]]:
         if padded is None:
             return _fill(groups, ranks, tokens)
         units = [unit for group in groups for unit in group]
@@ -288,7 +209,7 @@ def _all_rows(groups: list[list[_Unit]], ranks: int, tokens: int, padded: Cost |
     return fill(moving) + fill(still)
 
 
-def _fill(groups: list[list[_Unit]], ranks: int, tokens: int) -> list[list[_Unit]]:
+def _fill(groups: list[list[Unit]], ranks: int, tokens: int) -> list[list[Unit]]:
     """Distribute rollouts over rows; the costliest row comes first. The number of rows is a multiple of `ranks`, kept small.
 
     A piece is a whole group, or a run of its rollouts if the group exceeds a row or a row's fair share of the batch. Pieces are placed
@@ -340,17 +261,17 @@ def _placed(costs: Sequence[float], sizes: Sequence[int], num_rows: int, tokens:
     return members
 
 
-def _rows_of(rank: int, ranks: int, rows: list[list[_Unit]]) -> list[list[_Unit]]:
+def _rows_of(rank: int, ranks: int, rows: list[list[Unit]]) -> list[list[Unit]]:
     """One rank's rows. All ranks run rows of similar cost at the same time, and alternate in which rank gets the costliest."""
     turns = range(len(rows) // ranks)
     return [rows[turn * ranks + (rank if turn % 2 == 0 else ranks - 1 - rank)] for turn in turns]
 
 
-def _pieces(groups: list[list[_Unit]], tokens: int, cost: float) -> list[list[_Unit]]:
+def _pieces(groups: list[list[Unit]], tokens: int, cost: float) -> list[list[Unit]]:
     """Runs of rollouts of one group with at most so many tokens and at most this cost each; a single rollout may exceed both."""
-    pieces: list[list[_Unit]] = []
+    pieces: list[list[Unit]] = []
     for group in groups:
-        piece: list[_Unit] = []
+        piece: list[Unit] = []
         size, spent = 0, 0.0
         for unit in group:
             if piece and (size + unit.tokens > tokens or spent + unit.cost > cost):
@@ -363,7 +284,7 @@ def _pieces(groups: list[list[_Unit]], tokens: int, cost: float) -> list[list[_U
     return pieces
 
 
-def _micro_batch(row: list[_Unit], streams: Sequence[str], slot: int = 0) -> MicroBatch:
+def _micro_batch(row: list[Unit], streams: Sequence[str], slot: int = 0) -> MicroBatch:
     if not row:
         return _dummy(streams, slot)
     samples = [sample for unit in row for sample in unit.samples]
@@ -390,6 +311,7 @@ def _micro_batch(row: list[_Unit], streams: Sequence[str], slot: int = 0) -> Mic
         versions=shifted("versions", -1),
         rollout_ids=np.repeat(np.array(rollout_ids, dtype=np.int32), lengths),
         rollout_lengths=np.array([sum(np.count_nonzero(s.loss_mask) for s in unit.samples) for unit in row], dtype=np.int32),
+        tokens_elsewhere=np.array([unit.elsewhere for unit in row], dtype=np.int32),
         group_lengths=np.array([unit.group_length for unit in row], dtype=np.int32),
         cu_seqlens=np.concatenate([[0], ends]).astype(np.int32),
         adapters=np.array([sample.adapter for sample in samples], dtype=np.int32),
@@ -412,6 +334,7 @@ def _dummy(streams: Sequence[str], slot: int) -> MicroBatch:
         versions=np.full(1, -1, dtype=np.int32),
         rollout_ids=one_int,
         rollout_lengths=one_int,
+        tokens_elsewhere=one_int,
         group_lengths=one_int,
         cu_seqlens=np.array([0, 1], dtype=np.int32),
         adapters=np.full(1, slot, dtype=np.int32),

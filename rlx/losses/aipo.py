@@ -11,7 +11,7 @@ from rlx.config.declared import declares
 from rlx.losses.tokens import MAX_LOG_RATIO, TokenBatch, TokenLoss, safe_exp
 
 
-@declares(against_engine=True, ranges={"delta": "above 0"})
+@declares(token_local=True, against_engine=True, ranges={"delta": "above 0"})
 def aipo(tokens: TokenBatch, *, delta: float = 8.0) -> TokenLoss:
     """ℓ_t = −sg[min(exp(logp_t − inf_t), δ)] · A_t · logp_t (AIPO of LlamaRL, arXiv 2505.24034 §4.2).
 

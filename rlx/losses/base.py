@@ -67,6 +67,7 @@ class Objective:
             raise ValueError(f"loss.aggregate is `{terms.aggregate}`; it must be one of {', '.join(AGGREGATES)}")
         self.function, self.terms, self.label = function, terms, label
         self.kind = declared_in(function).kind
+        self.token_local = declared_in(function).token_local and not terms.correction.startswith("seq_")
         self.streams = streams_of(self.kind, terms) - ({"teacher_logprobs"} if reference_teaches else set())
         self.max_length = terms.max_length or max_length
         if terms.aggregate == "fixed_length" and not self.max_length:
@@ -186,7 +187,7 @@ class Objective:
         if self.terms.aggregate == "token_mean":
             return sums.sum() / max(num_loss_tokens, 1)
         if self.terms.aggregate == "seq_mean":
-            return (sums / tokens.rollout_lengths.clamp(min=1)).sum() / sequences
+            return (sums / tokens.whole_lengths.clamp(min=1)).sum() / sequences
         if self.terms.aggregate == "seq_sum":
             return sums.sum() / sequences
         if self.terms.aggregate == "group_token_mean":

@@ -6,7 +6,7 @@ from rlx.config.declared import declares
 from rlx.losses.tokens import TokenBatch, TokenLoss
 
 
-@declares(ranges={"eps_low": "above 0 and at most 1", "eps_high": "above 0"})
+@declares(token_local=True, ranges={"eps_low": "above 0 and at most 1", "eps_high": "above 0"})
 def cispo(tokens: TokenBatch, *, eps_low: float = 1.0, eps_high: float = 4.0) -> TokenLoss:
     """ℓ_t = −sg[clip(ρ_t, 1−ε_low, 1+ε_high)] · A_t · logp_t (MiniMax-M1, arXiv 2506.13585 eq. 4 and 5).
 

@@ -55,7 +55,7 @@ def diagnostics(tokens: TokenBatch, result: TokenLoss, num_loss_tokens: int, num
             "weight": weight.sum() * per_token,
             "weight_squared": weight.square().sum() * per_token,
             "tokens": zero + len(ratio),
-            "sequences": count(tokens.rollout_lengths > 0),
+            "sequences": (tokens.rollout_lengths.double() / tokens.whole_lengths.clamp(min=1)).sum(),  # a split rollout's parts add up
             "mismatch/kl": k3.sum() * per_token,
             "mismatch/abs_logp_diff_mean": difference.abs().sum() * per_token,
             "mismatch/seq_abs_logp_diff_mean": tokens.rollout_mean(difference).abs().sum() / max(num_sequences, 1),
@@ -83,8 +83,8 @@ def check_counts(sums: dict[str, float], num_loss_tokens: int, num_sequences: in
     `num_groups`: None if nothing was divided by it.
     """
     for name, expected in (("tokens", num_loss_tokens), ("sequences", num_sequences), ("groups", num_groups)):
-        # Groups are sums of their rollouts' shares, so they are integers only up to rounding. The others are counts.
-        rounding = 1e-6 * max(1, expected or 0) if name == "groups" else 0.0
+        # Groups are sums of their rollouts' shares, and sequences of their parts', so they are integers only up to rounding.
+        rounding = 0.0 if name == "tokens" else 1e-6 * max(1, expected or 0)
         if expected is not None and name in sums and abs(sums[name] - expected) > rounding:
             raise ValueError(
                 f"the mini-batch has {sums[name]:g} trainable {name} over all ranks and micro-batches, but losses were divided by "

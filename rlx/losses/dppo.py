@@ -8,7 +8,7 @@ from rlx.config.declared import declares
 from rlx.losses.tokens import TokenBatch, TokenLoss, ratio_weight
 
 
-@declares(ranges={"d_low": "above 0", "d_high": "above 0", "kl_tau": "at least 0"})
+@declares(token_local=True, ranges={"d_low": "above 0", "d_high": "above 0", "kl_tau": "at least 0"})
 def dppo(tokens: TokenBatch, *, d_low: float = 0.2, d_high: float = 0.2, kl_tau: float = 1e-3) -> TokenLoss:
     """ℓ_t = −ρ_t A_t on kept tokens, plus kl_tau · (logp_t − inf_t)² on every token (DPPO, binary total variation, arXiv 2602.04879).
 

@@ -8,7 +8,7 @@ from rlx.config.declared import declares
 from rlx.losses.tokens import TokenBatch, TokenLoss, ratio_weight
 
 
-@declares(ranges={"eps_low": "above 0 and at most 1", "eps_high": "above 0"})
+@declares(token_local=True, ranges={"eps_low": "above 0 and at most 1", "eps_high": "above 0"})
 def grpo(tokens: TokenBatch, *, eps_low: float = 0.2, eps_high: float = 0.2) -> TokenLoss:
     """ℓ_t = −min(ρ_t A_t, clip(ρ_t, 1−ε_low, 1+ε_high) A_t) (GRPO, arXiv 2402.03300 eq. 3, without its KL term).
 

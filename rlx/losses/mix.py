@@ -54,7 +54,13 @@ class LossMix:
         """Which losses the samples of an environment have, for packing."""
         number = self.by_env.get(env, 0)
         objective = self.objectives[number]
-        return LossOf(number=number, kind=objective.kind, has_kl=objective.controller.beta != 0, has_ce=objective.terms.ce_coef != 0)
+        return LossOf(
+            number=number,
+            kind=objective.kind,
+            has_kl=objective.controller.beta != 0,
+            has_ce=objective.terms.ce_coef != 0,
+            splits=objective.token_local,
+        )
 
     def __call__(self, tokens: TokenBatch, counts: LossCounts) -> tuple[Tensor, Stats]:
         """This micro-batch's share of the global loss, and the diagnostics of all objectives together.

@@ -6,7 +6,7 @@ from rlx.config.declared import declares
 from rlx.losses.tokens import TokenBatch, TokenLoss
 
 
-@declares(ranges={"cap": "above 0"})
+@declares(token_local=True, ranges={"cap": "above 0"})
 def opo(tokens: TokenBatch, *, cap: float = 10.0) -> TokenLoss:
     """ℓ_t = −sg[min(ρ_t, cap)] · A_t · logp_t (OPO, arXiv 2505.23585).
 

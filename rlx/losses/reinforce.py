@@ -8,7 +8,7 @@ from rlx.config.declared import declares
 from rlx.losses.tokens import TokenBatch, TokenLoss
 
 
-@declares(uses_ratio=False)
+@declares(token_local=True, uses_ratio=False)
 def reinforce(tokens: TokenBatch) -> TokenLoss:
     """ℓ_t = −A_t · logp_t (Williams 1992). Off-policy tokens are used as if they were on-policy."""
     return TokenLoss(loss=-tokens.advantages * tokens.logp, weight=torch.ones_like(tokens.logp))

@@ -8,7 +8,7 @@ from rlx.config.declared import declares
 from rlx.losses.tokens import TokenBatch, TokenLoss, ratio_weight
 
 
-@declares(ranges={"tau_pos": "above 0", "tau_neg": "above 0"})
+@declares(token_local=True, ranges={"tau_pos": "above 0", "tau_neg": "above 0"})
 def sapo(tokens: TokenBatch, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> TokenLoss:
     """ℓ_t = −f(ρ_t) A_t, f(ρ) = σ(τ(ρ−1)) · 4/τ with τ = tau_pos where A_t > 0, else tau_neg (SAPO, arXiv 2511.20347).
 

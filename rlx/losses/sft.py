@@ -8,7 +8,7 @@ from rlx.config.declared import declares
 from rlx.losses.tokens import TokenBatch, TokenLoss
 
 
-@declares(uses_ratio=False, own_sign=True, kind="ce")
+@declares(token_local=True, uses_ratio=False, own_sign=True, kind="ce")
 def sft(tokens: TokenBatch) -> TokenLoss:
     """ℓ_t = −logp_t. Ignores advantages and ratios."""
     return TokenLoss(loss=-tokens.logp, weight=torch.ones_like(tokens.logp))

@@ -23,7 +23,7 @@ MAX_LOG_RATIO = 20.0  # log-ratios are clamped to ± this before exp: e^20 is fi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBatch:
-    """The trainable tokens of one micro-batch. A rollout is never split over micro-batches."""
+    """The trainable tokens of one micro-batch. A rollout is split over micro-batches only for objectives that are `token_local`."""
 
     logp: Tensor  # [N] under the policy being trained, at the sampling temperature, with gradient
     old_logp: Tensor  # [N] under the proximal policy π_old
@@ -31,7 +31,8 @@ class TokenBatch:
     entropy: Tensor  # [N] of the full softmax, nats, with gradient
     advantages: Tensor  # [N]
     rollout_ids: Tensor  # [N] int64, 0 … R-1
-    rollout_lengths: Tensor  # [R] trainable tokens of each rollout, ≥ 0
+    rollout_lengths: Tensor  # [R] trainable tokens of each rollout here, ≥ 0
+    tokens_elsewhere: Tensor | None = None  # [R] its trainable tokens in other micro-batches; None: none
     ref_logp: Tensor | None = None  # [N] under the reference model (or teacher), without gradient; None: there is no such model
     group_lengths: Tensor | None = None  # [R] trainable tokens of each rollout's group in the global batch; None: unknown
     on_policy: Tensor | None = None  # bool [R]: the policy being trained sampled every token; None: unknown
@@ -42,14 +43,19 @@ class TokenBatch:
     ref_kl_weights: Tensor | None = None  # [N]
     objectives: Tensor | None = None  # int64 [R] number of each rollout's objective; None: there is one
 
+    @property
+    def whole_lengths(self) -> Tensor:
+        """[R] trainable tokens of each rollout, those in other micro-batches included."""
+        return self.rollout_lengths if self.tokens_elsewhere is None else self.rollout_lengths + self.tokens_elsewhere
+
     def rollout_sum(self, values: Tensor) -> Tensor:
         """[N] → [R] float64, sum over the tokens of each rollout."""
         zeros = values.new_zeros(len(self.rollout_lengths), dtype=torch.float64)
         return zeros.index_add(0, self.rollout_ids, values.double())
 
     def rollout_mean(self, values: Tensor) -> Tensor:
-        """[N] → [R] float64, mean over the tokens of each rollout; 0 for a rollout without tokens."""
-        return self.rollout_sum(values) / self.rollout_lengths.clamp(min=1)
+        """[N] → [R] float64, mean over the tokens of each rollout; 0 without tokens. Of a split one: its share of the mean."""
+        return self.rollout_sum(values) / self.whole_lengths.clamp(min=1)
 
     def pick(self, chosen: Tensor | None) -> TokenBatch:
         """The tokens where `chosen` (bool [N]; None: all) is True. It has the same rollouts, some perhaps without tokens now.
@@ -84,7 +90,7 @@ class TokenBatch:
                 raise ValueError(
                     f"{name} has shape {list(value.shape)}, but logp has {list(self.logp.shape)}; both need one value per trainable token"
                 )
-        for name in ("on_policy", "group_lengths", "objectives"):
+        for name in ("on_policy", "group_lengths", "objectives", "tokens_elsewhere"):
             value = getattr(self, name)
             if value is not None and value.shape != self.rollout_lengths.shape:
                 raise ValueError(f"{name} has shape {list(value.shape)}, but rollout_lengths has [{r}]; both need one value per rollout")

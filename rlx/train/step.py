@@ -47,6 +47,7 @@ class Inputs:
     advantages: Tensor  # [N]
     rollout_ids: Tensor  # [N] int64
     rollout_lengths: Tensor  # [R] int64
+    tokens_elsewhere: Tensor  # [R] int64
     sampled_lengths: Tensor  # [R] int64 sampled tokens of each rollout
     group_lengths: Tensor  # [R] int64
     objectives: Tensor  # [R] int64
@@ -268,6 +269,7 @@ class PolicyTrainer:
             advantages=inputs.advantages,
             rollout_ids=inputs.rollout_ids,
             rollout_lengths=inputs.rollout_lengths,
+            tokens_elsewhere=inputs.tokens_elsewhere,
             group_lengths=inputs.group_lengths,
             ref_logp=scores.ref_logp,
             sampled=inputs.sampled,
@@ -342,6 +344,7 @@ class PolicyTrainer:
             rollout_ids=trainable(m.rollout_ids, torch.int64),
             rollout_lengths=by_rollout(np.bincount(m.rollout_ids[scored], minlength=len(m.rollout_lengths))),
             sampled_lengths=by_rollout(m.rollout_lengths),
+            tokens_elsewhere=by_rollout(m.tokens_elsewhere),
             group_lengths=by_rollout(m.group_lengths),
             objectives=by_rollout(m.objectives),
             versions=trainable(m.versions, torch.int64),

@@ -1,0 +1,120 @@
+"""Samples as units: what is packed together, and what losses are divided by.
+
+A *unit* holds all samples of one rollout, because sequence-level objectives need the whole rollout in one micro-batch. A rollout of
+several samples that exceeds a row is split between its samples if its objective looks at single tokens (`LossOf.splits`): the loss is the
+same sum then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rlx.types import STREAMS, Count, LossCounts, LossOf, TrainingSample
+
+Cost = Callable[[Sequence[int]], float]
+"""The time that a rank takes for samples of these lengths in one row, in any unit. `sum`: tokens alone."""
+
+
+@dataclass(slots=True)
+class Unit:
+    """The samples of one rollout, or of a part of it."""
+
+    samples: list[TrainingSample]
+    lengths: list[int]  # of its samples
+    tokens: int  # space that it takes in a row
+    cost: float  # time that it takes of a rank, see `Cost`
+    own: int  # its sampled tokens that belong to its objective's own loss
+    group_length: int  # the same over its group
+    loss: LossOf
+    elsewhere: int = 0  # sampled tokens of its rollout in other units
+
+
+def streams_of(samples: Sequence[TrainingSample]) -> list[str]:
+    """The optional streams that some of the samples have."""
+    return [name for name in STREAMS if any(getattr(sample, name) is not None for sample in samples)]
+
+
+def trained(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+    """Samples with a token that a loss reads."""
+    return [sample for sample in samples if sample.loss_mask.any() or (sample.ce_weights is not None and sample.ce_weights.any())]
+
+
+def own_tokens(sample: TrainingSample, loss: LossOf) -> int:
+    """Sampled tokens that belong to the own loss of the sample's objective."""
+    return members(sample, sample.ref_kl_weights if loss.kind == "ref_kl" else sample.policy_weights)
+
+
+def members(sample: TrainingSample, weights: np.ndarray | None) -> int:
+    """Sampled tokens with a weight."""
+    return int(np.count_nonzero(sample.loss_mask if weights is None else sample.loss_mask & (weights != 0)))
+
+
+def counts_of(groups: list[list[Unit]]) -> LossCounts:
+    """What losses are divided by, over all ranks."""
+
+    def count(lengths: list[list[int]]) -> Count:
+        return Count(
+            tokens=sum(map(sum, lengths)),
+            sequences=sum(length > 0 for group in lengths for length in group),
+            groups=sum(any(group) for group in lengths),
+        )
+
+    def of_units(length: Callable[[Unit], int]) -> Count:
+        return count([[length(unit) for unit in group] for group in groups])
+
+    kinds = sorted({unit.loss.kind for group in groups for unit in group})
+    kl = of_units(lambda unit: sum(members(sample, sample.ref_kl_weights) for sample in unit.samples) if unit.loss.has_kl else 0)
+    learned = [s.ce_weights for group in groups for unit in group if unit.loss.has_ce for s in unit.samples if s.ce_weights is not None]
+    return LossCounts(
+        all=of_units(lambda unit: unit.own),
+        own={kind: of_units(lambda unit, kind=kind: unit.own if unit.loss.kind == kind else 0) for kind in kinds},  # type: ignore[misc]
+        kl=kl,
+        ce_tokens=sum(int(np.count_nonzero(weights)) for weights in learned),
+    )
+
+
+def groups_of(samples: Sequence[TrainingSample], loss_of: Callable[[str], LossOf], cost: Cost) -> list[list[Unit]]:
+    """Samples by group, then by rollout, in order of first appearance."""
+    groups: dict[int, dict[int, list[TrainingSample]]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group, {}).setdefault(sample.member, []).append(sample)
+    found = []
+    for group in groups.values():
+        of = {member: loss_of(unit[0].env) for member, unit in group.items()}
+        own = {member: sum(own_tokens(sample, of[member]) for sample in unit) for member, unit in group.items()}
+        length = sum(own.values())
+        lengths = {member: [len(sample.token_ids) for sample in unit] for member, unit in group.items()}
+        found.append(
+            [
+                Unit(unit, lengths[member], sum(lengths[member]), cost(lengths[member]), own[member], length, of[member])
+                for member, unit in group.items()
+            ]
+        )
+    return found
+
+
+def split(groups: list[list[Unit]], tokens: int, cost: Cost) -> list[list[Unit]]:
+    """The groups, with rollouts that exceed a row in parts where their objective allows it. A sample is never split.
+
+    Samples with streams stay together: how many of their tokens belong to which loss is counted by rollout.
+    """
+
+    def parts(unit: Unit) -> list[Unit]:
+        if unit.tokens <= tokens or len(unit.samples) == 1 or not unit.loss.splits or streams_of(unit.samples):
+            return [unit]
+        bins: list[list[TrainingSample]] = []
+        for sample in unit.samples:  # in their order: a later one often repeats the one before it
+            if not bins or sum(len(one.token_ids) for one in bins[-1]) + len(sample.token_ids) > tokens:
+                bins.append([])
+            bins[-1].append(sample)
+        found = []
+        for samples in bins:
+            lengths, own = [len(one.token_ids) for one in samples], sum(members(one, None) for one in samples)
+            part = replace(unit, samples=samples, lengths=lengths, tokens=sum(lengths), cost=cost(lengths), own=own)
+            found.append(replace(part, elsewhere=unit.own - own))
+        return found
+
+    return [[part for unit in group for part in parts(unit)] for group in groups]
