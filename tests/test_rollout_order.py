@@ -211,6 +211,10 @@ def test_examples_that_cannot_be_scored_do_not_end_the_run_and_a_broken_environm
         broken = [replace(one, status="error", stop="reward_raised") for one in group(step, 1, env="slow")]
         errors.add(broken, lambda: 100)  # those that fail come first
         errors.add([one for _ in range(9) for one in group(step, 1, env="often")] + group(step, 0, env="often"))  # it may earn that
+    never = [replace(one, status="timeout", stop="timeout", error="it hangs") for step in range(9) for one in group(step, 0, env="never")]
+    errors.add(never[:8])
+    with pytest.raises(RolloutsFailed, match=r"environment never: 9 of its latest 9 .*: 9 × timeout: it hangs"):
+        errors.add(never[8:])
     everything = [one for step in range(70) for one in group(step, 1, env="b")]
     with pytest.raises(RolloutsFailed, match=r"environment b: 64 of its latest 64 .*max_error_rate=0.5\): 64 × reward_raised: exact"):
         errors.add(everything)

@@ -282,7 +282,8 @@ class PlayConfig:
     max_error_rate: float = key(
         0.5,
         "share of an environment's latest rollouts that may fail before the run ends; those in flight count as successes, and so does "
-        "what lacks to 64. With `reward_raises=zero` 64 in a row whose reward function raised end it. 1: any number",
+        "what lacks to 64, or to 16 as long as none has succeeded. With `reward_raises=zero` 64 in a row whose reward function raised end "
+        "it. 1: any number",
         above=0,
         high=1,
     )

@@ -23,6 +23,7 @@ MOST = 200  # different causes that are counted by themselves; the rest are coun
 OTHERS = "other causes"
 SHOWN = 20  # causes in the file, the most frequent ones
 WINDOW = 64  # rollouts of an environment whose share of failures counts, at least; with many in flight it is longer
+FIRST = 16  # the same until one rollout of it has succeeded: if each takes an hour to fail, 64 are days
 KEPT = 1 << 14  # ends of rollouts that are remembered for each environment
 
 
@@ -34,8 +35,9 @@ class ErrorRate:
     """Ends a run when more than `most` (`orchestrator.max_error_rate`) of an environment's latest rollouts have failed; 1: never.
 
     A rollout has failed if it has no reward after all retries. Failures often come before successes and whole groups at a time, so the
-    rollouts in flight count as successes, and so does what lacks to WINDOW. Where a reward function that raises scores 0
-    (`reward_raises=zero`), a policy may earn that, so only WINDOW rollouts in a row that raised or failed end the run.
+    rollouts in flight count as successes, and so does what lacks to WINDOW; as long as none has succeeded, to FIRST. Where a reward
+    function that raises scores 0 (`reward_raises=zero`), a policy may earn that, so only WINDOW rollouts in a row that raised or failed end
+    the run.
     """
 
     def __init__(self, most: float) -> None:
@@ -58,7 +60,7 @@ class ErrorRate:
                 failed, wrong = [text for scored, text in latest if not scored], [text for _, text in latest if text]
                 if len(wrong) == len(latest) >= WINDOW + others:
                     failed = wrong
-                elif len(failed) <= self.most * (max(len(latest), WINDOW) + others):
+                elif len(failed) <= self.most * (max(len(latest), WINDOW if len(failed) < len(latest) else FIRST) + others):
                     continue
                 kinds = Counter(map(kind_of_text, failed))
                 often = [f"{count} × {next(t for t in failed if kind_of_text(t) == kind)}" for kind, count in kinds.most_common(3)]
