@@ -84,7 +84,7 @@ METRICS: dict[str, str] = {
     "mismatch/abs_logp_diff_mean": "mean |log-probability by the trainer − by inference|, nats",
     "mismatch/abs_logp_diff_max": "largest of the same",
     "mismatch/seq_abs_logp_diff_mean": "mean over sequences of |mean over tokens of trainer − inference|, nats: how far the "
-    "geometric mean of a sequence's ratios is from 1",
+    "geometric mean of a sequence's ratios is from 1; one that is split between micro-batches counts with the sum of its parts",
     "ref/kl": "k3 estimate of KL between trainer and reference model on the sampled tokens, nats; only with a reference",
     "ref/beta": "weight of the KL term in this step; only with a reference",
     "loss/ce": "the cross-entropy term on tokens with a weight for it, weighted; only if an objective has `ce_coef`",
@@ -145,8 +145,8 @@ METRICS: dict[str, str] = {
     "eval/<env>/<score>_low": "lower end of the 95 % confidence interval of `avg@<n>` or `pass@<k>`, over examples",
     "eval/<env>/<score>_high": "its upper end",
     "eval/<env>/examples": "examples evaluated",
-    "eval/<env>/newest_version": "the newest policy version that sampled a token of the evaluation, whose oldest is its step; only where "
-    "updates went on meanwhile (`eval.pins`)",
+    "eval/<env>/newest_version": "the newest policy version that sampled a token of the evaluation, which began at the version of its "
+    "step; only where updates went on meanwhile (`eval.pins`)",
     "eval/<env>/error_frac": "share of rollouts that failed, after retries",
     "eval/<env>/truncated_frac": "share of rollouts cut by a length limit",
     "eval/<env>/completion_mean": "sampled tokens per rollout, mean",

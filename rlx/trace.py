@@ -192,7 +192,7 @@ class _Grown:
     node: Node
     depth: int  # messages up to it, with its own
     length: int  # tokens up to it, with its own
-    number: int  # of the request that added it
+    number: int  # of the first request that has it
     request_id: str = ""
     counts: bool = False  # an answer that is trained if its request is kept
     continues: bool = False  # an answer that a later prompt may show as it is
@@ -200,12 +200,13 @@ class _Grown:
 
 
 class TraceBuilder:
-    """A trace while its episode goes on. Requests may be answered in any order; they stand in the order in which they were asked."""
+    """A trace while its episode goes on. Requests may be answered in any order; they stand in the order of their numbers."""
 
-    __slots__ = ("_answers", "_grown")
+    __slots__ = ("_answers", "_grown", "_without_tokens")
 
     def __init__(self) -> None:
         self._grown: list[_Grown] = []
+        self._without_tokens: dict[int, list[int]] = {}  # the nodes of prompts by their parent
         self._answers: dict[int, int] = {}  # node by the number of the request
 
     def add(
@@ -227,25 +228,36 @@ class TraceBuilder:
         """
         offered = list(tools or ())
         parent = self.before(messages, offered, number) if turn is None else self._continued(turn.prompt_ids, number)
-        depth, length, said, known = 0, 0, [], []
+        first, length, known = 0, 0, []
         if parent is not None:
-            depth, length, known = self._grown[parent].depth, self._grown[parent].length, self._grown[parent].offered or []
-        elif self._grown:  # the prompt is written anew: what it repeats need not be stored again
-            said = self._said(max(self._answers.values()))
+            first, length, known = self._grown[parent].depth, self._grown[parent].length, self._grown[parent].offered or []
+        if messages and messages[-1].get("role") == "text":  # a raw prompt is whole, whatever its tokens continue
+            first = 0
         changed = offered if offered != known else None
         at = START if parent is None else parent
-        for place in range(depth, len(messages)):
-            message = said[place] if place < len(said) and said[place] == messages[place] else messages[place]
-            depth += 1
-            self._grown.append(_Grown(Node(parent=at, message=message, tools=changed), depth, length, number))
-            at, changed = len(self._grown) - 1, None
+        for message in messages[first:]:
+            at, changed = self._context(at, message, changed, length, number), None
         node = Node(parent=at, message=answer, sampled=True, finish_reason=finish_reason, tools=changed)
         if turn is not None:
             node = _with_tokens(node, turn, length)
             length += len(node.token_ids)
-            node = node if parent is None else replace(node, teacher_prompt_ids=None)
-        self._grown.append(_Grown(node, depth + 1, length, number, request_id, counts, continues, offered))
+            if any(self._grown[place].node.teacher_prompt_ids is not None for place in ([] if at == START else self._path(at))):
+                node = replace(node, teacher_prompt_ids=None)  # it follows from that of the path
+        depth = 1 if at == START else self._grown[at].depth + 1
+        self._grown.append(_Grown(node, depth, length, number, request_id, counts, continues, offered))
         self._answers[number] = len(self._grown) - 1
+
+    def _context(self, parent: int, message: Any, tools: list[Any] | None, length: int, number: int) -> int:
+        """The node of a prompt's message. Prompts that repeat each other, as of a history that is written anew, share theirs."""
+        for place in self._without_tokens.setdefault(parent, []):
+            one = self._grown[place]
+            if one.node.message == message and one.node.tools == tools:
+                one.number = min(one.number, number)
+                return place
+        depth = 1 if parent == START else self._grown[parent].depth + 1
+        self._grown.append(_Grown(Node(parent=parent, message=message, tools=tools), depth, length, number))
+        self._without_tokens[parent].append(len(self._grown) - 1)
+        return len(self._grown) - 1
 
     def before(self, messages: Sequence[Any], tools: Sequence[Any] | None, number: int | None = None) -> int | None:
         """The last answer whose conversation these messages continue with messages of the environment alone, with the same tools.

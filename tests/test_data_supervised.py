@@ -81,7 +81,7 @@ class Words:
 
     transcript = render
 
-    def extend(self, turn: Any, before: list, new: list, tools: Any = None) -> list[int]:
+    def extend(self, asked: Any, answer: Any, before: list, new: list, tools: Any = None) -> list[int]:
         return self.render([*before, *new])
 
     def text(self, ids: Any) -> str:

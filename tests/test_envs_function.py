@@ -14,8 +14,8 @@ from policy_stand_in import InTurn, policy_of, task_of
 
 from rlx.cli import main
 from rlx.config.schema import EnvConfig
+from rlx.config.signatures import FUNCTION
 from rlx.envs.answers import conversations
-from rlx.envs.kinds import FUNCTION
 from rlx.envs.load import load_one
 from rlx.envs.wire import Settings
 from rlx.types import Rollout
@@ -133,3 +133,18 @@ def test_rollouts_do_not_wait_for_each_others_functions(folder: Path):
     began = time.monotonic()
     assert len(asyncio.run(env.play(task_of(env), range(4), 0))) == 4
     assert time.monotonic() - began < 1.9
+
+
+@pytest.mark.parametrize(("source", "reward"), [("import functools, operator\nhalf = functools.partial(lambda a, b, c: 0.5, 1)", 0.5), (
+    "class Judge:\n    async def __call__(self, completion, row):\n        return 0.25\nhalf = Judge()", 0.25
+)])  # fmt: skip
+def test_a_reward_may_be_any_callable(folder: Path, source: str, reward: float):
+    (folder / "own_rewards.py").write_text(source)
+    (rollout,) = play(load("own_rewards.half"), "x")
+    assert (rollout.status, rollout.reward) == ("ok", reward)
+
+
+def test_a_reward_that_exits_is_one_that_raises(folder: Path):
+    (folder / "own_rewards.py").write_text("def leave(completion, row):\n    exit(3)\n")
+    (rollout,) = play(load("own_rewards.leave"), "x")
+    assert (rollout.status, rollout.stop) == ("error", "reward_raised")

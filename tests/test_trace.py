@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from rlx import codec
+from rlx.policy.transcript import transcripts_of
 from rlx.rollout.record import nodes_of
 from rlx.rollout.samples import samples_of
 from rlx.trace import Node, Trace, TraceBuilder, Turn
@@ -135,6 +136,39 @@ def test_of_any_order_of_requests_each_sampled_token_is_trained_once_behind_its_
             prompt = asked[whole[place]]
             assert whole[: len(prompt)] == prompt
     assert sorted(seen) == sorted(asked)
+
+
+def test_a_history_that_is_written_anew_in_every_turn_shares_its_messages():
+    said, messages = TraceBuilder(), []
+    for number in range(100):
+        messages = [*map(dict, messages), user(f"{number}")]
+        prompt = [number, *range(number)]  # no prompt begins with another's tokens
+        said.add(number, messages, None, answer(str(number)), turn(prompt, [1000 + number]))
+        messages = [*messages, answer(str(number))]
+    trace = said.trace()
+    assert len(trace.nodes) < 301
+    assert len(trained(trace)) == 100
+    for number, index in enumerate(trace.answers):
+        assert [one["content"] for one in trace.conversation(index)][-2:] == [str(number)] * 2
+        assert len(trace.path(index)) == 2 * number + 2
+        assert all(trace.nodes[place].parent < place for place in trace.path(index))
+
+
+def test_parallel_requests_of_one_prompt_stand_in_their_order_whichever_is_answered_first():
+    for order in ((0, 1), (1, 0)):
+        said = TraceBuilder()
+        for number in order:
+            said.add(number, [user("a")], None, answer(str(number)), turn([1, 2], [10 + number]))
+        trace = said.trace()
+        assert [(node.message["content"], node.parent) for node in trace.nodes] == [("a", -1), ("0", 0), ("1", 0)]
+
+
+def test_a_raw_prompt_whose_tokens_continue_an_answer_is_kept_as_it_was_asked():
+    said = TraceBuilder()
+    said.add(0, [{"role": "text", "content": "abc"}], None, answer("de"), turn([1, 2, 3], [4, 5]))
+    said.add(1, [{"role": "text", "content": "abcdef"}], None, answer("g"), turn([1, 2, 3, 4, 5, 6], [7]))
+    assert trained(said.trace()) == [[4, 5, 7]]
+    assert [(one.prompt, one.completion) for one in transcripts_of(said.trace())] == [("abc", "de"), ("abcdef", "g")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -139,7 +139,7 @@ class Stripping:
     def render(self, messages, tools=None):
         return [ord(c) for m in messages for c in f"{m['content'][m['role'] == 'assistant' :]}."]
 
-    def extend(self, turn, before, new, tools=None):
+    def extend(self, asked, answer, before, new, tools=None):
         return self.render([*before, *new])
 
 

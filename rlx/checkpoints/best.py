@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from rlx.checkpoints import folders
-from rlx.config.evaluated import is_due
-from rlx.config.schema import SftRoot, TrainingRoot
+from rlx.config.evaluated import is_due, pins
+from rlx.config.schema import Config, EvaluatedRun, TrainingRoot
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths
 
@@ -34,9 +34,12 @@ def kept(paths: RunPaths, metric: str, due: Callable[[int], bool]) -> set[int]:
 
 
 def not_evaluated(cfg: TrainingRoot, paths: RunPaths, newest: int) -> set[int]:
-    """The versions up to `newest` whose evaluation is due and has no record. Evaluations of `rlx sft` may be any number of steps behind."""
-    if not isinstance(cfg, SftRoot) or not cfg.plays:
-        return set()  # an orchestrator holds back the trainer, so `versions_kept` is enough
+    """The versions up to `newest` whose evaluation is due and has no record: a killed run evaluates them when it resumes.
+
+    Evaluations of `rlx sft` may be any number of steps behind, and those of `rlx train` that do not hold back the updates.
+    """
+    if not isinstance(cfg, EvaluatedRun) or not cfg.plays or (isinstance(cfg, Config) and pins(cfg)):
+        return set()  # updates wait for an evaluation, so `versions_kept` is enough
     done = {record["step"] for record in _evaluations(paths)}
     return {version for version in range(newest + 1) if is_due(cfg, version)} - done
 

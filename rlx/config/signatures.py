@@ -80,6 +80,10 @@ def _is_declaration(decorator: ast.expr) -> bool:
     return isinstance(decorator, ast.Call) and isinstance(decorator.func, ast.Name) and decorator.func.id == declares.__name__
 
 
+FUNCTION = "rlx.envs.function"
+"""The id of the environment that is a reward function over rows."""
+
+
 def module_of(environment: str) -> str:
     """The module of a verifiers environment: `owner/my-env` is `my_env`."""
     return environment.rsplit("/", 1)[-1].replace("-", "_")

@@ -4,8 +4,8 @@ Such a row takes (number of samples) x (longest sample) tokens, not the sum of l
 rollouts are sorted by their longest sample, and a row is a run of neighbours. The padding of all rows is then at most about
 `tokens` · ln(longest / shortest), however many samples there are.
 
-That does not hold for rollouts of several samples of unlike lengths: objectives need a rollout in one row, so all its samples are padded to
-its longest. Where such a row exceeds the limit, a warning says what it takes.
+That does not hold for rollouts of several samples of unlike lengths that stay in one row: all are padded to the longest. Where such a row
+exceeds the limit, a warning says what it takes.
 """
 
 from __future__ import annotations

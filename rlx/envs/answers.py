@@ -91,7 +91,8 @@ def answer_text(environment: Any, row: Mapping[str, Any]) -> str | None:
     """
     env = child_of(environment.env, row)
     if not isinstance(env, vf.Environment):  # a v1 taskset, or a reward function over rows
-        answer = row.get("task", row).get("answer")
+        task = row.get("task")
+        answer = (task if isinstance(task, Mapping) else row).get("answer")
         return answer if isinstance(answer, str) and answer else None
     answer = row.get("answer")
     if (entries := getattr(env, "rg_dataset", None)) is not None:  # vf.ReasoningGymEnv; other environments do not import reasoning-gym

@@ -179,7 +179,7 @@ class FunctionEnvironment:
         self.name, self.reward, self.timeout, self.reward_raises = name, source.reward, timeout, config.reward_raises
         self.policy: Policy | None = None
         self.rows = TaskRows(source, config.split == "eval", config.num_tasks)
-        file = inspect.getsourcefile(source.reward)
+        file = getattr(sys.modules.get(str(config.args["reward"]).rpartition(".")[0]), "__file__", None)
         self.sources = Path(file) if file else None
         self.failures = FailureLog(log)
         self._label = str(getattr(source.reward, "__name__", "reward"))
@@ -234,18 +234,19 @@ class FunctionEnvironment:
         reply = await episode.respond(task.row["prompt"])
         timing["generation"] = time.monotonic() - began
         try:
+            call = functools.partial(self.reward, reply.content, dict(task.row))
             if inspect.iscoroutinefunction(self.reward):
-                reward = await self.reward(reply.content, dict(task.row))
+                reward = await call()
             else:
-                call = functools.partial(self.reward, reply.content, dict(task.row))
                 reward = await asyncio.get_running_loop().run_in_executor(None, call)
-        except Exception as error:
+                reward = await reward if inspect.isawaitable(reward) else reward
+        except (Exception, SystemExit) as error:  # a reward that runs what the model wrote may meet `exit()`
             reward = error
         timing["scoring"] = time.monotonic() - began - timing["generation"]
         return reply, reward
 
     def _scored(self, rollout: Rollout, reward: Any) -> Rollout:
-        if isinstance(reward, Exception):
+        if isinstance(reward, BaseException):
             failure = failure_of(reward, self.sources)
             self.failures.note(self.name, f"reward function {self._label}", failure)
             return with_raised_reward(rollout, f"{self._label} raised {failure.text}", self.reward_raises)

@@ -20,8 +20,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
+from rlx.config.signatures import FUNCTION
+
 Kind = Literal["classic", "v1", "function"]
-FUNCTION = "rlx.envs.function"  # the id of a reward function over rows
+
 DEPTH = 8  # imports and base classes that are followed from a name to its definition
 
 

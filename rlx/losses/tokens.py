@@ -102,7 +102,8 @@ class TokenBatch:
                 raise ValueError(f"rollout_ids has {counted} tokens of rollout {rollout}, but rollout_lengths says {named}")
         if n > num_loss_tokens:
             raise ValueError(f"this micro-batch has {n} trainable tokens, but the global batch is said to have {num_loss_tokens}")
-        if (here := sum(map(bool, lengths))) > num_sequences:
+        parts = [0] * r if self.tokens_elsewhere is None else self.tokens_elsewhere.tolist()  # two parts of a rollout may be in one row
+        if (here := sum(bool(length) and not part for length, part in zip(lengths, parts, strict=True))) > num_sequences:
             raise ValueError(
                 f"this micro-batch has {here} rollouts with trainable tokens, but the global batch is said to have {num_sequences}"
             )

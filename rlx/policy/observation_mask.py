@@ -44,15 +44,19 @@ class Format(Protocol):
 
 
 class ObservationRecorder(TurnRecorder):
-    """A `TurnRecorder` that marks its traces at their end: only then it is known which requests belong to them."""
+    """A `TurnRecorder` that marks its traces. Which requests belong to them is known only at the end.
 
-    __slots__ = ("_how", "_marked")
+    A prompt is marked when it is answered, as if all requests so far were kept, and anew at the end if they are not.
+    """
+
+    __slots__ = ("_early", "_how", "_marked")
 
     def __init__(self, chat: Format, roles: Collection[str], env: str) -> None:
         """`roles`: which to mark; none: nothing is marked."""
         super().__init__()
         self._how = chat, roles, env
         self._marked: dict[int, Int | None] = {}  # of each kept request, by its number
+        self._early: dict[int, tuple[list[int], Int | None]] = {}  # of each request: the messages that were marked, and the marks
 
     @property
     def trace(self) -> Trace:
@@ -66,16 +70,31 @@ class ObservationRecorder(TurnRecorder):
 
         A message is marked in the first request that has it.
         """
-        chat, roles, env = self._how
         said = [each for number in marked for each in self._conversations(number)]
-        for number in numbers if roles else ():
+        for number in numbers if self._how[1] else ():
             if number not in marked:
-                prompt, _, tools = self.said.prompt(number)
-                earlier = [each for other in self.said.numbers() if other < number for each in self._conversations(other)]
-                places = [] if raw_text(prompt) is not None else self._places(prompt, said, earlier)
-                marked[number] = observation_mask(chat, self.said.tokens_of(number).tolist(), prompt, places, tools or None, env)
+                marked[number] = self._marks(number, said)[1]
                 said += self._conversations(number)
         return self.said.trace(numbers, {number: marks for number in numbers if (marks := marked.get(number)) is not None})
+
+    def answered(self, number: int) -> None:
+        """Mark the prompt of a request that was just answered."""
+        if self._how[1]:
+            self._early[number] = self._marks(number, self._before(number))
+
+    def _marks(self, number: int, said: Iterable[Sequence[Message]]) -> tuple[list[int], Int | None]:
+        """(new messages of a prompt, [P] their marks), after the conversations `said`."""
+        chat, _, env = self._how
+        prompt, _, tools = self.said.prompt(number)
+        places = [] if raw_text(prompt) is not None else self._places(prompt, said, self._before(number))
+        early = self._early.get(number)
+        if early is not None and early[0] == places:
+            return early
+        return places, observation_mask(chat, self.said.tokens_of(number).tolist(), prompt, places, tools or None, env)
+
+    def _before(self, number: int) -> list[list[Message]]:
+        """The conversations of the requests that were asked before."""
+        return [each for other in self.said.numbers() if other < number for each in self._conversations(other)]
 
     def _conversations(self, number: int) -> list[list[Message]]:
         """The messages of a request, without and with its answer."""

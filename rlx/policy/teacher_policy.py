@@ -106,6 +106,7 @@ class TeacherEpisode(ObservationRecorder):
         functions = [dict(tool) for tool in tools] if tools else None
         turn = self._turn(list(messages), reply, functions)
         self.said.add(self._num_answers, list(messages), functions, reply.message, turn, request_id=reply.request_id)
+        self.answered(self._num_answers)
         self._num_answers += 1
         return replace(reply, turn=turn)
 

@@ -42,6 +42,7 @@ def transcripts_of(trace: Trace) -> list[Transcript]:
     said = TraceBuilder()
     for number, index in enumerate(trace.answers):
         *prompt, answer = trace.conversation(index)
+        prompt = prompt[-1:] if prompt and prompt[-1].get("role") == "text" else prompt  # a raw prompt is whole
         said.add(number, prompt, trace.tools_of(index), answer, None, finish_reason=trace.nodes[index].finish_reason)
     by_messages = said.trace()
     return [_transcript(by_messages, branch) for branch in by_messages.branches()]

@@ -96,7 +96,7 @@ class Orchestrator:
         self.recorder = StepRecorder(paths, config.orchestrator, tracker)
         if (start := read_start(paths)) is not None:
             self._go_on_from(start)
-        behind = config.max_async_level + 1 if pins(config) else config.eval.interval or 0
+        behind = config.max_async_level + 1 + (0 if pins(config) else config.eval.interval or 0)
         oldest = self.first_step - behind  # the trainer may have been so far ahead of an evaluation
         at_work = (lambda: self.collector.in_flight, lambda: sampler.away)
         self.evaluations = Evaluations(config, paths, envs, self.first_step, *at_work, oldest=oldest, servers=lambda: fleet.size)

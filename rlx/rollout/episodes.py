@@ -32,8 +32,15 @@ def message_of(message: Mapping[str, Any]) -> dict[str, Any]:
     if kept.get("role") == "text":
         kept["role"] = "user"
     if calls := kept.get("tool_calls"):
-        kept["tool_calls"] = [{"id": call["id"], **call["function"]} for call in calls]
+        kept["tool_calls"] = [_call(call) for call in calls] if isinstance(calls, list) else calls
     return kept
+
+
+def _call(call: Any) -> Any:
+    """A call of an environment's own prompt may lack anything."""
+    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+        return call
+    return {"id": call.get("id") or "", **call["function"]}
 
 
 def episode_of(outcome: Any, facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -138,7 +138,8 @@ class Evaluations:
         """
         if self._now is None or self._playing is None:
             return
-        if not self._pins and stop is not None and not self._playing.done() and not self.is_wanted(stop):
+        is_missed = self._now.version < self.first_step  # by an earlier attempt, whose servers are past it
+        if not (self._pins or is_missed or stop is None or self._playing.done() or self.is_wanted(stop)):
             return
         began = time.monotonic()
         values = await self._playing

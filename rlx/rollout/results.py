@@ -98,8 +98,8 @@ def write_results(folder: Path, examples: Sequence[Sequence[Outcome]], facts: Ma
     outcomes = [outcome for example in examples for outcome in example]
     with atomic(folder / RESULTS) as temporary:
         temporary.write_bytes(b"".join(encoder.encode(_line(outcome)) + b"\n" for outcome in outcomes))
-    with atomic(folder / TRACES) as temporary:
-        temporary.write_bytes(b"".join(encoder.encode(episode_of(outcome, facts)) + b"\n" for outcome in outcomes))
+    with atomic(folder / TRACES) as temporary, temporary.open("wb") as file:
+        file.writelines(encoder.encode(episode_of(outcome, facts)) + b"\n" for outcome in outcomes)
     rewards = [[outcome.reward for outcome in example] for example in examples]
     numbers = [outcome.rewards | outcome.metrics for outcome in outcomes]
     estimates = passes(attempts(examples), pass_threshold)

@@ -1,6 +1,7 @@
 """The orchestrator's part of a checkpoint, as records.
 
-The state is taken after a step's batch has left the collector. It is cheap, because it holds references; they never change later.
+The state is taken after a step's batch has left the collector. It holds references, which never
+change later, and is linear in the messages that wait.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     a group finishes ─► its samples' tokens wait ─► requests of `teacher.batch_size` ─► the batch waits for what is missing
 
 The teacher scores whole samples; the trainer reads the numbers of sampled tokens (`teacher_logprobs`). The teacher of self-distillation
-reads the demonstration in the place of the prompt . A request waits for a full batch only while others are in flight. A
+reads the demonstration in the place of the prompt. A request waits for a full batch only while others are in flight. A
 sample that was not scored in time is left out and counted, or ends the run (`teacher.unscored`): a batch never waits longer than
 `teacher.deadline`.
 """

@@ -63,9 +63,11 @@ class WeightUpdates:
             if newest is None or newest.version < version:
                 await asyncio.sleep(pause.seconds())
                 continue
-            await self.stops.leave(self.stops.next_stop(self.version, newest.version))
-            newest = self.published.latest() or newest  # a newer one may have appeared meanwhile
             stop = self.stops.next_stop(self.version, newest.version)
+            await self.stops.leave(stop)
+            newest = self.published.latest() or newest
+            if self.stops.next_stop(self.version, newest.version) != stop:
+                continue  # a newer one has appeared meanwhile, which may be one to wait for
             target = self.published.at(stop)
             if target is None:  # not written yet, or the trainer has just offered another
                 if stop < newest.version:  # the newest one may have gone from memory to files since it was seen
