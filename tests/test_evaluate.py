@@ -27,7 +27,7 @@ from rlx.envs.wire import Load
 from rlx.heartbeat import Heartbeat
 from rlx.paths import COMPLETE, RunPaths
 from rlx.roles.orchestrator import Orchestrator
-from rlx.rollout.evaluate import Evaluations, check_version
+from rlx.rollout.evaluate import Evaluation, Evaluations, check_version
 from rlx.rollout.record import read_rollouts
 from rlx.runs.rewind import trim_metrics
 from rlx.types import Rollout, Task, Turn, WeightVersion
@@ -262,6 +262,23 @@ def test_after_a_kill_the_evaluation_that_it_interrupted_is_played_first(tmp_pat
     assert evaluations.next_stop(3, 5) == 4
     fresh = Evaluations(config, RunPaths(tmp_path / "other"), envs, 0, lambda: 0)
     assert [version for version in range(6) if fresh.is_wanted(version)] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_missed_evaluation_is_waited_for_also_where_updates_do_not_wait(tmp_path: Path) -> None:
+    config, paths = evaluating(max_async_level=1, eval__interval=2, eval__pins=False, max_steps=9), RunPaths(tmp_path)
+    evaluations = Evaluations(config, paths, loaded(config), 5, lambda: 0)
+
+    async def left(version: int, stop: int) -> bool:
+        evaluations._now = Evaluation(version, 0.0, 1)
+        evaluations._playing = asyncio.ensure_future(asyncio.sleep(0.05, {"eval/e/avg@1": 1.0}))
+        await evaluations.leave(stop)
+        return evaluations._playing is None
+
+    async def main() -> list[bool]:
+        return [await left(4, 5), await left(6, 7), await left(6, 8)]
+
+    assert asyncio.run(main()) == [True, False, True]
+    assert [record["step"] for record in metrics(paths, "eval")] == [4, 6]
 
 
 class Resumed(StandInTrainer):

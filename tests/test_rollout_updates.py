@@ -70,6 +70,22 @@ def test_a_version_that_the_trainer_left_behind_is_skipped(paths: RunPaths) -> N
     assert reached == [2]
 
 
+def test_a_version_that_appears_while_another_is_left_is_asked_about_as_well(paths: RunPaths) -> None:
+    class Noting(Stops):
+        left: tuple[int, ...] = ()
+
+        async def leave(self, stop: int) -> None:
+            self.left += (stop,)
+            write_offer(paths, 2)
+
+    servers, stops = Servers(paths), Noting()
+    servers.trainer_has = 2
+    write_offer(paths, 1)
+    asyncio.run(WeightUpdates(paths, servers, 5.0, 2, lambda version: None, stops).follow())
+    assert stops.left == (1, 2), "version 2 may be one that an evaluation waits for"
+    assert servers.told == [(2, "memory")]
+
+
 def test_a_version_to_evaluate_is_waited_for_and_read_from_its_files(paths: RunPaths) -> None:
     servers = Servers(paths)
     servers.trainer_has = 3
