@@ -22,7 +22,8 @@ from rlx.config.schema import Config, TrainedEnvConfig
 from rlx.envs.load import give_policy, load_environments, wait_loaded
 from rlx.models.tiny import build_tokenizer
 from rlx.policy.chat import Chat
-from rlx.types import Rollout, Task, Turn
+from rlx.trace import Turn
+from rlx.types import Rollout, Task
 
 PACKAGE = Path(__file__).resolve().parent.parent / "tests" / "packages" / "rlx_test_envs"
 FAULTS: dict[str, dict[str, Any]] = {  # arguments of the environment

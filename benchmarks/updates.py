@@ -42,7 +42,7 @@ from rlx.inference.sampler import Sampler
 from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import one_process
 from rlx.paths import RunPaths
-from rlx.types import Turn
+from rlx.trace import Turn
 from rlx.weights.publish import Publisher
 from rlx.weights.subscribe import version_at
 

@@ -21,7 +21,8 @@ from rlx.config.schema import Config, TrainedEnvConfig
 from rlx.envs.load import give_policy, load_environments, wait_loaded
 from rlx.models.tiny import build_tokenizer
 from rlx.policy.chat import Chat
-from rlx.types import Task, Turn
+from rlx.trace import Turn
+from rlx.types import Task
 
 BLOCKING = """
 import time

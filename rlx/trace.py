@@ -149,32 +149,6 @@ class Trace:
             ends[index] = branch
         return found
 
-    @property
-    def turns(self) -> tuple[Turn, ...]:
-        """The requests with known tokens, each with its whole prompt: for tests and reading, as their sizes add up to a square."""
-        return tuple(self._turn(index) for index in self.answers if len(self.nodes[index].token_ids))
-
-    def _turn(self, index: int) -> Turn:
-        node, whole = self.nodes[index], self.ids(index)
-        size, sampled = len(whole), len(node.logprobs)
-        path = self.path(index)
-        begin = next((at + 1 for at in reversed(range(len(path) - 1)) if self.nodes[path[at]].sampled), 0)
-        new = [self.nodes[place] for place in path[begin:]]  # since the answer before it
-        marks = np.concatenate(
-            [np.zeros(len(one.token_ids), np.int32) if one.observation_mask is None else one.observation_mask for one in new]
-        )
-        before = np.zeros(size - len(marks), np.int32)
-        return Turn(
-            prompt_ids=whole[: size - sampled],
-            completion_ids=whole[size - sampled :],
-            logprobs=node.logprobs,
-            versions=node.token_versions,
-            temperature=node.temperature,
-            finish_reason=node.finish_reason,
-            teacher_prompt_ids=self.teacher_prompt(path, size - sampled),
-            observation_mask=np.concatenate([before, marks])[: size - sampled] if marks.any() else None,
-        )
-
     def teacher_prompt(self, path: Sequence[int], end: int) -> Int | None:
         """[P'] what a teacher reads in place of the first `end` tokens of a path; None: the tokens themselves."""
         first = next((place for place in path if self.nodes[place].teacher_prompt_ids is not None), None)

@@ -30,7 +30,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from rlx.trace import Trace, Turn
+from rlx.trace import Trace
 
 if TYPE_CHECKING:
     from rlx.arrays import Bool, Float, Int  # the codec gives these names to whoever resolves the annotations
@@ -71,11 +71,6 @@ class Rollout:
     compared: str | None = None  # rollouts of a group with equal marks are compared: the same agent in the same task; None: all are
     asked: str | None = None  # the same mark where all rollouts of the group are compared, although their tasks may differ
     arrival: int = -1  # number of rollouts of the run that finished before this one; -1: it failed
-
-    @property
-    def turns(self) -> tuple[Turn, ...]:
-        """The trace's requests with known tokens, each with its whole prompt (`Trace.turns`)."""
-        return self.trace.turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ from rlx.models.policy import PolicyModel
 from rlx.models.tiny import VOCABULARY, build_tokenizer
 from rlx.parallel.mesh import one_process
 from rlx.paths import RunPaths
-from rlx.types import Turn
+from rlx.trace import Turn
 from rlx.weights.publish import Publisher
 
 T = TypeVar("T")

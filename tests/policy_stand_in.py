@@ -15,7 +15,8 @@ from rlx.config.schema import EnvConfig
 from rlx.models.tiny import build_tokenizer
 from rlx.policy.chat import Chat
 from rlx.policy.tokens import TokenPolicy
-from rlx.types import Rollout, Task, Turn
+from rlx.trace import Turn
+from rlx.types import Rollout, Task
 
 CONTEXT = 256
 

@@ -26,6 +26,7 @@ import pytest
 import verifiers as vf
 from policy_stand_in import SAMPLING, policy_of, tiny_chat
 from public_installed import installed
+from traces import turns_of
 from verifiers.clients.client import Client
 from verifiers.types import Response, ResponseMessage, ToolCall, Usage
 
@@ -33,7 +34,8 @@ from rlx.config.schema import EnvConfig
 from rlx.envs.verifiers_group import without_old_task
 from rlx.envs.verifiers_v0 import VerifiersEnvironment, load_environment
 from rlx.rollout.samples import samples_of
-from rlx.types import Group, Rollout, Task, Turn
+from rlx.trace import Turn
+from rlx.types import Group, Rollout, Task
 
 CONTEXT = 20_000  # the tiny tokenizer spells prompts in characters
 OURS = ("requests_beside", "reward_error")  # metrics that rlx adds
@@ -317,7 +319,7 @@ def check_as_stock(rollout: Rollout, expected: Any) -> None:
     got = rollout.rewards | {key: value for key, value in rollout.metrics.items() if key not in OURS}
     assert got == pytest.approx(expected["metrics"])
     assert (rollout.stop, rollout.is_truncated) == (expected["stop_condition"], expected["is_truncated"])
-    assert len(rollout.turns) == len(expected["trajectory"])
+    assert len(turns_of(rollout)) == len(expected["trajectory"])
 
 
 def plain(messages: Any) -> list[dict[str, Any]]:

@@ -24,7 +24,8 @@ from public_classic import local_words
 from public_installed import installed
 
 from rlx.config.schema import EnvConfig
-from rlx.types import Rollout, Task, Turn
+from rlx.trace import Turn
+from rlx.types import Rollout, Task
 
 V1 = "v1-2026-08"
 

@@ -22,6 +22,7 @@ from policy_stand_in import SAMPLING, tiny_chat
 from public_classic import Said
 from recorded import check_recorded, normalised, recorded_samples
 from run_servers import Servers
+from traces import turns_of
 
 from rlx.config.schema import Config, LossTerms, TrainedEnvConfig
 from rlx.data.packing import pack
@@ -35,8 +36,9 @@ from rlx.policy.chat import Chat
 from rlx.policy.tokens import TokenEpisode, TokenPolicy
 from rlx.rollout.batch import advantages_of, make_batch, make_groups, scores_of
 from rlx.rollout.record import record_batch, write_rollouts
+from rlx.trace import Turn
 from rlx.train.step import PolicyTrainer
-from rlx.types import Rollout, Task, TrainingSample, Turn
+from rlx.types import Rollout, Task, TrainingSample
 
 CONTEXT = 8192  # the tiny tokenizer spells prompts in characters
 LIMITS = {**SAMPLING, "max_tokens": 256}
@@ -111,7 +113,7 @@ class Heard:
             if role == "assistant":
                 same = [reply for reply in self.replies[rollout.member] if spoken(self.messages[reply.request_id]) == said[:number]]
                 assert same, f"nobody said {words}"
-                chosen = next((reply for reply in same if any(same(reply.turn, turn) for turn in rollout.turns)), same[0])
+                chosen = next((reply for reply in same if any(same(reply.turn, turn) for turn in turns_of(rollout))), same[0])
                 found.append(self.answered[chosen.request_id])
         return found
 

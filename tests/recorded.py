@@ -15,7 +15,8 @@ import zstandard
 from rlx import codec
 from rlx.paths import RunPaths
 from rlx.rollout.record import read_rollouts
-from rlx.types import StepBatch, TrainingSample, Turn
+from rlx.trace import Turn
+from rlx.types import StepBatch, TrainingSample
 
 Trained = tuple[tuple[int, ...], float, int, float]  # the tokens up to and with a trained one, its log-probability, version, temperature
 Which = tuple[int, int]  # group and member of a rollout

@@ -11,7 +11,7 @@ from typing import Any
 from rlx.inference.endpoints import Endpoint
 from rlx.inference.fleet import Fleet
 from rlx.inference.sampler import RESTART, Sampler
-from rlx.types import Turn
+from rlx.trace import Turn
 from rlx.weights.subscribe import version_at
 
 RUN = "0a1b2c3d"

@@ -25,6 +25,7 @@ from chat_templates import RETAINING, STRIPPING
 from policy_stand_in import OUTSIDE, task_of
 from public_classic import Endpoint, Said, Script, check_as_stock, judge, local_data, nth, on_path, stock, stock_group
 from real_engine import CONTEXT, LIMITS, Engine
+from traces import turns_of
 
 from rlx.config.schema import EnvConfig
 from rlx.envs.errors import in_one_line
@@ -147,7 +148,7 @@ def play(engine: Engine, name: str, case: Case, run_dir: Path) -> None:
         assert rollout.metrics["requests_beside"] == len(case.beside)
     first = rollouts[0]
     assert first.metrics["reward_error"] == case.reward_error
-    assert len(first.turns) == (case.requests or len(first.turns))
+    assert len(turns_of(first)) == (case.requests or len(turns_of(first)))
     assert case.reward is None or first.reward == pytest.approx(case.reward)
     assert all(case.stop.items() <= sampling.items() for sampling in heard.sampling)
     engine.train(rollouts, {rollout.member: heard.of_trajectory(rollout.member, case.beside) for rollout in rollouts}, run_dir)
@@ -248,7 +249,7 @@ def test_a_public_taskset_trains_as_stock_verifiers_plays_it(
         rollouts, heard = engine.play(env, task, lambda prompt, _: case.model(prompt), steered=1 if case.free else 2)
         for rollout in rollouts:
             assert rollout.status == "ok", rollout.error
-        assert case.turns in (0, len(rollouts[0].turns))
+        assert case.turns in (0, len(turns_of(rollouts[0])))
         for rollout in rollouts[: case.stock]:
             expected = asyncio.run(v1.stock(played, env.rows[0], v1.Replayed(heard.turns(rollout.member)), task, rollout.member))
             v1.check_as_stock(rollout, expected)

@@ -32,7 +32,7 @@ from rlx.inference import wire
 from rlx.inference.client import Client
 from rlx.inference.wire import InferenceError, UpdateRefused, WeightsDiffer, label_of
 from rlx.paths import COMPLETE, RunPaths
-from rlx.types import Turn
+from rlx.trace import Turn
 from rlx.weights import files
 from rlx.weights.files import ModelFiles
 from rlx.weights.shapes import header, manifest

@@ -20,7 +20,7 @@ from rlx.config.kv_cache import CPU_BLOCK
 from rlx.config.schema_model import CPU_WIDTHS
 from rlx.models.load import load_policy
 from rlx.models.tiny import VOCABULARY, build_tokenizer
-from rlx.types import Turn
+from rlx.trace import Turn
 from rlx.weights.publish import Publisher
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]

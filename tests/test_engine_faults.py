@@ -23,7 +23,7 @@ from rlx.inference.client import Client
 from rlx.inference.endpoints import Endpoint, endpoint_file
 from rlx.inference.wire import ContextTooLong, InferenceError, RequestRefused
 from rlx.runs.status import last_lines
-from rlx.types import Turn
+from rlx.trace import Turn
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 Engines = Callable[[str], Run]

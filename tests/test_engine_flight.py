@@ -10,7 +10,7 @@ import pytest
 from inference_server import CONTEXT, EXACT, Run, generated, prompts, running, same, sample, sample_all, versions_of
 from run_servers import Servers
 
-from rlx.types import Turn
+from rlx.trace import Turn
 
 REQUESTS, UPDATES = 64, 5
 BETWEEN = 20  # tokens of each request between two updates

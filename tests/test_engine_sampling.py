@@ -9,13 +9,14 @@ from unittest.mock import ANY
 import pytest
 from inference_server import CONTEXT, EXACT, Run, prompts, same, sample, sample_all
 from run_servers import Servers
-from traces import plain
+from traces import plain, turns_of
 
 from rlx.models.tiny import build_tokenizer
 from rlx.policy.base import PolicyError, PromptTooLong, Reply
 from rlx.policy.endpoint import Capabilities, check
 from rlx.policy.openai import OpenAIPolicy
-from rlx.types import Task, Turn
+from rlx.trace import Turn
+from rlx.types import Task
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -95,7 +96,7 @@ def test_a_server_is_an_openai_endpoint_too(run: Run) -> None:
                 await check(policy, tools=True)
             exact = policy.asking_for(tokens=True).episode(task, 0, 0)
             known = await exact.respond([{"role": "user", "content": "abc"}])
-            assert plain(exact.trace.turns) == plain([known.turn])
+            assert plain(turns_of(exact.trace)) == plain([known.turn])
             assert (known.content, known.num_prompt_tokens) == (reply.content, len(known.turn.prompt_ids))
             assert len(known.turn.completion_ids) == len(known.turn.logprobs) == 5
             assert (known.turn.logprobs < 0).all()

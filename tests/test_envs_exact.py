@@ -13,6 +13,7 @@ import verifiers as vf
 from datasets import Dataset
 from policy_stand_in import OUTSIDE, SAMPLING, StandIn, load, policy_of, task_of, tiny_chat
 from public_classic import Said, check_as_stock, check_tokens, judge, ours, stock
+from traces import turns_of
 
 from rlx.envs.messages import for_template
 from rlx.envs.probe import try_first
@@ -50,7 +51,7 @@ def test_prompts_of_the_completion_type_are_raw_text() -> None:
     assert (rollout.status, rollout.reward) == ("ok", 3.0)
     prompts = [tiny_chat().tokenizer.decode(request["prompt_ids"]) for request in stand_in.requests]
     assert prompts == ["once upon", "once upon\n\n a time\n\nmore"], "joined as verifiers' client of completion endpoints does it"
-    assert [turn.prompt_ids.tolist() for turn in rollout.turns] == [request["prompt_ids"] for request in stand_in.requests]
+    assert [turn.prompt_ids.tolist() for turn in turns_of(rollout)] == [request["prompt_ids"] for request in stand_in.requests]
     assert rollout.completion[0] == {"role": "assistant", "content": " a time"}
 
 
@@ -69,7 +70,7 @@ def test_an_environment_that_never_stops_ends_with_the_context_and_one_that_brea
     env = VerifiersEnvironment("e", Talks(dataset=data, max_turns=-1, rubric=vf.Rubric(funcs=[one])), SAMPLING, 30.0)
     rollout = play(env, StandIn(tiny_chat(), answer=lambda _: " a time", error=0.0))
     assert (rollout.status, rollout.stop, rollout.is_truncated) == (status, stop, status == "ok")
-    assert (len(rollout.turns) > 1) == (status == "ok")
+    assert (len(turns_of(rollout)) > 1) == (status == "ok")
     assert status == "ok" or "KeyError" in (rollout.error or "")
 
 
@@ -116,7 +117,7 @@ def test_requests_beside_the_trajectory_are_answered_and_not_trained() -> None:
     plan, answer, judge = stand_in.requests
     assert [one["sampling"]["temperature"] for one in (plan, answer, judge)] == [0.25, 1.0, 0.0]
     assert plan["sampling"]["max_tokens"] == 5
-    (turn,) = rollout.turns
+    (turn,) = turns_of(rollout)
     assert turn.prompt_ids.tolist() == answer["prompt_ids"]
     assert turn.temperature == 1.0
     assert rollout.metrics["requests_beside"] == 2.0
@@ -167,7 +168,7 @@ def test_requests_of_a_judge_that_compares_a_group_are_counted() -> None:
     env = VerifiersEnvironment("e", vf.SingleTurnEnv(dataset=words(2), rubric=vf.Rubric(funcs=[compared])), SAMPLING, 30.0)
     env.policy = policy_of(StandIn(tiny_chat()))
     rollouts = asyncio.run(env.play(task_of(env), range(2), 0))
-    assert [(len(rollout.turns), rollout.metrics["requests_beside"]) for rollout in rollouts] == [(1, 1.0)] * 2
+    assert [(len(turns_of(rollout)), rollout.metrics["requests_beside"]) for rollout in rollouts] == [(1, 1.0)] * 2
 
 
 def test_history_that_an_environment_rewrites_begins_a_new_sample() -> None:

@@ -15,7 +15,7 @@ from policy_stand_in import SAMPLING, policy_of, task_of, tiny_chat
 from public_classic import check_tokens, judge
 from public_environments import KUHN, Answers, Case, check_as_stock, folder, local_data, on_path, one_of, played, stock
 from public_installed import installed
-from traces import merge, same
+from traces import merge, same, turns_of
 
 from rlx.config.schema import EnvConfig
 from rlx.envs.kinds import kind_of
@@ -63,7 +63,7 @@ def test_a_game_of_two_agents_is_played_like_stock_verifiers_plays_it(monkeypatc
     assert rollout.status == "ok", rollout.error
     messages = [*rollout.prompt, *rollout.completion]
     said = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    for number, turn in zip(said, rollout.turns, strict=True):  # every token that the trained agent sampled, once
+    for number, turn in zip(said, turns_of(rollout), strict=True):  # every token that the trained agent sampled, once
         assert sum(same(turn, one) for one in answers.turns) == 1
         assert turn.prompt_ids.tolist()[-4:] == tiny_chat().render(messages[:number])[-4:]
     check_tokens(rollout, [one for one in answers.turns if "Kuhn poker as Player 1" in tiny_chat().tokenizer.decode(one.prompt_ids)])
@@ -94,8 +94,8 @@ def test_another_harness_a_program_that_rewrites_its_context_plays_like_in_stock
     task, answers = task_of(env), Answers(case.model)
     (rollout,) = asyncio.run(played(env, answers, task, [0]))
     assert rollout.status == "ok", rollout.error
-    assert [len(turn.completion_ids) > 0 for turn in rollout.turns] == [True] * 3
-    assert len(merge(rollout.turns, "interleaved")) == 3, "other tools, and then the notes, begin new samples"
+    assert [len(turn.completion_ids) > 0 for turn in turns_of(rollout)] == [True] * 3
+    assert len(merge(turns_of(rollout), "interleaved")) == 3, "other tools, and then the notes, begin new samples"
     check_tokens(rollout, answers.turns)
     check_as_stock(rollout, asyncio.run(stock(case, env.rows[0], Answers(case.model), task)))
 

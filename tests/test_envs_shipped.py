@@ -20,6 +20,7 @@ import rlx_tool_math
 import rlx_word_guess
 import verifiers as vf
 from policy_stand_in import load, play_texts, tiny_chat
+from traces import turns_of
 
 from rlx.config.load import compose
 from rlx.data.conversations import Conversation
@@ -254,7 +255,7 @@ def test_the_teacher_of_tool_math_calls_the_calculator_and_one_that_errs_guesses
 def test_solved_problems_of_tool_math_are_shown_as_the_policy_would_have_played_them(level: int) -> None:
     env = load("rlx-tool-math", level=level, shots=2, num_examples=2)
     rollout = play_texts(env, env.rows[0]["answer"])
-    chat, (turn,) = tiny_chat(), rollout.turns
+    chat, (turn,) = tiny_chat(), turns_of(rollout)
     rows = rlx_tool_math.build_rows(level, 2, rlx_tool_math.SHOTS_SEED)
     said = chat.tokenizer.decode(turn.prompt_ids)
     spoken = said.split("<|im_start|>assistant\n")[1:-1]  # calls and answers in turn
@@ -352,7 +353,7 @@ def test_the_teacher_of_an_environment_plays_it_right_and_the_environment_answer
         theirs = [message["content"] for message in rollout.completion if message["role"] != "assistant"]
         assert theirs == [message["content"] for message in said.played if message["role"] != "assistant"]
         (whole,) = marked(said)
-        assert whole.token_ids == [*rollout.turns[-1].prompt_ids, *rollout.turns[-1].completion_ids], "what the policy will see"
+        assert whole.token_ids == [*turns_of(rollout)[-1].prompt_ids, *turns_of(rollout)[-1].completion_ids], "what the policy will see"
     wrong = conversations(env, list(env.rows), teacher_error=1.0, seed=1)
     rewards = [
         play_texts(env, *(text_of(m) for m in said.played if m["role"] == "assistant"), index=i).reward for i, said in enumerate(wrong)

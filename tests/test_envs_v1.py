@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 from policy_stand_in import OUTSIDE, SAMPLING, StandIn, policy_of, task_of, tiny_chat
-from traces import same
+from traces import same, turns_of
 
 from rlx.config.schema import EnvConfig
-from rlx.types import Rollout, Turn
+from rlx.trace import Turn
+from rlx.types import Rollout
 
 pytestmark = pytest.mark.slow
 
@@ -83,10 +84,10 @@ def test_each_group_trains_one_agent_with_its_own_reward():
         assert (rollout.status, rollout.stop) == ("ok", "user_closed")
         assert rollout.agent == agent
         seen[agent] = rollout
-        asked = len(rollout.turns)
+        asked = len(turns_of(rollout))
         assert asked == {"left": 2, "right": 1}[agent]
         assert len(generator.turns) == 4  # host, left, right, left: all are answered
-        kept = [turn for turn in generator.turns if any(same(turn, one) for one in rollout.turns)]
+        kept = [turn for turn in generator.turns if any(same(turn, one) for one in turns_of(rollout))]
         assert len(kept) == asked
         assert all("HOST" not in text_of(turn) for turn in kept)
         assert rollout.reward == rollout.rewards["digits"] + 10 * rollout.rewards["lead"]
@@ -110,7 +111,7 @@ def test_which_agent_trains_follows_from_the_task_and_can_be_chosen():
 def test_members_of_a_group_train_different_runs_of_the_same_agent():
     env = load(twice=True, agents=("left",))
     first, second, third = play(env, Recorder(), members=(0, 1, 2))
-    assert [len(one.turns) for one in (first, second, third)] == [1, 2, 1]
+    assert [len(turns_of(one)) for one in (first, second, third)] == [1, 2, 1]
 
 
 def test_every_sampled_token_of_the_trained_agent_is_kept_once_with_its_context():
@@ -120,8 +121,8 @@ def test_every_sampled_token_of_the_trained_agent_is_kept_once_with_its_context(
     (rollout,) = play(env, generator)
     messages = [*rollout.prompt, *rollout.completion]
     said = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    assert len(said) == len(rollout.turns) == 2
-    for number, turn in zip(said, rollout.turns, strict=True):
+    assert len(said) == len(turns_of(rollout)) == 2
+    for number, turn in zip(said, turns_of(rollout), strict=True):
         assert turn.prompt_ids.tolist() == tiny_chat().render(messages[:number])
         assert tiny_chat().parse(turn).content == messages[number]["content"]
         assert set(turn.versions.tolist()) == {3}
@@ -155,14 +156,14 @@ def test_an_answer_that_arrives_after_the_trace_was_stopped_is_not_trained(monke
     (rollout,) = play(load(agents=("left",)), Late(lambda prompt: "STOP 1" if "now" in prompt else "5"))
     assert answered[-1] == [400, 400], "the stop refuses both"
     assert (rollout.status, rollout.stop) == ("ok", "said_stop")
-    assert ["now" in text_of(turn) for turn in rollout.turns] == [True], "the answer that stopped the trace, alone"
+    assert ["now" in text_of(turn) for turn in turns_of(rollout)] == [True], "the answer that stopped the trace, alone"
 
 
 def test_two_runs_are_equal():
     def once() -> list:
         env = load(twice=True)
         rollouts = [one for index in range(4) for one in play(load(twice=True), Recorder(), index, (0, 1))]
-        return [(one.reward, one.metrics, [turn.completion_ids.tolist() for turn in one.turns], len(env.rows)) for one in rollouts]
+        return [(one.reward, one.metrics, [turn.completion_ids.tolist() for turn in turns_of(one)], len(env.rows)) for one in rollouts]
 
     assert once() == once()
 
@@ -188,8 +189,8 @@ def test_what_ends_a_rollout(says: str, status: str, stop: str, error: str | Non
         assert (rollout.error or "").endswith("in digits")
     if says == "BLOCK":  # the environment replaced what the policy sampled; the policy learns from it, and the next prompt has the rest
         assert rollout.completion[0]["content"] == "blocked"
-        assert [tiny_chat().parse(turn).content for turn in rollout.turns] == ["BLOCK", "BLOCK"]
-        assert "blocked" in text_of(rollout.turns[1])
+        assert [tiny_chat().parse(turn).content for turn in turns_of(rollout)] == ["BLOCK", "BLOCK"]
+        assert "blocked" in text_of(turns_of(rollout)[1])
 
 
 @pytest.mark.parametrize(("rule", "status", "stop"), [("fail", "error", "reward_raised"), ("zero", "ok", "agent_completed")])
@@ -197,7 +198,7 @@ def test_the_rule_for_a_reward_that_raised_is_that_of_classic_environments(rule:
     env = loaded(EnvConfig(id="rlx_test_v1", args={"id": "single-agent"}, num_tasks=1, reward_raises=rule))
     (rollout,) = play(env, Recorder(lambda prompt: "RAISE"))
     assert (rollout.status, rollout.stop, rollout.reward, rollout.metrics["reward_error"]) == (status, stop, 0.0, 1.0)
-    assert len(rollout.turns) == 1
+    assert len(turns_of(rollout)) == 1
     assert "KeyError: 'no digits'; at " in (rollout.error or "")
 
 
@@ -229,10 +230,10 @@ def test_a_rollout_is_truncated_if_any_of_its_answers_was_cut_and_not_because_it
     """As of classic environments. verifiers looks at the last answer, and counts `max_turns`."""
     long_at_first = Recorder(lambda prompt: "x" * 30 if "xxxx" not in prompt else "ok")
     (rollout,) = play(load(agents=("left",), left={"sampling": {"max_tokens": 8}}), long_at_first)
-    assert [turn.finish_reason for turn in rollout.turns] == ["length", "stop"]
+    assert [turn.finish_reason for turn in turns_of(rollout)] == ["length", "stop"]
     assert rollout.is_truncated
     (rollout,) = play(load(agents=("left",), left={"max_turns": 1}), Recorder())
-    assert (rollout.stop, len(rollout.turns), rollout.is_truncated) == ("max_turns", 1, False)
+    assert (rollout.stop, len(turns_of(rollout)), rollout.is_truncated) == ("max_turns", 1, False)
 
 
 def test_a_server_that_fails_is_the_cause_that_is_said():
@@ -291,7 +292,7 @@ def test_a_whole_episode_trains_every_run_of_every_agent_each_with_its_own_token
     rollouts = [one for played in play(env, generator, members=(0, 1)) for one in (played, *played.others)]
     assert sorted(one.agent for one in rollouts) == ["left"] * 4 + ["right"] * 2  # not the host, who never trains
     assert all(one.status == "ok" for one in rollouts)
-    kept = [turn for one in rollouts for turn in one.turns]
+    kept = [turn for one in rollouts for turn in turns_of(one)]
     assert len(kept) == len({id(turn) for turn in kept}) == 2 * 4, "each sampled token of an agent that trains, once"
     marks = {agent: {one.compared for one in rollouts if one.agent == agent} for agent in ("left", "right")}
     assert [len(marks[agent]) for agent in ("left", "right")] == [1, 1]  # both episodes, the same task
@@ -326,7 +327,7 @@ def test_a_worker_gives_the_runs_of_a_whole_episode_as_this_process_does(monkeyp
                 await env.close()
 
         rollouts = asyncio.run(group())
-        found.append([(one.agent, one.compared, one.reward, [turn.completion_ids.tolist() for turn in one.turns]) for one in rollouts])
+        found.append([(one.agent, one.compared, one.reward, [turn.completion_ids.tolist() for turn in turns_of(one)]) for one in rollouts])
     assert found[0] == found[1]
     assert len(found[0]) == 6
 

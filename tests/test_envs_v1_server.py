@@ -9,6 +9,7 @@ import pytest
 from inference_server import CONTEXT, EXACT, Run
 from policy_stand_in import OUTSIDE, SAMPLING, policy_of, task_of
 from run_servers import Servers
+from traces import turns_of
 
 from rlx.config.schema import EnvConfig
 from rlx.types import Rollout
@@ -42,6 +43,6 @@ def test_two_agents_are_trained_at_their_own_temperatures(tmp_path, monkeypatch)
     by_agent = {agent: [one for one in rollouts if env.trained_agent(one.task) == agent] for agent in env.agents}
     assert all(by_agent.values())
     for agent, temperature in {"left": 1.0, "right": 0.5}.items():
-        turns = [turn for rollout in by_agent[agent] for turn in rollout.turns]
+        turns = [turn for rollout in by_agent[agent] for turn in turns_of(rollout)]
         assert {turn.temperature for turn in turns} == {temperature}
         assert run.worst(turns, temperature) < EXACT

@@ -13,11 +13,13 @@ import msgspec
 import numpy as np
 import pytest
 from policy_stand_in import SAMPLING, StandIn, load, policy_of, task_of, tiny_chat
+from traces import turns_of
 
 from rlx.config.schema import EnvConfig
 from rlx.envs.verifiers_group import players_of
 from rlx.policy.base import request_seed
-from rlx.types import Rollout, Turn
+from rlx.trace import Turn
+from rlx.types import Rollout
 
 
 def play(env: Any, generator: Any, index: int = 0, member: int = 0, context_length: int = 256) -> Rollout:
@@ -66,7 +68,7 @@ def test_single_turn_gives_tokens_logprobs_versions_and_reward() -> None:
     stand_in.version = 7
     rollout = play(env, stand_in)
     row = env.rows[0]
-    (turn,) = rollout.turns
+    (turn,) = turns_of(rollout)
     assert rollout.status == "ok"
     assert rollout.reward == 1.0
     assert rollout.rewards == {"exact": 1.0}
@@ -116,7 +118,7 @@ def test_an_answer_that_ends_at_once_is_a_sample_with_reward_0() -> None:
     env = load("rlx_reverse_text", num_examples=4)
     rollout = play(env, Scripted(""))
     assert (rollout.status, rollout.reward) == ("ok", 0.0)
-    assert rollout.turns[0].completion_ids.tolist() == tiny_chat().stop_token_ids
+    assert turns_of(rollout)[0].completion_ids.tolist() == tiny_chat().stop_token_ids
 
 
 def test_members_and_turns_get_different_seeds_and_repeat_in_a_second_run() -> None:
@@ -171,8 +173,8 @@ def test_a_multi_turn_episode_keeps_every_turn_and_its_prompt_extends_the_last()
     rollout = play(env, Scripted("no", "nono", answer))
     assert rollout.stop == "answered"
     assert rollout.reward == pytest.approx(1 / 3)
-    assert len(rollout.turns) == 3
-    for before, after in zip(rollout.turns, rollout.turns[1:], strict=False):
+    assert len(turns_of(rollout)) == 3
+    for before, after in zip(turns_of(rollout), turns_of(rollout)[1:], strict=False):
         known = [*before.prompt_ids, *before.completion_ids]
         assert after.prompt_ids[: len(known)].tolist() == known
     assert [message["role"] for message in rollout.completion] == ["assistant", "user", "assistant", "user", "assistant"]
@@ -189,7 +191,7 @@ def test_tools_are_offered_called_and_answered() -> None:
     assert rollout.reward == pytest.approx(1.1)
     assert rollout.metrics["reverse_calls"] == 1.0
     assert "reverse(text)" in tiny_chat().tokenizer.decode(stand_in.requests[0]["prompt_ids"])
-    first, second = rollout.turns
+    first, second = turns_of(rollout)
     known = [*first.prompt_ids, *first.completion_ids]
     assert second.prompt_ids[: len(known)].tolist() == known
     assert rollout.completion[1] == {"role": "tool", "content": row["answer"], "tool_call_id": "call00000"}
@@ -199,7 +201,7 @@ def test_a_call_of_an_unknown_tool_is_answered_and_the_episode_goes_on() -> None
     env = load("rlx_test_tool", max_turns=2)
     rollout = play(env, Scripted('<tool_call>{"name": "fly", "arguments": {}}</tool_call>', "done"))
     assert rollout.status == "ok"
-    assert len(rollout.turns) == 2
+    assert len(turns_of(rollout)) == 2
 
 
 def test_half_of_a_surrogate_pair_of_the_tool_or_of_the_model_is_a_question_mark() -> None:
@@ -376,7 +378,7 @@ def test_loading_leaves_signal_handlers_and_log_handlers_as_they_were() -> None:
 def test_concurrent_episodes_do_not_mix_their_tokens() -> None:
     env = load("rlx_reverse_text", num_examples=32)
     for index, rollout in enumerate(play_many(env, StandIn(tiny_chat(), error=0.0, delay=0.01), 32)):
-        text = tiny_chat().tokenizer.decode(rollout.turns[0].completion_ids)
+        text = tiny_chat().tokenizer.decode(turns_of(rollout)[0].completion_ids)
         assert text == env.rows[index]["answer"] + "<|im_end|>"
         assert rollout.reward == 1.0
 
@@ -410,7 +412,7 @@ def test_a_prepared_environment_leaves_the_state_that_verifiers_itself_leaves(id
         generator = Broken() if case == "broken" else Scripted(texts.get(case, ""))
         episode = policy_of(generator, context_length=room).episode(task_of(env), 0, 0)
         state = await own.rollout(row, EpisodeClient(episode), "policy", {"max_tokens": 96})
-        if episode.trace.turns:
+        if turns_of(episode.trace):
             await own.rubric.score_rollout(state)
         return state
 

@@ -19,6 +19,7 @@ from policy_stand_in import OUTSIDE, SAMPLING, StandIn, load, policy_of, task_of
 from public_classic import judge
 from test_orchestrator_run import StandInServers, config_of, reproducible
 from test_orchestrator_run import play as play_run
+from traces import turns_of
 
 from rlx.config.schema import EnvConfig
 from rlx.envs.load import load_environments, wait_loaded
@@ -62,7 +63,7 @@ def play(envs: Sequence[Any], count: int, members: Sequence[int] = (0,)) -> list
 
 def facts(rollout: Rollout) -> Any:
     """Everything of a rollout but times."""
-    turns = [(t.prompt_ids.tolist(), t.completion_ids.tolist(), t.logprobs.tolist(), t.versions.tolist()) for t in rollout.turns]
+    turns = [(t.prompt_ids.tolist(), t.completion_ids.tolist(), t.logprobs.tolist(), t.versions.tolist()) for t in turns_of(rollout)]
     return rollout.task, turns, rollout.prompt, rollout.completion, rollout.reward, rollout.rewards, rollout.metrics, rollout.status
 
 
@@ -73,7 +74,7 @@ def test_workers_play_the_same_rollouts_as_this_process() -> None:
     assert pool.tools == here.tools
     there, here = play([pool, here], 24)
     assert [facts(rollout) for rollout in there] == [facts(rollout) for rollout in here]
-    assert {len(rollout.turns) for rollout in there} == {1, 2, 3}
+    assert {len(turns_of(rollout)) for rollout in there} == {1, 2, 3}
 
 
 @pytest.mark.long
@@ -163,7 +164,7 @@ def test_two_verifiers_play_side_by_side_in_one_mix(tmp_path: Path, monkeypatch:
     ours, theirs = play([classic, elsewhere], 4)
     assert [rollout.status for rollout in ours] == ["ok"] * 4
     assert [rollout.status for rollout in theirs] == ["ok"] * 4, [rollout.error for rollout in theirs]
-    assert all(rollout.turns for rollout in [*ours, *theirs])
+    assert all(turns_of(rollout) for rollout in [*ours, *theirs])
 
 
 @pytest.mark.long

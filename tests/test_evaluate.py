@@ -30,7 +30,8 @@ from rlx.roles.orchestrator import Orchestrator
 from rlx.rollout.evaluate import Evaluation, Evaluations, check_version
 from rlx.rollout.record import read_rollouts
 from rlx.runs.rewind import trim_metrics
-from rlx.types import Rollout, Task, Turn, WeightVersion
+from rlx.trace import Turn
+from rlx.types import Rollout, Task, WeightVersion
 from rlx.waiting import Preempted
 
 sys.path.insert(0, OUTSIDE)

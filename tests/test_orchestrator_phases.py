@@ -14,7 +14,7 @@ from rlx.envs.load import give_policy
 from rlx.heartbeat import Heartbeat, read_heartbeats
 from rlx.paths import RunPaths
 from rlx.roles.orchestrator import Orchestrator
-from rlx.types import Turn
+from rlx.trace import Turn
 
 
 def test_the_heartbeat_says_who_waits_for_what(tmp_path: Path) -> None:

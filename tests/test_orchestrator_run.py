@@ -27,7 +27,8 @@ from rlx.paths import COMPLETE, RunPaths
 from rlx.roles.orchestrator import Orchestrator
 from rlx.rollout.failures import RolloutsFailed
 from rlx.rollout.record import read_rollouts
-from rlx.types import StepBatch, TrainingSample, Turn, WeightVersion
+from rlx.trace import Turn
+from rlx.types import StepBatch, TrainingSample, WeightVersion
 
 pytestmark = pytest.mark.slow
 

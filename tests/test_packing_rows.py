@@ -16,7 +16,8 @@ from rlx import arrays
 from rlx.data import oversized, packing
 from rlx.data.packing import ONE, pack, pack_together
 from rlx.rollout.samples import samples_of
-from rlx.types import STREAMS, Group, MicroBatch, MiniBatch, RankBatch, Rollout, Task, TrainingSample, Turn
+from rlx.trace import Turn
+from rlx.types import STREAMS, Group, MicroBatch, MiniBatch, RankBatch, Rollout, Task, TrainingSample
 
 
 @dataclass

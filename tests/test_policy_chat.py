@@ -26,7 +26,8 @@ from rlx.policy.base import Message, PolicyError
 from rlx.policy.chat import Chat, load_chat
 from rlx.policy.templates import REMEDIES, ends_of, problems, refusal
 from rlx.policy.tokens import TokenPolicy
-from rlx.types import Task, Turn
+from rlx.trace import Turn
+from rlx.types import Task
 
 TASK = Task(env="e", example_id=0, index=0, row={})
 ADD = {

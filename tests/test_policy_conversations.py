@@ -16,7 +16,8 @@ from public_classic import check_tokens
 
 from rlx.policy.base import Message, Reply
 from rlx.rollout.samples import samples_of
-from rlx.types import Group, Rollout, Task, Turn
+from rlx.trace import Turn
+from rlx.types import Group, Rollout, Task
 
 TASK = Task(env="e", example_id=0, index=0, row={})
 

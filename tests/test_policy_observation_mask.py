@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from chat_templates import HERMES, LLAMA, PLAIN, STRIPPING, small_tokenizer
 from policy_stand_in import StandIn, policy_of, tiny_chat
-from traces import trace_of
+from traces import trace_of, turns_of
 
 from rlx.policy import observation_mask as observation_mask_module
 from rlx.policy.base import Message, PolicyError
@@ -18,7 +18,8 @@ from rlx.policy.chat import Chat
 from rlx.policy.observation_mask import ROLES, text_ends
 from rlx.policy.tokens import TokenEpisode
 from rlx.rollout.samples import samples_of
-from rlx.types import Group, Rollout, Task, TrainingSample, Turn
+from rlx.trace import Turn
+from rlx.types import Group, Rollout, Task, TrainingSample
 
 TASK = Task(env="e", example_id=0, index=0, row={})
 SAID = [  # what the environment says, some of it like the template's own words
@@ -47,7 +48,7 @@ def play(chat: Chat, said: list[tuple[str, str]], roles: frozenset[str] = frozen
             messages += [(await episode.respond(messages)).message]
 
     asyncio.run(whole())
-    return episode.trace.turns
+    return turns_of(episode.trace)
 
 
 def marked(chat: Chat, turn: Turn) -> str:
@@ -158,16 +159,16 @@ def asked_twice(generator: StandIn, chat: Chat) -> tuple[TokenEpisode, list[list
 def test_a_message_that_is_asked_for_twice_is_learned_whichever_answer_is_kept(which: int):
     chat = tiny_chat()
     episode, ids = asked_twice(StandIn(chat, error=0.0), chat)
-    turns = episode.keep([each[which] for each in ids]).turns
+    turns = turns_of(episode.keep([each[which] for each in ids]))
     assert [turn.observation_mask is not None and marked(chat, turn) for turn in turns] == [False, "one", "seven"]
-    again = episode.keep([each[which] for each in ids]).turns
+    again = turns_of(episode.keep([each[which] for each in ids]))
     assert [marked(chat, turn) for turn in again[1:]] == ["one", "seven"], "asking again changes nothing"
-    rest = episode.keep([each[-1 - which] for each in ids[1:]]).turns
+    rest = turns_of(episode.keep([each[-1 - which] for each in ids[1:]]))
     assert all(turn.observation_mask is None or not turn.observation_mask.any() for turn in rest), (
         "another rollout of the episode does not learn it again"
     )
     episode, ids = asked_twice(StandIn(chat, error=0.0), chat)
-    (last,) = episode.keep([ids[2][which]]).turns
+    (last,) = turns_of(episode.keep([ids[2][which]]))
     assert last.observation_mask is not None
     learned = chat.tokenizer.decode(last.prompt_ids[last.observation_mask > 0], skip_special_tokens=False)
     assert learned == "oneseven", "the requests before it are not kept, so it has all that the environment said"
@@ -194,7 +195,7 @@ def test_a_message_is_learned_by_the_request_that_was_answered():
     chat = tiny_chat()
     episode, ids = asked_twice(FailsOnce(chat, error=0.0), chat)
     assert [len(each) for each in ids] == [1, 1, 1]
-    assert [marked(chat, turn) for turn in episode.trace.turns if turn.observation_mask is not None] == ["one", "seven"]
+    assert [marked(chat, turn) for turn in turns_of(episode.trace) if turn.observation_mask is not None] == ["one", "seven"]
 
 
 class Stopped(StandIn):
@@ -223,4 +224,4 @@ def test_answers_that_a_stop_string_ended_hide_nothing_and_two_requests_of_one_p
         await asyncio.gather(*(episode.respond(messages) for _ in range(3)))
 
     asyncio.run(whole())
-    assert [marked(chat, turn) for turn in episode.trace.turns if turn.observation_mask is not None] == ["one", "seven"]
+    assert [marked(chat, turn) for turn in turns_of(episode.trace) if turn.observation_mask is not None] == ["one", "seven"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from policy_stand_in import load, task_of
-from traces import plain
+from traces import plain, turns_of
 
 from rlx.cli.playing import eval_table
 from rlx.policy.base import PolicyError, PromptTooLong
@@ -97,7 +97,7 @@ def test_a_message_comes_back_without_tokens_and_the_seed_is_that_of_the_request
         return episode
 
     episode = play(endpoint, scene, sampling={"temperature": 0.5, "max_tokens": 9})
-    assert (episode.trace.turns, episode.replies) == ((), [{"role": "assistant", "content": "cba"}])
+    assert (turns_of(episode.trace), episode.replies) == ((), [{"role": "assistant", "content": "cba"}])
     assert [(asked["temperature"], asked["max_tokens"], asked["model"]) for asked in endpoint.asked] == [(0.5, 9, "m")] * 2
     assert endpoint.asked[0]["seed"] != endpoint.asked[1]["seed"]
     again = Endpoint()
@@ -236,7 +236,7 @@ def test_an_environment_is_played_and_scored_without_tokens() -> None:
         return [(await env.play(task_of(env), [0], 0))[0] for _ in range(2)]
 
     good, bad = play(endpoint, scene)
-    assert (good.status, good.reward, good.turns) == ("ok", 1.0, ())
+    assert (good.status, good.reward, turns_of(good)) == ("ok", 1.0, ())
     outcome = outcome_of(good)
     assert (outcome.num_prompt_tokens, outcome.num_tokens) == (None, None)
     described = score_metrics("e", [[outcome]], 0.5)
@@ -271,8 +271,8 @@ def test_an_endpoint_that_returns_tokens_gives_turns_which_an_environment_keeps(
     reply, episode, rollout = play(endpoint, scene, tokens=True, sampling={"top_k": 5})
     assert endpoint.asked[0]["logprobs"] is True
     assert (endpoint.asked[0]["return_token_ids"], endpoint.asked[0]["top_k"]) == (True, 5)
-    assert plain(episode.trace.turns) == plain(episode.keep([reply.request_id]).turns) == plain([reply.turn])
-    assert episode.keep(["another"]).turns == ()
+    assert plain(turns_of(episode.trace)) == plain(turns_of(episode.keep([reply.request_id]))) == plain([reply.turn])
+    assert turns_of(episode.keep(["another"])) == ()
     assert reply.turn.prompt_ids.tolist() == [1, 2, 3]
     assert reply.turn.completion_ids.tolist() == [7, 8]
     assert reply.turn.logprobs.tolist() == [-0.5, -1.5]

@@ -22,7 +22,8 @@ from rlx.models.tiny import build_tokenizer
 from rlx.policy import teacher as teacher_module
 from rlx.policy.teacher import LOWEST, Teacher, TeacherError, probe_texts
 from rlx.rollout.teaching import Teaching
-from rlx.types import Rollout, Task, TrainingSample, Turn
+from rlx.trace import Turn
+from rlx.types import Rollout, Task, TrainingSample
 
 TOKENIZER = build_tokenizer(CONTEXT)
 Answer = Callable[[int], Awaitable[web.Response | None]]

@@ -17,7 +17,7 @@ import pytest
 from api_stand_in import KEY
 from chat_templates import CLOSING, HERMES, LLAMA, OPENING, PLAIN, RETAINING, small_tokenizer
 from policy_stand_in import tiny_chat
-from traces import plain, trace_of
+from traces import plain, trace_of, turns_of
 
 from rlx.config.load import compose
 from rlx.envs.load import teacher_of
@@ -26,7 +26,8 @@ from rlx.policy.chat import Chat
 from rlx.policy.openai import OpenAIPolicy
 from rlx.policy.teacher_policy import TeacherEpisode, TeacherPolicy
 from rlx.rollout.samples import samples_of
-from rlx.types import Group, Rollout, Task, Turn
+from rlx.trace import Turn
+from rlx.types import Group, Rollout, Task
 from rlx.waiting import wait_for
 
 TASK = Task(env="e", example_id=0, index=0, row={})
@@ -65,13 +66,13 @@ def test_the_answer_is_what_the_policy_would_have_to_write(chat: Chat):
         await episode.respond([USER, first.message, USER])
 
     asyncio.run(whole())
-    one, two = episode.trace.turns
+    one, two = turns_of(episode.trace)
     assert one.prompt_ids.tolist() == chat.render([USER])
     assert chat.tokenizer.decode(one.completion_ids, skip_special_tokens=True) == "cba"
     assert int(one.completion_ids[-1]) in chat.stop_token_ids, "the policy must learn to end"
     assert chat.tokenizer.decode(two.completion_ids, skip_special_tokens=False) == "long", "a cut answer has no end to learn"
     assert set(one.versions.tolist()) == {7}
-    assert plain(episode.keep(["r2"]).turns) == plain([two])
+    assert plain(turns_of(episode.keep(["r2"]))) == plain([two])
 
 
 @pytest.mark.parametrize("strategy", ["interleaved", "branching"])
@@ -86,7 +87,7 @@ def test_what_the_environment_answers_a_teacher_is_learned_too_if_the_environmen
             await episode.respond([USER, first.message, asked])
 
     asyncio.run(whole())
-    group = Group(id=0, task=TASK, rollouts=(rollout_of(*episode.trace.turns),), advantages=np.ones(1, np.float32))
+    group = Group(id=0, task=TASK, rollouts=(rollout_of(*turns_of(episode.trace)),), advantages=np.ones(1, np.float32))
     samples = samples_of(group, strategy=strategy, taught=True, learn={"user": 0.25})
     learned: dict[float, str] = {}
     for sample in samples:
@@ -215,7 +216,7 @@ def learned(template: str, reply: Reply, eos: str = "<|im_end|>") -> str:
     chat = Chat(small_tokenizer(template, eos))
     episode = episode_of(chat, reply)
     asyncio.run(episode.respond([USER]))
-    return chat.text(episode.trace.turns[0].completion_ids.tolist())
+    return chat.text(turns_of(episode.trace)[0].completion_ids.tolist())
 
 
 def test_a_template_that_closes_the_conversation_gives_one_end_mark_and_a_cut_answer_none():
@@ -247,7 +248,7 @@ def test_an_answer_that_the_policys_template_shows_otherwise_is_refused(template
 def test_a_request_beside_the_trajectory_is_not_learned():
     episode = episode_of(tiny_chat(), Reply("a verdict"))
     asyncio.run(episode.respond([USER], trained=False))
-    assert episode.trace.turns == ()
+    assert turns_of(episode.trace) == ()
 
 
 def test_what_cannot_be_tokenized_as_the_policys_is_refused():

@@ -14,6 +14,7 @@ from policy_stand_in import SAMPLING, StandIn, load, policy_of, tiny_chat
 from test_orchestrator_run import StandInServers, StandInTrainer, config_of, metrics
 from test_policy_teacher import StandIn as TeacherStandIn
 from test_policy_teacher import served
+from traces import turns_of
 
 from rlx.concurrent import first_failure
 from rlx.envs.base import sampling_of
@@ -41,7 +42,7 @@ def test_the_teacher_reads_the_demonstration_and_the_policy_does_not():
     episode, generator = episode_of()
     prompt = [{"role": "system", "content": "be good"}, {"role": "user", "content": "abc"}]
     asyncio.run(episode.respond(prompt))
-    (turn,) = episode.trace.turns
+    (turn,) = turns_of(episode.trace)
     chat = tiny_chat()
     assert turn.prompt_ids.tolist() == generator.requests[0]["prompt_ids"] == chat.render(prompt)
     assert turn.teacher_prompt_ids.tolist() == chat.render([prompt[0], {"role": "user", "content": "abc as in a {prompt} b"}])
@@ -56,7 +57,7 @@ def test_what_follows_the_first_answer_follows_it_for_the_teacher_token_for_toke
         await episode.respond([*first, reply.message, {"role": "user", "content": "again"}])
 
     asyncio.run(both())
-    one, two = episode.trace.turns
+    one, two = turns_of(episode.trace)
     assert two.teacher_prompt_ids.tolist() == [*one.teacher_prompt_ids.tolist(), *two.prompt_ids.tolist()[len(one.prompt_ids) :]]
     assert two.prompt_ids.tolist()[: len(one.prompt_ids)] == one.prompt_ids.tolist()
 

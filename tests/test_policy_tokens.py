@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 from policy_stand_in import StandIn, policy_of, tiny_chat
-from traces import plain, same
+from traces import plain, same, turns_of
 
 from rlx.policy import sampling_params, tokens
 from rlx.policy.base import PolicyError, PromptTooLong, Reply, request_seed
 from rlx.policy.tokens import TokenEpisode
-from rlx.types import Task, Turn
+from rlx.trace import Turn
+from rlx.types import Task
 
 TASK = Task(env="e", example_id=4, index=2, row={})
 RUN = {"max_tokens": 20, "temperature": 1.0, "top_k": -1, "min_tokens": 6}
@@ -38,7 +39,7 @@ def test_a_reply_has_its_turn_and_a_request_its_seed_and_name() -> None:
     stand_in = StandIn(tiny_chat(), error=0.0)
     episode = episode_of(stand_in)
     reply = ask(episode, [user("abc")])
-    (turn,) = episode.trace.turns
+    (turn,) = turns_of(episode.trace)
     assert reply.turn is not None
     assert same(reply.turn, turn)
     assert (reply.content, reply.num_prompt_tokens, reply.num_tokens) == ("cba", len(turn.prompt_ids), len(turn.completion_ids))
@@ -101,8 +102,8 @@ def test_tokens_of_another_distribution_are_not_trained_where_ratios_need_the_po
         replies = [ask(episode, [user("abc")], own), ask(episode, [user("abc")], own), ask(episode, [user("abc")])]
         assert [reply.content for reply in replies] == ["cba"] * 3, "every request is answered"
         kept = episode.keep([reply.request_id for reply in replies])
-        assert plain(kept.turns) == plain(episode.trace.turns)
-        assert len(kept.turns) == (1 if exact and said else 3)
+        assert plain(turns_of(kept)) == plain(turns_of(episode.trace))
+        assert len(turns_of(kept)) == (1 if exact and said else 3)
     names = said.split("|") if said else []
     assert [re.findall(r"asks for (\w+):", record.getMessage()) for record in caplog.records] == [[name] for name in names]
 
@@ -113,11 +114,11 @@ def test_a_biased_request_beside_the_trajectory_is_no_warning_and_each_parameter
     episode = policy.episode(TASK, 0, 0)
     mine = ask(episode, [user("abc")])
     ask(episode, [user("judge this")], {"temperature": 0})  # an adapter says at the end that it was no turn
-    assert len(episode.keep([mine.request_id]).turns) == 1
+    assert len(turns_of(episode.keep([mine.request_id]))) == 1
     assert caplog.records == []
     for temperature in (0.5, 0.6):
         biased = ask(episode, [user("abc")], {"top_p": temperature})
-        assert episode.keep([biased.request_id]).turns == ()
+        assert turns_of(episode.keep([biased.request_id])) == ()
     assert [record.getMessage().split(":")[0] for record in caplog.records] == [f"envs.{TASK.env} asks for top_p"]
 
 
@@ -136,7 +137,7 @@ def test_a_stop_string_is_cut_from_the_text_and_not_from_the_tokens() -> None:
     episode = episode_of(stand_in)
     first = ask(episode, [user("abc")], {"stop": [";\n", "\n"], "min_tokens": 0})
     assert first.content == "ab"
-    assert tiny_chat().tokenizer.decode(episode.trace.turns[0].completion_ids) == "ab;\nc"
+    assert tiny_chat().tokenizer.decode(turns_of(episode.trace)[0].completion_ids) == "ab;\nc"
     assert not first.truncated
     ask(episode, [user("abc"), first.message, user("again")])
     assert ";" not in tiny_chat().tokenizer.decode(stand_in.requests[1]["prompt_ids"])
@@ -172,7 +173,7 @@ def test_a_request_beside_the_trajectory_is_answered_and_is_no_turn() -> None:
     judged = ask(episode, [user("is cba right?")], {"temperature": 0.0}, trained=False)
     ask(episode, [user("xyz")])
     assert judged.turn is not None
-    assert [tiny_chat().parse(turn).content for turn in episode.trace.turns] == ["cba", "zyx"]
+    assert [tiny_chat().parse(turn).content for turn in turns_of(episode.trace)] == ["cba", "zyx"]
     assert [message["content"] for message in episode.replies] == ["cba", "zyx"]
     seeds = [request["sampling"]["seed"] for request in stand_in.requests]
     assert len(set(seeds)) == 3
@@ -190,7 +191,7 @@ def test_turns_stand_in_the_order_in_which_they_were_asked_for() -> None:
         await asyncio.gather(episode.respond([user("slow")]), episode.respond([user("fast")]))
 
     asyncio.run(both())
-    assert [tiny_chat().parse(turn).content for turn in episode.trace.turns] == ["wols", "tsaf"]
+    assert [tiny_chat().parse(turn).content for turn in turns_of(episode.trace)] == ["wols", "tsaf"]
     assert [message["content"] for message in episode.replies] == ["tsaf", "wols"]
 
 
@@ -210,7 +211,7 @@ def test_a_conversation_that_goes_on_extends_the_tokens_of_the_turn_that_it_answ
     episode = policy.episode(TASK, 0, 0)
     first = ask(episode, [user("abc")])
     ask(episode, [user("abc"), first.message, user("again")])
-    one, two = episode.trace.turns
+    one, two = turns_of(episode.trace)
     assert extended == [(one.prompt_ids.tolist(), one.completion_ids.tolist(), [user("again")])]
     assert two.prompt_ids.tolist() == [*one.prompt_ids.tolist(), *one.completion_ids.tolist(), 9]
     ask(episode, [user("other"), first.message, user("again")])
@@ -228,4 +229,4 @@ def test_what_leaves_no_room_and_what_is_aborted_are_errors() -> None:
     aborted = episode_of(Aborting(tiny_chat()))
     with pytest.raises(PolicyError, match="aborted"):
         ask(aborted, [user("abc")])
-    assert (aborted.trace.turns, aborted.replies) == ((), [])
+    assert (turns_of(aborted.trace), aborted.replies) == ((), [])

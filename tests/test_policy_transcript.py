@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from policy_stand_in import SAMPLING, InTurn, StandIn, load, policy_of, task_of, tiny_chat
+from traces import turns_of
 
 from rlx.policy.base import Call, Reply
 from rlx.policy.transcript import Transcript, transcripts_of
@@ -53,7 +54,7 @@ def check_as_asked(rollout: Rollout, transcripts: list[Transcript]) -> None:
             if message["role"] == "assistant":
                 before = [*one.prompt, *one.completion[:place]]
                 asked.append((chat.render(before, list(one.tools) or None), message["content"]))
-    turns = [(turn.prompt_ids.tolist(), chat.parse(turn, None).content) for turn in rollout.turns]
+    turns = [(turn.prompt_ids.tolist(), chat.parse(turn, None).content) for turn in turns_of(rollout)]
     assert sorted(ids for ids, _ in asked) == sorted(ids for ids, _ in turns)
 
 
@@ -92,7 +93,7 @@ def test_a_rewritten_history_gives_transcripts_of_what_was_asked():
 
 def test_what_is_asked_beside_the_trajectory_is_no_transcript():
     rollout, transcripts = play(load("rlx_test_beside"))
-    assert len(transcripts) == len(rollout.turns) == 1
+    assert len(transcripts) == len(turns_of(rollout)) == 1
     check_as_asked(rollout, transcripts)
 
 
@@ -161,5 +162,5 @@ def test_of_several_agents_only_the_one_that_trains_is_transcribed():
         assert rollout.status == "ok"
         transcripts = transcripts_of(rollout.trace)
         answers = [m for one in transcripts for m in one.completion if m["role"] == "assistant"]
-        assert len(answers) == len(rollout.turns) > 0
+        assert len(answers) == len(turns_of(rollout)) > 0
         assert not any("HOST" in message["content"] for one in transcripts for message in one.prompt)

@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from traces import trace_of
+from traces import trace_of, turns_of
 
 from rlx.rollout.collector import Collector
 from rlx.rollout.failures import RolloutsFailed
 from rlx.rollout.groups import GroupFailed, Tally, play_group
 from rlx.rollout.tasks import TaskSequence
-from rlx.types import Rollout, Task, Turn
+from rlx.trace import Turn
+from rlx.types import Rollout, Task
 
 Behaviour = Callable[[Task, int, int], Any]  # task, member, attempt -> seconds to take, or a status
 
@@ -130,7 +131,7 @@ def test_no_more_batches_are_begun_than_the_bound_allows_and_none_is_too_old(lev
     async def main() -> None:
         for step in range(12):
             batch = await groups.collect()
-            oldest = min(int(turn.versions.min()) for rollouts in batch for one in rollouts for turn in one.turns)
+            oldest = min(int(turn.versions.min()) for rollouts in batch for one in rollouts for turn in turns_of(one))
             assert step - oldest <= level
             version = max(0, step - rng.randrange(level))  # the trainer lags behind
             if version > groups.version:
@@ -271,7 +272,7 @@ def test_a_log_probability_that_is_not_finite_costs_its_rollout_and_is_counted(v
             rollout = await super().rollout(task, member, attempt)
             if (task.index, member, attempt) != (1, 1, 0):
                 return rollout
-            (turn,) = rollout.turns
+            (turn,) = turns_of(rollout)
             return replace(rollout, trace=trace_of(turn, replace(turn, logprobs=np.array([-1.0, value], dtype=np.float32))))
 
     env = Broken()
@@ -279,7 +280,7 @@ def test_a_log_probability_that_is_not_finite_costs_its_rollout_and_is_counted(v
     groups = collector(env)
     batch = run(groups.collect)
     assert indices(batch) == [0, 1, 2, 3]
-    assert all(np.isfinite(turn.logprobs).all() for rollouts in batch for one in rollouts for turn in one.turns)
+    assert all(np.isfinite(turn.logprobs).all() for rollouts in batch for one in rollouts for turn in turns_of(one))
     assert groups.tally.failed == {"logprob_not_finite": 1}
     assert re.search(r"number 1 of turn 1 of rollout 1 of group 1, has the log-probability", groups.tally.failures[0].error or "")
 

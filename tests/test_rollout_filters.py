@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from test_orchestrator_run import StandInServers, config_of, metrics, play
 from test_rollout_collector import FakeEnv, collector, indices, run
-from traces import trace_of
+from traces import trace_of, turns_of
 
 from rlx.advantages.base import GroupScores
 from rlx.advantages.shaping import shape
@@ -23,8 +23,8 @@ from rlx.rollout.collector import Collector
 from rlx.rollout.failures import RolloutsFailed
 from rlx.rollout.filters import reason_to_drop
 from rlx.rollout.record import read_rollouts
-from rlx.trace import Trace
-from rlx.types import Rollout, Task, Turn
+from rlx.trace import Trace, Turn
+from rlx.types import Rollout, Task
 
 
 class Scored(FakeEnv):
@@ -117,7 +117,7 @@ def test_oversampling_has_the_replacements_in_flight_and_nothing_old_is_trained_
             batch = await groups.collect()
             assert len(batch) == 4
             assert (len(env.started) - started) // 2 <= 6 + len(groups.filtered)
-            assert min(int(turn.versions.min()) for rollouts in batch for one in rollouts for turn in one.turns) == step
+            assert min(int(turn.versions.min()) for rollouts in batch for one in rollouts for turn in turns_of(one)) == step
             env.version = step + 1
             groups.set_version(step + 1)
         await groups.close()

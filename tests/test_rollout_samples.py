@@ -14,7 +14,8 @@ from rlx.config.schema import Config, TrainedEnvConfig, TrainerConfig
 from rlx.rollout.batch import make_batch, scores_of, step_metrics
 from rlx.rollout.groups import Tally, checked
 from rlx.rollout.samples import samples_of
-from rlx.types import Group, Rollout, StepBatch, Task, TrainingSample, Turn
+from rlx.trace import Turn
+from rlx.types import Group, Rollout, StepBatch, Task, TrainingSample
 
 TASK = Task(env="e", example_id=0, index=5, row={})
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from test_codec_records import same
 from test_rollout_collector import FakeEnv, collector, indices, run
+from traces import turns_of
 
 from rlx.codec import decode, encode
 from rlx.rollout.state import CollectorState, OrchestratorState, played_group, readable
@@ -64,7 +65,7 @@ def test_a_collector_goes_on_from_a_file_with_its_finished_groups_and_its_counte
 
     went_on = run(go_on)
     assert indices(went_on) == indices(expected)
-    assert same([[one.turns for one in group] for group in went_on], [[one.turns for one in group] for group in expected])
+    assert same([[turns_of(one) for one in group] for group in went_on], [[turns_of(one) for one in group] for group in expected])
     assert all(one.task.row["example_id"] == one.task.example_id for group in went_on for one in group)
 
 

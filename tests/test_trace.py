@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+from traces import turns_of
 
 from rlx import codec
 from rlx.policy.transcript import transcripts_of
@@ -63,7 +64,7 @@ def test_answers_that_continue_each_other_are_one_sample_and_a_second_continuati
     assert [node.parent for node in trace.nodes] == [-1, 0, 1, 2, 1, 4]
     assert trained(trace) == [[3, 5], [7, 8]]
     assert trained(trace, "branching") == [[3], [5], [7, 8]]
-    assert [one.prompt_ids.tolist() for one in trace.turns] == [[1, 2], [1, 2, 3, 4], [1, 2, 3, 6]]
+    assert [one.prompt_ids.tolist() for one in turns_of(trace)] == [[1, 2], [1, 2, 3, 4], [1, 2, 3, 6]]
 
 
 def test_an_answer_that_is_not_kept_is_context():
@@ -92,7 +93,7 @@ def test_versions_of_an_update_in_flight_are_spans():
     _, node = nodes_of(trace)
     assert node["versions"] == [[7, 0, 2], [8, 2, 4]]
     assert (node["parent"], node["trained"], node["token_ids"], node["logprobs"]) == (0, 4, [1, 2, 3, 4, 5], [-2, -3, -4, -5])
-    assert trace.turns[0].versions.tolist() == [7, 7, 8, 8]
+    assert turns_of(trace)[0].versions.tolist() == [7, 7, 8, 8]
     assert trace.versions == [7, 8]
 
 

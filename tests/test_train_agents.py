@@ -36,8 +36,9 @@ from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import one_process
 from rlx.paths import COMPLETE, RunPaths
 from rlx.roles.orchestrator import Orchestrator
+from rlx.trace import Turn
 from rlx.train.step import PolicyTrainer
-from rlx.types import TrainingSample, Turn
+from rlx.types import TrainingSample
 
 pytestmark = pytest.mark.slow
 

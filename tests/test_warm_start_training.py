@@ -25,8 +25,8 @@ from rlx.parallel.mesh import one_process
 from rlx.paths import RunPaths
 from rlx.policy.chat import Chat
 from rlx.policy.source import source_of
+from rlx.trace import Turn
 from rlx.train.build import build
-from rlx.types import Turn
 
 WORDS = ["abc", "hello", "word", "xyzzy"]
 ROWS = [{"prompt": [{"role": "system", "content": "reverse"}, {"role": "user", "content": word}], "question": word} for word in WORDS]

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from rlx.rollout.samples import branches_of
 from rlx.trace import Trace, TraceBuilder, Turn
+from rlx.types import Rollout
 
 
 def trace_of(*turns: Turn) -> Trace:
@@ -16,6 +19,33 @@ def trace_of(*turns: Turn) -> Trace:
     for number, turn in enumerate(turns):
         said.add(number, [{"role": "user", "content": str(number)}], None, {"role": "assistant", "content": ""}, turn)
     return said.trace(None, {number: turn.observation_mask for number, turn in enumerate(turns) if turn.observation_mask is not None})
+
+
+def turns_of(played: Rollout | Trace) -> tuple[Turn, ...]:
+    """The requests with known tokens, each with its whole prompt."""
+    trace = played if isinstance(played, Trace) else played.trace
+    return tuple(_turn(trace, index) for index in trace.answers if len(trace.nodes[index].token_ids))
+
+
+def _turn(trace: Trace, index: int) -> Turn:
+    node, whole, path = trace.nodes[index], trace.ids(index), trace.path(index)
+    size, sampled = len(whole), len(node.logprobs)
+    begin = next((at + 1 for at in reversed(range(len(path) - 1)) if trace.nodes[path[at]].sampled), 0)
+    new = [trace.nodes[place] for place in path[begin:]]  # since the answer before it
+    marks = np.concatenate(
+        [np.zeros(len(one.token_ids), np.int32) if one.observation_mask is None else one.observation_mask for one in new]
+    )
+    before = np.zeros(size - len(marks), np.int32)
+    return Turn(
+        prompt_ids=whole[: size - sampled],
+        completion_ids=whole[size - sampled :],
+        logprobs=node.logprobs,
+        versions=node.token_versions,
+        temperature=node.temperature,
+        finish_reason=node.finish_reason,
+        teacher_prompt_ids=trace.teacher_prompt(path, size - sampled),
+        observation_mask=np.concatenate([before, marks])[: size - sampled] if marks.any() else None,
+    )
 
 
 def plain(turns: Sequence[Turn]) -> list[Any]:

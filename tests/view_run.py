@@ -13,8 +13,8 @@ from rlx.paths import RunPaths
 from rlx.rollout.record import record_batch, write_rollouts
 from rlx.rollout.results import outcome_of, write_results
 from rlx.rollout.samples import samples_of
-from rlx.trace import Trace
-from rlx.types import Group, Rollout, StepBatch, Task, Turn
+from rlx.trace import Trace, Turn
+from rlx.types import Group, Rollout, StepBatch, Task
 
 WORDS = ["<user>", "<bot>", "<tool>", "one", "plus", "two", "is", "three", "four", "call", "[31mred"]
 
