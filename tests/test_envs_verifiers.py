@@ -13,12 +13,11 @@ import msgspec
 import numpy as np
 import pytest
 from policy_stand_in import SAMPLING, StandIn, load, policy_of, task_of, tiny_chat
-from traces import turns_of
+from traces import Turn, turns_of
 
 from rlx.config.schema import EnvConfig
 from rlx.envs.verifiers_group import players_of
 from rlx.policy.base import request_seed
-from rlx.trace import Turn
 from rlx.types import Rollout
 
 
@@ -69,8 +68,7 @@ def test_single_turn_gives_tokens_logprobs_versions_and_reward() -> None:
     rollout = play(env, stand_in)
     row = env.rows[0]
     (turn,) = turns_of(rollout)
-    assert rollout.status == "ok"
-    assert rollout.reward == 1.0
+    assert (rollout.status, rollout.reward) == ("ok", 1.0)
     assert rollout.rewards == {"exact": 1.0}
     assert rollout.metrics["similarity"] == 1.0
     assert rollout.prompt == row["prompt"]

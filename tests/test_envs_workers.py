@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import worker_stand_in
 from policy_stand_in import SAMPLING, StandIn, policy_of, task_of, tiny_chat
-from traces import turns_of
+from traces import Turn, plain, turns_of
 
 from rlx.concurrent import at_most
 from rlx.config.schema import EnvConfig
@@ -30,7 +30,6 @@ from rlx.envs.stacks import environments_line, threads
 from rlx.envs.together import abandon, run_for
 from rlx.envs.watch import Verdict, Worker, WorkerError
 from rlx.envs.wire import Settings
-from rlx.trace import Turn
 from rlx.types import Rollout
 
 pytestmark = pytest.mark.slow
@@ -78,8 +77,7 @@ def play(pool: WorkerPool, examples: Sequence[int], members: Sequence[int] = (0,
 
 def facts(rollout: Rollout) -> Any:
     """What a rollout is, wherever it was played."""
-    turns = [(t.prompt_ids.tolist(), t.completion_ids.tolist(), t.logprobs.tolist()) for t in turns_of(rollout)]
-    return rollout.task.index, rollout.member, turns, rollout.completion, rollout.reward, rollout.status, rollout.stop
+    return rollout.task.index, rollout.member, plain(turns_of(rollout)), rollout.completion, rollout.reward, rollout.status, rollout.stop
 
 
 def test_any_number_of_workers_gives_the_same_rollouts_and_the_rows_arrive_whole(pool_of: Any) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import zstandard
 from test_rollout_play import outcome
+from traces import turns_of
 from view_run import rollout, write_run, write_step
 
 from rlx.cli import main
@@ -288,7 +289,7 @@ def test_every_rollout_of_a_synthesis_is_listed(tmp_path: Path, capsys: pytest.C
     for member, stop in ((0, "max_turns_reached"), (1, "boom")):
         played = rollout(task, member, 0, stop=stop, status="error" if member else "ok")
         said = TraceBuilder()
-        said.add(0, [{"role": "user", "content": "3+4?"}], None, {"role": "assistant", "content": "seven"}, played.turns[0])
+        said.add(0, [{"role": "user", "content": "3+4?"}], None, {"role": "assistant", "content": "seven"}, turns_of(played)[0])
         records.add(candidate_of(Job("sums", task, (member,)), replace(played, trace=said.trace())))
     records.close()
     assert main(["view", str(tmp_path), "filter=set=synthesis"]) == 0
