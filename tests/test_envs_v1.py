@@ -93,8 +93,8 @@ def test_each_group_trains_one_agent_with_its_own_reward():
         assert rollout.reward == rollout.rewards["digits"] + 10 * rollout.rewards["lead"]
         assert rollout.metrics["length"] == len(rollout.completion[-1]["content"])
         assert {"left/reward", "right/reward", "host/reward"} <= rollout.metrics.keys()
-    assert {turn.temperature for turn in seen["left"].turns} == {1.0}
-    assert {turn.temperature for turn in seen["right"].turns} == {0.5}  # the agent's own
+    assert {turn.temperature for turn in turns_of(seen["left"])} == {1.0}
+    assert {turn.temperature for turn in turns_of(seen["right"])} == {0.5}  # the agent's own
 
 
 def test_which_agent_trains_follows_from_the_task_and_can_be_chosen():
