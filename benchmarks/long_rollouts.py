@@ -24,8 +24,9 @@ from rlx.types import Group, Rollout, Task
 try:
     from rlx.trace import TraceBuilder, Turn
 except ImportError:  # before the trace
-    TraceBuilder = None  # type: ignore[assignment, misc]
-    from rlx.types import Turn  # type: ignore[attr-defined, no-redef]
+    import rlx.types
+
+    TraceBuilder, Turn = None, getattr(rlx.types, "Turn")  # type: ignore[assignment, misc]  # noqa: B009
 
 TASK = Task(env="e", example_id=0, index=0, row={})
 
