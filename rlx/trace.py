@@ -38,9 +38,7 @@ class Turn:
     versions: Int  # [C] policy version that sampled each token
     temperature: float  # the one that the tokens were sampled and `logprobs` computed at; 1 if the most likely tokens were taken
     finish_reason: str  # "stop", "length" or "abort"
-    teacher_prompt_ids: Int | None = (
-        None  # [P'] the prompt with a demonstration, as the teacher of self-distillation reads it; None: there is none
-    )
+    teacher_prompt_ids: Int | None = None  # [P'] the prompt with a demonstration, as the teacher of self-distillation reads it
     observation_mask: Int | None = None  # [P] marks of what the environment answered (`rlx.policy.observation_mask`); None: not asked for
 
 
@@ -357,7 +355,7 @@ def _tokens_of(turn: Turn, known: int) -> dict[str, Any]:
     """The fields of an answer's node that its tokens give. `known`: tokens of its prompt that belong to nodes before it."""
     assert len(turn.completion_ids) == len(turn.logprobs) == len(turn.versions), "a number for each sampled token"
     versions, size = turn.versions, len(turn.versions)
-    if size and (versions == versions[0]).all():  # 0.1 ms for every rollout is much where 500 come in a second
+    if size and (versions == versions[0]).all():  # the usual case, and the cheaper test
         changes: Any = ()
     else:
         changes = np.flatnonzero(versions[1:] != versions[:-1]) + 1
