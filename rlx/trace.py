@@ -16,12 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from rlx.arrays import Float, Int
+from rlx.arrays import Float, Int
 
 NO_IDS = np.empty(0, np.int32)
 NO_LOGPROBS = np.empty(0, np.float32)

@@ -28,12 +28,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+from rlx.arrays import Bool, Float, Int
 from rlx.trace import Trace
-
-if TYPE_CHECKING:
-    from rlx.arrays import Bool, Float, Int  # the codec gives these names to whoever resolves the annotations
 
 Status = Literal["ok", "error", "timeout", "cancelled"]
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from rlx.config.schema import EnvConfig
+from rlx.config.schema import EnvConfig, ModelConfig
 from rlx.models.tiny import build_tokenizer
-from rlx.policy.chat import Chat
+from rlx.policy.chat import Chat, load_chat
 from rlx.policy.tokens import TokenPolicy
 from rlx.trace import Turn
 from rlx.types import Rollout, Task
@@ -66,7 +66,7 @@ def tiny_chat() -> Chat:
     """The chat format of the tiny model, built once."""
     global _chat
     if _chat is None:
-        _chat = Chat(build_tokenizer(CONTEXT))
+        _chat = load_chat(build_tokenizer(CONTEXT), ModelConfig(name="tiny"))
     return _chat
 
 

@@ -116,7 +116,7 @@ def test_the_last_server_is_never_removed_and_files_that_cannot_be_used_are_skip
             await client.generate([1], SAMPLING, "a")
             assert client.fleet.size == 1
             files.add("late", late)
-            await until(lambda: [endpoint.url for endpoint in client.sampler.endpoints()] == [late.url])
+            await until(lambda: [endpoint.url for endpoint in client.sampler.servers().endpoints] == [late.url])
         assert "inference_bad.json does not describe an inference server" in caplog.text
 
     asyncio.run(whole())

@@ -7,36 +7,30 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlx.envs.playing import Playing
 from rlx.envs.playing import answer as answered
-from rlx.envs.wire import (
-    Answer,
-    Ask,
-    FromWorker,
-    Link,
-    Loaded,
-    LoadFailed,
-    Message,
-    Ping,
-    Play,
-    Played,
-    PlayFailed,
-    Refusal,
-    Result,
-    ToWorker,
-)
+from rlx.envs.wire import FromWorker, Link, Loaded, LoadFailed, Message, Ping, Play, Played, PlayFailed, ToWorker
+from rlx.trace import Node, Trace
 from rlx.types import Rollout, Task
 
 
-def answer(number: int, name: Any = "add") -> Answer:
-    return Answer(number, "", None, [("a", name, "{}")], False, "", 0, 0)
-
-
 def played(number: int, metric: Any = 1.0) -> Played:
-    result = Result(0, [], [], 0.0, {}, {"seen": metric}, "ok", "done", None, False, {}, None)
-    return Played(number, [result])
+    rollout = Rollout(
+        task=Task(env="e", example_id=0, index=0, row={}),
+        member=0,
+        trace=Trace(nodes=(Node(parent=-1, message={"role": "assistant"}, token_ids=np.arange(4, dtype=np.int32), sampled=True),)),
+        prompt=[],
+        completion=[],
+        reward=0.0,
+        rewards={},
+        metrics={"seen": metric},
+        status="ok",
+        stop="done",
+    )
+    return Played(number, [[rollout]])
 
 
 def exchange(kind: Any, sent: list[Message], want: int, want_back: int = 0) -> tuple[list[Any], list[Any]]:
@@ -62,34 +56,28 @@ def exchange(kind: Any, sent: list[Message], want: int, want_back: int = 0) -> t
     return asyncio.run(main())
 
 
-def test_an_answer_that_the_worker_cannot_read_is_refused_and_those_beside_it_arrive() -> None:
-    got, _ = exchange(ToWorker, [answer(1), answer(2, ["add"]), answer(3)], 3)
-    assert [(type(each).__name__, each.number) for each in got] == [("Answer", 1), ("Refusal", 2), ("Answer", 3)]
-    ((name, text),) = got[1].chain
-    assert name == "PolicyError"
-    assert (
-        "the message Answer between the environment's worker and the orchestrator cannot be read: ValidationError: Expected `str`" in text
-    )
+def test_a_rollout_arrives_with_its_tokens() -> None:
+    ((got,), _) = exchange(FromWorker, [played(1)], 1)
+    ((rollout,),) = got.rollouts
+    (node,) = rollout.trace.nodes
+    assert (node.token_ids.dtype, node.token_ids.tolist(), node.sampled) == (np.int32, [0, 1, 2, 3], True)
+    assert (node.logprobs.dtype, node.logprobs.tolist()) == (np.float32, [])
+    assert rollout.metrics == {"seen": 1.0}
 
 
 def test_rollouts_that_the_orchestrator_cannot_read_are_answered_as_none_with_the_reason() -> None:
     got, _ = exchange(FromWorker, [played(1), played(2, "many"), played(3)], 3)
-    assert [(each.number, len(each.results)) for each in got] == [(1, 1), (2, 0), (3, 1)]
+    assert [(each.number, len(each.rollouts)) for each in got] == [(1, 1), (2, 0), (3, 1)]
     assert "Expected `float`, got `str`" in got[1].error
     (failed,), _ = exchange(FromWorker, [PlayFailed(4, 5, "")], 1)  # type: ignore[arg-type]
-    assert (failed.number, failed.results) == (4, [])
+    assert (failed.number, failed.rollouts) == (4, [])
 
 
 def test_a_question_that_cannot_be_read_is_answered_to_who_asked() -> None:
-    ask = Ask(7, 1, 0, [], "no list", None, True)  # type: ignore[arg-type]
-    got, back = exchange(FromWorker, [ask, played(1)], 1, 1)
-    assert [each.number for each in got] == [1]
-    assert isinstance(back[0], Refusal)
-    assert back[0].number == 7
-    play = Play(8, "first", 0, b"", [0], 0, 0)  # type: ignore[arg-type]
+    play = Play(8, "first", 0, b"", [0], 0)  # type: ignore[arg-type]
     got, back = exchange(ToWorker, [play, Ping()], 1, 1)
     assert isinstance(got[0], Ping)
-    assert (back[0].number, back[0].results) == (8, [])
+    assert (back[0].number, back[0].rollouts) == (8, [])
     assert "the message Play" in back[0].error
 
 

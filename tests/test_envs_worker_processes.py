@@ -17,15 +17,17 @@ import pytest
 from packaging.requirements import Requirement
 from policy_stand_in import OUTSIDE, SAMPLING, StandIn, load, policy_of, task_of, tiny_chat
 from public_classic import judge
+from served_stand_in import give, served
 from test_orchestrator_run import StandInServers, config_of, reproducible
 from test_orchestrator_run import play as play_run
 from traces import turns_of
 
 from rlx.config.schema import EnvConfig
-from rlx.envs.load import load_environments, wait_loaded
+from rlx.envs.boot import NEEDED
+from rlx.envs.load import let_play, load_environments, wait_loaded
 from rlx.envs.pool import WorkerPool
 from rlx.envs.wire import Settings
-from rlx.policy.openai import OpenAIPolicy
+from rlx.policy.spec import EndpointSpec, PolicySpec
 from rlx.rollout.record import read_rollouts
 from rlx.types import Rollout
 
@@ -48,15 +50,20 @@ def play(envs: Sequence[Any], count: int, members: Sequence[int] = (0,)) -> list
     """The rollouts of the first tasks of each environment, all played together."""
 
     async def main() -> list[list[Rollout]]:
-        for env in envs:
-            env.policy = policy_of(StandIn(tiny_chat(), error=0.3, delay=0.01), context_length=1000, sampling=SAMPLING)
-        try:
-            calls = [env.play(task_of(env, index), list(members), 0) for env in envs for index in range(count)]
-            played = [rollout for group in await asyncio.wait_for(asyncio.gather(*calls), 600) for rollout in group]
-            size = count * len(members)
-            return [played[start : start + size] for start in range(0, len(played), size)]
-        finally:
-            await asyncio.gather(*(env.close() for env in envs))
+        stand_in = StandIn(tiny_chat(), error=0.3, delay=0.01)
+        async with served(stand_in) as sampler:
+            for env in envs:
+                if isinstance(env, WorkerPool):
+                    give(env, sampler, context_length=1000, sampling=SAMPLING)
+                else:
+                    env.policy = policy_of(stand_in, context_length=1000, sampling=SAMPLING)
+            try:
+                calls = [env.play(task_of(env, index), list(members), 0) for env in envs for index in range(count)]
+                played = [rollout for group in await asyncio.wait_for(asyncio.gather(*calls), 600) for rollout in group]
+                size = count * len(members)
+                return [played[start : start + size] for start in range(0, len(played), size)]
+            finally:
+                await asyncio.gather(*(env.close() for env in envs))
 
     return asyncio.run(main())
 
@@ -93,11 +100,9 @@ def test_a_rollout_whose_endpoint_never_answers_names_it(where: Callable[..., An
     async def main() -> Rollout:
         async with await asyncio.start_server(lambda *_: asyncio.sleep(60), "127.0.0.1", 0) as silent:
             url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}/v1"
-            env.policy = policy_of(StandIn(tiny_chat()))  # its process is warm then
-            await env.play(task_of(env, 1), [0], 0)
-            env.policy = OpenAIPolicy(url, "none", "m")
+            let_play(env, PolicySpec(seed=0, sampling={}, endpoints=[EndpointSpec(url, "none", "m")]), None, None)
             (rollout,) = await env.play(task_of(env, 0), [0], 0)
-            await asyncio.gather(env.close(), env.policy.close())
+            await env.close()
             return replace(rollout, error=str(rollout.error).replace(url, "URL"))
 
     env = where("rlx_test_multi", timeout=5.0)
@@ -136,7 +141,7 @@ def other_python(folder: Path) -> Path:
     python = folder / "bin" / "python"
     for command in (
         [uv, "venv", "-q", "--python", sys.executable, folder],
-        [uv, "pip", "install", "-q", "--python", python, f"verifiers=={VERIFIERS}", "msgspec", "numpy"],
+        [uv, "pip", "install", "-q", "--python", python, f"verifiers=={VERIFIERS}", *NEEDED],
     ):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
         if done.returncode:

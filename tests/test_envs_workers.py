@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 import worker_stand_in
-from policy_stand_in import SAMPLING, StandIn, policy_of, task_of, tiny_chat
+from policy_stand_in import SAMPLING, StandIn, task_of, tiny_chat
+from served_stand_in import give, served
 from traces import Turn, plain, turns_of
 
 from rlx.concurrent import at_most
@@ -50,7 +51,6 @@ def pool_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., WorkerPoo
         config = EnvConfig(id="stand_in", args=args)
         pool = WorkerPool("e", config, Settings(SAMPLING, timeout, 64), workers, memory_gb=gib, logs=logs)
         pools.append(pool)
-        pool.policy = policy_of(StandIn(tiny_chat(), answer=lambda text: text[::-1], error=0.3, delay=0.02))
         return pool
 
     yield start
@@ -59,18 +59,27 @@ def pool_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., WorkerPoo
             worker.child.reap()
 
 
-def play(pool: WorkerPool, examples: Sequence[int], members: Sequence[int] = (0,), meanwhile: Any = None) -> list[list[Rollout]]:
+def answers(delay: float = 0.02) -> StandIn:
+    """It answers most words with their reverse, after so many seconds."""
+    return StandIn(tiny_chat(), answer=lambda text: text[::-1], error=0.3, delay=delay)
+
+
+def play(
+    pool: WorkerPool, examples: Sequence[int], members: Sequence[int] = (0,), meanwhile: Any = None, generator: Any = None
+) -> list[list[Rollout]]:
     """Play these examples together, and close the pool."""
     pool.wait_loaded()
 
     async def main() -> list[list[Rollout]]:
-        try:
-            playing = asyncio.gather(*(pool.play(task_of(pool, index), members, 0) for index in examples))
-            if meanwhile is not None:
-                await meanwhile(pool)
-            return await asyncio.wait_for(playing, 300)
-        finally:
-            await pool.close()
+        async with served(generator or answers()) as sampler:
+            give(pool, sampler)
+            try:
+                playing = asyncio.gather(*(pool.play(task_of(pool, index), members, 0) for index in examples))
+                if meanwhile is not None:
+                    await meanwhile(pool)
+                return await asyncio.wait_for(playing, 300)
+            finally:
+                await pool.close()
 
     return asyncio.run(main())
 
@@ -116,8 +125,7 @@ class Held(StandIn):
 def test_a_rollout_that_blocks_its_worker_is_a_timeout_that_names_the_function(pool_of: Any, trouble: str) -> None:
     calm = {one.task.index: facts(one) for (one,) in play(pool_of(), range(8))}
     pool = pool_of(timeout=TIMEOUT, trouble=trouble, bad=[5])
-    pool.policy = policy_of(Held(pool))
-    played = {one.task.index: one for (one,) in play(pool, range(8))}
+    played = {one.task.index: one for (one,) in play(pool, range(8), generator=Held(pool))}
     bad = played.pop(5)
     assert (bad.status, bad.stop) == ("timeout", "timeout")
     assert re.search(r"no result after 2.5 s \(rollout_timeout\): .*; at /.*/worker_stand_in.py:\d+ in sleep_in_c", bad.error or "")
@@ -140,13 +148,12 @@ def test_a_rollout_that_ends_its_worker_failed_and_the_others_are_played_again(p
 def test_a_worker_that_is_killed_costs_nothing_but_time(pool_of: Any) -> None:
     async def kill(pool: WorkerPool) -> None:
         worker = pool._workers[0]  # while all its rollouts wait for the model: one that computes would be at fault
-        while not worker.playing or not all(each.episodes for each in worker.playing.values()) or worker.child.marks.step() is not None:
+        while not worker.playing or worker.child.marks.asking() < len(worker.playing) or worker.child.marks.step() is not None:
             await asyncio.sleep(0.01)
         os.kill(worker.child.pid, signal.SIGKILL)
 
     pool = pool_of(2)
-    pool.policy = policy_of(StandIn(tiny_chat(), answer=lambda text: text[::-1], error=0.3, delay=2.0))
-    assert [one.status for (one,) in play(pool, range(8), meanwhile=kill)] == ["ok"] * 8
+    assert [one.status for (one,) in play(pool, range(8), meanwhile=kill, generator=answers(2.0))] == ["ok"] * 8
     assert pool.replaced == {"died": 1}
 
 
@@ -290,9 +297,11 @@ def test_a_run_that_must_stop_does_not_wait_for_an_environment_that_closes_slowl
     (worker,) = pool._workers
 
     async def main() -> None:
-        (one,) = await pool.play(task_of(pool, 0), [0], 0)
-        assert one.status == "ok"
-        await at_most(0.2, pool.close())
+        async with served(answers()) as sampler:
+            give(pool, sampler)
+            (one,) = await pool.play(task_of(pool, 0), [0], 0)
+            assert one.status == "ok"
+            await at_most(0.2, pool.close())
 
     asyncio.run(asyncio.wait_for(main(), 300))
     assert worker.child.process.poll() is not None
@@ -392,7 +401,7 @@ def test_a_pool_tells_how_many_rollouts_wait_for_its_busy_worker(pool_of: Any, m
     seen = []
 
     async def look(pool: WorkerPool) -> None:
-        for _ in range(20):
+        while not seen or not seen[-1] < max(seen):
             await asyncio.sleep(0.05)
             seen.append(waiting_for_workers({"e": pool}))
 

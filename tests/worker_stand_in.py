@@ -83,12 +83,10 @@ class StandInEnvironment:
             ids.append(reply.request_id)
         if task.example_id in self.args["bad"] and (not self.scores_groups or member == 1) and attempt < self.args.get("attempts", 99):
             await asyncio.create_task(self.misbehave(task))
-        if self.args.get("keep"):
-            episode.keep(ids[-1:])
         return Rollout(
             task=task,
             member=member,
-            trace=episode.trace,
+            trace=episode.keep(ids[-1:]) if self.args.get("keep") else episode.trace,
             prompt=task.row["prompt"],
             completion=messages[1:],
             reward=float(messages[1]["content"] == task.row["prompt"][0]["content"][::-1]),

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from rlx.config.keys import key
 
+FIELDS = ("{prompt}", "{demonstration}")  # of `teacher.template`
+
 
 @dataclass
 class TeacherConfig:

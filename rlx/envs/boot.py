@@ -9,7 +9,7 @@ import importlib.util
 import os
 import sys
 
-NEEDED = ("numpy", "msgspec")  # and verifiers, for its environments (`rlx.envs.load`)
+NEEDED = ("aiohttp", "jinja2", "msgspec", "numpy", "tokenizers")  # and verifiers, for its environments (`rlx.envs.load`)
 
 
 def main():  # type: () -> None

@@ -23,8 +23,8 @@ from rlx.process import hidden, importing
 
 if TYPE_CHECKING:
     from rlx.paths import RunPaths
-    from rlx.policy.base import Policy
     from rlx.policy.chat import Chat
+    from rlx.policy.spec import EndpointSpec, PolicySpec
     from rlx.policy.teacher_prompt import Demonstrated
     from rlx.policy.tokens import Generator
 
@@ -98,24 +98,35 @@ def wait_loaded(envs: Mapping[str, Local], beat: Callable[[str], None]) -> None:
 def give_policy(envs: Mapping[str, Local], config: PlayRoot, chat: Chat, generator: Generator) -> None:
     """Give the environments the run's policy, which samples with `generator`. Raises the ValueError of `demonstrated`."""
     from rlx.config.checks.objective import needs_exact_sampling
-    from rlx.policy.tokens import TokenPolicy
+    from rlx.policy.spec import PolicySpec
 
     label, configs = uuid.uuid4().hex[:6] + "-", played(config)
-    trained = config.envs if isinstance(config, Config) else ()
     for name, env in envs.items():
-        env.policy = TokenPolicy(
-            generator=generator,
-            chat=chat if name in trained or config.chat.thinking is not None else chat.plain,
-            context_length=min(config.seq_len, config.max_model_len) if name in trained else config.max_model_len,
+        own = config if isinstance(config, Config) and name in config.envs else None  # it trains
+        sampling = sampling_of(config, configs[name])
+        spec = PolicySpec(
             seed=config.seed,
-            sampling=sampling_of(config, configs[name]),
-            exact=isinstance(config, Config) and name in trained and needs_exact_sampling(config, name, sampling_of(config, configs[name])),
-            learn=frozenset(config.envs[name].learn) if isinstance(config, Config) and name in trained else frozenset(),
-            demonstrated=demonstrated(config, name, env.rows) if isinstance(config, Config) and name in trained else None,
+            sampling=sampling,
+            context_length=config.max_model_len if own is None else min(own.seq_len, own.max_model_len),
+            exact=own is not None and needs_exact_sampling(own, name, sampling),
+            learn=sorted(own.envs[name].learn) if own is not None else [],
+            demonstrated=demonstrated(own, name, env.rows) if own is not None else None,
             label=label,
+            endpoints=teachers_of(own) if own is not None and own.envs[name].played_by == "teacher" else [],
         )
-        if isinstance(config, Config) and name in trained and config.envs[name].played_by == "teacher":
-            env.policy = teacher_of(config, name, chat, generator)
+        let_play(env, spec, chat if own is not None or config.chat.thinking is not None else chat.plain, generator)
+
+
+def let_play(env: Local, spec: PolicySpec, chat: Chat | None, generator: Generator | None) -> None:
+    """Give an environment its policy, here or in its workers. `chat`, `generator`: None for an endpoint, which has its own."""
+    from rlx.envs.pool import WorkerPool
+    from rlx.policy.spec import policy_of, spec_of
+
+    if isinstance(env, WorkerPool):
+        spec.chat = None if chat is None else spec_of(chat)
+        env.give(spec, generator)
+    else:
+        env.policy = policy_of(spec, chat, generator)
 
 
 def demonstrated(config: Config, name: str, rows: Sequence[Mapping[str, Any]]) -> Demonstrated | None:
@@ -138,18 +149,13 @@ def demonstrated(config: Config, name: str, rows: Sequence[Mapping[str, Any]]) -
     return how
 
 
-def teacher_of(config: Config, name: str, chat: Chat, generator: Generator) -> Policy:
-    """The teacher as the player of an environment, at all its addresses."""
-    from rlx.policy.openai import OpenAIPolicy
-    from rlx.policy.teacher_policy import TeacherPolicy
+def teachers_of(config: Config) -> list[EndpointSpec]:
+    """The teacher that plays an environment, at all its addresses."""
+    from rlx.policy.spec import EndpointSpec
 
     t = config.teacher
-    keys: dict[str, Any] = {"seed": config.seed, "sampling": sampling_of(config, config.envs[name]), "timeout": t.timeout}
     addresses = [url.rstrip("/").removesuffix("/v1") for url in t.base_url]
-    endpoints = [OpenAIPolicy(f"{address}/v1", t.api_key or "none", str(t.model), **keys) for address in addresses]
-    context = min(config.seq_len, config.max_model_len)
-    learn = frozenset(config.envs[name].learn)
-    return TeacherPolicy(endpoints, chat, lambda: int(getattr(generator, "version", 0)), context, t.timeout, learn)
+    return [EndpointSpec(f"{address}/v1", t.api_key or "none", str(t.model), timeout=t.timeout) for address in addresses]
 
 
 def check_chat(envs: Mapping[str, Environment], config: PlayRoot, chat: Chat) -> None:

@@ -21,7 +21,8 @@ from typing import Any
 
 THREADS = 64  # calls in threads that can be marked at once
 LONG_NS = 20_000_000  # steps of the event loop that take so long are counted (`SPENT`): shorter ones delay nobody
-SIZE = 8 * (3 + 4 * THREADS)  # bytes
+OWN = 4  # words before those of the threads
+SIZE = 8 * (OWN + 4 * THREADS)  # bytes
 
 Where = tuple[int, int]  # number of the request, and member + 1 (0: not one member, but the whole request)
 PLAYING: ContextVar[Where] = ContextVar("PLAYING")
@@ -69,7 +70,8 @@ class Mark:
 
 
 class Marks:
-    """The shared memory: three words for the event loop's step (begin in ns, request, member + 1), then four for each thread."""
+    """The shared memory: three words for the event loop's step (begin in ns, request, member + 1), one for the requests to the inference
+    servers that are in flight, then four for each thread."""
 
     def __init__(self, fd: int) -> None:
         self._memory = mmap.mmap(fd, SIZE)
@@ -90,10 +92,15 @@ class Marks:
                 return Mark(play, member - 1 if member else None, begun / 1e9) if begun else None
         return None
 
+    def asking(self, more: int = 0) -> int:
+        """Requests to the inference servers in flight, of which there are so many `more` now. The worker alone changes it."""
+        self.words[3] += more
+        return self.words[3]
+
     def calls(self) -> list[Mark]:
         """The calls in threads, the oldest first."""
         found = []
-        for place in range(3, 3 + 4 * THREADS, 4):
+        for place in range(OWN, OWN + 4 * THREADS, 4):
             thread, play, member, begun = self.words[place : place + 4]
             if thread:
                 found.append(Mark(play, member - 1 if member else None, begun / 1e9, thread))
@@ -161,7 +168,7 @@ class ThreadMarks:
 
     def __init__(self, marks: Marks) -> None:
         self._words = marks.words
-        self._free = list(range(3, 3 + 4 * THREADS, 4))  # pop and append are atomic
+        self._free = list(range(OWN, OWN + 4 * THREADS, 4))  # pop and append are atomic
 
     def wrapped(self, executor: Any, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function for `run_in_executor`, marked if it runs in a thread for a rollout."""

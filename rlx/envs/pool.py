@@ -1,8 +1,9 @@
 """An environment in processes of its own: the `Environment` that the orchestrator plays, with its workers behind it.
 
-    play(task, members, attempt) → the worker with the least to do → its episodes' requests → this policy → its rollouts, with our turns
+    play(task, members, attempt) → the worker with the least to do → asks the inference servers → its rollouts, with their tokens
 
-Tokens stay here: a worker sends messages and gets messages. The pool bounds what an environment can do to the run:
+The workers have the policy (`give`), so prompts are rendered, and answers read, where the environment runs. The pool bounds what an
+environment can do to the run:
 
     a rollout blocks its worker beyond its time   the worker is ended; this rollout is a `timeout` that names the function
     a worker dies                                 the rollout that it computed at that moment failed (`worker_died`)
@@ -20,7 +21,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,28 @@ from rlx.config.schema_rollout import EnvConfig
 from rlx.envs.child import Child, measure_all
 from rlx.envs.marks import Mark
 from rlx.envs.playing import Playing, answer
-from rlx.envs.remote import answer_of, refusal
 from rlx.envs.rows import PackedRows, RowPacker
 from rlx.envs.watch import Verdict, Worker, WorkerError
-from rlx.envs.wire import Ask, CancelPlay, Load, Loaded, LoadFailed, Ping, Play, Played, PlayFailed, Rows, Settings
+from rlx.envs.wire import (
+    CancelPlay,
+    Give,
+    Load,
+    Loaded,
+    LoadFailed,
+    Outage,
+    Ping,
+    Play,
+    Played,
+    PlayFailed,
+    Rows,
+    Serve,
+    Settings,
+    Standing,
+)
 from rlx.heartbeat import ABSENT
+from rlx.inference.sampler import Sampler, Servers
 from rlx.policy.base import Policy
+from rlx.policy.spec import PolicySpec
 from rlx.types import Rollout, Task
 
 log = logging.getLogger(__name__)
@@ -49,7 +66,7 @@ TRIES = 3  # replacements in a row that may end before they have loaded; then th
 
 
 class WorkerPool:
-    """See `rlx.envs.base.Environment`. `policy` must be set before the first `play`."""
+    """See `rlx.envs.base.Environment`. It has its policy (`give`) before the first `play`."""
 
     def __init__(
         self,
@@ -66,7 +83,9 @@ class WorkerPool:
         `logs`: folder of their log files; None keeps the output in memory. `memory_gb`: bound of one worker's resident memory, in GiB.
         """
         self.name = name
-        self.policy: Policy | None = None
+        self.policy = None  # the workers have it
+        self.policy: Policy | None = None  # the workers have it
+        self.heard: Callable[[Collection[str], str | None], None] = lambda models, refusal: None  # of an endpoint: `Standing.hear`
         self.rows: Sequence[dict[str, Any]] = ()
         self.tools: Sequence[Mapping[str, Any]] = ()
         self.scores_groups = False
@@ -79,6 +98,10 @@ class WorkerPool:
         self._numbers = itertools.count(1)
         self._pack = RowPacker()
         self._loading = LOADING
+        self._policy: PolicySpec | None = None
+        self._servers: Callable[[], Servers] | None = None  # those that the policy samples on
+        self._out: set[Worker] = set()  # workers for which no server takes requests
+        self._out_since, self._ended_outages = 0.0, 0.0  # monotonic seconds; seconds
         self._waiting: list[Playing] = []  # requests for which no worker is ready
         self._failed_starts = 0  # replacements in a row that ended before they had loaded
         self._broken: WorkerError | None = None
@@ -94,7 +117,29 @@ class WorkerPool:
         worker = Worker(Child(name, self._config.python, None if self._logs is None else self._logs / f"{name}.log"), place)
         with contextlib.suppress(ConnectionError):  # it is gone already, which its end tells
             worker.child.link.send_now(Load(self.name, self._config, self._settings, send_rows=place == 0 and not self._digest))
+        if self._policy is not None:
+            self._introduce(worker)
         return worker
+
+    def give(self, policy: PolicySpec, sampler: Sampler | None) -> None:
+        """Let the workers play with this policy, on the servers of `sampler` if it samples. Call it in the running loop."""
+        self._policy = policy
+        if sampler is not None:
+            self._servers = sampler.servers
+            sampler.listeners.append(self._tell)
+        for worker in self._workers:
+            self._introduce(worker)
+
+    def _introduce(self, worker: Worker) -> None:
+        """Send a worker its policy. What it gets before it has loaded waits in its socket."""
+        assert self._policy is not None
+        worker.child.link.send(Give(self._policy))
+        if self._servers is not None:
+            worker.child.link.send(Serve(self._servers()))
+
+    def _tell(self, servers: Servers) -> None:
+        for worker in self._workers:
+            worker.child.link.send(Serve(servers))
 
     def wait_loaded(self, tick: Callable[[], None] = lambda: None) -> None:
         """Wait until every worker has loaded the environment. `tick` is called about twenty times a second.
@@ -121,7 +166,7 @@ class WorkerPool:
                         log.error("%s", message.trace)
                     else:
                         assert isinstance(message, Loaded), f"{message} before the environment was loaded"
-                        self._introduced(worker, message)
+                        self._loaded(worker, message)
                         if worker.place == 0:
                             self.rows, self.scores_groups = PackedRows(rows, message.columns), message.scores_groups
                             self.tools, self.agents = message.tools, message.agents
@@ -135,7 +180,7 @@ class WorkerPool:
     def _too_slow(self, limit: float) -> Verdict:
         return Verdict("died", None, f"its worker has not loaded {self._config.id} within {limit:g} s")
 
-    def _introduced(self, worker: Worker, message: Loaded) -> None:
+    def _loaded(self, worker: Worker, message: Loaded) -> None:
         """A worker has loaded. Raises WorkerError if it cannot be used."""
         worker.loaded, worker.alive, worker.child.sources = True, time.monotonic(), message.sources
         if self._digest and message.digest != self._digest:
@@ -186,24 +231,14 @@ class WorkerPool:
         if not ready:
             self._waiting.append(playing)
             return
-        assert self.policy is not None, "the environment has no policy; set it before the first play"
+        assert self._policy is not None, "the environment has no policy; give it one before the first play"
         worker = min(ready, key=lambda worker: worker.load)
         task = playing.task
         if not worker.playing:
             worker.alive = time.monotonic()  # it had nothing to say
         worker.playing[playing.number] = playing
         playing.began, playing.before, playing.computed = time.monotonic(), worker.computed, 0.0
-        worker.child.link.send(
-            Play(
-                playing.number,
-                task.example_id,
-                task.index,
-                self._pack(task),
-                list(playing.members),
-                playing.attempt,
-                self.policy.context_length,
-            )
-        )
+        worker.child.link.send(Play(playing.number, task.example_id, task.index, self._pack(task), list(playing.members), playing.attempt))
 
     def _dispatch_waiting(self) -> None:
         """A worker is ready: send what waits for one."""
@@ -212,7 +247,6 @@ class WorkerPool:
             self._dispatch(playing)
 
     def _give_up(self, playing: Playing) -> None:
-        playing.forget()
         if playing in self._waiting:
             self._waiting.remove(playing)
         for worker in self._workers:
@@ -223,13 +257,7 @@ class WorkerPool:
     def _handle(self, worker: Worker, message: Any) -> None:
         """A message of a worker in the running loop."""
         worker.alive = time.monotonic()
-        if isinstance(message, Ask):
-            playing = worker.playing.get(message.play)
-            if playing is not None:
-                ask = asyncio.create_task(self._respond(worker, playing, message))
-                playing.asks.add(ask)
-                ask.add_done_callback(playing.asks.discard)
-        elif isinstance(message, Played | PlayFailed):
+        if isinstance(message, Played | PlayFailed):
             playing = worker.playing.pop(message.number, None)
             worker.cancelled.discard(message.number)
             if playing is not None:
@@ -238,26 +266,34 @@ class WorkerPool:
                 self._let_go(worker)
         elif isinstance(message, Loaded):
             try:
-                self._introduced(worker, message)
+                self._loaded(worker, message)
             except WorkerError as error:
                 self._break(error)
                 return
             self._failed_starts = 0
             self._dispatch_waiting()
+        elif isinstance(message, LoadFailed) and worker.loaded:
+            self._break(WorkerError(f"envs.{self.name}: {message.error}"))
         elif isinstance(message, LoadFailed):
             worker.cannot_load(message.error)
+        elif isinstance(message, Outage):
+            self._note_outage(worker, message.begins)
+        elif isinstance(message, Standing):
+            self.heard(message.models, message.refusal)
 
-    async def _respond(self, worker: Worker, playing: Playing, ask: Ask) -> None:
-        """Answer one request of an episode."""
-        assert self.policy is not None
-        episode = playing.episodes.get(ask.member)
-        if episode is None:
-            episode = playing.episodes[ask.member] = self.policy.episode(playing.task, ask.member, playing.attempt)
-        try:
-            reply = await episode.respond(ask.messages, ask.tools, ask.sampling, trained=ask.trained)
-            worker.child.link.send(answer_of(ask.number, reply))
-        except Exception as error:
-            worker.child.link.send(refusal(ask.number, error))
+    def _note_outage(self, worker: Worker, begins: bool) -> None:
+        before = self.away
+        if begins:
+            self._out_since = self._out_since if self._out else time.monotonic()
+            self._out.add(worker)
+        else:
+            self._out.discard(worker)
+        self._ended_outages = self._ended_outages if self._out else before
+
+    @property
+    def away(self) -> float:
+        """Seconds so far in which no server took the requests of a worker."""
+        return self._ended_outages + (time.monotonic() - self._out_since if self._out else 0.0)
 
     # -- watching
 
@@ -336,6 +372,7 @@ class WorkerPool:
         said, code = worker.child.last_lines(), worker.child.process.wait()
         error = None if worker.loaded else worker.not_loaded(self.name, self._config.id, code)
         worker.child.reap()
+        self._note_outage(worker, False)
         if worker in self._workers:
             self._workers.remove(worker)
         if self._closed:

@@ -61,10 +61,10 @@ class Worker:
 
     @property
     def waiting(self) -> int:
-        """Rollouts that wait until it has computed for others: no request of theirs is at the policy, and it computes nearly always."""
+        """Rollouts that wait until it has computed for others: no request of theirs is at the servers, and it computes nearly always."""
         if self.busy < BUSY:
             return 0
-        return max(0, sum(max(0, len(playing.members) - len(playing.asks)) for playing in self.playing.values()) - 1)
+        return max(0, sum(len(playing.members) for playing in self.playing.values()) - self.child.marks.asking() - 1)
 
     def forgive(self, gap: float, now: float) -> None:
         """Seconds up to now in which the process that looks was stopped itself, and perhaps this one with it, do not count.
@@ -160,5 +160,4 @@ class Worker:
             playing.lost += culprit is None and verdict.cause != "retired"
             if playing.lost > LOST:
                 fail(playing, None, "error", f"worker_{verdict.cause}", f"{verdict.text}; it lost {LOST} workers before")
-            playing.forget()
         return [playing for playing in others if not playing.answer.done()]

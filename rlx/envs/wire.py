@@ -1,11 +1,11 @@
 """The messages between the orchestrator and an environment's worker, and the socket that carries them.
 
-    orchestrator                                        worker (a process that has loaded the environment)
-    Load, Play, CancelPlay, Answer, Refusal, Ping  →
-                                                   ←    Rows, Loaded, LoadFailed, Ask, Played, PlayFailed, Pong
+    orchestrator                                       worker (a process that has loaded the environment)
+    Load, Give, Serve, Play, CancelPlay, Ping   →
+                                                  ←    Rows, Loaded, LoadFailed, Played, PlayFailed, Outage, Standing, Pong
 
 A frame is four bytes of length and one message in msgpack. What is ready at the same moment goes out in one write.
-Only plain values cross: no classes, no code, no token ids.
+Only plain values and arrays of numbers cross: no classes, no code.
 """
 
 from __future__ import annotations
@@ -16,12 +16,17 @@ import logging
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import msgspec
+import numpy as np
 
 from rlx.config.schema_rollout import EnvConfig
+from rlx.inference.sampler import Servers
 from rlx.plain import from_json, to_json
+from rlx.policy.spec import PolicySpec
+from rlx.types import Rollout
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +64,6 @@ class Play(Message):
     row: bytes  # `pack_row`
     members: list[int]
     attempt: int
-    context_length: int
 
 
 class CancelPlay(Message):
@@ -68,25 +72,16 @@ class CancelPlay(Message):
     number: int
 
 
-class Answer(Message):
-    """The policy's answer to an `Ask`: the fields of `rlx.policy.base.Reply`."""
+class Give(Message):
+    """The policy that plays from now on. Before the first `Play`."""
 
-    number: int
-    content: str
-    reasoning: str | None
-    calls: list[tuple[str, str, str]]  # id, name, arguments
-    truncated: bool
-    request_id: str
-    num_prompt_tokens: int
-    num_tokens: int
+    policy: PolicySpec
 
 
-class Refusal(Message):
-    """The policy could not answer an `Ask`."""
+class Serve(Message):
+    """The servers that the policy samples on are these now. Before the first `Play`, unless an endpoint plays."""
 
-    number: int
-    too_long: bool
-    chain: list[tuple[str, str]]  # type and text of the error and its causes, outermost first
+    servers: Servers
 
 
 class Ping(Message):
@@ -113,51 +108,18 @@ class Loaded(Message):
 
 
 class LoadFailed(Message):
-    """The environment could not be loaded."""
+    """The environment could not be loaded, or its policy not be made."""
 
     error: str
     trace: str
-
-
-class Ask(Message):
-    """A request to the policy."""
-
-    number: int
-    play: int
-    member: int
-    messages: list[Any]
-    tools: list[Any] | None
-    sampling: dict[str, Any] | None
-    trained: bool
-
-
-class Result(msgspec.Struct, array_like=True, gc=False):
-    """A `rlx.types.Rollout` without its task and its turns."""
-
-    member: int
-    prompt: Any
-    completion: Any
-    reward: float
-    rewards: dict[str, float]
-    metrics: dict[str, float]
-    status: str
-    stop: str
-    error: str | None
-    is_truncated: bool
-    timing: dict[str, float]
-    kept: list[str] | None  # the requests to train on; None: all that were made with `trained`
-    agent: str | None = None
-    compared: str | None = None
-    asked: str | None = None
-    others: list[Result] = []
 
 
 class Played(Message):
     """The answer to a `Play`."""
 
     number: int
-    results: list[Result]
-    error: str = ""  # why there are no results; empty: the rollout's task was cancelled
+    rollouts: list[list[Rollout]]  # of each member, with the episode's further runs behind it; without the row of its task
+    error: str = ""  # why there are none; empty: the rollout's task was cancelled
 
 
 class PlayFailed(Message):
@@ -168,21 +130,45 @@ class PlayFailed(Message):
     trace: str
 
 
+class Outage(Message):
+    """No server takes requests, or one takes them again."""
+
+    begins: bool
+
+
+class Standing(Message):
+    """What an endpoint's answers say about it (`rlx.policy.openai.Standing`)."""
+
+    models: list[str]
+    refusal: str | None
+
+
 class Pong(Message):
     """The answer to a `Ping`."""
 
 
-ToWorker = Load | Play | CancelPlay | Answer | Refusal | Ping
-FromWorker = Rows | Loaded | LoadFailed | Ask | Played | PlayFailed | Pong
+ToWorker = Load | Give | Serve | Play | CancelPlay | Ping
+FromWorker = Rows | Loaded | LoadFailed | Played | PlayFailed | Outage | Standing | Pong
 
 
 def _plain(value: Any) -> Any:
-    """A value that msgpack does not know: numpy's numbers as Python's, pydantic's models as dicts, others as their text."""
+    """A value that msgpack does not know: arrays as bytes, numpy's numbers as Python's, pydantic's models as dicts, others as text."""
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, Path):
+        return str(value)
     if hasattr(value, "item"):
         return value.item()
     if hasattr(value, "model_dump"):
         return value.model_dump()
     return repr(value)
+
+
+def _typed(kind: Any, value: Any) -> Any:
+    """The value of an annotation that msgpack does not know."""
+    if kind is Path:
+        return Path(value)
+    return np.frombuffer(value, get_args(get_args(kind)[1])[0])
 
 
 class Head(msgspec.Struct, array_like=True, gc=False):
@@ -213,7 +199,7 @@ class Link:
     def __init__(self, sock: socket.socket, kind: Any) -> None:
         """`kind`: the union of the messages that arrive here."""
         self.sock = sock
-        self._decode = msgspec.msgpack.Decoder(kind).decode
+        self._decode = msgspec.msgpack.Decoder(kind, dec_hook=_typed).decode
         self._in = bytearray()
         self._out = bytearray()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -341,14 +327,12 @@ class Link:
         what = f"the message {head.kind} between the environment's worker and the orchestrator cannot be read: {said}"
         log.error("%s", what)
         match head.kind:
-            case "Answer" | "Refusal":
-                return Refusal(head.number, False, [("PolicyError", what)])
             case "Played" | "PlayFailed":
                 return Played(head.number, [], what)
             case "Rows" | "Loaded" | "LoadFailed":
                 return LoadFailed(what, "")
-            case "Ask":
-                self.send(Refusal(head.number, False, [("PolicyError", what)]))
+            case "Give" | "Serve":
+                self.send(LoadFailed(what, ""))
             case "Play":
                 self.send(Played(head.number, [], what))
         return None

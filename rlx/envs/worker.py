@@ -1,9 +1,9 @@
-"""The worker of an environment: a process that loads it, plays what the orchestrator asks for, and knows no tokens.
+"""The server of an environment: a process that loads it, plays what the orchestrator asks for, and asks the inference servers itself.
 
-    Load → load the environment → its rows and facts → Play … Play → the episodes' requests go out as Ask, the rollouts as Played
+    Load → load the environment → its rows and facts → Give, Serve → Play … Play → the rollouts go out as Played, with their tokens
 
 `rlx.envs.pool` starts it through `rlx/envs/boot.py`, in this or in another Python, so its imports are light: the standard library, numpy,
-msgspec, verifiers, and modules of rlx that need no more. It ends when the orchestrator ends.
+msgspec, aiohttp, tokenizers, jinja2, and modules of rlx that need no more. It ends when the orchestrator ends.
 """
 
 from __future__ import annotations
@@ -18,35 +18,40 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rlx.envs.errors import in_one_line, sources_of
 from rlx.envs.load import load_one
 from rlx.envs.marks import PLAYING, SPENT, Marks, ThreadMarks, marked_tasks
-from rlx.envs.remote import RemoteEpisode, RemotePolicy
 from rlx.envs.wire import (
-    Answer,
     CancelPlay,
+    Give,
     Link,
     Load,
     Loaded,
     LoadFailed,
+    Outage,
     Ping,
     Play,
     Played,
     PlayFailed,
     Pong,
-    Refusal,
-    Result,
     Rows,
+    Serve,
+    Standing,
     ToWorker,
     pack_row,
     unpack_row,
 )
+from rlx.inference.sampler import Follower
+from rlx.policy.base import Episode, Policy
+from rlx.policy.spec import chat_of, policy_of
 from rlx.process import die_with_parent
 from rlx.stacks import answer_in_child, explain_with, where_rollouts_wait
-from rlx.types import Rollout, Task
+from rlx.trace import Turn
+from rlx.types import Task
 
 log = logging.getLogger("rlx.envs.worker")
 
@@ -61,7 +66,7 @@ def main(name: str, sock: str, marks: str, stacks: str) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=int(stacks), all_threads=True)  # answers even while C code holds the interpreter
     link = Link(socket.socket(fileno=int(sock)), ToWorker)
-    load = _first(link)
+    load, *more = _first(link)
     began = time.monotonic()
     try:
         env = load_one(load.name, load.config, load.settings)
@@ -86,7 +91,7 @@ def main(name: str, sock: str, marks: str, stacks: str) -> None:
     asyncio.set_event_loop(loop)
     explain_with(lambda: where_rollouts_wait(loop, getattr(env, "sources", None)))
     answer_in_child(name, int(stacks))
-    Server(link, env, loop).run()
+    Server(link, env, loop, memory).run(more)
     os._exit(0)  # a thread that hangs must not keep the process
 
 
@@ -98,12 +103,12 @@ def _loop_class() -> Any:
     return uvloop.Loop
 
 
-def _first(link: Link) -> Load:
-    """The first message. Leaves if the orchestrator is gone."""
+def _first(link: Link) -> list[Any]:
+    """The first messages, of which the first is `Load`. Leaves if the orchestrator is gone."""
     while (messages := link.receive(60.0)) is not None:
         if messages:
             assert isinstance(messages[0], Load), f"the first message is {messages[0]}"
-            return messages[0]
+            return messages
     os._exit(1)
 
 
@@ -141,32 +146,87 @@ def _introduce(link: Link, env: Any, load: Load, seconds: float) -> None:
     link.send_now(Loaded(len(rows), columns, env.scores_groups, digest.hexdigest(), tools, sources, seconds, list(env.agents)))
 
 
+class Marking:
+    """The policy, which marks later code in a rollout's context as its member's."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+
+    @property
+    def context_length(self) -> int:
+        return self.policy.context_length
+
+    def episode(self, task: Task, member: int, attempt: int) -> Episode:
+        """See `rlx.policy.base.Policy.episode`."""
+        play, _ = PLAYING.get()
+        PLAYING.set((play, member + 1))
+        return self.policy.episode(task, member, attempt)
+
+
+class Generating:
+    """The run's servers, as far as they are known, with a count of the requests in flight that the orchestrator sees."""
+
+    def __init__(self, link: Link, marks: Marks) -> None:
+        self.link, self.marks = link, marks
+        self.sampler: Follower | None = None
+
+    @property
+    def version(self) -> int:
+        assert self.sampler is not None
+        return self.sampler.version
+
+    async def generate(self, prompt_ids: Any, sampling: dict[str, Any], request_id: str, affinity: int) -> Turn:
+        """See `rlx.inference.sampler.Sampler.generate`."""
+        assert self.sampler is not None, "a request before the first `Serve`"
+        self.marks.asking(1)
+        try:
+            return await self.sampler.generate(prompt_ids, sampling, request_id, affinity)
+        finally:
+            self.marks.asking(-1)
+
+    async def take(self, message: Serve) -> None:
+        """Sample on these servers."""
+        if self.sampler is None:
+            self.sampler = Follower(message.servers)
+            self.sampler.on_outage = lambda begins: self.link.send(Outage(begins))
+            await self.sampler.__aenter__()
+        else:
+            self.sampler.take(message.servers)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self.sampler is not None:
+            await self.sampler.__aexit__()
+
+
 class Server:
     """Plays requests concurrently, and sends each rollout as soon as it is scored."""
 
-    def __init__(self, link: Link, env: Any, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, link: Link, env: Any, loop: asyncio.AbstractEventLoop, marks: Marks) -> None:
         self.link, self.env, self.loop = link, env, loop
-        self.policy = RemotePolicy(link)
-        env.policy = self.policy
+        self.generating = Generating(link, marks)
+        self.policy: Policy | None = None
         self._playing: dict[int, asyncio.Task[None]] = {}
+        self._taking: asyncio.Task[None] | None = None
 
-    def run(self) -> None:
-        """Serve until the orchestrator closes the link; then let the environment release its resources."""
-        self.loop.run_until_complete(self._serve())
+    def run(self, messages: Sequence[Any] = ()) -> None:
+        """Serve until the orchestrator closes the link; then let the environment release its resources. `messages` have arrived already."""
+        self.loop.run_until_complete(self._serve(messages))
 
-    async def _serve(self) -> None:
+    async def _serve(self, messages: Sequence[Any]) -> None:
         gone = asyncio.Event()
+        for message in messages:
+            self._handle(message)
         self.link.attach(self._handle, gone.set)
         await gone.wait()
         for task in self._playing.values():
             task.cancel()
         await asyncio.gather(*self._playing.values(), return_exceptions=True)
         await self.env.close()
+        await self.generating.close()
 
     def _handle(self, message: Any) -> None:
-        if isinstance(message, Answer | Refusal):
-            self.policy.answered(message)
-        elif isinstance(message, Play):
+        if isinstance(message, Play):
             SPENT.begin(message.number)
             token = PLAYING.set((message.number, message.members[0] + 1 if len(message.members) == 1 else 0))
             playing = self._playing[message.number] = self.loop.create_task(self._play(message))
@@ -175,16 +235,32 @@ class Server:
         elif isinstance(message, CancelPlay):
             if message.number in self._playing:
                 self._playing[message.number].cancel()
+        elif isinstance(message, Serve):
+            self._taking = self.loop.create_task(self.generating.take(message))  # it has begun before a later `Play` has
+        elif isinstance(message, Give):
+            self._make(message)
         elif isinstance(message, Ping):
             self.link.send(Pong())
 
+    def _make(self, message: Give) -> None:
+        spec = message.policy
+        try:
+            self.policy = policy_of(spec, None if spec.chat is None else chat_of(spec.chat), self.generating)
+        except Exception as error:  # a package that this Python lacks, a template that it cannot read
+            log.exception("the policy cannot be made")
+            self.link.send(LoadFailed(f"its policy cannot be made: {in_one_line(error, None)}", traceback.format_exc()))
+            return
+        self.env.policy = Marking(self.policy)
+
     async def _play(self, asked: Play) -> None:
-        self.policy.context_length = asked.context_length
         try:
             task = Task(env=self.env.name, example_id=asked.example_id, index=asked.index, row=unpack_row(asked.row))
             rollouts = await self.env.play(task, asked.members, asked.attempt)
-            episodes = self.policy.finish(asked.number)
-            self.link.send(Played(asked.number, [_result(rollout, episodes.get(rollout.member)) for rollout in rollouts]))
+            if (standing := getattr(self.policy, "standing", None)) is not None:
+                self.link.send(Standing(sorted(standing.models), standing.refusal))
+            bare = replace(task, row={})  # the orchestrator has it
+            runs = [[replace(run, task=bare, others=()) for run in (rollout, *rollout.others)] for rollout in rollouts]
+            self.link.send(Played(asked.number, runs))
         except Exception as error:
             self.link.send(PlayFailed(asked.number, f"{type(error).__name__}: {error}", traceback.format_exc()))
 
@@ -192,27 +268,5 @@ class Server:
         """A request has ended."""
         del self._playing[number]
         SPENT.end(number)
-        self.policy.finish(number)
         if task.cancelled():
             self.link.send(Played(number, []))
-
-
-def _result(rollout: Rollout, episode: RemoteEpisode | None) -> Result:
-    return Result(
-        rollout.member,
-        rollout.prompt,
-        rollout.completion,
-        rollout.reward,
-        rollout.rewards,
-        rollout.metrics,
-        rollout.status,
-        rollout.stop,
-        rollout.error,
-        rollout.is_truncated,
-        rollout.timing,
-        None if episode is None or not episode.kept else episode.kept.pop(0),
-        rollout.agent,
-        rollout.compared,
-        rollout.asked,
-        [_result(other, episode) for other in rollout.others],
-    )

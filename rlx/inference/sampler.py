@@ -53,6 +53,19 @@ Restore = Callable[[Endpoint], Awaitable[None]]
 """Loads the run's version into the server at an endpoint. Raises InferenceError if that fails."""
 
 
+class Servers(msgspec.Struct, frozen=True):
+    """The servers of a run at the moment, for a sampler in another process."""
+
+    endpoints: list[Endpoint]
+    lost: list[str]  # keys of those whose requests in flight are to go elsewhere at once
+    version: int  # that all of them have
+    adapter: str | None  # its name if it is an adapter
+    context: int
+    run: str | None
+    request_timeout: float
+    restart_timeout: float
+
+
 class _Server:
     """One server, and this sampler's requests on it."""
 
@@ -86,6 +99,7 @@ class Sampler:
     """Samples on the servers of one run. An async context manager. Belongs to one event loop.
 
     `version`: a version that all servers have; the owner sets it. No token of an older version is ever returned.
+    `listeners` are told of every change. `on_outage`: called with whether no server takes requests, when that changes.
     """
 
     def __init__(
@@ -107,7 +121,9 @@ class Sampler:
         """
         if not endpoints:
             raise ValueError("no inference server.\n  fix: set inference.base_url, or hardware.inference_replicas to at least 1")
-        self.version = 0
+        self.listeners: list[Callable[[Servers], None]] = []
+        self.on_outage: Callable[[bool], None] = lambda begins: None
+        self._version = 0
         self._servers = [_Server(endpoint) for endpoint in endpoints]
         self._affinity: OrderedDict[int, _Server] = OrderedDict()
         self._request_timeout, self._restart_timeout = request_timeout, restart_timeout
@@ -138,10 +154,36 @@ class Sampler:
             server = there.get(key) or _Server(endpoint)
             server.endpoint = endpoint  # a server that restarted has a new address
             self._servers.append(server)
+        self.tell(lost)
 
-    def endpoints(self) -> list[Endpoint]:
-        """The servers that it uses."""
-        return [server.endpoint for server in self._servers]
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._version = version
+        self.tell()
+
+    def servers(self, lost: Collection[str] = ()) -> Servers:
+        """What it knows of the servers. `lost`: see `use`."""
+        return Servers(
+            endpoints=[server.endpoint for server in self._servers],
+            lost=list(lost),
+            version=self.version,
+            adapter=self._adapter(self.version),
+            context=self._context(),
+            run=self._run,
+            request_timeout=self._request_timeout,
+            restart_timeout=self._restart_timeout,
+        )
+
+    def tell(self, lost: Collection[str] = ()) -> None:
+        """Tell the listeners what it knows."""
+        if self.listeners:
+            servers = self.servers(lost)
+            for listener in self.listeners:
+                listener(servers)
 
     @property
     def away(self) -> float:
@@ -261,20 +303,46 @@ class Sampler:
     def _begin_outage(self, why: InferenceError) -> None:
         if self._outage_since is None:
             self._outage_since = time.monotonic()
+            self.on_outage(True)
             log.warning("no inference server takes requests; they wait for up to %g s: %s", self._restart_timeout, why)
 
     def _end_outage(self) -> None:
         if self._outage_since is not None:
             log.info("an inference server takes requests again, after %.1f s", time.monotonic() - self._outage_since)
             self._ended_outages, self._outage_since = self.away, None
+            self.on_outage(False)
 
     def _choose(self, affinity: int, failed: _Server | None) -> _Server:
         """The server of this affinity if it is in use and answers; otherwise the least loaded one, preferably one that answers."""
         server, now = self._affinity.get(affinity), time.monotonic()
         if server is None or server is failed or server not in self._servers or server.avoided_until > now:
-            server = min(self._servers, key=lambda one: (one.avoided_until > now, one is failed, one.load))
+            first = affinity % len(self._servers)  # of equal ones the same in every process: members of a group may be in several
+            turned = self._servers[first:] + self._servers[:first]
+            server = min(turned, key=lambda one: (one.avoided_until > now, one is failed, one.load))
             self._affinity[affinity] = server
             if len(self._affinity) > REMEMBERED:
                 self._affinity.popitem(last=False)
         self._affinity.move_to_end(affinity)
         return server
+
+
+class Follower(Sampler):
+    """A sampler in another process, kept at what the run's own knows. Servers that lack the run's version are restored from there."""
+
+    def __init__(self, servers: Servers) -> None:
+        self._there = servers
+        super().__init__(
+            servers.endpoints,
+            servers.request_timeout,
+            servers.restart_timeout,
+            run=servers.run,
+            adapter=lambda version: self._there.adapter,
+            context=lambda: self._there.context,
+        )
+        self.version = servers.version
+
+    def take(self, servers: Servers) -> None:
+        """The servers are these now."""
+        self._there = servers
+        self.use(servers.endpoints, servers.lost)
+        self.version = servers.version

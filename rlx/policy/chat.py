@@ -55,6 +55,7 @@ class Chat:
         self.renderer = renderer
         self.keeps_tokens, self.keeps_thinking = keeps_tokens, keeps_thinking
         self.plain = self  # the same format, where later turns see of earlier reasoning what the template shows
+        self.made_of: tuple[ModelConfig, bool, Sequence[int], bool] | None = None  # the arguments of `load_chat`
         self._arguments = dict(arguments or {})
         self._decodes_arguments = False
         self._one_call = False  # the template refuses an answer with two calls
@@ -256,7 +257,9 @@ def load_chat(tokenizer: Any, model: ModelConfig, keeps_tokens: bool = True, end
     family = family_of(model)
     if family is None:
         parsers: dict[str, Any] = {"tool_parser": model.tool_call_parser, "reasoning_parser": model.reasoning_parser}
-        return Chat(tokenizer, **parsers, keeps_tokens=keeps_tokens, ends=ends, arguments=model.chat_template_kwargs)
+        chat = Chat(tokenizer, **parsers, keeps_tokens=keeps_tokens, ends=ends, arguments=model.chat_template_kwargs)
+        chat.made_of = model, keeps_tokens, ends, keeps_thinking
+        return chat
     from renderers import config_from_name, create_renderer
 
     config = config_from_name(family)
@@ -272,6 +275,7 @@ def load_chat(tokenizer: Any, model: ModelConfig, keeps_tokens: bool = True, end
             "Set model.renderer to the model's own family, or to default, which uses its chat template."
         ) from error
     chat = Chat(tokenizer, renderer, keeps_tokens=keeps_tokens, keeps_thinking=keeps_thinking)
+    chat.made_of = model, keeps_tokens, ends, keeps_thinking
     if keeps_tokens and keeps_thinking:
         chat.plain = load_chat(tokenizer, model, keeps_thinking=False)
     return chat

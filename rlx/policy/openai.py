@@ -11,7 +11,7 @@ import copy
 import functools
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -61,6 +61,11 @@ class Standing:
         self.answered, self.forbidden = True, 0
         if model:
             self.models.add(model)
+
+    def hear(self, models: Collection[str], refusal: str | None) -> None:
+        """What the answers to another process say."""
+        self.models |= set(models)
+        self.refusal = self.refusal or refusal
 
     def forbid(self) -> bool:
         """Count an answer 403. Returns whether it concerns every request."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlx.config.checks.teacher import FIELDS
+from rlx.config.schema_teacher import FIELDS
 from rlx.policy.base import Message, PolicyError
 
 

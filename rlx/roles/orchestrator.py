@@ -28,7 +28,7 @@ from rlx.config.load import load_run
 from rlx.config.schema import Config
 from rlx.data.source import send
 from rlx.envs.base import Environment, Local
-from rlx.envs.pools import worker_metrics
+from rlx.envs.pools import away, worker_metrics
 from rlx.heartbeat import INTERVAL, Heartbeat
 from rlx.inference.fleet import Fleet
 from rlx.inference.replica import memory_of
@@ -87,7 +87,7 @@ class Orchestrator:
         self.envs, self.member = envs, member
         self.advantage = advantages_of(config)
         self._max_tokens = max_tokens_of(config)
-        self.collector = collector_of(config, envs, self._left_out, lambda: sampler.away, self.teaching.begin)
+        self.collector = collector_of(config, envs, self._left_out, lambda: away(sampler, envs), self.teaching.begin)
         self.rules = config.orchestrator.difficulty_filter.rules
         self.metrics = MetricsWriter(paths.metrics, "orchestrator")
         self.inference_metrics = MetricsWriter(paths.metrics, "inference")
@@ -98,7 +98,7 @@ class Orchestrator:
             self._go_on_from(start)
         behind = config.max_async_level + 1 + (0 if pins(config) else config.eval.interval or 0)
         oldest = self.first_step - behind  # the trainer may have been so far ahead of an evaluation
-        at_work = (lambda: self.collector.in_flight, lambda: sampler.away)
+        at_work = (lambda: self.collector.in_flight, lambda: away(sampler, envs))
         self.evaluations = Evaluations(config, paths, envs, self.first_step, *at_work, oldest=oldest, servers=lambda: fleet.size)
         self.updates = WeightUpdates(paths, fleet, config.weight_broadcast.timeout, config.max_steps, self._reached, self.evaluations)
 
@@ -262,7 +262,7 @@ async def orchestrate(
     async with (
         connect_servers(config, paths, envs, chat, heartbeat.beat) as (fleet, sampler),
         Teaching.of(
-            *(config, chat.tokenizer, heartbeat.beat, sampler.endpoints),
+            *(config, chat.tokenizer, heartbeat.beat, lambda: sampler.servers().endpoints),
             version=lambda: sampler.version,
             adapter=lambda: fleet.adapter(sampler.version),
         ) as teaching,

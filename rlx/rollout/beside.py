@@ -17,6 +17,7 @@ from rlx.checkpoints import folders
 from rlx.concurrent import at_most, first_failure
 from rlx.config.schema import SftRoot
 from rlx.envs.base import Local
+from rlx.envs.pools import away
 from rlx.heartbeat import INTERVAL, Heartbeat
 from rlx.inference.fleet import Fleet
 from rlx.inference.sampler import Sampler
@@ -43,7 +44,7 @@ class Beside:
         start = folders.read_start(paths)
         first = start.step if start else 0
         self.evaluations = Evaluations(
-            config, paths, envs, first, away=lambda: sampler.away, oldest=forked_at(config.resume), servers=lambda: fleet.size
+            config, paths, envs, first, away=lambda: away(sampler, envs), oldest=forked_at(config.resume), servers=lambda: fleet.size
         )
         self.updates = WeightUpdates(paths, fleet, config.weight_broadcast.timeout, config.max_steps, self._reached, stops=self.evaluations)
 

@@ -20,7 +20,9 @@ from rlx.config.evaluated import played
 from rlx.config.schema import PlayRoot
 from rlx.config.schema_eval import PlayWithModel
 from rlx.envs.base import Local, sampling_of
-from rlx.envs.load import give_policy
+from rlx.envs.load import give_policy, let_play
+from rlx.envs.pool import WorkerPool
+from rlx.envs.pools import away
 from rlx.inference.endpoints import find_servers, present_servers
 from rlx.inference.fleet import Fleet
 from rlx.inference.replica import ServerState
@@ -31,6 +33,7 @@ from rlx.policy.base import PolicyError
 from rlx.policy.chat import Chat
 from rlx.policy.endpoint import check
 from rlx.policy.openai import UNKNOWN_VERSION, OpenAIPolicy
+from rlx.policy.spec import EndpointSpec, PolicySpec, policy_of
 from rlx.rollout import concurrency
 from rlx.rollout.concurrency import Playing
 from rlx.types import Rollout
@@ -82,8 +85,8 @@ class Model(Protocol):
 class Served:
     """Servers of rlx: the command's own, or servers that already run (`inference.base_url`)."""
 
-    def __init__(self, config: PlayWithModel, fleet: Fleet, sampler: Sampler) -> None:
-        self.config, self.fleet, self.sampler = config, fleet, sampler
+    def __init__(self, config: PlayWithModel, fleet: Fleet, sampler: Sampler, envs: Mapping[str, Local]) -> None:
+        self.config, self.fleet, self.sampler, self.envs = config, fleet, sampler, envs
         self.version = 0
 
     async def versions(self, wanted: Sequence[int]) -> Sequence[int]:
@@ -109,7 +112,7 @@ class Served:
         return Origin(model, weights, compared, await asyncio.to_thread(_digest_of, states, weights, version))
 
     def away(self) -> float:
-        return self.sampler.away
+        return away(self.sampler, self.envs)
 
     async def follow(self, playing: Playing) -> None:
         await concurrency.follow(self.config, self.fleet, playing)
@@ -121,8 +124,8 @@ class Served:
 class ApiModel:
     """An OpenAI-compatible endpoint. It does not say which weights it serves."""
 
-    def __init__(self, policies: Sequence[OpenAIPolicy]) -> None:
-        self.policies = policies
+    def __init__(self, policy: OpenAIPolicy) -> None:
+        self.policy = policy
 
     async def versions(self, wanted: Sequence[int]) -> Sequence[int]:
         return [0]
@@ -131,7 +134,7 @@ class ApiModel:
         pass
 
     async def origin(self) -> Origin:
-        return Origin(", ".join(sorted(self.policies[0].standing.models)) or None)
+        return Origin(", ".join(sorted(self.policy.standing.models)) or None)
 
     def away(self) -> float:
         return 0.0
@@ -140,9 +143,8 @@ class ApiModel:
         pass
 
     def check(self, rollout: Rollout) -> None:
-        for policy in self.policies:
-            if policy.refused is not None:
-                raise PolicyError(policy.refused)
+        if self.policy.refused is not None:
+            raise PolicyError(self.policy.refused)
 
 
 @asynccontextmanager
@@ -156,7 +158,7 @@ async def connected(
         return
     others = bool(config.inference.base_url) and config.weights_dir is None
     async with connect_servers(config, paths, envs, chat, beat, adopt=others) as (fleet, sampler):
-        yield Served(config, fleet, sampler)
+        yield Served(config, fleet, sampler, envs)
 
 
 @asynccontextmanager
@@ -208,6 +210,7 @@ async def connect_servers(
             weights_dir = config.weights_dir if isinstance(config, PlayWithModel) else None
             check_model(paths.initial_model.read_text().strip(), [state.model for state in await fleet.states()], weights_dir)
         await asyncio.to_thread(shutil.rmtree, paths.untrained_model, ignore_errors=True)
+        sampler.tell()  # the servers' context is known now
         yield fleet, sampler
 
 
@@ -222,31 +225,31 @@ async def connect_endpoint(
     client = config.client
     assert client.base_url is not None
     key = os.environ.get(client.api_key_var, "") if client.api_key_var else NO_KEY
-    policies = []
-    for name, spec in played(config).items():
-        policy = OpenAIPolicy(
-            client.base_url,
-            key,
-            config.model.name,
-            seed=config.seed,
-            sampling=sampling_of(config, spec),
-            timeout=client.timeout,
-            max_retries=client.max_retries,
-            names=client.parameters,
-            tokens=client.tokens,
-        )
-        stack.push_async_callback(policy.close)
-        envs[name].policy = policy
-        policies.append(policy)
-        policy.standing = policies[0].standing  # all ask the same endpoint, with the same key
+    endpoint = EndpointSpec(
+        client.base_url, key, config.model.name, client.timeout, client.max_retries, dict(client.parameters), client.tokens
+    )
+    specs = {
+        name: PolicySpec(seed=config.seed, sampling=sampling_of(config, env), endpoints=[endpoint]) for name, env in played(config).items()
+    }
+    first = policy_of(next(iter(specs.values())), None, None)
+    assert isinstance(first, OpenAIPolicy)
+    stack.push_async_callback(first.close)
     beat(f"asking {client.base_url} for {config.model.name}")
     try:
-        await check(policies[0], tokens=client.tokens, tools=any(env.tools for env in envs.values()))
+        await check(first, tokens=client.tokens, tools=any(env.tools for env in envs.values()))
     except PolicyError as error:
-        if policies[0].refused is None:
+        if first.refused is None:
             raise
         raise PolicyError(f"{error}; its key is ${client.api_key_var} (client.api_key_var)") from error
-    return ApiModel(policies)
+    for name, spec in specs.items():
+        let_play(envs[name], spec, None, None)
+        env = envs[name]
+        if isinstance(env, WorkerPool):
+            env.heard = first.standing.hear
+        elif isinstance(env.policy, OpenAIPolicy):
+            stack.push_async_callback(env.policy.close)
+            env.policy.standing = first.standing  # all ask the same endpoint, with the same key
+    return ApiModel(first)
 
 
 def _digest_of(states: Sequence[ServerState], weights: str, version: int) -> str | None:

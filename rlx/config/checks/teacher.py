@@ -9,8 +9,7 @@ from urllib.parse import urlsplit
 from rlx.config.objectives import kl_of, loss_of, trained_by
 from rlx.config.rules import Show, declared, rule, target_name
 from rlx.config.schema import Config
-
-FIELDS = ("{prompt}", "{demonstration}")  # of `teacher.template`
+from rlx.config.schema_teacher import FIELDS
 
 
 def taught(cfg: Config) -> list[str]:
