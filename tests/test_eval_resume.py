@@ -128,7 +128,7 @@ def test_the_digest_of_served_weights_is_that_of_their_manifest_and_of_version_0
         fleet = SimpleNamespace(version=version, compared=1.0, states=lambda: asyncio.sleep(0, [state]))
         config = config_of("env=sums")
         config.weights_dir = str(weights_dir)
-        served = Served(config, fleet, None)  # type: ignore[arg-type]
+        served = Served(config, fleet, None, {})  # type: ignore[arg-type]
         return asyncio.run(served.origin()).digest
 
     folder = tmp_path / "step_28"

@@ -20,7 +20,7 @@ from policy_stand_in import tiny_chat
 from traces import plain, trace_of, turns_of
 
 from rlx.config.load import compose
-from rlx.envs.load import teacher_of
+from rlx.envs.load import give_policy
 from rlx.policy.base import Call, Message, PolicyError, PromptTooLong, Reply
 from rlx.policy.chat import Chat
 from rlx.policy.openai import OpenAIPolicy
@@ -143,7 +143,9 @@ def test_all_addresses_of_a_teacher_play_and_a_failed_rollout_goes_to_another_on
             f"teacher.api_key={KEY}",
         ]
         cfg = compose(["hardware=cpu", *keys, f"teacher.base_url=[{good},{down.removesuffix('/v1')}]", "teacher.timeout=300"], {}).cfg
-        policy: Any = teacher_of(cfg, "reverse_text", tiny_chat(), SimpleNamespace(version=3))
+        env: Any = SimpleNamespace(rows=[], policy=None)
+        give_policy({"reverse_text": env}, cfg, tiny_chat(), SimpleNamespace(version=3))  # type: ignore[arg-type]
+        policy = env.policy
         assert policy.learn == {"user"}
 
         def at(env: str, index: int, member: int, attempt: int) -> str:

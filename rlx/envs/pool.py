@@ -27,26 +27,12 @@ from typing import Any
 
 from rlx.config.schema_rollout import EnvConfig
 from rlx.envs.child import Child, measure_all
+from rlx.envs.given import Given
 from rlx.envs.marks import Mark
 from rlx.envs.playing import Playing, answer
 from rlx.envs.rows import PackedRows, RowPacker
 from rlx.envs.watch import Verdict, Worker, WorkerError
-from rlx.envs.wire import (
-    CancelPlay,
-    Give,
-    Load,
-    Loaded,
-    LoadFailed,
-    Outage,
-    Ping,
-    Play,
-    Played,
-    PlayFailed,
-    Rows,
-    Serve,
-    Settings,
-    Standing,
-)
+from rlx.envs.wire import CancelPlay, Load, Loaded, LoadFailed, Outage, Ping, Play, Played, PlayFailed, Rows, Serve, Settings, Standing
 from rlx.heartbeat import ABSENT
 from rlx.inference.sampler import Sampler, Servers
 from rlx.policy.base import Policy
@@ -98,10 +84,7 @@ class WorkerPool:
         self._numbers = itertools.count(1)
         self._pack = RowPacker()
         self._loading = LOADING
-        self._policy: PolicySpec | None = None
-        self._servers: Callable[[], Servers] | None = None  # those that the policy samples on
-        self._out: set[Worker] = set()  # workers for which no server takes requests
-        self._out_since, self._ended_outages = 0.0, 0.0  # monotonic seconds; seconds
+        self.given = Given()
         self._waiting: list[Playing] = []  # requests for which no worker is ready
         self._failed_starts = 0  # replacements in a row that ended before they had loaded
         self._broken: WorkerError | None = None
@@ -117,25 +100,17 @@ class WorkerPool:
         worker = Worker(Child(name, self._config.python, None if self._logs is None else self._logs / f"{name}.log"), place)
         with contextlib.suppress(ConnectionError):  # it is gone already, which its end tells
             worker.child.link.send_now(Load(self.name, self._config, self._settings, send_rows=place == 0 and not self._digest))
-        if self._policy is not None:
-            self._introduce(worker)
+        self.given.introduce(worker)
         return worker
 
     def give(self, policy: PolicySpec, sampler: Sampler | None) -> None:
-        """Let the workers play with this policy, on the servers of `sampler` if it samples. Call it in the running loop."""
-        self._policy = policy
+        """Let the workers play with this policy, on the servers of `sampler` if it samples."""
+        self.given.policy = policy
         if sampler is not None:
-            self._servers = sampler.servers
+            self.given.servers = sampler.servers
             sampler.listeners.append(self._tell)
         for worker in self._workers:
-            self._introduce(worker)
-
-    def _introduce(self, worker: Worker) -> None:
-        """Send a worker its policy. What it gets before it has loaded waits in its socket."""
-        assert self._policy is not None
-        worker.child.link.send(Give(self._policy))
-        if self._servers is not None:
-            worker.child.link.send(Serve(self._servers()))
+            self.given.introduce(worker)
 
     def _tell(self, servers: Servers) -> None:
         for worker in self._workers:
@@ -231,7 +206,7 @@ class WorkerPool:
         if not ready:
             self._waiting.append(playing)
             return
-        assert self._policy is not None, "the environment has no policy; give it one before the first play"
+        assert self.given.policy is not None, "the environment has no policy; give it one before the first play"
         worker = min(ready, key=lambda worker: worker.load)
         task = playing.task
         if not worker.playing:
@@ -277,23 +252,9 @@ class WorkerPool:
         elif isinstance(message, LoadFailed):
             worker.cannot_load(message.error)
         elif isinstance(message, Outage):
-            self._note_outage(worker, message.begins)
+            self.given.note_outage(worker, message.begins)
         elif isinstance(message, Standing):
             self.heard(message.models, message.refusal)
-
-    def _note_outage(self, worker: Worker, begins: bool) -> None:
-        before = self.away
-        if begins:
-            self._out_since = self._out_since if self._out else time.monotonic()
-            self._out.add(worker)
-        else:
-            self._out.discard(worker)
-        self._ended_outages = self._ended_outages if self._out else before
-
-    @property
-    def away(self) -> float:
-        """Seconds so far in which no server took the requests of a worker."""
-        return self._ended_outages + (time.monotonic() - self._out_since if self._out else 0.0)
 
     # -- watching
 
@@ -372,7 +333,7 @@ class WorkerPool:
         said, code = worker.child.last_lines(), worker.child.process.wait()
         error = None if worker.loaded else worker.not_loaded(self.name, self._config.id, code)
         worker.child.reap()
-        self._note_outage(worker, False)
+        self.given.note_outage(worker, False)
         if worker in self._workers:
             self._workers.remove(worker)
         if self._closed:

@@ -16,7 +16,7 @@ def waiting_for_workers(envs: Mapping[str, Environment]) -> int:
 
 def away(sampler: Sampler, envs: Mapping[str, Environment]) -> float:
     """Seconds so far in which no inference server took the requests of this process, or those of a worker."""
-    return max(sampler.away, *(env.away for env in envs.values() if isinstance(env, WorkerPool)), 0.0)
+    return max(sampler.away, *(env.given.away for env in envs.values() if isinstance(env, WorkerPool)), 0.0)
 
 
 def worker_metrics(envs: Mapping[str, Environment]) -> dict[str, float]:
