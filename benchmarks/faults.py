@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from workers import Instant
+from workers import Instant, served
 
-from rlx.config.schema import Config, TrainedEnvConfig
+from rlx.config.schema import Config, ModelConfig, TrainedEnvConfig
 from rlx.envs.load import give_policy, load_environments, wait_loaded
 from rlx.models.tiny import build_tokenizer
-from rlx.policy.chat import Chat
+from rlx.policy.chat import Chat, load_chat
 from rlx.trace import Turn
 from rlx.types import Rollout, Task
 
@@ -71,8 +71,7 @@ def measure(name: str, timeout: float, memory_gb: float) -> str:
         config.envs = {name: TrainedEnvConfig(id="rlx_test_faults", args=args, rollout_timeout=timeout)}
     envs: Any = load_environments(config, lambda _: None)
     wait_loaded(envs, lambda _: None)
-    chat = Chat(build_tokenizer(config.seq_len))
-    give_policy(envs, config, chat, Answering(chat) if name == "answer" else Instant())
+    chat = load_chat(build_tokenizer(config.seq_len), ModelConfig(name="tiny"))
     pool = envs[name]
 
     async def play(place: int) -> tuple[Rollout, float]:
@@ -81,6 +80,11 @@ def measure(name: str, timeout: float, memory_gb: float) -> str:
         return rollout, time.monotonic() - began
 
     async def both() -> str:
+        async with served(Answering(chat) if name == "answer" else Instant()) as sampler:
+            give_policy(envs, config, chat, sampler)
+            return await noticing()
+
+    async def noticing() -> str:
         (bad, noticed), (good, went_on) = await asyncio.gather(play(0), play(1))
         for _ in range(100):  # a worker that grew is replaced between two rollouts
             if name != "leak" or pool.replaced["memory"]:

@@ -37,13 +37,13 @@ from run_servers import Servers
 from server_stand_in import Stand, publish
 
 from rlx.concurrent import first_failure
-from rlx.config.schema import Config, TrainedEnvConfig
+from rlx.config.schema import Config, ModelConfig, TrainedEnvConfig
 from rlx.envs.load import give_policy, load_environments, wait_loaded
 from rlx.heartbeat import Heartbeat
 from rlx.inference.endpoints import Endpoint
 from rlx.models.tiny import build_tokenizer
 from rlx.paths import RunPaths
-from rlx.policy.chat import Chat
+from rlx.policy.chat import load_chat
 from rlx.process import keep_event_loop_free
 from rlx.roles.orchestrator import Orchestrator
 
@@ -293,7 +293,7 @@ def main() -> None:
         config.envs["reverse_text"] = TrainedEnvConfig(id="rlx_bench_v1")
     envs: Any = load_environments(config, lambda phase: None)
     wait_loaded(envs, lambda phase: None)
-    chat = Chat(build_tokenizer(seq_len))
+    chat = load_chat(build_tokenizer(seq_len), ModelConfig(name="tiny"))
     url = address.get(timeout=60)
 
     async def run(root: Path) -> tuple[float, float, int]:

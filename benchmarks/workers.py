@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -17,10 +18,14 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from rlx.config.schema import Config, TrainedEnvConfig
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+
+from served_stand_in import served
+
+from rlx.config.schema import Config, ModelConfig, TrainedEnvConfig
 from rlx.envs.load import give_policy, load_environments, wait_loaded
 from rlx.models.tiny import build_tokenizer
-from rlx.policy.chat import Chat
+from rlx.policy.chat import load_chat
 from rlx.trace import Turn
 from rlx.types import Task
 
@@ -81,7 +86,7 @@ def throughput(options: argparse.Namespace) -> None:
         config.envs = {"slow": TrainedEnvConfig(id="blocking_reward", args={"seconds": options.seconds, "cpu": options.cpu})}
         envs: Any = load_environments(config, lambda _: None)
         wait_loaded(envs, lambda _: None)
-        give_policy(envs, config, Chat(build_tokenizer(256)), Instant())
+        chat = load_chat(build_tokenizer(256), ModelConfig(name="tiny"))
         pool = envs["slow"]
 
         async def run() -> tuple[float, float]:
@@ -89,9 +94,11 @@ def throughput(options: argparse.Namespace) -> None:
             watching = asyncio.create_task(blocked.watch())
             rows = pool.rows
             tasks = [Task(env="slow", example_id=n, index=n, row=rows[n % len(rows)]) for n in range(options.rollouts)]
-            began = time.monotonic()
-            played = await asyncio.gather(*(pool.play(task, [0], 0) for task in tasks))
-            wall = time.monotonic() - began
+            async with served(Instant()) as sampler:
+                give_policy(envs, config, chat, sampler)
+                began = time.monotonic()
+                played = await asyncio.gather(*(pool.play(task, [0], 0) for task in tasks))
+                wall = time.monotonic() - began
             assert all(rollout.status == "ok" for (rollout,) in played), played
             watching.cancel()
             await pool.close()

@@ -1,0 +1,122 @@
+"""A tokenizer without transformers does what the model's own does, and one that it cannot equal is not replaced."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from chat_templates import real_template, small_tokenizer
+from policy_stand_in import CONTEXT
+from test_data_masks import random_conversation
+from test_policy_chat import converse, model_config
+from test_policy_real_templates import OWN, REFUSED, RENDERERS, SERVED, known
+from traces import plain
+from transformers import PreTrainedTokenizerFast
+
+from rlx.config.schema import ModelConfig
+from rlx.models.tiny import build_tokenizer
+from rlx.policy.chat import Chat, load_chat
+from rlx.policy.spec import chat_of, spec_of
+from rlx.policy.templates import CALLING, RETURNED, TOOL
+from rlx.policy.tokenizer import WrittenTokenizer, compiled, described, loaded
+
+TEXTS = ("abc", "a , b ! 12", "<|im_start|>user\nabc<|im_end|>", " x\n", "ü🙂")
+TALK = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "cba"}, {"role": "user", "content": "d"}]
+
+
+def behaviour(tokenizer: Any) -> Any:
+    """What chat formats ask of it."""
+    ids = [tokenizer.encode(text, add_special_tokens=whole) for text in TEXTS for whole in (True, False)]
+    texts = [tokenizer.decode(each, skip_special_tokens=skips) for each in ids for skips in (True, False)]
+    shown = [tokenizer.apply_chat_template(TALK, tokenize=False, add_generation_prompt=asks) for asks in (True, False)]
+    marks = tokenizer.all_special_tokens
+    return ids, texts, shown, marks, tokenizer.convert_tokens_to_ids(marks), tokenizer.eos_token_id, tokenizer.unk_token_id
+
+
+def test_it_encodes_decodes_and_renders_as_the_tokenizer_that_it_was_written_from() -> None:
+    own = build_tokenizer(CONTEXT)
+    written = described(own)
+    assert written.fast is not None
+    assert behaviour(loaded(written)) == behaviour(own)
+
+
+def test_a_chat_format_made_from_its_description_writes_and_reads_alike() -> None:
+    chat = load_chat(build_tokenizer(CONTEXT), ModelConfig(name="tiny"))
+    other = chat_of(spec_of(chat))
+    assert other.render(TALK) == chat.render(TALK)
+    assert (other.stop_token_ids, other.tool_parser, other.reasoning_parser) == (
+        chat.stop_token_ids,
+        chat.tool_parser,
+        chat.reasoning_parser,
+    )
+    messages = [*TALK, CALLING, RETURNED]
+    assert other.transcript(messages, [TOOL]) == chat.transcript(messages, [TOOL])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*SERVED, *REFUSED])
+def test_known_templates_and_tokenizers_are_written_as_they_are(name: str) -> None:
+    tokenizer = known(name) if name in OWN else small_tokenizer(real_template(name))
+    written = described(tokenizer)
+    assert written.fast is not None
+    other = loaded(written)
+    one, two = Chat(tokenizer), Chat(other)
+    for seed in range(20):
+        messages, tools, _ = random_conversation(random.Random(seed), name not in REFUSED, True)
+        assert two.render(messages, tools) == (ids := one.render(messages, tools))
+        assert two.text(ids) == one.text(ids)
+        assert other.decode(ids, skip_special_tokens=True) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RENDERERS)
+def test_renderers_write_and_read_on_a_written_tokenizer_as_on_its_own(name: str) -> None:
+    chat = load_chat(known(name), model_config(renderer=RENDERERS[name]))
+    other = chat_of(spec_of(chat))
+    assert isinstance(other.tokenizer, WrittenTokenizer)
+    says = "llama3_json" if name == "llama3_1" else "hermes"
+    talks = [converse(each, random.Random(7), says, thinks=name == "qwen3") for each in (chat, other)]
+    assert plain([reply.turn for reply in talks[1][1]]) == plain([reply.turn for reply in talks[0][1]])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}",
+        "{{ bos_token }}{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m | tojson }}{% endfor %}",
+        "{%- for m in messages %}\n  {{- m.content | upper }}\n{% endfor %}{{ tools is none }}{{ documents is none }}",
+        "{{ raise_exception('no') }}",
+    ],
+)
+def test_templates_have_what_transformers_gives_them(template: str) -> None:
+    own = build_tokenizer(CONTEXT)
+    own.chat_template = template
+    other = loaded(described(own))
+
+    def shown(tokenizer: Any) -> str:
+        try:
+            return str(tokenizer.apply_chat_template(TALK, tokenize=False, add_generation_prompt=True))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    assert isinstance(other, WrittenTokenizer)
+    assert shown(other) == shown(own)
+
+
+def test_a_templates_date_is_todays() -> None:
+    assert len(compiled("{{ strftime_now('%Y') }}").render()) == 4
+
+
+class Backwards(PreTrainedTokenizerFast):
+    """A tokenizer that is a program of its own."""
+
+    def encode(self, text: str, *args: Any, **keys: Any) -> list[int]:  # type: ignore[override]
+        return list(super().encode(text[::-1], *args, **keys))
+
+
+def test_a_tokenizer_that_is_a_program_of_its_own_is_named_and_not_replaced() -> None:
+    plain = build_tokenizer(CONTEXT)
+    own = Backwards(tokenizer_object=plain.backend_tokenizer, eos_token=plain.eos_token, name_or_path="somebody/backwards")
+    written = described(own, trusted=True)
+    assert (written.fast, written.source, written.trusted) == (None, "somebody/backwards", True)
