@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from policy_stand_in import OUTSIDE, SAMPLING, StandIn, policy_of, task_of, tiny_chat
+from served_stand_in import give, served
 from traces import same, turns_of
 
 from rlx.config.schema import EnvConfig
@@ -318,13 +319,17 @@ def test_a_worker_gives_the_runs_of_a_whole_episode_as_this_process_does(monkeyp
     assert list(pool.agents) == ["left", "right"]
     found = []
     for env in (load(twice=True, agents_per_group="all", num_tasks=4), pool):
-        env.policy = policy_of(Recorder(), context_length=2000, sampling=SAMPLING)
 
         async def group(env: Any = env) -> list[Rollout]:
-            try:
-                return await play_group(env, task_of(env), 2, 0, Tally())
-            finally:
-                await env.close()
+            async with served(recorder := Recorder()) as sampler:
+                if isinstance(env, WorkerPool):
+                    give(env, sampler, context_length=2000, sampling=SAMPLING)
+                else:
+                    env.policy = policy_of(recorder, context_length=2000, sampling=SAMPLING)
+                try:
+                    return await play_group(env, task_of(env), 2, 0, Tally())
+                finally:
+                    await env.close()
 
         rollouts = asyncio.run(group())
         found.append([(one.agent, one.compared, one.reward, [turn.completion_ids.tolist() for turn in turns_of(one)]) for one in rollouts])
