@@ -268,7 +268,7 @@ def test_a_wrong_key_stops_at_once_and_an_endpoint_that_breaks_down_can_be_conti
     assert "resume=latest" in down.text
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_all_weights_of_a_run_on_one_server_give_the_scores_of_its_own_evaluations_also_after_a_kill(start, tmp_path: Path) -> None:
     training = start(
         "run", "max_steps=20", "weight_broadcast.keep_last=20", "eval.interval=10", "eval.num_examples=24", "ckpt.interval=null"

@@ -199,7 +199,7 @@ def test_an_example_has_the_settings_of_its_preset(name: str, there: Path) -> No
             assert getattr(example, field.name) == getattr(preset, field.name), field.name
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(3000)
 def test_reverse_text_runs_as_its_page_says(there: Path) -> None:
     run_page("reverse_text")

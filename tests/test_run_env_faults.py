@@ -44,6 +44,7 @@ def environment(name: str, args: dict, **keys: object) -> list[str]:
     return words + [f"+envs.{name}.{key}={value}" for key, value in keys.items()]
 
 
+@pytest.mark.nightly
 def test_each_fault_fails_its_own_rollouts_and_the_run_completes_and_counts_them(start):
     """Eight environments of the mix misbehave, each in its own way, in some of their examples. What is trained is what was sampled."""
     job: MainJob = start(

@@ -70,7 +70,7 @@ def reproduce(run_dir: Path, model_cache: Path) -> Path:
     return again
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_script_of_a_run_with_replaced_groups_several_passes_and_a_reference_repeats_it_bit_for_bit(start, model_cache):
     overrides = ("max_async_level=0", *SHORT, "loss=dapo", "loss.proximal=recompute", "loss.correction=tis", "loss.kl.beta=0.01")
     job = start("run", *overrides, "trainer.num_minibatches=2", "trainer.num_iterations=2", "ref.sync_interval=2")

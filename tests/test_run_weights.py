@@ -66,7 +66,7 @@ def compared(job: MainJob, attempt: int = 0) -> dict[str, list[tuple[int, str]]]
     return found
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_two_servers_get_every_version_beside_training_and_evaluations_also_after_a_kill(start: Callable[..., MainJob]) -> None:
     keys = ("max_async_level=1", "orchestrator.batch_size=32", "model.dtype=float32", "max_steps=8", "ckpt.interval=2")
     more = ("hardware.inference_replicas=2", "weight_broadcast.verify_every=1")
@@ -131,7 +131,7 @@ def where(job: MainJob) -> dict[int, bool]:
     return {version: paths.weights_of(version).is_symlink() for version in versions(paths.weights)}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_with_versions_in_memory_a_run_is_the_same_and_what_lasts_is_on_the_disk_also_after_a_kill(
     start: Callable[..., MainJob],
 ) -> None:

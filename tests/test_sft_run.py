@@ -133,7 +133,7 @@ def test_a_killed_run_that_trains_adapters_resumes_bit_for_bit(data: Path) -> No
     check_a_killed_run_goes_on_as(data / "whole", *keys)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_versions_are_evaluated_beside_training_and_a_lost_evaluation_is_made_again(data: Path) -> None:
     keys = ("max_steps=6", "ckpt.interval=3", "val.name=null", "env=reverse_text", "eval.interval=3", "eval.num_examples=8")
     first = sft(data, "evaluated", *keys)

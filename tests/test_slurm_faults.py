@@ -18,6 +18,7 @@ def trained(job: SlurmJob) -> int:
     return max((record["step"] for record in job.metrics() if record["source"] == "trainer"), default=-1)
 
 
+@pytest.mark.nightly
 def test_a_server_and_a_worker_killed_on_their_nodes_are_started_again(submit: Callable[..., SlurmJob]) -> None:  # noqa: F811
     job = submit("run", NODES, *LONG, "max_async_level=0")
     job.until_step(1)

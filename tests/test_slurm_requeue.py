@@ -77,8 +77,8 @@ def preempt_without_a_signal_of_its_own(job: SlurmJob) -> None:
 @pytest.mark.parametrize(
     "disturb",
     [
-        requeue,
-        *(pytest.param(kind, marks=pytest.mark.long) for kind in (signal_before_the_time_limit, preempt_without_a_signal_of_its_own)),
+        pytest.param(requeue, marks=pytest.mark.long),
+        *(pytest.param(kind, marks=pytest.mark.nightly) for kind in (signal_before_the_time_limit, preempt_without_a_signal_of_its_own)),
     ],
 )
 def test_a_run_that_was_requeued_in_mid_run_ends_like_one_that_was_not(submit, undisturbed, disturb):
@@ -102,7 +102,7 @@ def test_a_run_that_was_requeued_in_mid_run_ends_like_one_that_was_not(submit, u
     assert job.reproducible_lines() == undisturbed.reproducible_lines()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_an_evaluation_that_was_requeued_half_way_has_the_table_of_one_that_was_not(submit, tmp_path, model_cache):
     keys = ["env=reverse_text", "num_examples=128", "rollouts_per_example=8"]
     done = train(*keys, f"run.dir={tmp_path / 'whole'}", cwd=tmp_path, cache=model_cache, command=EVAL)
@@ -119,7 +119,7 @@ def test_an_evaluation_that_was_requeued_half_way_has_the_table_of_one_that_was_
     assert (job.run_dir / "summary.csv").read_text() == (tmp_path / "whole" / "summary.csv").read_text()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_supervised_training_over_three_nodes_that_was_requeued_has_the_weights_of_one_machine_that_was_left_alone(
     submit, tmp_path, model_cache
 ):
