@@ -107,6 +107,7 @@ def test_what_rlx_fetch_sft_fetched_is_all_that_a_machine_without_internet_needs
         assert said in accepted.stdout + accepted.stderr
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_math_takes_a_data_set_of_the_hub_by_its_name_alone(tmp_path: Path) -> None:
     """Its subset and columns are those of gsm8k: two subsets without a default, a question, and a solution with the answer behind ####."""

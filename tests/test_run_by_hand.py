@@ -64,6 +64,7 @@ def by_hand(run_dir: Path, *keys: str) -> Iterator[Hand]:
         hand.end()
 
 
+@pytest.mark.long
 def test_four_role_commands_do_what_train_does_and_the_server_outlives_them(start, tmp_path: Path, model_cache: Path) -> None:
     """Of a run on policy every number is the same."""
     with by_hand(tmp_path / "mine", *SHORT) as hand:
