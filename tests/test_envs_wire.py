@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlx.envs.playing import Playing
-from rlx.envs.playing import answer as answered
+from rlx.envs.watch import Playing
+from rlx.envs.watch import answer as answered
 from rlx.envs.wire import FromWorker, Link, Loaded, LoadFailed, Message, Ping, Play, Played, PlayFailed, ToWorker
 from rlx.trace import Node, Trace
 from rlx.types import Rollout, Task

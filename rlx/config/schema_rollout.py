@@ -69,7 +69,8 @@ class EnvConfig:
     )
     workers: int | None = key(None, "processes that play this environment; null: `orchestrator.env_workers`", low=0)
     python: str | None = key(
-        None, "path of another Python whose packages its workers use (`rlx env install PACKAGE --python NAME` makes one); null: the run's own"
+        None,
+        "path of another Python whose packages its workers use (`rlx env install … --python NAME`); null: the run's own",
     )
     sampling: EnvSampling = section(EnvSampling)
 

@@ -29,9 +29,8 @@ from rlx.config.schema_rollout import EnvConfig
 from rlx.envs.child import Child, measure_all
 from rlx.envs.given import Given
 from rlx.envs.marks import Mark
-from rlx.envs.playing import Playing, answer
 from rlx.envs.rows import PackedRows, RowPacker
-from rlx.envs.watch import Verdict, Worker, WorkerError
+from rlx.envs.watch import Playing, Verdict, Worker, WorkerError, answer
 from rlx.envs.wire import CancelPlay, Load, Loaded, LoadFailed, Outage, Ping, Play, Played, PlayFailed, Rows, Serve, Settings, Standing
 from rlx.heartbeat import ABSENT
 from rlx.inference.sampler import Sampler, Servers

@@ -1,15 +1,17 @@
-"""When a worker must be ended or replaced: what the pool sees of it from outside, without its help."""
+"""A worker and its requests as the pool sees them, without its help: when it must be ended or replaced, and what is answered."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from rlx.envs.base import failed
 from rlx.envs.child import Child, how
 from rlx.envs.marks import Mark
-from rlx.envs.playing import Playing, fail
 from rlx.envs.together import MOST_WAITING
-from rlx.types import Status
+from rlx.envs.wire import Played, PlayFailed
+from rlx.types import Rollout, Status, Task
 
 GRACE = 1.0  # seconds beyond its time that a rollout may take to end by itself
 BLOCKING = (
@@ -24,6 +26,21 @@ LOST = 3  # workers that a request may lose without being known as the cause; th
 
 class WorkerError(RuntimeError):
     """An environment has no working worker. The message has the environment's own words."""
+
+
+@dataclass(slots=True, eq=False)
+class Playing:
+    """One request, from `play` to its answer."""
+
+    number: int
+    task: Task
+    members: tuple[int, ...]
+    attempt: int
+    answer: asyncio.Future[list[Rollout]]
+    began: float = 0.0  # monotonic seconds when its worker got it
+    before: float = 0.0  # seconds that its worker had computed for all rollouts then
+    computed: float = 0.0  # seconds since then in which its worker computed for this request, as the pool saw it
+    lost: int = 0  # workers that died with it for an unknown reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,3 +178,30 @@ class Worker:
             if playing.lost > LOST:
                 fail(playing, None, "error", f"worker_{verdict.cause}", f"{verdict.text}; it lost {LOST} workers before")
         return [playing for playing in others if not playing.answer.done()]
+
+
+def answer(playing: Playing, message: Played | PlayFailed) -> None:
+    """Answer a request with what its worker says."""
+    if playing.answer.done():
+        return
+    if isinstance(message, PlayFailed):
+        playing.answer.set_exception(RuntimeError(f"{message.error}\n{message.trace}"))
+    elif message.rollouts:
+        own = [[replace(rollout, task=playing.task) for rollout in runs] for runs in message.rollouts]
+        playing.answer.set_result([replace(first, others=tuple(others)) if others else first for first, *others in own])
+    else:
+        fail(playing, None, "error", "environment_error", message.error or "the environment cancelled the rollout's own task")
+
+
+def fail(playing: Playing, member: int | None, status: Status, stop: str, error: str) -> None:
+    """Answer a request: this member failed (None: all of them), the others are cancelled."""
+    if playing.answer.done():
+        return
+    rollouts = []
+    for each in playing.members:
+        mine: tuple[Status, str, str] = (status, stop, error)
+        if member is not None and each != member:
+            mine = ("cancelled", "group_failed", "another rollout of the group failed")
+        timing = {"total": time.monotonic() - playing.began}
+        rollouts.append(failed(playing.task, each, None, *mine, timing))
+    playing.answer.set_result(rollouts)
