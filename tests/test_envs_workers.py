@@ -46,9 +46,11 @@ def pool_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., WorkerPoo
     monkeypatch.setattr("rlx.envs.pool.LOOK", 0.05)
     pools: list[WorkerPool] = []
 
-    def start(workers: int = 1, *, timeout: float = 30.0, gib: float | None = None, logs: Path | None = None, **args: Any) -> WorkerPool:
+    def start(
+        workers: int = 1, *, most: int = 0, timeout: float = 30.0, gib: float | None = None, logs: Path | None = None, **args: Any
+    ) -> WorkerPool:
         config = EnvConfig(id="stand_in", args=args)
-        pool = WorkerPool("e", config, Settings(SAMPLING, timeout, 64), workers, memory_gb=gib, logs=logs)
+        pool = WorkerPool("e", config, Settings(SAMPLING, timeout, 64), workers, most_workers=most, memory_gb=gib, logs=logs)
         pools.append(pool)
         return pool
 
@@ -129,7 +131,7 @@ def test_a_rollout_that_blocks_its_worker_is_a_timeout_that_names_the_function(p
     assert (bad.status, bad.stop) == ("timeout", "timeout")
     assert re.search(r"no result after 2.5 s \(rollout_timeout\): .*; at /.*/worker_stand_in.py:\d+ in sleep_in_c", bad.error or "")
     assert {index: facts(one) for index, one in played.items()} == {index: calm[index] for index in played}
-    assert pool.report()["workers/replaced_timeout"] == 1
+    assert worker_metrics({"e": pool})["workers/replaced_timeout"] == 1
     assert worker_metrics({"e": pool})["workers/replayed"] == pool.replayed > 0
 
 

@@ -81,6 +81,9 @@ class StandInEnvironment:
             reply = await episode.respond(messages)
             messages += [reply.message, task.row["prompt"][0]]
             ids.append(reply.request_id)
+        end = time.process_time() + self.args.get("busy", 0.0)
+        while time.process_time() < end:
+            pass
         if task.example_id in self.args["bad"] and (not self.scores_groups or member == 1) and attempt < self.args.get("attempts", 99):
             await asyncio.create_task(self.misbehave(task))
         return Rollout(

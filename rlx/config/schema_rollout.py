@@ -263,10 +263,10 @@ class PlayConfig:
         low=1,
     )
     rollout_timeout: float = key(600.0, "seconds for one rollout; after that it counts as `timeout` and is replaced", above=0)
-    env_workers: int = key(
-        1,
-        "processes for each environment of the mix; a rollout that blocks or kills one ends nothing but itself. "
-        "0: environments run in the orchestrator, where their code can block it",
+    env_workers: int | None = key(
+        None,
+        "processes for each environment of the mix; a rollout that blocks or kills one ends nothing but itself. null: one, and more "
+        "while rollouts wait for it, up to half of the cores. 0: environments run in the orchestrator, where their code can block it",
         low=0,
     )
     env_worker_memory_gb: float | None = key(

@@ -53,9 +53,12 @@ def load_one(name: str, config: EnvConfig, settings: Settings) -> Local:
     return load(name, config, settings.sampling, settings.timeout, settings.concurrency)
 
 
-def workers_of(config: PlayRoot, env: EnvConfig) -> int:
-    """How many processes play an environment; 0: the orchestrator plays it itself."""
-    return config.orchestrator.env_workers if env.workers is None else env.workers
+def workers_of(config: PlayRoot, env: EnvConfig) -> tuple[int, int]:
+    """How many processes play an environment at first, and how many at most; 0: the orchestrator plays it itself."""
+    from rlx.envs.growth import most_workers
+
+    asked = config.orchestrator.env_workers if env.workers is None else env.workers
+    return (1, most_workers()) if asked is None else (asked, asked)
 
 
 def settings_of(config: PlayRoot, env: EnvConfig) -> Settings:
@@ -73,9 +76,10 @@ def load_environments(config: PlayRoot, beat: Callable[[str], None], logs: Path 
 
     bound, configs = config.orchestrator.env_worker_memory_gb, played(config)
     pools: dict[str, Local] = {
-        name: WorkerPool(name, env, settings_of(config, env), workers, logs=logs, memory_gb=bound)
+        name: WorkerPool(name, env, settings_of(config, env), least, most_workers=most, logs=logs, memory_gb=bound)
         for name, env in configs.items()
-        if (workers := workers_of(config, env)) > 0
+        for least, most in [workers_of(config, env)]
+        if least > 0
     }
     envs: dict[str, Local] = {}
     for name, env in configs.items():
@@ -175,7 +179,7 @@ def load_tokenizer(config: PlayRoot, paths: RunPaths, beat: Callable[[str], None
     source = wait_for_model(paths, config.inference.startup_timeout, lambda: beat(WAITING_FOR_MODEL))
     keeps_tokens = config.keeps_thinking or config.orchestrator.trajectory_strategy == "interleaved"
     # An environment in this process, or the code that came with a tokenizer, may use torch through transformers.
-    others = config.model.trust_remote_code or not all(workers_of(config, env) for env in played(config).values())
+    others = config.model.trust_remote_code or not all(workers_of(config, env)[0] for env in played(config).values())
     with importing(), nullcontext() if others else hidden("torch"):
         tokenizer = tokenizer_of(source, config.model)
     return load_chat(tokenizer, config.model, keeps_tokens=keeps_tokens, ends=ends_of(source), keeps_thinking=config.keeps_thinking)

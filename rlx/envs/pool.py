@@ -28,6 +28,7 @@ from typing import Any
 from rlx.config.schema_rollout import EnvConfig
 from rlx.envs.child import Child, measure_all
 from rlx.envs.given import Given
+from rlx.envs.growth import Growth
 from rlx.envs.marks import Mark
 from rlx.envs.rows import PackedRows, RowPacker
 from rlx.envs.watch import Playing, Verdict, Worker, WorkerError, answer
@@ -45,8 +46,7 @@ MEASURE = 2.0  # seconds between two measurements of the memory of the processes
 WARN = 10.0  # seconds of one step after which the log names the function
 CLOSING = 6.0  # seconds for a worker to close its environment at the end
 FIRST_LOAD = 3600.0  # seconds to load the environment at the start: it may fetch its data
-LOADING = 600.0  # seconds for a replacement to load it, or LOADING_TIMES as long as the first load took
-LOADING_TIMES = 3
+LOADING, LOADING_TIMES = 600.0, 3  # seconds for a replacement to load it, or so many times as long as the first load took
 TRIES = 3  # replacements in a row that may end before they have loaded; then the run ends
 
 
@@ -60,12 +60,14 @@ class WorkerPool:
         settings: Settings,
         num_workers: int,
         *,
+        most_workers: int = 0,
         logs: Path | None = None,
         memory_gb: float | None = None,
     ) -> None:
         """Start the workers. Call it on the main thread, and `wait_loaded` before anything else.
 
-        `logs`: folder of their log files; None keeps the output in memory. `memory_gb`: bound of one worker's resident memory, in GiB.
+        `most_workers`: see `rlx.envs.growth`. `logs`: folder of the log files; None keeps the output in memory. `memory_gb`: bound of one
+        worker's resident memory, in GiB.
         """
         self.name = name
         self.policy = None  # the workers have it
@@ -83,7 +85,7 @@ class WorkerPool:
         self._numbers = itertools.count(1)
         self._pack = RowPacker()
         self._loading = LOADING
-        self.given = Given()
+        self.given, self._growth = Given(), Growth(num_workers, max(num_workers, most_workers))
         self._waiting: list[Playing] = []  # requests for which no worker is ready
         self._failed_starts = 0  # replacements in a row that ended before they had loaded
         self._broken: WorkerError | None = None
@@ -128,7 +130,7 @@ class WorkerPool:
                 gone = worker.child.process.poll() is not None  # a process that it forked may keep the link open
                 messages = worker.child.link.receive(0.05)
                 if not messages and time.monotonic() - began > FIRST_LOAD:
-                    worker.verdict = self._too_slow(FIRST_LOAD)
+                    worker.too_slow(self._config.id, FIRST_LOAD)
                     worker.child.kill()
                 if messages is None or (not messages and (gone or worker.verdict is not None)):
                     self._raise_not_loaded(worker)
@@ -150,9 +152,6 @@ class WorkerPool:
         for each in self._workers:
             each.child.reap()
         raise error
-
-    def _too_slow(self, limit: float) -> Verdict:
-        return Verdict("died", None, f"its worker has not loaded {self._config.id} within {limit:g} s")
 
     def _loaded(self, worker: Worker, message: Loaded) -> None:
         """A worker has loaded. Raises WorkerError if it cannot be used."""
@@ -242,7 +241,12 @@ class WorkerPool:
             try:
                 self._loaded(worker, message)
             except WorkerError as error:
-                self._break(error)
+                if not self._growth.refused(worker, self._workers):
+                    self._break(error)
+                    return
+                log.warning("%s\nThe workers that there are go on", error)
+                worker.retiring = True
+                self._let_go(worker)
                 return
             self._failed_starts = 0
             self._dispatch_waiting()
@@ -268,12 +272,14 @@ class WorkerPool:
             if time.monotonic() - measured > MEASURE:
                 await asyncio.to_thread(measure_all, [worker.child for worker in self._workers])
                 measured = time.monotonic()
+            if self._growth.due(self._workers, time.monotonic()):
+                log.info("envs.%s: its rollouts wait for its workers, so it gets another one", self.name)
+                self._add(1 + max(worker.place for worker in self._workers))
             for worker in [worker for worker in self._workers if worker.verdict is None]:
                 if worker.loaded:
                     self._look(worker, time.monotonic())
                 elif time.monotonic() - worker.began > self._loading:
-                    worker.verdict = self._too_slow(self._loading)
-                    self._soon(self._end(worker, worker.verdict))
+                    self._soon(self._end(worker, worker.too_slow(self._config.id, self._loading)))
 
     def _look(self, worker: Worker, now: float) -> None:
         """End a worker that a rollout blocks beyond its time, that is silent, or that needs too much memory."""
@@ -288,7 +294,7 @@ class WorkerPool:
             self._soon(self._warn(worker, verdict.mark, f"{verdict.text}, so it is replaced"))
             worker.retiring = True
             self.replaced["memory"] += 1
-            self._replace(worker)
+            self._add(worker.place)
             if not worker.load:
                 self._let_go(worker)
         elif verdict is not None:
@@ -342,13 +348,13 @@ class WorkerPool:
             log.warning("envs.%s: %s", self.name, verdict.text if worker.loaded else error)
             if verdict.cause == "died" and said:
                 log.warning("the end of its output:\n%s", said)
-        if not worker.retiring:
+        if not worker.retiring and (worker.loaded or not self._growth.refused(worker, [*self._workers, worker])):
             self.replaced[verdict.cause] += 1
             self._failed_starts += not worker.loaded
             if error is not None and self._failed_starts >= TRIES:
                 self._break(error)
             else:
-                self._replace(worker)
+                self._add(worker.place)
         self._settle(worker, verdict)
 
     def _settle(self, worker: Worker, verdict: Verdict) -> None:
@@ -365,10 +371,10 @@ class WorkerPool:
         worker.child.link.finish()
         asyncio.get_running_loop().call_later(CLOSING, worker.child.kill)
 
-    def _replace(self, worker: Worker) -> None:
-        """Start another worker in its place. If the system refuses, no request can be answered."""
+    def _add(self, place: int) -> None:
+        """Start a worker in this place. If the system refuses, no request can be answered."""
         try:
-            other = self._start(worker.place)
+            other = self._start(place)
         except OSError as error:  # no memory, no process, no file left
             self._break(WorkerError(f"envs.{self.name}: no other worker can be started: {error}"))
             return
@@ -408,9 +414,7 @@ class WorkerPool:
         """Rollouts that wait until their worker has computed for others."""
         return sum(worker.waiting for worker in self._workers)
 
-    def report(self) -> dict[str, float]:
-        """Resident bytes of the largest worker and what happened since the start, by metric name."""
-        values = {f"workers/replaced_{cause}": float(count) for cause, count in self.replaced.items()}
-        memory = max((worker.child.memory() for worker in self._workers), default=0)
-        now = {"perf/env_worker_memory_gb": memory / 2**30, "perf/waiting_for_workers": float(self.waiting)}
-        return {"workers/replayed": float(self.replayed), **now, **values}
+    @property
+    def memory(self) -> int:
+        """Resident bytes of the largest worker and of the processes that it has started."""
+        return max((worker.child.memory() for worker in self._workers), default=0)

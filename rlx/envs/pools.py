@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from rlx.envs.base import Environment
@@ -20,9 +21,11 @@ def away(sampler: Sampler, envs: Mapping[str, Environment]) -> float:
 
 
 def worker_metrics(envs: Mapping[str, Environment]) -> dict[str, float]:
-    """The metrics of all pools of a mix: sums, but the largest memory."""
-    values: dict[str, float] = {"workers/replayed": 0.0}
-    for env in envs.values():
-        for name, value in env.report().items() if isinstance(env, WorkerPool) else ():
-            values[name] = max(values.get(name, 0.0), value) if name == "perf/env_worker_memory_gb" else values.get(name, 0.0) + value
-    return values
+    """What the workers of a mix need now and what happened to them since the start, by metric name."""
+    pools = [env for env in envs.values() if isinstance(env, WorkerPool)]
+    values = {"workers/replayed": float(sum(pool.replayed for pool in pools))}
+    if pools:
+        values["perf/env_worker_memory_gb"] = max(pool.memory for pool in pools) / 2**30
+        values["perf/waiting_for_workers"] = float(sum(pool.waiting for pool in pools))
+    replaced = sum((pool.replaced for pool in pools), Counter[str]())
+    return values | {f"workers/replaced_{cause}": float(count) for cause, count in replaced.items()}

@@ -145,6 +145,11 @@ class Worker:
         mark = self.child.marks.step()
         return Verdict("memory" if used > HARD * bound else "retired", mark, says)
 
+    def too_slow(self, env_id: str, limit: float) -> Verdict:
+        """Note that it has not loaded the environment in time."""
+        self.verdict = Verdict("died", None, f"its worker has not loaded {env_id} within {limit:g} s")
+        return self.verdict
+
     def cannot_load(self, error: str) -> None:
         """Note the environment's own words, and end the process. It ends itself, unless it was its `Loaded` that could not be read."""
         self.load_error = error

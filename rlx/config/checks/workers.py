@@ -21,7 +21,7 @@ def another_python(cfg: Config, of: Show) -> Iterator[str]:
             continue
         section = section_of(name)
         key = f"{_where_python_is_set(cfg, name)}.python"
-        if not (cfg.orchestrator.env_workers if env.workers is None else env.workers):
+        if (cfg.orchestrator.env_workers if env.workers is None else env.workers) == 0:
             yield (
                 f"{key}={env.python} needs a process of its own, but {section} has no workers.\n"
                 f"Set {section}.workers=1 or more, or remove {key}."
