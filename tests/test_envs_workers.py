@@ -24,10 +24,9 @@ from rlx.concurrent import at_most
 from rlx.config.schema import EnvConfig
 from rlx.descendants import start_time
 from rlx.envs import boot
-from rlx.envs.marks import PLAYING, SPENT, Mark, Marks, marked_tasks
+from rlx.envs.marks import Mark
 from rlx.envs.pool import WorkerPool
 from rlx.envs.pools import waiting_for_workers, worker_metrics
-from rlx.envs.together import abandon, run_for
 from rlx.envs.watch import Verdict, Worker, WorkerError
 from rlx.envs.wire import Settings
 from rlx.types import Rollout
@@ -47,10 +46,17 @@ def pool_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., WorkerPoo
     pools: list[WorkerPool] = []
 
     def start(
-        workers: int = 1, *, most: int = 0, timeout: float = 30.0, gib: float | None = None, logs: Path | None = None, **args: Any
+        workers: int = 1,
+        *,
+        most: int = 0,
+        timeout: float = 30.0,
+        gib: float | None = None,
+        logs: Path | None = None,
+        keeps_late: bool = False,
+        **args: Any,
     ) -> WorkerPool:
         config = EnvConfig(id="stand_in", args=args)
-        pool = WorkerPool("e", config, Settings(SAMPLING, timeout, 64), workers, most_workers=most, memory_gb=gib, logs=logs)
+        pool = WorkerPool("e", config, Settings(SAMPLING, timeout, 64, keeps_late), workers, most_workers=most, memory_gb=gib, logs=logs)
         pools.append(pool)
         return pool
 
@@ -355,48 +361,6 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     assert start_time(pid) is None
 
 
-def test_time_in_which_others_compute_does_not_count_as_a_rollouts_own() -> None:
-    fd = Marks.create()
-    marks = Marks(fd)
-    os.close(fd)
-
-    async def reward(number: int) -> str:
-        await asyncio.sleep(0.01)
-        end = time.monotonic() + 0.06
-        while time.monotonic() < end:
-            pass
-        return "scored"
-
-    async def hangs(number: int) -> str:
-        await asyncio.sleep(3600)
-        return "never"
-
-    async def episode(number: int, work: Callable[[int], Any]) -> bool:
-        PLAYING.set((number, 1))
-        playing = await run_for(0.3, work(number))
-        if not (done := playing.done()):
-            await abandon(playing)
-        asyncio.get_running_loop().call_soon(SPENT.end, number)
-        late.append(asyncio.create_task(reward(number)))  # it computes after its rollout has ended
-        return done
-
-    async def main() -> list[bool]:
-        asyncio.get_running_loop().set_task_factory(marked_tasks(marks))
-        calls = []
-        for number in range(10):
-            PLAYING.set((number, 1))
-            SPENT.begin(number)
-            calls.append(asyncio.ensure_future(episode(number, hangs if number == 3 else reward)))
-        done = await asyncio.gather(*calls)
-        await asyncio.gather(*late)
-        return done
-
-    late: list[asyncio.Task[str]] = []
-    assert asyncio.run(main()) == [number != 3 for number in range(10)], "each reward takes 0.06 s of its 0.3 s; one never ends"
-    assert SPENT.own == {}, "of rollouts that have ended nothing is kept"
-    marks.close()
-
-
 def test_a_pool_tells_how_many_rollouts_wait_for_its_busy_worker(pool_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlx.envs.watch.CROWDED", 0.2)
     seen = []
@@ -410,3 +374,11 @@ def test_a_pool_tells_how_many_rollouts_wait_for_its_busy_worker(pool_of: Any, m
     assert [one.status for (one,) in play(pool, range(16), meanwhile=look)] == ["ok"] * 16
     assert 3 < max(seen) < 16, seen
     assert pool.replaced == {}
+
+
+def test_what_was_sampled_of_a_rollout_whose_reward_blocks_its_worker_is_kept_where_it_counts(pool_of: Any) -> None:
+    for keeps in (True, False):
+        pool = pool_of(timeout=TIMEOUT, keeps_late=keeps, trouble="c", bad=[1])
+        played = {one.task.index: one for (one,) in play(pool, range(3))}
+        assert [played[index].status for index in range(3)] == ["ok", "timeout", "ok"]
+        assert played[1].trace.has_tokens is keeps

@@ -67,6 +67,7 @@ class StandInEnvironment:
         words = [f"word {number} {salt}" for number in range(2500 if args["salt"] is None else 40)]
         self.rows = [{"example_id": number, "prompt": [{"role": "user", "content": word}]} for number, word in enumerate(words)]
         self.policy: Any = None
+        self.scores: Any = None
         self.tools = ()
 
     async def play(self, task: Task, members: Sequence[int], attempt: int) -> list[Rollout]:
@@ -81,6 +82,8 @@ class StandInEnvironment:
             reply = await episode.respond(messages)
             messages += [reply.message, task.row["prompt"][0]]
             ids.append(reply.request_id)
+        if self.scores is not None:
+            self.scores(episode.trace)
         end = time.process_time() + self.args.get("busy", 0.0)
         while time.process_time() < end:
             pass

@@ -33,6 +33,7 @@ from rlx.envs.together import abandon, raised_by, run_for, together
 from rlx.plain import CodecError, to_json
 from rlx.policy.base import Message, Policy, PromptTooLong, Reply
 from rlx.stacks import rollout_name
+from rlx.trace import Trace
 from rlx.types import Rollout, Task
 
 log = logging.getLogger(__name__)
@@ -178,6 +179,7 @@ class FunctionEnvironment:
     def __init__(self, name: str, source: Source, config: EnvConfig, timeout: float) -> None:
         self.name, self.reward, self.timeout, self.reward_raises = name, source.reward, timeout, config.reward_raises
         self.policy: Policy | None = None
+        self.scores: Callable[[Trace], None] | None = None
         self.rows = TaskRows(source, config.split == "eval", config.num_tasks)
         file = getattr(sys.modules.get(str(config.args["reward"]).rpartition(".")[0]), "__file__", None)
         self.sources = Path(file) if file else None
@@ -233,6 +235,8 @@ class FunctionEnvironment:
         began = time.monotonic()
         reply = await episode.respond(task.row["prompt"])
         timing["generation"] = time.monotonic() - began
+        if self.scores is not None:
+            self.scores(episode.trace)
         try:
             call = functools.partial(self.reward, reply.content, dict(task.row))
             if inspect.iscoroutinefunction(self.reward):

@@ -64,7 +64,7 @@ def workers_of(config: PlayRoot, env: EnvConfig) -> tuple[int, int]:
 def settings_of(config: PlayRoot, env: EnvConfig) -> Settings:
     """What the environment needs to know of the run."""
     timeout = config.orchestrator.rollout_timeout if env.rollout_timeout is None else env.rollout_timeout
-    return Settings(sampling_of(config, env), timeout, config.concurrency)
+    return Settings(sampling_of(config, env), timeout, config.concurrency, env.on_timeout != "drop")
 
 
 def load_environments(config: PlayRoot, beat: Callable[[str], None], logs: Path | None = None) -> dict[str, Local]:

@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from rlx.config.schema_rollout import EnvConfig
+from rlx.envs import wire
 from rlx.envs.child import Child, measure_all
 from rlx.envs.given import Given
 from rlx.envs.growth import Growth
 from rlx.envs.marks import Mark
 from rlx.envs.rows import PackedRows, RowPacker
 from rlx.envs.watch import Playing, Verdict, Worker, WorkerError, answer
-from rlx.envs.wire import CancelPlay, Load, Loaded, LoadFailed, Outage, Ping, Play, Played, PlayFailed, Rows, Serve, Settings, Standing
 from rlx.heartbeat import ABSENT
 from rlx.inference.sampler import Sampler, Servers
 from rlx.policy.base import Policy
@@ -57,7 +57,7 @@ class WorkerPool:
         self,
         name: str,
         config: EnvConfig,
-        settings: Settings,
+        settings: wire.Settings,
         num_workers: int,
         *,
         most_workers: int = 0,
@@ -81,15 +81,12 @@ class WorkerPool:
         self.replayed = 0  # requests played again because their worker ended
         self._config, self._settings = config, settings
         self._logs, self._memory = logs, None if memory_gb is None else memory_gb * 2**30
-        self._digest = ""
-        self._numbers = itertools.count(1)
-        self._pack = RowPacker()
-        self._loading = LOADING
+        self._digest, self._loading = "", LOADING
+        self._numbers, self._pack = itertools.count(1), RowPacker()
         self.given, self._growth = Given(), Growth(num_workers, max(num_workers, most_workers))
         self._waiting: list[Playing] = []  # requests for which no worker is ready
-        self._failed_starts = 0  # replacements in a row that ended before they had loaded
         self._broken: WorkerError | None = None
-        self._closed = False
+        self._failed_starts, self._closed = 0, False  # replacements in a row that ended before they had loaded
         self._watch: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()
         self._workers = [self._start(place) for place in range(num_workers)]
@@ -100,7 +97,7 @@ class WorkerPool:
         name = f"env_{self.name}_{place}"
         worker = Worker(Child(name, self._config.python, None if self._logs is None else self._logs / f"{name}.log"), place)
         with contextlib.suppress(ConnectionError):  # it is gone already, which its end tells
-            worker.child.link.send_now(Load(self.name, self._config, self._settings, send_rows=place == 0 and not self._digest))
+            worker.child.link.send_now(wire.Load(self.name, self._config, self._settings, send_rows=place == 0 and not self._digest))
         self.given.introduce(worker)
         return worker
 
@@ -115,7 +112,7 @@ class WorkerPool:
 
     def _tell(self, servers: Servers) -> None:
         for worker in self._workers:
-            worker.child.link.send(Serve(servers))
+            worker.child.link.send(wire.Serve(servers))
 
     def wait_loaded(self, tick: Callable[[], None] = lambda: None) -> None:
         """Wait until every worker has loaded the environment. `tick` is called about twenty times a second.
@@ -135,13 +132,13 @@ class WorkerPool:
                 if messages is None or (not messages and (gone or worker.verdict is not None)):
                     self._raise_not_loaded(worker)
                 for message in messages or ():
-                    if isinstance(message, Rows):
+                    if isinstance(message, wire.Rows):
                         rows += message.rows
-                    elif isinstance(message, LoadFailed):
+                    elif isinstance(message, wire.LoadFailed):
                         worker.cannot_load(message.error)
                         log.error("%s", message.trace)
                     else:
-                        assert isinstance(message, Loaded), f"{message} before the environment was loaded"
+                        assert isinstance(message, wire.Loaded), f"{message} before the environment was loaded"
                         self._loaded(worker, message)
                         if worker.place == 0:
                             self.rows, self.scores_groups = PackedRows(rows, message.columns), message.scores_groups
@@ -153,7 +150,7 @@ class WorkerPool:
             each.child.reap()
         raise error
 
-    def _loaded(self, worker: Worker, message: Loaded) -> None:
+    def _loaded(self, worker: Worker, message: wire.Loaded) -> None:
         """A worker has loaded. Raises WorkerError if it cannot be used."""
         worker.loaded, worker.alive, worker.child.sources = True, time.monotonic(), message.sources
         if self._digest and message.digest != self._digest:
@@ -211,7 +208,8 @@ class WorkerPool:
             worker.alive = time.monotonic()  # it had nothing to say
         worker.playing[playing.number] = playing
         playing.began, playing.before, playing.computed = time.monotonic(), worker.computed, 0.0
-        worker.child.link.send(Play(playing.number, task.example_id, task.index, self._pack(task), list(playing.members), playing.attempt))
+        asked = playing.number, task.example_id, task.index, self._pack(task), list(playing.members), playing.attempt
+        worker.child.link.send(wire.Play(*asked))
 
     def _dispatch_waiting(self) -> None:
         """A worker is ready: send what waits for one."""
@@ -225,19 +223,21 @@ class WorkerPool:
         for worker in self._workers:
             if worker.playing.pop(playing.number, None) is not None:
                 worker.cancelled.add(playing.number)
-                worker.child.link.send(CancelPlay(playing.number))
+                worker.child.link.send(wire.CancelPlay(playing.number))
 
     def _handle(self, worker: Worker, message: Any) -> None:
         """A message of a worker in the running loop."""
         worker.alive = time.monotonic()
-        if isinstance(message, Played | PlayFailed):
+        if isinstance(message, wire.Played | wire.PlayFailed):
             playing = worker.playing.pop(message.number, None)
             worker.cancelled.discard(message.number)
             if playing is not None:
                 answer(playing, message)
             if worker.retiring and not worker.load:
                 self._let_go(worker)
-        elif isinstance(message, Loaded):
+        elif isinstance(message, wire.Scores) and (playing := worker.playing.get(message.number)) is not None:
+            playing.sampled[message.member] = message.trace
+        elif isinstance(message, wire.Loaded):
             try:
                 self._loaded(worker, message)
             except WorkerError as error:
@@ -250,13 +250,13 @@ class WorkerPool:
                 return
             self._failed_starts = 0
             self._dispatch_waiting()
-        elif isinstance(message, LoadFailed) and worker.loaded:
+        elif isinstance(message, wire.LoadFailed) and worker.loaded:
             self._break(WorkerError(f"envs.{self.name}: {message.error}"))
-        elif isinstance(message, LoadFailed):
+        elif isinstance(message, wire.LoadFailed):
             worker.cannot_load(message.error)
-        elif isinstance(message, Outage):
+        elif isinstance(message, wire.Outage):
             self.given.note_outage(worker, message.begins)
-        elif isinstance(message, Standing):
+        elif isinstance(message, wire.Standing):
             self.heard(message.models, message.refusal)
 
     # -- watching
@@ -305,7 +305,7 @@ class WorkerPool:
             self._soon(self._warn(worker, mark, f"{worker.child.name} has computed one step for over {WARN:g} s"))
         elif worker.silent:
             worker.pinged = now
-            worker.child.link.send(Ping())
+            worker.child.link.send(wire.Ping())
 
     async def _warn(self, worker: Worker, mark: Mark | None, what: str) -> None:
         where = "" if mark is None else await worker.child.stack(mark)

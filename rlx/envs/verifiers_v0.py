@@ -31,6 +31,7 @@ from rlx.envs.verifiers_group import Player, leaves, players_of, routed
 from rlx.envs.verifiers_hooks import REWARD_ERRORS
 from rlx.policy.base import Episode, Policy
 from rlx.stacks import rollout_name
+from rlx.trace import Trace
 from rlx.types import Rollout, Status, Task
 
 verifiers_mcp.install()
@@ -85,6 +86,7 @@ class VerifiersEnvironment:
         """`num_tasks`: use only the first examples. `reward_raises`: the rule of `with_raised_reward`."""
         self.name = name
         self.policy: Policy | None = None
+        self.scores: Callable[[Trace], None] | None = None
         self.env = env
         self.timeout = timeout
         self.reward_raises = reward_raises
@@ -214,6 +216,8 @@ class VerifiersEnvironment:
         state = await env.rollout(row, client, "policy", dict(player.sampling))
         state[ANSWERED] = client.answered
         if state.get("error") is None and not state.get("timed_out") and state["trajectory"] and not player.scores_groups:
+            if self.scores is not None:
+                self.scores(client.episode.keep(trajectory_of(state)))
             began = time.monotonic()
             await (env.rubric.score_rollout(state) if env.score_rollouts else env.rubric.dummy_score_rollout(state))
             client.scoring = time.monotonic() - began

@@ -11,6 +11,7 @@ from rlx.envs.child import Child, how
 from rlx.envs.marks import Mark
 from rlx.envs.together import MOST_WAITING
 from rlx.envs.wire import Played, PlayFailed
+from rlx.trace import Trace
 from rlx.types import Rollout, Status, Task
 
 GRACE = 1.0  # seconds beyond its time that a rollout may take to end by itself
@@ -41,6 +42,7 @@ class Playing:
     before: float = 0.0  # seconds that its worker had computed for all rollouts then
     computed: float = 0.0  # seconds since then in which its worker computed for this request, as the pool saw it
     lost: int = 0  # workers that died with it for an unknown reason
+    sampled: dict[int, Trace] = field(default_factory=dict)  # of the members whose rewards compute, if that is kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +181,7 @@ class Worker:
             fail(culprit, verdict.mark.member, status, stop, verdict.text)
         others, self.playing = list(self.playing.values()), {}
         for playing in others:
+            playing.sampled = {}
             playing.lost += culprit is None and verdict.cause != "retired"
             if playing.lost > LOST:
                 fail(playing, None, "error", f"worker_{verdict.cause}", f"{verdict.text}; it lost {LOST} workers before")
@@ -208,5 +211,6 @@ def fail(playing: Playing, member: int | None, status: Status, stop: str, error:
         if member is not None and each != member:
             mine = ("cancelled", "group_failed", "another rollout of the group failed")
         timing = {"total": time.monotonic() - playing.began}
-        rollouts.append(failed(playing.task, each, None, *mine, timing))
+        lost = failed(playing.task, each, None, *mine, timing)
+        rollouts.append(replace(lost, trace=playing.sampled.get(each, lost.trace)))
     playing.answer.set_result(rollouts)

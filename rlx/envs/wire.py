@@ -2,7 +2,7 @@
 
     orchestrator                                       worker (a process that has loaded the environment)
     Load, Give, Serve, Play, CancelPlay, Ping   →
-                                                  ←    Rows, Loaded, LoadFailed, Played, PlayFailed, Outage, Standing, Pong
+                                                  ←    Rows, Loaded, LoadFailed, Scores, Played, PlayFailed, Outage, Standing, Pong
 
 A frame is four bytes of length and one message in msgpack. What is ready at the same moment goes out in one write.
 Only plain values and arrays of numbers cross: no classes, no code.
@@ -26,6 +26,7 @@ from rlx.config.schema_rollout import EnvConfig
 from rlx.inference.sampler import Servers
 from rlx.plain import from_json, to_json
 from rlx.policy.spec import PolicySpec
+from rlx.trace import Trace
 from rlx.types import Rollout
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class Settings:
     sampling: dict[str, Any] = field(default_factory=dict)  # default parameters of requests, by vLLM's names
     timeout: float = 600.0  # seconds for one rollout, unless the environment's configuration sets `rollout_timeout`
     concurrency: int = 1  # rollouts that may be in flight in one process
+    keeps_late: bool = False  # what was sampled of a rollout that runs out of time counts (`envs.NAME.on_timeout`)
 
 
 class Message(msgspec.Struct, array_like=True, tag=True, gc=False):
@@ -114,6 +116,14 @@ class LoadFailed(Message):
     trace: str
 
 
+class Scores(Message):
+    """What is trained of a rollout whose rewards compute now: they may block or end the worker. Only if `Settings.keeps_late`."""
+
+    number: int
+    member: int
+    trace: Trace
+
+
 class Played(Message):
     """The answer to a `Play`."""
 
@@ -148,7 +158,7 @@ class Pong(Message):
 
 
 ToWorker = Load | Give | Serve | Play | CancelPlay | Ping
-FromWorker = Rows | Loaded | LoadFailed | Played | PlayFailed | Outage | Standing | Pong
+FromWorker = Rows | Loaded | LoadFailed | Scores | Played | PlayFailed | Outage | Standing | Pong
 
 
 def _plain(value: Any) -> Any:
@@ -240,6 +250,11 @@ class Link:
         if not self._flushing and self._loop is not None:
             self._flushing = True
             self._loop.call_soon(self._flush)
+
+    def send_at_once(self, message: Message) -> None:
+        """Send now, as far as the socket takes it: what follows may block the loop."""
+        self.send(message)
+        self._flush()
 
     def close(self) -> None:
         """Close the socket. What was not sent yet is dropped."""

@@ -39,6 +39,7 @@ from rlx.envs.wire import (
     PlayFailed,
     Pong,
     Rows,
+    Scores,
     Serve,
     Standing,
     ToWorker,
@@ -50,7 +51,7 @@ from rlx.policy.base import Episode, Policy
 from rlx.policy.spec import chat_of, policy_of
 from rlx.process import die_with_parent
 from rlx.stacks import answer_in_child, explain_with, where_rollouts_wait
-from rlx.trace import Turn
+from rlx.trace import Trace, Turn
 from rlx.types import Task
 
 log = logging.getLogger("rlx.envs.worker")
@@ -91,7 +92,7 @@ def main(name: str, sock: str, marks: str, stacks: str) -> None:
     asyncio.set_event_loop(loop)
     explain_with(lambda: where_rollouts_wait(loop, getattr(env, "sources", None)))
     answer_in_child(name, int(stacks))
-    Server(link, env, loop, memory).run(more)
+    Server(link, env, loop, memory, load.settings.keeps_late).run(more)
     os._exit(0)  # a thread that hangs must not keep the process
 
 
@@ -202,8 +203,8 @@ class Generating:
 class Server:
     """Plays requests concurrently, and sends each rollout as soon as it is scored."""
 
-    def __init__(self, link: Link, env: Any, loop: asyncio.AbstractEventLoop, marks: Marks) -> None:
-        self.link, self.env, self.loop = link, env, loop
+    def __init__(self, link: Link, env: Any, loop: asyncio.AbstractEventLoop, marks: Marks, keeps_late: bool) -> None:
+        self.link, self.env, self.loop, self.keeps_late = link, env, loop, keeps_late
         self.generating = Generating(link, marks)
         self.policy: Policy | None = None
         self._playing: dict[int, asyncio.Task[None]] = {}
@@ -251,6 +252,12 @@ class Server:
             self.link.send(LoadFailed(f"its policy cannot be made: {in_one_line(error, None)}", traceback.format_exc()))
             return
         self.env.policy = Marking(self.policy)
+        if self.keeps_late:
+            self.env.scores = self._scores
+
+    def _scores(self, trace: Trace) -> None:
+        number, member = PLAYING.get()
+        self.link.send_at_once(Scores(number, member - 1, trace))
 
     async def _play(self, asked: Play) -> None:
         try:
