@@ -17,6 +17,7 @@ from rlx.inference.client import Client
 from rlx.inference.endpoints import Endpoint
 from rlx.inference.middleware import Secret
 from rlx.inference.wire import InferenceError, RequestRefused, Sampling, ServerUnreachable
+from rlx.trace import Turn
 
 CHOICE = {
     "token_ids": [7, 8, 9],
@@ -38,14 +39,18 @@ def span(version: str, start: int, end: int) -> dict[str, Any]:
     return {"version": version, "start": start, "end": end}
 
 
+def turn_of(answer: bytes) -> Turn:
+    return wire.turn_of("server x", answer, np.array([1], np.int32), 1.0, lambda label: int(label.partition("@")[0]))
+
+
 def test_a_completion_has_ids_float32_logprobs_and_version_spans() -> None:
-    completion = wire.completion_of("server", body())
-    assert completion.token_ids.tolist() == [7, 8, 9]
-    assert completion.logprobs.tolist() == [-0.5, -1.5, 0.0]
-    assert (completion.token_ids.dtype, completion.logprobs.dtype) == (np.int32, np.float32)
-    assert (completion.finish_reason, completion.spans) == ("length", [("3@run", 0, 2), ("4@run", 2, 3)])
-    empty = wire.completion_of("server", body(token_ids=[], logprobs=None, weight_versions=[], finish_reason="abort"))
-    assert (len(empty.token_ids), empty.finish_reason) == (0, "abort")
+    turn = turn_of(body())
+    assert turn.completion_ids.tolist() == [7, 8, 9]
+    assert turn.logprobs.tolist() == [-0.5, -1.5, 0.0]
+    assert (turn.completion_ids.dtype, turn.logprobs.dtype) == (np.int32, np.float32)
+    assert (turn.finish_reason, turn.versions.tolist()) == ("length", [3, 3, 4])
+    empty = turn_of(body(token_ids=[], logprobs=None, weight_versions=[], finish_reason="abort"))
+    assert (len(empty.completion_ids), empty.finish_reason) == (0, "abort")
 
 
 @pytest.mark.parametrize(
@@ -70,7 +75,7 @@ def test_a_completion_has_ids_float32_logprobs_and_version_spans() -> None:
 )
 def test_what_is_not_a_whole_completion_with_finite_logprobs_is_not_used(answer: bytes, why: str) -> None:
     with pytest.raises(InferenceError, match=f"server x.*{why}"):
-        wire.completion_of("server x", answer)
+        turn_of(answer)
 
 
 def test_a_request_names_every_sampling_parameter_because_vllm_takes_missing_ones_from_the_model() -> None:

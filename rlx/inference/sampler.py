@@ -259,18 +259,11 @@ class Sampler:
             raise StaleServer(f"{endpoint.name} does not have the adapter {adapter}")
         if status != 200:
             raise error_of(endpoint.name, status, body)
-        completion = wire.completion_of(endpoint.name, body)
-        versions = np.empty(len(completion.token_ids), wire.INT)
-        for label, start, end in completion.spans:
-            versions[start:end] = version if adapter is not None else self._version_of(endpoint, label, version)
-        return Turn(
-            prompt_ids=prompt,
-            completion_ids=completion.token_ids,
-            logprobs=completion.logprobs,
-            versions=versions,
-            temperature=sampling.scored_at,
-            finish_reason=completion.finish_reason,
-        )
+
+        def version_of(label: str) -> int:
+            return version if adapter is not None else self._version_of(endpoint, label, version)
+
+        return wire.turn_of(endpoint.name, body, prompt, sampling.scored_at, version_of)
 
     def _version_of(self, endpoint: Endpoint, label: str, at_least: int) -> int:
         """The version that a label of this run names. Raises StaleServer for an older one, TakenServer for another run's."""

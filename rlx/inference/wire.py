@@ -6,13 +6,15 @@ Everything that depends on vLLM's JSON is in this file. Transport and retries ar
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 
-from rlx.arrays import Float, Int
+from rlx.arrays import Int
+from rlx.trace import Turn
 
 GENERATE = "/inference/v1/generate"
 HEALTH = "/health"
@@ -97,15 +99,6 @@ class Sampling(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         return max(self.temperature, LEAST_TEMPERATURE) if self.temperature else 1.0
 
 
-class Completion(msgspec.Struct, frozen=True):
-    """The sampled tokens of one request. `spans` [("3@run", 0, 2), ("4@run", 2, 7)]: which weights sampled which tokens."""
-
-    token_ids: Int  # [C]
-    logprobs: Float  # [C] at the sampling temperature, after truncation by top_p etc.
-    finish_reason: str  # "stop", "length" or "abort"
-    spans: list[tuple[str, int, int]]
-
-
 class _Logprob(msgspec.Struct):
     logprob: float
 
@@ -156,8 +149,11 @@ def generate_body(prompt: Int, sampling: Sampling, request_id: str, model: str |
     return _encode(body if model is None else body | {"model": model})
 
 
-def completion_of(server: str, body: bytes) -> Completion:
-    """Decode the answer to a request. Raises InferenceError if it is not a whole completion with finite log-probabilities."""
+def turn_of(server: str, body: bytes, prompt: Int, temperature: float, version_of: Callable[[str], int]) -> Turn:
+    """The turn in the answer to a request with `prompt` [P]. `version_of` reads the labels of the weights that sampled its tokens.
+
+    Raises InferenceError if the answer is not a whole completion with finite log-probabilities, and what `version_of` raises.
+    """
     try:
         (choice,) = _answer(body).choices
     except (msgspec.MsgspecError, ValueError) as error:
@@ -167,14 +163,24 @@ def completion_of(server: str, body: bytes) -> Completion:
     ids = np.array(choice.token_ids, INT)
     given = choice.logprobs.content if choice.logprobs is not None else None
     logprobs = np.array([entry.logprob for entry in given or ()], FLOAT)
-    spans = [(span.version, span.start, span.end) for span in choice.weight_versions or ()]
     finite = int((np.isfinite(logprobs) & (logprobs > NO_NUMBER)).sum())
     if finite != len(ids) or len(logprobs) != len(ids):
         raise InferenceError(f"{server} returned {len(ids)} tokens with {len(logprobs)} log-probabilities, of which {finite} are finite")
+    spans = [(span.version, span.start, span.end) for span in choice.weight_versions or ()]
     ends = [0, *(end for _, _, end in spans)]
     if len(ids) and (ends[-1] != len(ids) or ends[:-1] != [start for _, start, _ in spans]):
         raise InferenceError(f"{server} returned {len(ids)} tokens with the version spans {spans}")
-    return Completion(ids, logprobs, choice.finish_reason or "stop", spans)
+    versions = np.empty(len(ids), INT)
+    for label, start, end in spans:
+        versions[start:end] = version_of(label)
+    return Turn(
+        prompt_ids=prompt,
+        completion_ids=ids,
+        logprobs=logprobs,
+        versions=versions,
+        temperature=temperature,
+        finish_reason=choice.finish_reason or "stop",
+    )
 
 
 def label_of(version: int, run: str) -> str:
