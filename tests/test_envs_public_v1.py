@@ -30,12 +30,10 @@ REFUSED = {
     "gsm8k": ({}, "its tasks run commands in the agent's sandbox (GSM8KTask.correct, GSM8KTask.setup), and rlx starts no sandbox"),
     "interception": ({}, "(envs.e.args.taskset.task.judge), which needs a key, and PRIME_API_KEY is not set"),
     "nemo_gym_weather": ({}, "its resource server is part of the package nemo-gym, which this Python lacks"),
-    "openenv_wordle": ({}, "it imports openenv when it runs, which this Python lacks"),
     "web_search_interception": (
         {},
         "the program web_search_interception, which must run in a container, and rlx starts none",
     ),
-    "wiki_search": ({}, "it imports chromadb when it runs, which this Python lacks"),
     "wordle": ({}, "textarena requires nltk and textarena. Install with"),
 }
 
@@ -56,7 +54,7 @@ def quiet(monkeypatch, caplog):
 @pytest.mark.slow
 def test_a_game_of_two_agents_is_played_like_stock_verifiers_plays_it(monkeypatch):
     on_path(KUHN.name, monkeypatch)
-    assert kind_of(KUHN.name, importing=False) == "v1"
+    assert kind_of(KUHN.name) == "v1"
     env = load(KUHN.name, KUHN.args, [KUHN.agent])
     task, answers = task_of(env), Answers(KUHN.model)
     (rollout,) = asyncio.run(played(env, answers, task, [0]))
@@ -125,7 +123,7 @@ def test_an_environment_is_refused_by_one_sentence_when_it_is_loaded(name, monke
     args, sentence = REFUSED[name]
     for module in ("chromadb", "nemo_gym", "openenv", "nltk", "textarena"):
         monkeypatch.setitem(sys.modules, module, None)  # as where it is not installed
-    assert kind_of(name, importing=False) == "v1"
+    assert kind_of(name) == "v1"
     with pytest.raises((ValueError, ImportError)) as caught:
         load(name, args, [])
     assert sentence in str(caught.value)

@@ -2,7 +2,7 @@
 
     PYTHON rlx/envs/boot.py catalog          prints them as JSON: a list with the fields of `Listed`
 
-An environment is a module of an installed package that `rlx.envs.kinds` takes for one.
+An environment is a module whose text names `load_environment` or a `Taskset`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import Distribution
 
 from rlx.envs.errors import sources_of
-from rlx.envs.kinds import Unclear, kind_of
+from rlx.envs.kinds import has_classic
 
 SIGN = re.compile(r"\bload_environment\b|Taskset\b")  # the module of an environment has one of these, unless it computes its names
 FIRST = re.compile(r"^([A-Za-z]\w*)(?:/__init__)?\.py,", re.MULTILINE)  # modules at the top, in a package's list of files
@@ -64,13 +64,10 @@ def _listed(package: Distribution, module: str) -> Listed | None:
         for_verifiers = any("verifiers" in line for line in package.requires or ())
         if not SIGN.search(text) and not (for_verifiers and "__getattr__" in text):
             return None
-        kind: str = kind_of(module, importing=False)
-    except Unclear:
-        if not for_verifiers:
-            return None
-        kind = "unclear"
     except (OSError, UnicodeDecodeError, ValueError):
         return None
+    classic, v1 = "load_environment" in text, "Taskset" in text
+    kind = "classic" if classic and (has_classic() or not v1) else "v1" if v1 else "unclear"
     return Listed(
         name=module.replace("_", "-"),
         kind=kind,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlx.config.evaluated import played
 from rlx.config.schema import Config, EnvConfig, PlayRoot
+from rlx.config.signatures import FUNCTION
 from rlx.envs.base import Environment, Local, sampling_of
 from rlx.envs.wire import Settings
 from rlx.process import hidden, importing
@@ -40,12 +41,12 @@ def load_one(name: str, config: EnvConfig, settings: Settings) -> Local:
     # A job that runs a snapshot sets it for `python -m rlx…`. A script that the environment starts must find the modules beside it.
     os.environ.pop("PYTHONSAFEPATH", None)
     load: Callable[..., Local]
-    kind = kind_of(config.id)
+    if config.id != FUNCTION and importlib.util.find_spec("verifiers") is None:
+        raise RuntimeError(f"{sys.executable} has no verifiers; install with: {sys.executable} -m pip install verifiers")
     with importing():
+        kind = kind_of(config.id)
         if kind == "function":
             from rlx.envs.function import load  # type: ignore[assignment]
-        elif importlib.util.find_spec("verifiers") is None:
-            raise RuntimeError(f"{sys.executable} has no verifiers; install with: {sys.executable} -m pip install verifiers")
         elif kind == "v1":
             from rlx.envs.verifiers_v1 import load_environment as load
         else:

@@ -6,16 +6,13 @@ processes of this machine; sandboxes and containers are never started.
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import dis
 import importlib.metadata
 import importlib.util
-import inspect
 import re
 import socket
 import sys
-import textwrap
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,7 +31,6 @@ from verifiers.v1.mcp import launch
 from verifiers.v1.runtimes import SubprocessRuntime
 
 from rlx.envs import verifiers_mcp
-from rlx.envs.kinds import uncollected
 from rlx.envs.verifiers_v1_client import PolicyEndpoint
 
 SCRIPT = re.compile(r"(?m)^# /// script$\s(?P<content>(^#(| .*)$\s)+)^# ///$")  # the form that PEP 723 gives
@@ -62,10 +58,6 @@ class Needs:
             yield from self.task(task_type, name)
         for server in self._servers(env):
             yield from self._server(server)
-        classes = [(type(env), vf.Env), (type(env.taskset), vf.Taskset), (task_type, vf.Task)]
-        classes += [(type(server), vf.Toolset) for server in self._servers(env)]
-        if lacking := sorted(set().union(*(missing_imports(each, base) for each, base in classes))):
-            yield f"it imports {', '.join(lacking)} when it runs, which this Python lacks; install it ({sys.executable})"
         yield from self._resource_server(env)
         for where, endpoint in endpoints(config, self.key):
             yield from self._endpoint(where, endpoint)
@@ -301,28 +293,6 @@ def _reads(function: Callable, name: str) -> bool:
         return True
     read = (each.argval for each in dis.get_instructions(code) if each.opname.startswith("LOAD_FAST"))
     return any(name in (one if isinstance(one, tuple) else (one,)) for one in read)
-
-
-def missing_imports(of: type, base: type) -> set[str]:
-    """Packages that functions of a class import when they run, and that this Python lacks. Imports inside `try` may fail on purpose."""
-    missing: set[str] = set()
-    for each in of.__mro__:
-        if each in base.__mro__ or each.__module__ == "builtins":
-            continue
-        try:
-            with uncollected():
-                waiting: list[ast.AST] = [ast.parse(textwrap.dedent(inspect.getsource(each)))]
-        except (OSError, SyntaxError, TypeError):  # made without a file
-            continue
-        while waiting:
-            node = waiting.pop()
-            if isinstance(node, ast.Try):
-                continue
-            waiting += ast.iter_child_nodes(node)
-            names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
-            missing |= {top for name in names if not _is_installed(top := name.partition(".")[0])}
-    return missing
 
 
 def _is_installed(module: str) -> bool:
