@@ -8,7 +8,7 @@ The link to verifiers is `envs/verifiers_v0.py`; retries and batches belong to `
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, Protocol
 
@@ -47,7 +47,6 @@ class Local(Environment, Protocol):
     """An environment of this process."""
 
     policy: Policy | None  # answers the requests; the loader sets it before the first `play`
-    scores: Callable[[Trace], None] | None  # called in a rollout before its rewards compute, with what is trained if it has any
 
 
 def filled(policy: Policy) -> str:

@@ -179,7 +179,7 @@ class FunctionEnvironment:
     def __init__(self, name: str, source: Source, config: EnvConfig, timeout: float) -> None:
         self.name, self.reward, self.timeout, self.reward_raises = name, source.reward, timeout, config.reward_raises
         self.policy: Policy | None = None
-        self.scores: Callable[[Trace], None] | None = None
+        self.scores: Callable[[Trace], None] | None = None  # called before rewards compute, with what is trained if it has any
         self.rows = TaskRows(source, config.split == "eval", config.num_tasks)
         file = getattr(sys.modules.get(str(config.args["reward"]).rpartition(".")[0]), "__file__", None)
         self.sources = Path(file) if file else None

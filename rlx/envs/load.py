@@ -122,8 +122,8 @@ def give_policy(envs: Mapping[str, Local], config: PlayRoot, chat: Chat, generat
         let_play(env, spec, chat if own is not None or config.chat.thinking is not None else chat.plain, generator)
 
 
-def let_play(env: Local, spec: PolicySpec, chat: Chat | None, generator: Generator | None) -> None:
-    """Give an environment its policy, here or in its workers. `chat`, `generator`: None for an endpoint, which has its own."""
+def let_play(env: Local, spec: PolicySpec, chat: Chat | None, generator: Any) -> None:
+    """Give an environment its policy, here or in its workers, which sample with a `Sampler`. `chat`, `generator`: None for an endpoint."""
     from rlx.envs.pool import WorkerPool
     from rlx.policy.spec import policy_of, spec_of
 

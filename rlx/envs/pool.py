@@ -70,7 +70,6 @@ class WorkerPool:
         worker's resident memory, in GiB.
         """
         self.name = name
-        self.policy = None  # the workers have it
         self.policy: Policy | None = None  # the workers have it
         self.heard: Callable[[Collection[str], str | None], None] = lambda models, refusal: None  # of an endpoint: `Standing.hear`
         self.rows: Sequence[dict[str, Any]] = ()

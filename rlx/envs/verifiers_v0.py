@@ -86,7 +86,7 @@ class VerifiersEnvironment:
         """`num_tasks`: use only the first examples. `reward_raises`: the rule of `with_raised_reward`."""
         self.name = name
         self.policy: Policy | None = None
-        self.scores: Callable[[Trace], None] | None = None
+        self.scores: Callable[[Trace], None] | None = None  # called before rewards compute, with what is trained if it has any
         self.env = env
         self.timeout = timeout
         self.reward_raises = reward_raises

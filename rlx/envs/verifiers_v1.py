@@ -108,7 +108,6 @@ class V1Environment:
         """`agents`: those that train, in turn."""
         self.name = name
         self.policy: Policy | None = None
-        self.scores: Any = None  # not called: verifiers scores inside its episode
         self.env = env
         self.agents: Sequence[str] = tuple(agents)
         self.timeout = timeout

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 
@@ -98,7 +98,7 @@ def compiled(template: str) -> Any:
     class Generation(Extension):
         """`{% generation %}` marks what the assistant said; here it only shows it."""
 
-        tags: ClassVar = {"generation"}
+        tags = {"generation"}  # noqa: RUF012
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
