@@ -14,7 +14,7 @@ from server_stand_in import Stand, play, publish, until
 
 from rlx.inference.endpoints import Endpoint
 from rlx.inference.fleet import Fleet
-from rlx.inference.sampler import Sampler
+from rlx.inference.sampler import Follower, Sampler
 from rlx.inference.wire import (
     StaleServer,
     TakenServer,
@@ -61,6 +61,34 @@ def test_a_server_that_restarts_has_the_version_before_its_tokens_are_used_and_l
         assert client.sampler.away == away, "the outage is over"
 
     play(scene, Stand(), look=60, verify_every=1000)
+
+
+def test_an_outage_ends_with_the_last_request_that_waits_for_a_server() -> None:
+    """Else it would count for ever where nothing more is asked: rollouts that time out later are played again because of it."""
+
+    async def scene(client: Servers, stand: Stand) -> None:
+        await stand.stop()
+        (waiting,) = client.many(1)
+        await until(lambda: client.sampler.away > 0.1)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        away = client.sampler.away
+        await asyncio.sleep(0.1)
+        assert client.sampler.away == away
+
+    play(scene, Stand(), look=60)
+
+
+def test_another_processs_sampler_follows_what_the_runs_own_knows(tmp_path: Path) -> None:
+    async def scene(client: Servers, stand: Stand) -> None:
+        async with Follower(client.sampler.servers()) as follower:
+            client.sampler.listeners.append(follower.take)
+            assert (await follower.generate([1, 2], SAMPLING, "a")).versions.tolist() == [0, 0, 0]
+            await client.update(publish(tmp_path / "2", 2), 2)
+            assert follower.version == 2
+            assert (await follower.generate([1, 2], SAMPLING, "b")).versions.tolist() == [2, 2, 2]
+
+    play(scene, Stand())
 
 
 def test_a_server_that_cannot_get_the_version_again_is_an_error_that_says_why_after_the_time_for_restarts(tmp_path: Path) -> None:

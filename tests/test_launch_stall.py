@@ -46,7 +46,7 @@ BARRIER = ("/venv/torch/distributed/c10d.py:12 in barrier", "/rlx/train/step.py:
             "waiting for trainer_rank_1, which does not answer",
         ),
         (
-            [ORCHESTRATOR, TRAINER, replace(WORKER, lines=("8 rollouts at /rlx/envs/remote.py:60 in respond",))],
+            [ORCHESTRATOR, TRAINER, replace(WORKER, lines=("8 rollouts at /rlx/policy/tokens.py:95 in respond",))],
             "waiting for orchestrator, the only one that does not wait itself",
         ),
         (

@@ -120,3 +120,11 @@ def test_a_tokenizer_that_is_a_program_of_its_own_is_named_and_not_replaced() ->
     own = Backwards(tokenizer_object=plain.backend_tokenizer, eos_token=plain.eos_token, name_or_path="somebody/backwards")
     written = described(own, trusted=True)
     assert (written.fast, written.source, written.trusted) == (None, "somebody/backwards", True)
+
+
+def test_without_a_template_a_conversation_is_refused_as_by_the_tokenizer_itself() -> None:
+    own = build_tokenizer(CONTEXT)
+    own.chat_template = None
+    for tokenizer in (own, loaded(described(own))):
+        with pytest.raises(ValueError, match="chat.template"):
+            tokenizer.apply_chat_template(TALK, tokenize=False)

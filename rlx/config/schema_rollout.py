@@ -266,7 +266,8 @@ class PlayConfig:
     env_workers: int | None = key(
         None,
         "processes for each environment of the mix; a rollout that blocks or kills one ends nothing but itself. null: one, and more "
-        "while rollouts wait for it, up to half of the cores. 0: environments run in the orchestrator, where their code can block it",
+        "while rollouts wait for it, all together up to half of the cores. 0: environments run in the orchestrator, where their code "
+        "can block it",
         low=0,
     )
     env_worker_memory_gb: float | None = key(

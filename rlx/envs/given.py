@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,6 +11,8 @@ from rlx.envs.watch import Worker
 from rlx.envs.wire import Give, Serve
 from rlx.inference.sampler import Servers
 from rlx.policy.spec import PolicySpec
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -31,13 +34,17 @@ class Given:
 
     def note_outage(self, worker: Worker, begins: bool) -> None:
         """No server takes a worker's requests, or one does again."""
-        before = self.away
+        before, was_out = self.away, bool(self._out)
         if begins:
             self._since = self._since if self._out else time.monotonic()
             self._out.add(worker)
         else:
             self._out.discard(worker)
         self._ended = self._ended if self._out else before
+        if begins and not was_out:
+            log.warning("no inference server takes requests of %s; they wait (its log says why)", worker.child.name)
+        elif was_out and not self._out:
+            log.info("no request of %s waits for an inference server any more", worker.child.name)
 
     @property
     def away(self) -> float:

@@ -13,9 +13,9 @@ WAITING = 0.1  # share of the rollouts in flight that wait until their worker ha
 PATIENCE = 10.0  # seconds for which so many must wait
 
 
-def most_workers() -> int:
-    """Half of this process's cores: the inference servers and the trainer of a small machine have the others."""
-    return max(1, len(os.sched_getaffinity(0)) // 2)
+def most_workers(num_envs: int) -> int:
+    """How many workers each of so many environments may have: together half of this process's cores, as others run here, too."""
+    return max(1, len(os.sched_getaffinity(0)) // (2 * num_envs))
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class Growth:
 
     def due(self, workers: Sequence[Worker], now: float) -> bool:
         """Whether another worker should start now."""
-        in_flight = sum(worker.load for worker in workers)
+        in_flight = sum(len(playing.members) for worker in workers for playing in worker.playing.values())
         grows = len(workers) < self.most and all(worker.loaded for worker in workers)
         if not grows or sum(worker.waiting for worker in workers) <= WAITING * in_flight:
             self._calm = now

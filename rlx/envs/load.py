@@ -59,7 +59,7 @@ def workers_of(config: PlayRoot, env: EnvConfig) -> tuple[int, int]:
     from rlx.envs.growth import most_workers
 
     asked = config.orchestrator.env_workers if env.workers is None else env.workers
-    return (1, most_workers()) if asked is None else (asked, asked)
+    return (1, most_workers(len(played(config)))) if asked is None else (asked, asked)
 
 
 def settings_of(config: PlayRoot, env: EnvConfig) -> Settings:

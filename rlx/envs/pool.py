@@ -10,7 +10,7 @@ environment can do to the run:
     a worker needs too much memory                it gets no new requests and is replaced when it has answered the others
 
 In each case another worker takes its place, and all its other requests are played again under the same attempt number: the same seeds,
-so the same tokens for the same weights. Nothing of an unfinished request is used.
+so the same tokens for the same weights.
 """
 
 from __future__ import annotations
@@ -101,11 +101,13 @@ class WorkerPool:
         return worker
 
     def give(self, policy: PolicySpec, sampler: Sampler | None) -> None:
-        """Let the workers play with this policy, on the servers of `sampler` if it samples."""
+        """Let the workers play with this policy, on the servers of `sampler` if it samples. Call it in the running loop."""
         self.given.policy = policy
         if sampler is not None:
             self.given.servers = sampler.servers
             sampler.listeners.append(self._tell)
+        if self._watch is None:
+            self._attach()
         for worker in self._workers:
             self.given.introduce(worker)
 
@@ -184,8 +186,6 @@ class WorkerPool:
         """See `rlx.envs.base.Environment`. Raises WorkerError if the environment has no worker and cannot get one."""
         if self._broken is not None:
             raise self._broken
-        if self._watch is None:
-            self._attach()
         playing = Playing(next(self._numbers), task, tuple(members), attempt, asyncio.get_running_loop().create_future())
         self._dispatch(playing)
         try:

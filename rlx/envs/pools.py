@@ -16,8 +16,11 @@ def waiting_for_workers(envs: Mapping[str, Environment]) -> int:
 
 
 def away(sampler: Sampler, envs: Mapping[str, Environment]) -> float:
-    """Seconds so far in which no inference server took the requests of this process, or those of a worker."""
-    return max(sampler.away, *(env.given.away for env in envs.values() if isinstance(env, WorkerPool)), 0.0)
+    """Seconds so far in which no inference server took requests: those of this process, and those of each environment's workers, in sum.
+
+    So any outage of one of them shows, also while others had longer ones.
+    """
+    return sampler.away + sum(env.given.away for env in envs.values() if isinstance(env, WorkerPool))
 
 
 def worker_metrics(envs: Mapping[str, Environment]) -> dict[str, float]:

@@ -196,7 +196,10 @@ def answer(playing: Playing, message: Played | PlayFailed) -> None:
         playing.answer.set_exception(RuntimeError(f"{message.error}\n{message.trace}"))
     elif message.rollouts:
         own = [[replace(rollout, task=playing.task) for rollout in runs] for runs in message.rollouts]
-        playing.answer.set_result([replace(first, others=tuple(others)) if others else first for first, *others in own])
+        try:
+            playing.answer.set_result([replace(first, others=tuple(others)) if others else first for first, *others in own])
+        except ValueError as error:  # a defect of ours: it must reach the one who waits
+            playing.answer.set_exception(error)
     else:
         fail(playing, None, "error", "environment_error", message.error or "the environment cancelled the rollout's own task")
 

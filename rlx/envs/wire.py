@@ -13,7 +13,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import select
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -251,10 +253,14 @@ class Link:
             self._flushing = True
             self._loop.call_soon(self._flush)
 
-    def send_at_once(self, message: Message) -> None:
-        """Send now, as far as the socket takes it: what follows may block the loop."""
+    def send_at_once(self, message: Message, seconds: float = 1.0) -> None:
+        """Send now, for at most so many seconds: what follows may block the loop."""
         self.send(message)
         self._flush()
+        deadline = time.monotonic() + seconds
+        while self._out and time.monotonic() < deadline:
+            select.select([], [self.sock], [], 0.05)
+            self._flush()
 
     def close(self) -> None:
         """Close the socket. What was not sent yet is dropped."""

@@ -64,6 +64,8 @@ def main(name: str, sock: str, marks: str, stacks: str) -> None:
     """Serve until the orchestrator is gone. `sock`, `marks` and `stacks` are file descriptors that it made."""
     die_with_parent()
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name}: %(message)s", datefmt="%H:%M:%S")
+    for library in ("httpx", "httpx2"):
+        logging.getLogger(library).setLevel(logging.WARNING)  # otherwise a line for every request to an endpoint
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=int(stacks), all_threads=True)  # answers even while C code holds the interpreter
     link = Link(socket.socket(fileno=int(sock)), ToWorker)
@@ -251,6 +253,8 @@ class Server:
             log.exception("the policy cannot be made")
             self.link.send(LoadFailed(f"its policy cannot be made: {in_one_line(error, None)}", traceback.format_exc()))
             return
+        if (standing := getattr(self.policy, "standing", None)) is not None:
+            standing.answered = True  # the orchestrator's own request, before this
         self.env.policy = Marking(self.policy)
         if self.keeps_late:
             self.env.scores = self._scores

@@ -334,7 +334,7 @@ class Fleet:
         """Bring one server up to date. Leave it out while it does not answer. A failure is logged once."""
         if server.lock.locked():  # an update is in progress
             return
-        others = any(other.serves for other in self._servers if other is not server)
+        others, before = any(other.serves for other in self._servers if other is not server), server.endpoint
         limit = self._hung if others else self._restart_timeout
         try:
             await self._client.in_time(server.look(self._client, not self._adopts), server.endpoint, limit, "report its version")
@@ -355,6 +355,8 @@ class Fleet:
             if not server.serves:
                 server.serves = True
                 log.info("%s serves version %d", server.endpoint.name, self.version)
+                self._tell_samplers()
+            elif server.endpoint != before:  # it restarted at another address, and samplers of other processes hear of it here
                 self._tell_samplers()
 
     def _leave_out(self, server: Replica, why: str) -> None:

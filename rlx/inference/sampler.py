@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import zlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -128,6 +129,7 @@ class Sampler:
         self._affinity: OrderedDict[int, _Server] = OrderedDict()
         self._request_timeout, self._restart_timeout = request_timeout, restart_timeout
         self._restore, self._run, self._adapter, self._context = restore, run, adapter, context
+        self._waiting = 0  # requests that wait for their answers
         self._ended_outages = 0.0  # seconds
         self._outage_since: float | None = None  # monotonic time since which no server takes requests
         self._client = Client()
@@ -204,6 +206,16 @@ class Sampler:
             raise RequestRefused(f"sampling parameters {dict(sampling)}: {error}") from error
         if 0 < (context := self._context()) <= len(prompt):
             raise ContextTooLong(f"the prompt has {len(prompt)} tokens, the servers' context {context}: no room for a new token")
+        self._waiting += 1
+        try:
+            return await self._generate(prompt, parameters, request_id, affinity)
+        finally:
+            self._waiting -= 1
+            if not self._waiting:  # whether a server takes requests is not known when there are none
+                self._end_outage()
+
+    async def _generate(self, prompt: Any, parameters: Sampling, request_id: str, affinity: int) -> Turn:
+        """See `generate`: one request, until it is answered or fails for good."""
         troubled_since: float | None = None
         server: _Server | None = None
         try:
@@ -301,7 +313,7 @@ class Sampler:
 
     def _end_outage(self) -> None:
         if self._outage_since is not None:
-            log.info("an inference server takes requests again, after %.1f s", time.monotonic() - self._outage_since)
+            log.info("no request waits for an inference server any more, after %.1f s", time.monotonic() - self._outage_since)
             self._ended_outages, self._outage_since = self.away, None
             self.on_outage(False)
 
@@ -309,7 +321,8 @@ class Sampler:
         """The server of this affinity if it is in use and answers; otherwise the least loaded one, preferably one that answers."""
         server, now = self._affinity.get(affinity), time.monotonic()
         if server is None or server is failed or server not in self._servers or server.avoided_until > now:
-            first = affinity % len(self._servers)  # of equal ones the same in every process: members of a group may be in several
+            # Of equal ones the same in every process, as members of a group may be in several. A hash, because indices have a pattern.
+            first = zlib.crc32(str(affinity).encode()) % len(self._servers)
             turned = self._servers[first:] + self._servers[:first]
             server = min(turned, key=lambda one: (one.avoided_until > now, one is failed, one.load))
             self._affinity[affinity] = server

@@ -55,6 +55,7 @@ class Chat:
         self.renderer = renderer
         self.keeps_tokens, self.keeps_thinking = keeps_tokens, keeps_thinking
         self.plain = self  # the same format, where later turns see of earlier reasoning what the template shows
+        self.described: Any = None  # `rlx.policy.spec.spec_of`, once it was asked for
         self.made_of: tuple[ModelConfig, bool, Sequence[int], bool] | None = None  # the arguments of `load_chat`
         self._arguments = dict(arguments or {})
         self._decodes_arguments = False

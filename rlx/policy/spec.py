@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.metadata import version
 from typing import Any
 
 import msgspec
@@ -24,6 +26,7 @@ class ChatSpec(msgspec.Struct):
     keeps_tokens: bool
     keeps_thinking: bool
     ends: list[int]
+    renderers: str | None = None  # version of the package that renders; None: the template does
 
 
 class EndpointSpec(msgspec.Struct):
@@ -54,18 +57,25 @@ class PolicySpec(msgspec.Struct, kw_only=True):
 
 def spec_of(chat: Chat) -> ChatSpec:
     """What `chat_of` makes an equal chat format of. `chat` is of `load_chat`."""
+    if chat.described is not None:
+        return chat.described
     assert chat.made_of is not None
     model, keeps_tokens, ends, keeps_thinking = chat.made_of
     keys = {key: getattr(model, key) for key in KEYS} | {"renderer": family_of(model) or "default"}
-    return ChatSpec(described(chat.tokenizer, model.trust_remote_code), keys, keeps_tokens, keeps_thinking, list(ends))
+    written, package = described(chat.tokenizer, model.trust_remote_code), "renderers" if chat.renderer is not None else None
+    found = ChatSpec(written, keys, keeps_tokens, keeps_thinking, list(ends), package and version(package))
+    chat.described = found
+    return found
 
 
 def chat_of(spec: ChatSpec) -> Chat:
     """The chat format. Raises ValueError or RuntimeError if this Python lacks something for it."""
     tokenizer, model = loaded(spec.tokenizer), ModelConfig(**spec.model)
     try:
+        if spec.renderers is not None and (here := version("renderers")) != spec.renderers:
+            raise RuntimeError(f"{sys.executable} has renderers {here}, and the run has {spec.renderers}: their prompts may differ")
         return load_chat(tokenizer, model, keeps_tokens=spec.keeps_tokens, ends=spec.ends, keeps_thinking=spec.keeps_thinking)
-    except ImportError as error:
+    except ImportError as error:  # PackageNotFoundError is one
         raise RuntimeError(f"the chat format of {model.name} needs the package {error.name}: install it in this Python") from error
 
 

@@ -7,12 +7,15 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from typing import Any
 
 import msgspec
+
+log = logging.getLogger(__name__)
 
 TIDIED = {" .": ".", " ?": "?", " !": "!", " ,": ",", " ' ": "'"} | {f" {end}": end for end in ("n't", "'m", "'s", "'ve", "'re")}
 PROBES = ("Hello , world !  It 's <x>\n\n\tÄ 日本 🙂", "", " a", "def f(x):\n    return x  # ok .")
@@ -53,6 +56,11 @@ class WrittenTokenizer:
     def all_special_ids(self) -> list[int]:
         return list(self.convert_tokens_to_ids(self.all_special_tokens))
 
+    def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> dict[str, Any]:
+        """Ids of the text, and where in it each comes from. The package `renderers` asks so."""
+        found = self._fast.encode(text, add_special_tokens=add_special_tokens)
+        return {"input_ids": list(found.ids), "offset_mapping": list(found.offsets)}
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids [n] of the text."""
         return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
@@ -80,7 +88,10 @@ class WrittenTokenizer:
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, tokenize: bool = True, **given: Any
     ) -> Any:
-        """The conversation as text, or as its ids. `given`: what the template gets besides. Raises what the template raises."""
+        """The conversation as text, or as its ids. `given`: what the template gets besides. Raises what the template raises, and ValueError
+        without a template."""
+        if self.chat_template is None:
+            raise ValueError(f"the tokenizer of {self.name_or_path} has no chat template; name one with model.chat_template=FILE")
         text = self._template.render(messages=messages, tools=tools, documents=None, **self.special_tokens_map, **given)
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
@@ -140,7 +151,10 @@ def described(tokenizer: Any, trusted: bool = False) -> Written:
         bool(tokenizer.clean_up_tokenization_spaces) and (type(fast.model).__name__ != "BPE" or bool(forced)),
         bool(getattr(tokenizer, "split_special_tokens", False)),
     )
-    return written if _equal(tokenizer, WrittenTokenizer(written)) else named
+    if _equal(tokenizer, WrittenTokenizer(written)):
+        return written
+    log.warning("the tokenizer of %s does more than its fast tokenizer; environments load it with transformers", source)
+    return named
 
 
 def _equal(one: Any, other: WrittenTokenizer) -> bool:

@@ -209,11 +209,11 @@ def _into_another(path: Path, arguments: Sequence[str], label: str) -> Outcome:
     before = {one.name for one in environments_of(str(path))}
     there = versions(str(path))
     notes: list[str] = []
-    ours = importlib.metadata.version("verifiers")
-    code, said = _installer(str(path), [*arguments, *boot.NEEDED, f"verifiers=={ours}"])
+    ours, needed = importlib.metadata.version("verifiers"), [*boot.NEEDED, f"renderers=={importlib.metadata.version('renderers')}"]
+    code, said = _installer(str(path), [*arguments, *needed, f"verifiers=={ours}"])
     if code != 0 and CONFLICT.search(said):
         print(f"{label} does not go with verifiers {ours}, which rlx has here; trying without this version", file=sys.stderr, flush=True)
-        code, said = _installer(str(path), [*arguments, *boot.NEEDED, "verifiers"])
+        code, said = _installer(str(path), [*arguments, *needed, "verifiers"])
     if code != 0:
         raise InstallFailed(f"{label} was not installed into {path}; the installer's message is above.")
     now = versions(str(path))
