@@ -126,5 +126,5 @@ def test_without_a_template_a_conversation_is_refused_as_by_the_tokenizer_itself
     own = build_tokenizer(CONTEXT)
     own.chat_template = None
     for tokenizer in (own, loaded(described(own))):
-        with pytest.raises(ValueError, match="chat.template"):
+        with pytest.raises(ValueError, match=r"chat.template"):
             tokenizer.apply_chat_template(TALK, tokenize=False)
