@@ -22,7 +22,7 @@ from policy_stand_in import SAMPLING, tiny_chat
 from public_classic import Said
 from recorded import check_recorded, normalised, recorded_samples
 from run_servers import Servers
-from traces import turns_of
+from traces import same, turns_of
 
 from rlx.config.schema import Config, LossTerms, TrainedEnvConfig
 from rlx.data.packing import pack
@@ -111,9 +111,9 @@ class Heard:
         said, found = spoken([*rollout.prompt, *rollout.completion]), []
         for number, (role, words) in enumerate(said, 1):
             if role == "assistant":
-                same = [reply for reply in self.replies[rollout.member] if spoken(self.messages[reply.request_id]) == said[:number]]
-                assert same, f"nobody said {words}"
-                chosen = next((reply for reply in same if any(same(reply.turn, turn) for turn in turns_of(rollout))), same[0])
+                alike = [reply for reply in self.replies[rollout.member] if spoken(self.messages[reply.request_id]) == said[:number]]
+                assert alike, f"nobody said {words}"
+                chosen = next((reply for reply in alike if any(same(reply.turn, turn) for turn in turns_of(rollout))), alike[0])
                 found.append(self.answered[chosen.request_id])
         return found
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rlx.envs.watch import Worker
-from rlx.envs.wire import Give, Serve
+from rlx.envs.wire import Give, Outage, Serve, Warned
 from rlx.inference.sampler import Servers
 from rlx.policy.spec import PolicySpec
 
@@ -22,6 +22,7 @@ class Given:
     policy: PolicySpec | None = None  # None: they have none yet
     servers: Callable[[], Servers] | None = None  # those that it samples on; None: an endpoint plays
     _out: set[Worker] = field(default_factory=set)  # workers for which no server takes requests
+    _warned: set[str] = field(default_factory=set)  # warnings so far
     _since: float = 0.0  # monotonic seconds since when there is one
     _ended: float = 0.0  # seconds of earlier such times
 
@@ -31,6 +32,14 @@ class Given:
             worker.child.link.send(Give(self.policy))
         if self.servers is not None:
             worker.child.link.send(Serve(self.servers()))
+
+    def hear(self, worker: Worker, message: Outage | Warned) -> None:
+        """What a worker says of its requests. A warning is logged once, however many workers say it."""
+        if isinstance(message, Outage):
+            self.note_outage(worker, message.begins)
+        elif message.text not in self._warned:
+            self._warned.add(message.text)
+            log.warning("%s", message.text)
 
     def note_outage(self, worker: Worker, begins: bool) -> None:
         """No server takes a worker's requests, or one does again."""

@@ -253,8 +253,8 @@ class WorkerPool:
             self._break(WorkerError(f"envs.{self.name}: {message.error}"))
         elif isinstance(message, wire.LoadFailed):
             worker.cannot_load(message.error)
-        elif isinstance(message, wire.Outage):
-            self.given.note_outage(worker, message.begins)
+        elif isinstance(message, wire.Outage | wire.Warned):
+            self.given.hear(worker, message)
         elif isinstance(message, wire.Standing):
             self.heard(message.models, message.refusal)
 

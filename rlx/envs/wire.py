@@ -2,7 +2,7 @@
 
     orchestrator                                       worker (a process that has loaded the environment)
     Load, Give, Serve, Play, CancelPlay, Ping   →
-                                                  ←    Rows, Loaded, LoadFailed, Scores, Played, PlayFailed, Outage, Standing, Pong
+                                                  ←    Rows, Loaded, LoadFailed, Scores, Played, PlayFailed, Outage, Warned, Standing, Pong
 
 A frame is four bytes of length and one message in msgpack. What is ready at the same moment goes out in one write.
 Only plain values and arrays of numbers cross: no classes, no code.
@@ -148,6 +148,12 @@ class Outage(Message):
     begins: bool
 
 
+class Warned(Message):
+    """A warning of the policy in a worker, for the run's own log."""
+
+    text: str
+
+
 class Standing(Message):
     """What an endpoint's answers say about it (`rlx.policy.openai.Standing`)."""
 
@@ -160,7 +166,7 @@ class Pong(Message):
 
 
 ToWorker = Load | Give | Serve | Play | CancelPlay | Ping
-FromWorker = Rows | Loaded | LoadFailed | Scores | Played | PlayFailed | Outage | Standing | Pong
+FromWorker = Rows | Loaded | LoadFailed | Scores | Played | PlayFailed | Outage | Warned | Standing | Pong
 
 
 def _plain(value: Any) -> Any:

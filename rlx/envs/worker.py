@@ -43,6 +43,7 @@ from rlx.envs.wire import (
     Serve,
     Standing,
     ToWorker,
+    Warned,
     pack_row,
     unpack_row,
 )
@@ -70,6 +71,7 @@ def main(name: str, sock: str, marks: str, stacks: str) -> None:
     faulthandler.register(signal.SIGUSR1, file=int(stacks), all_threads=True)  # answers even while C code holds the interpreter
     link = Link(socket.socket(fileno=int(sock)), ToWorker)
     load, *more = _first(link)
+    logging.getLogger("rlx.policy").addHandler(Telling(link))
     began = time.monotonic()
     try:
         env = load_one(load.name, load.config, load.settings)
@@ -147,6 +149,17 @@ def _introduce(link: Link, env: Any, load: Load, seconds: float) -> None:
     tools = [dict(tool) for tool in env.tools]
     sources = str(sources_of(load.config.id) or "")
     link.send_now(Loaded(len(rows), columns, env.scores_groups, digest.hexdigest(), tools, sources, seconds, list(env.agents)))
+
+
+class Telling(logging.Handler):
+    """Sends the policy's warnings to the orchestrator: what they say concerns the run, and not the environment's code."""
+
+    def __init__(self, link: Link) -> None:
+        super().__init__(logging.WARNING)
+        self.link = link
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.link.send(Warned(record.getMessage()))
 
 
 class Marking:
