@@ -10,7 +10,7 @@ log-probability. The tasksets that are refused are in `test_envs_public_v1.py`.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
+import importlib
 import random
 import re
 import sys
@@ -116,9 +116,12 @@ REFUSED = {  # public classic environments that cannot run here
 
 
 def installed(modules: tuple[str, ...]) -> None:
-    """Skip the test if one of the modules is missing."""
-    for missing in (module for module in modules if importlib.util.find_spec(module) is None):
-        pytest.skip(f"{missing} is not installed")
+    """Skip the test if one of the modules is missing, or cannot be imported in this Python."""
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            pytest.skip(f"{module} cannot be imported here: {error}")
 
 
 @pytest.fixture(scope="module")
