@@ -176,7 +176,7 @@ def test_two_verifiers_play_side_by_side_in_one_mix(tmp_path: Path, monkeypatch:
 def test_a_python_that_lacks_packages_says_which(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
     python = tmp_path / "bare" / "bin" / "python"
-    with pytest.raises(RuntimeError, match=r"has no numpy, msgspec; install with: .*/python -m pip install numpy msgspec"):
+    with pytest.raises(RuntimeError, match=rf"has no {', '.join(NEEDED)}; install with: .*/python -m pip install {' '.join(NEEDED)}"):
         pool_of("rlx_test_multi", python=str(python))
 
 

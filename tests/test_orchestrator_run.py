@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from policy_stand_in import OUTSIDE, StandIn, load, tiny_chat
 from recorded import check_recorded, normalised
+from served_stand_in import served
 
 from rlx.checkpoints.folders import begin, writing
 from rlx.checkpoints.orchestrator import STATE
@@ -20,6 +22,7 @@ from rlx.concurrent import first_failure
 from rlx.config.schema import Config, TrainedEnvConfig
 from rlx.data.source import OrchestratorSource
 from rlx.envs.load import give_policy
+from rlx.envs.pool import WorkerPool
 from rlx.heartbeat import Heartbeat, read_heartbeats
 from rlx.inference.wire import ServerUnreachable
 from rlx.parallel.mesh import one_process
@@ -144,12 +147,16 @@ def play(
     trainer = StandInTrainer(paths, config, **of_trainer)
     heartbeat = Heartbeat(paths, "orchestrator")
 
-    served: Any = servers or StandInServers()
-    give_policy(envs, config, tiny_chat(), served)
+    stand_in: Any = servers or StandInServers()
 
     async def main() -> None:
-        orchestrator = Orchestrator(config, paths, envs, served, served, heartbeat)
-        await asyncio.wait_for(first_failure(orchestrator.run(), trainer.run()), 300)
+        async with contextlib.AsyncExitStack() as stack:
+            if any(isinstance(env, WorkerPool) for env in envs.values()):
+                sampler = await stack.enter_async_context(served(stand_in))
+                stand_in.servers, stand_in.listeners = sampler.servers, sampler.listeners
+            give_policy(envs, config, tiny_chat(), stand_in)
+            orchestrator = Orchestrator(config, paths, envs, stand_in, stand_in, heartbeat)
+            await asyncio.wait_for(first_failure(orchestrator.run(), trainer.run()), 300)
 
     asyncio.run(main())
     return paths, trainer
