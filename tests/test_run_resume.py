@@ -33,7 +33,7 @@ def checkpoints(job: MainJob) -> list[int]:
     return steps(RunPaths(job.run_dir))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_run_that_was_preempted_killed_and_damaged_writes_what_an_uninterrupted_one_writes(start):
     whole = start("whole", *SHORT)
     assert whole.wait() == 0, whole.text()

@@ -122,7 +122,7 @@ def test_a_killed_run_resumes_bit_for_bit_and_two_ranks_train_as_one(data: Path)
     assert load_run(data / "both", SFT).data.name == f"{data}/train.jsonl"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_killed_run_that_trains_adapters_resumes_bit_for_bit(data: Path) -> None:
     keys = ("max_steps=8", "ckpt.interval=4", "lora.rank=4", "lora.dropout=0.1")  # dropout also needs the random state of the checkpoint
     whole = sft(data, "whole", *keys)

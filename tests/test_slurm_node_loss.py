@@ -63,7 +63,10 @@ def processes_on(node: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("fails", [False, True], ids=["the others wait", "another fails"])  # as a trainer does that loses its peer
+@pytest.mark.parametrize(
+    "fails",
+    [pytest.param(False, id="the others wait", marks=pytest.mark.nightly), pytest.param(True, id="another fails")],
+)  # as a trainer does that loses its peer
 def test_a_job_whose_node_dies_for_good_goes_on_on_others(impatient: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

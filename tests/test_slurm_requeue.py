@@ -46,7 +46,7 @@ def undisturbed(cluster: None, tmp_path_factory: pytest.TempPathFactory, model_c
     return job
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_run_over_three_nodes_ends_well_and_trains_as_on_one(undisturbed, tmp_path, model_cache):
     status = undisturbed.status()
     assert (status["exit_code"], status["step"], status["job"], undisturbed.state()) == (0, STEPS, undisturbed.id, "COMPLETED")

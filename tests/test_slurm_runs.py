@@ -84,7 +84,7 @@ def test_a_cancelled_job_is_an_interrupted_run_and_its_name_is_taken_until_then(
     ("role", "replica", "node"),
     [
         ("trainer", 1, 3),
-        *(pytest.param(*which, marks=pytest.mark.long) for which in (("orchestrator", 0, 2), ("inference", 0, 1), ("trainer", 0, 2))),
+        *(pytest.param(*which, marks=pytest.mark.nightly) for which in (("orchestrator", 0, 2), ("inference", 0, 1), ("trainer", 0, 2))),
     ],
 )
 def test_a_role_killed_on_its_node_ends_the_run_and_frees_the_nodes(submit, role, replica, node):
