@@ -20,6 +20,7 @@ from rlx.envs.errors import sources_of
 from rlx.envs.kinds import has_classic
 
 SIGN = re.compile(r"\bload_environment\b|Taskset\b")  # the module of an environment has one of these, unless it computes its names
+CLASSIC = re.compile(r"^\s*(?:(?:async )?def |from .+ import .*|import .*)?load_environment\b", re.MULTILINE)  # defined or imported
 FIRST = re.compile(r"^([A-Za-z]\w*)(?:/__init__)?\.py,", re.MULTILINE)  # modules at the top, in a package's list of files
 NEVER = {"rlx", "verifiers", "hydra_plugins"}
 
@@ -66,7 +67,9 @@ def _listed(package: Distribution, module: str) -> Listed | None:
             return None
     except (OSError, UnicodeDecodeError, ValueError):
         return None
-    classic, v1 = "load_environment" in text, "Taskset" in text
+    classic, v1 = CLASSIC.search(text) is not None, "Taskset" in text
+    if not (classic or v1 or for_verifiers):  # its docstring speaks of one
+        return None
     kind = "classic" if classic and (has_classic() or not v1) else "v1" if v1 else "unclear"
     return Listed(
         name=module.replace("_", "-"),
