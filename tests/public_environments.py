@@ -168,7 +168,7 @@ CASES = [
         agent="player",
         turns=3,
         free=False,
-        needs=("openenv.core.env_server",),  # its fastmcp needs mcp 1, and vLLM mcp 2: it plays in a Python of its own
+        needs=("openenv",),
         servers=public_servers.word_game,
     ),
     Case(

@@ -10,7 +10,7 @@ log-probability. The tasksets that are refused are in `test_envs_public_v1.py`.
 from __future__ import annotations
 
 import asyncio
-import importlib
+import importlib.util
 import random
 import re
 import sys
@@ -116,12 +116,9 @@ REFUSED = {  # public classic environments that cannot run here
 
 
 def installed(modules: tuple[str, ...]) -> None:
-    """Skip the test if one of the modules is missing, or cannot be imported in this Python."""
-    for module in modules:
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            pytest.skip(f"{module} cannot be imported here: {error}")
+    """Skip the test if one of the modules is missing."""
+    for missing in (module for module in modules if importlib.util.find_spec(module) is None):
+        pytest.skip(f"{missing} is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +233,11 @@ def test_a_thinking_model_trains_its_thoughts_in_the_context_that_the_engine_saw
     assert said.count("no idea") == said.count("still none") == 1
 
 
-@pytest.mark.parametrize("case", v1.CASES, ids=lambda case: f"{case.name}-{case.agent}")
+# openenv imports fastmcp, which is written for mcp 1, and vLLM needs mcp 2: strict, so that it tells when the two go together.
+APART = {"openenv_wordle": pytest.mark.xfail(raises=ImportError, strict=True, reason="openenv does not import beside mcp 2")}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=f"{case.name}-{case.agent}", marks=APART.get(case.name, ())) for case in v1.CASES])
 def test_a_public_taskset_trains_as_stock_verifiers_plays_it(
     case: v1.Case, engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
-import gc
 import hashlib
 import logging
 import os
@@ -50,7 +49,7 @@ from rlx.envs.wire import (
 from rlx.inference.sampler import Follower
 from rlx.policy.base import Episode, Policy
 from rlx.policy.spec import chat_of, policy_of
-from rlx.process import die_with_parent
+from rlx.process import die_with_parent, keep_event_loop_free
 from rlx.stacks import answer_in_child, explain_with, where_rollouts_wait
 from rlx.trace import Trace, Turn
 from rlx.types import Task
@@ -81,7 +80,6 @@ def main(name: str, sock: str, marks: str, stacks: str) -> None:
         log.exception("loading failed")
         link.send_now(LoadFailed(in_one_line(error, sources_of(load.config.id)), traceback.format_exc()))
         os._exit(1)
-    gc.freeze()  # as in the orchestrator: what is loaded stays
     new_loop, memory = _loop_class(), Marks(int(marks))
     threads = ThreadMarks(memory)
 
@@ -271,6 +269,7 @@ class Server:
         self.env.policy = Marking(self.policy)
         if self.keeps_late:
             self.env.scores = self._scores
+        keep_event_loop_free()  # all is loaded
 
     def _scores(self, trace: Trace) -> None:
         number, member = PLAYING.get()

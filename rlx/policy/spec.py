@@ -15,7 +15,7 @@ from rlx.policy.chat import Chat, load_chat
 from rlx.policy.teacher_prompt import Demonstrated
 from rlx.policy.tokenizer import Written, described, loaded
 
-KEYS = "name", "renderer", "chat_template", "chat_template_kwargs", "tool_call_parser", "reasoning_parser"  # of `model`, for `load_chat`
+KEYS = "name", "renderer", "chat_template_kwargs", "tool_call_parser", "reasoning_parser"  # of `model`, for `load_chat`
 
 
 class ChatSpec(msgspec.Struct):

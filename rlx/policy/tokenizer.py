@@ -17,7 +17,6 @@ import msgspec
 
 log = logging.getLogger(__name__)
 
-TIDIED = {" .": ".", " ?": "?", " !": "!", " ,": ",", " ' ": "'"} | {f" {end}": end for end in ("n't", "'m", "'s", "'ve", "'re")}
 PROBES = ("Hello , world !  It 's <x>\n\n\tÄ 日本 🙂", "", " a", "def f(x):\n    return x  # ok .")
 DIALOGUE = [{"role": "user", "content": "A question ."}, {"role": "assistant", "content": "An answer !"}, {"role": "user", "content": "b"}]
 
@@ -33,8 +32,6 @@ class Written(msgspec.Struct):
     special: list[str] = []
     eos: int | None = None
     unk: int | None = None
-    tidies: bool = False  # decoding removes spaces before punctuation
-    splits: bool = False  # special tokens in a text are read as text
 
 
 class WrittenTokenizer:
@@ -44,17 +41,12 @@ class WrittenTokenizer:
         from tokenizers import Tokenizer
 
         assert written.fast is not None
-        self._written, self._fast = written, Tokenizer.from_str(written.fast)
+        self._fast = Tokenizer.from_str(written.fast)
         self._fast.no_truncation()
         self._fast.no_padding()
-        self._fast.encode_special_tokens = written.splits
         self.name_or_path, self.chat_template = written.source, written.template
         self.all_special_tokens, self.eos_token_id, self.unk_token_id = written.special, written.eos, written.unk
         self.special_tokens_map = written.names
-
-    @property
-    def all_special_ids(self) -> list[int]:
-        return list(self.convert_tokens_to_ids(self.all_special_tokens))
 
     def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> dict[str, Any]:
         """Ids of the text, and where in it each comes from. The package `renderers` asks so."""
@@ -65,14 +57,10 @@ class WrittenTokenizer:
         """Token ids [n] of the text."""
         return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def decode(self, ids: int | Sequence[int], skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool | None = None) -> str:
+    def decode(self, ids: int | Sequence[int], skip_special_tokens: bool = False, **_: Any) -> str:
         """The text of ids."""
         plain = [ids] if isinstance(ids, int) else ids.tolist() if hasattr(ids, "tolist") else list(ids)
-        text = str(self._fast.decode(plain, skip_special_tokens=skip_special_tokens))
-        if self._written.tidies and clean_up_tokenization_spaces is not False:
-            for untidy, tidy in TIDIED.items():
-                text = text.replace(untidy, tidy)
-        return text
+        return str(self._fast.decode(plain, skip_special_tokens=skip_special_tokens))
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
         """The id of a token, or those of several; of one that it does not have that of the unknown token."""
@@ -80,10 +68,6 @@ class WrittenTokenizer:
             return [self.convert_tokens_to_ids(token) for token in tokens]
         found = self._fast.token_to_id(tokens)
         return self.unk_token_id if found is None else found
-
-    def convert_ids_to_tokens(self, ids: Any) -> Any:
-        """The token of an id, or those of several."""
-        return self._fast.id_to_token(ids) if isinstance(ids, int) else [self._fast.id_to_token(one) for one in ids]
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, tokenize: bool = True, **given: Any
@@ -132,13 +116,13 @@ def compiled(template: str) -> Any:
 
 
 def described(tokenizer: Any, trusted: bool = False) -> Written:
-    """What a tokenizer of transformers does. One that a `WrittenTokenizer` does not equal is named by its source."""
+    """What a tokenizer of transformers does. One that a `WrittenTokenizer` does not equal is named by its source: a program of its own, or
+    one that tidies spaces or reads special tokens as text."""
     source = str(tokenizer.name_or_path)
     named = Written(source, trusted, None, tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None)
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is None or not isinstance(tokenizer.chat_template, str | None):
         return named
-    forced = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
     written = Written(
         source,
         trusted,
@@ -148,8 +132,6 @@ def described(tokenizer: Any, trusted: bool = False) -> Written:
         [str(token) for token in tokenizer.all_special_tokens],
         tokenizer.eos_token_id,
         tokenizer.unk_token_id,
-        bool(tokenizer.clean_up_tokenization_spaces) and (type(fast.model).__name__ != "BPE" or bool(forced)),
-        bool(getattr(tokenizer, "split_special_tokens", False)),
     )
     if _equal(tokenizer, WrittenTokenizer(written)):
         return written
