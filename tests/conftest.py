@@ -15,6 +15,7 @@ from main_job import MainJob
 
 # Set before torch is imported. With several workers of several threads on few cores, threads spin and small tests take minutes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["RLX_PYTHONS"] = os.devnull  # not what the user has installed
 # `make test` starts tests in the background, where a shell has Ctrl-C ignored, by the tests and by all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

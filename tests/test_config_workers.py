@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
+from pathlib import Path
 
 import pytest
 
+from rlx.config import pythons
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose
 
@@ -34,7 +38,26 @@ def test_another_python_must_be_a_program() -> None:
     assert "is no program that can be run here" in problems("envs.reverse_text.python=/nowhere/bin/python")
 
 
-def test_an_environment_of_another_python_need_not_be_installed_here_but_for_the_warm_start() -> None:
-    elsewhere = [f"envs.reverse_text.python={sys.executable}", "envs.reverse_text.id=not-installed-here"]
-    assert "the warm start reads the examples of its environments in the run's own Python" in problems(*elsewhere, "model=tiny")
-    assert compose(["env=reverse_text", *elsewhere, "model=smollm2_135m"]).cfg.envs["reverse_text"].python == sys.executable
+def test_an_environment_of_another_python_need_not_be_installed_here() -> None:
+    cfg = compose(["env=reverse_text", f"envs.reverse_text.python={sys.executable}", "envs.reverse_text.id=not-installed-here"]).cfg
+    assert cfg.envs["reverse_text"].python == sys.executable
+
+
+def test_an_environment_plays_in_the_python_that_was_installed_for_it_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLX_PYTHONS", str(tmp_path))
+    for number, name in enumerate(("theirs-1", "theirs-2", "unfinished")):
+        (tmp_path / name / "bin").mkdir(parents=True)
+        (tmp_path / name / "bin" / "python").symlink_to(sys.executable)
+        if name != "unfinished":
+            record = tmp_path / name / "rlx.json"
+            record.write_text(json.dumps({"environments": [{"name": "their-env", "source": "/s", "version": "1"}]}))
+            os.utime(record, (number, number))
+    asked = ["env=custom", "envs.custom.id=owner/their_env@1", "model=smollm2_135m"]
+    composed = compose(asked)
+    newest = str(tmp_path / "theirs-2" / "bin" / "python")
+    assert composed.cfg.envs["custom"].python == newest
+    assert any("theirs-2" in note for note in composed.notes)
+    assert compose([*asked, f"envs.custom.python={sys.executable}"]).cfg.envs["custom"].python == sys.executable
+    assert compose(["env=reverse_text"]).cfg.envs["reverse_text"].python is None
+    assert pythons.version_in(newest, "their-env") == "1"
+    assert pythons.sources_of("their-env", newest) == Path("/s")

@@ -8,7 +8,8 @@ import textwrap
 
 import pytest
 
-from rlx.envs.errors import FailureLog, chain, failure_of, in_one_line, place_of, sources_of
+from rlx.config.pythons import sources_of
+from rlx.envs.errors import FailureLog, chain, failure_of, in_one_line, place_of
 
 
 @pytest.fixture

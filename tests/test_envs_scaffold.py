@@ -73,8 +73,7 @@ def test_a_new_package_is_clean_passes_its_own_test_and_trains_by_the_printed_co
         ([], "list|info|install|init"),
         (["install", "./empty"], "no pyproject.toml"),
         (["install", "./absent"], "neither a folder here nor the name of a package"),
-        (["install", "owner/name"], "neither a folder here nor the name of a package"),
-        (["info", "x", "--python", "a b"], "no name for a Python"),
+        (["install", "owner/name/more"], "neither a folder here nor the name of a package"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_before_anything_happens(

@@ -84,7 +84,7 @@ HOME_OF = {  # library -> rooms, or files in a room, that may import it
 }
 LONGEST = 420
 LONGEST_ROLE = 300  # a newcomer reads a main loop in a minute
-FOR_OTHERS = {"math-verify"}  # declared because the mathematics rubric of verifiers imports it
+FOR_OTHERS = {"math-verify", "uv"}  # declared because the mathematics rubric of verifiers imports it; a program that rlx starts
 FILES = sorted((ROOT / "rlx").rglob("*.py"))
 
 

@@ -72,7 +72,6 @@ def test_a_new_environment_is_written_installed_checked_and_trained_on(rlx: Rlx,
     wrote = rlx("env", "init", "fresh-one", *flavour)
     installed = rlx("env", "install", "./fresh-one")
     assert "fresh-one 0.1.0" in installed.stdout
-    assert str(tmp_path / "venv") in installed.stdout
     assert any(line.startswith("fresh-one ") for line in rlx("env", "list").stdout.splitlines())
     assert "next" in rlx("env", "info", "fresh-one").stdout
     quick = ["model.warm_start.batch_size=16"]  # making the model is most of the time
@@ -88,32 +87,54 @@ def test_a_new_environment_is_written_installed_checked_and_trained_on(rlx: Rlx,
     assert all(0 < record["reward/mean"] < 1 for record in records if record["source"] == "orchestrator")
 
 
-@pytest.mark.nightly
-def test_an_environment_that_needs_other_versions_is_refused_here_and_trains_in_a_python_of_its_own(rlx: Rlx, tmp_path: Path) -> None:
-    """Its verifiers is 0.4, which has v1 only; the model is one that rlx has trained before.
+@pytest.mark.long
+def test_an_environment_has_a_python_of_its_own_with_locked_packages_that_is_there_at_once_the_second_time(
+    rlx: Rlx, tmp_path: Path
+) -> None:
+    """Its verifiers is 0.4, which has v1 only, and mcp 2; that of the checkout is 0.3.1."""
+    other_one(rlx, tmp_path)
+    installed = rlx("env", "install", "./other-one")
+    (folder,) = (tmp_path / "pythons").iterdir()
+    assert f"installed into {folder}" in installed.stdout
+    lock = (folder / "lock.txt").read_text().splitlines()
+    assert any(line.startswith("verifiers==0.4") for line in lock)
+    assert all("==" in line or line == f"-e {tmp_path}/work/other-one" for line in lock)
+    made = (folder / "pyvenv.cfg").stat().st_mtime_ns
+    assert f"this was installed before: {folder}" in rlx("env", "install", "./other-one").stdout
+    assert (folder / "pyvenv.cfg").stat().st_mtime_ns == made
+    info = rlx("env", "info", "other-one").stdout
+    assert f"python   {folder}/bin/python" in info
+    assert "v1" in info
+    plan = rlx("train", "env=custom", "envs.custom.id=other-one", "model=tiny", "dry_run=true").stdout
+    assert f"envs.custom plays in the Python that was installed for it: {folder}" in plan
+    failed = rlx("env", "install", "no-such-environment-anywhere", code=1)
+    assert "no-such-environment-anywhere was not installed" in failed.stderr
+    assert [path.name for path in (tmp_path / "pythons").iterdir()] == [folder.name]
 
-    An environment of the run's own verifiers plays beside it.
-    """
-    rlx("train", "max_steps=1", "run.name=first")
+
+def other_one(rlx: Rlx, tmp_path: Path) -> None:
+    """Write a v1 taskset that needs verifiers 0.4."""
     rlx("env", "init", "other-one", "--v1")
     project = tmp_path / "work" / "other-one" / "pyproject.toml"
     project.write_text(project.read_text().replace("verifiers>=0.3.1", "verifiers>=0.4,<0.5"))
-    refused = rlx("env", "install", "./other-one", code=1)
-    assert "other-one was not installed: it needs other versions of packages that rlx runs on here (verifiers 0.3.1)" in refused.stderr
-    assert "rlx env install ./other-one --python other-one" in refused.stderr
-    installed = rlx("env", "install", "./other-one", "--python", "other-one")
-    assert "it has verifiers 0.4" in installed.stdout
-    own = next(word for word in installed.stdout.split() if word.startswith("envs.custom.python="))
-    assert own == f"envs.custom.python={tmp_path}/pythons/other-one/bin/python"
-    weights = tmp_path / "work" / "outputs" / "first" / "weights" / "step_1"
-    model = ["model=tiny_trained", f"model.name={weights}"]
-    rlx("train", "env=[reverse_text,custom]", "envs.custom.id=other-one", own, *model, "max_steps=3", "run.name=mine")
-    records = read_metrics(tmp_path / "work" / "outputs" / "mine")
+
+
+@pytest.mark.nightly
+def test_environments_of_two_verifiers_train_one_model_that_learned_from_both(rlx: Rlx, tmp_path: Path) -> None:
+    other_one(rlx, tmp_path)
+    rlx("env", "install", "./other-one")
+    quick = ["model.warm_start.batch_size=16", "max_steps=3", "run.name=mine"]
+    rlx("train", "env=[reverse_text,custom]", "envs.custom.id=other-one", *quick)
+    run = tmp_path / "work" / "outputs" / "mine"
+    records = read_metrics(run)
     assert [record["step"] for record in records if record["source"] == "trainer"] == [0, 1, 2]
     played = {key for record in records for key in record if key.startswith("env/") and key.endswith("/trained_share")}
     assert played == {"env/reverse_text/trained_share", "env/custom/trained_share"}, "verifiers 0.3.1 and 0.4 play in one mix"
-    log = (tmp_path / "work" / "outputs" / "mine" / "logs" / "attempt_0" / "env_custom_0.log").read_text()
-    assert "Traceback" not in log
+    assert "Traceback" not in (run / "logs" / "attempt_0" / "env_custom_0.log").read_text()
+    (folder,) = (tmp_path / "pythons").iterdir()
+    own = json.loads((run / "provenance.json").read_text())["pythons"]["custom"]
+    assert own == {"python": f"{folder}/bin/python", "lock": f"environments/{folder.name}.txt"}
+    assert (run / own["lock"]).read_text() == (folder / "lock.txt").read_text()
     with pytest.raises(importlib.metadata.PackageNotFoundError):  # the checkout's own Python was not touched
         importlib.metadata.version("other-one")
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from rlx.config.load import compose, to_yaml
 from rlx.config.roots import EVAL, SFT, TRAIN
-from rlx.config.schema import Config
+from rlx.config.schema import Config, EnvConfig
 from rlx.heartbeat import Heartbeat, read_heartbeats
 from rlx.paths import COMPLETE, RunPaths, write_text
 from rlx.roles import prepare
@@ -123,12 +123,12 @@ def test_a_changed_environment_is_another_recipe(tmp_path: Path, monkeypatch: py
     package = tmp_path / "made_up_words"
     write_text(package / "__init__.py", "A = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
-    first = warm_start.environment_digest("someone/made-up-words")
+    first = warm_start.environment_digest(EnvConfig(id="someone/made-up-words"))
     write_text(package / "words.py", "B = 1\n")
-    second = warm_start.environment_digest("someone/made-up-words")
+    second = warm_start.environment_digest(EnvConfig(id="someone/made-up-words"))
     assert first
     assert first != second
-    assert warm_start.environment_digest("not-installed") == ""
+    assert warm_start.environment_digest(EnvConfig(id="not-installed")) == ""
 
 
 def test_changed_data_of_an_environment_are_another_recipe_and_caches_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -138,13 +138,13 @@ def test_changed_data_of_an_environment_are_another_recipe_and_caches_are_not(tm
 
     def after(name: str, text: str) -> str:
         write_text(package / name, text)
-        return warm_start.environment_digest("made-up-problems")
+        return warm_start.environment_digest(EnvConfig(id="made-up-problems"))
 
     one, two = after("data/problems.jsonl", "{}\n"), after("data/problems.jsonl", "[]\n")
     assert one != two
     assert after("__pycache__/problems.pyc", "A") == after(".cache/answers.json", "A") == two
     (package / "data/problems.jsonl").rename(package / "data/tasks.jsonl")
-    assert warm_start.environment_digest("made-up-problems") not in (one, two), "a package may read its files by name"
+    assert warm_start.environment_digest(EnvConfig(id="made-up-problems")) not in (one, two), "a package may read its files by name"
 
 
 def test_a_large_file_of_an_environment_counts_by_its_size_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -156,7 +156,7 @@ def test_a_large_file_of_an_environment_counts_by_its_size_and_time(tmp_path: Pa
     def after(text: str, seconds: int) -> str:
         write_text(table, text)
         os.utime(table, (seconds, seconds))
-        return warm_start.environment_digest("made-up-numbers")
+        return warm_start.environment_digest(EnvConfig(id="made-up-numbers"))
 
     first = after("123456789", 1)
     assert after("987654321", 1) == first, "it is not read"

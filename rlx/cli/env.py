@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from rlx.envs.probed import About, Entry
 
 SUMMARY = "environments: list, info, install, init, check"
-MANY = 8  # packages that are named one by one
 ACTIONS = ("list", "info", "install", "init", "check")
 
 
@@ -30,23 +29,20 @@ def help_text() -> str:
 rlx env: {SUMMARY}.
 
 usage: rlx env list
-       rlx env info NAME [--python PYTHON]
-       rlx env install FOLDER|PACKAGE|ADDRESS [--python PYTHON]
+       rlx env info NAME
+       rlx env install FOLDER|PACKAGE|OWNER/NAME[@VERSION]|ADDRESS
        rlx env init NAME [--kind KIND] [--v1] [--folder FOLDER]
        rlx env check NAME [GROUP=OPTION …] [key=value …] [--json]
 
-  rlx env list                          the installed environments, of this Python and of those made by install
+  rlx env list                          the environments of this Python, and those that were installed
   rlx env info my-env                   arguments, data, rewards, tools, what it needs, how to train on it
   rlx env init my-env --kind tools      write the package my-env: {kinds}; --v1: a v1 taskset
-  rlx env install ./my-env              from a folder (which it stays in), a package's name or an address
-                                        (git+https://…), into this Python;
-                                        refused if it would change what rlx runs on
-  rlx env install their-env --python theirs
-                                        into a Python of its own, for envs.NAME.python: docs/workers.md
+  rlx env install ./my-env              from a folder (which it stays in), a package's name, the Environments Hub
+                                        (owner/name@version) or an address (git+https://…), into a Python of its own
+                                        with locked versions, below $RLX_PYTHONS or ~/.local/share/rlx/pythons
   rlx env check my-env model=qwen3_0_6b play a few rollouts: is it worth training on? Keys are those of rlx eval:
                                         num_examples=16 rollouts_per_example=8 client.base_url=… inference.base_url=…
 
-PYTHON: a name, below $RLX_PYTHONS or ~/.local/share/rlx/pythons; or the path of a Python or of a virtual environment.
 NAME: an environment's name (my-env), or an option of env= (math).
 
 exit codes: 0 done, and of check: worth training on; 1 the installation failed, or the environment cannot be loaded or played;
@@ -77,10 +73,8 @@ def run(argv: list[str]) -> int:
     parser = _Parser(prog=f"rlx env {argv[0]}", add_help=False)
     if argv[0] == "info":
         parser.add_argument("name")
-        parser.add_argument("--python")
     elif argv[0] == "install":
-        parser.add_argument("what", metavar="FOLDER|PACKAGE")
-        parser.add_argument("--python")
+        parser.add_argument("what", metavar="FOLDER|PACKAGE|OWNER/NAME|ADDRESS")
     elif argv[0] == "init":
         parser.add_argument("name")
         parser.add_argument("--kind")
@@ -94,16 +88,18 @@ def run(argv: list[str]) -> int:
 
 
 def _list(_: argparse.Namespace) -> int:
-    from rlx.envs.catalog import installed
-    from rlx.preflight.packages import environments_of, pythons
+    from rlx.config import pythons
+    from rlx.envs.catalog import Listed
+    from rlx.envs.catalog import installed as here
 
-    here = installed()
     options = {name: option for option, name in shipped_options().items()}
-    print("\n".join(_table(here, options)) if here else "no environments; rlx env init NAME writes one")
-    for name, python in pythons().items():
-        print(f"\n{name}: {python}")
-        theirs = environments_of(str(python))
-        print("\n".join(_table(theirs, {})) if theirs else "no environments")
+    own = [(Listed(**listed), python.folder) for python in pythons.installed() for listed in python.environments]
+    newest = {one.name: folder for one, folder in reversed(own)}
+    found = [one for one in here() if one.name not in newest]
+    print("\n".join(_table(found, options)) if found or own else "no environments; rlx env init NAME writes one")
+    for folder in sorted(set(newest.values())):
+        print(f"\n{folder}")
+        print("\n".join(_table([one for one, place in own if place == folder and newest[one.name] == folder], {})))
     return 0
 
 
@@ -124,32 +120,19 @@ def _table(found: Sequence[Listed], options: Mapping[str, str]) -> list[str]:
 def _info(chosen: argparse.Namespace) -> int:
     from rlx.cli.env_check import say_shadowed
     from rlx.config.errors import ConfigError
+    from rlx.config.pythons import python_for, sources_of
     from rlx.config.schema import EnvConfig
-    from rlx.envs.errors import sources_of
-    from rlx.preflight.packages import path_of
     from rlx.preflight.probes import about_of
 
     say_shadowed(chosen.name)
     env_id = shipped_options().get(chosen.name, chosen.name)
-    python = str(path_of(chosen.python)) if chosen.python else _python_with(env_id)
-    if python is None and sources_of(env_id) is None:
-        raise ConfigError(f"{chosen.name} is not installed.\n  fix: `rlx env list` shows what is")
+    own = python_for(env_id)
+    if own is None and sources_of(env_id) is None:
+        raise ConfigError(f"{chosen.name} is not installed.\n  fix: `rlx env list` shows what is; rlx env install {chosen.name}")
+    python = None if own is None else str(own.path)
     about = about_of(EnvConfig(id=env_id, python=python))
     print("\n".join(_described(env_id, python, about)))
     return 1 if about.problem or about.needs else 0
-
-
-def _python_with(env_id: str) -> str | None:
-    """Another Python that has the environment, if this one does not; None if this one has it, or none has."""
-    from rlx.envs.errors import sources_of
-    from rlx.preflight.packages import environments_of, pythons
-
-    if sources_of(env_id) is None:
-        name = env_id.rpartition("/")[2].partition("@")[0].replace("_", "-")
-        for python in pythons().values():
-            if any(one.name == name for one in environments_of(str(python))):
-                return str(python)
-    return None
 
 
 def _described(env_id: str, python: str | None, about: About) -> list[str]:
@@ -179,7 +162,7 @@ def _described(env_id: str, python: str | None, about: About) -> list[str]:
     elif about.problem:
         lines += ["", f"problem: {about.problem}", f"  fix: {about.fix}"]
     else:
-        lines += ["", "next", *(f"  {line}" for line in next_commands(env_id, python, about.prompt_chars))]
+        lines += ["", "next", *(f"  {line}" for line in next_commands(env_id, about.prompt_chars))]
     return lines
 
 
@@ -195,12 +178,10 @@ def _entries(entries: Sequence[Entry]) -> list[str]:
     return [line.rstrip() for line in table(["", "", ""], rows)[1:]]
 
 
-def next_commands(env_id: str, python: str | None = None, prompt_chars: int = 0) -> list[str]:
-    """The commands that check an environment and train on it. `python`: of its own. `prompt_chars`: characters of a short prompt."""
+def next_commands(env_id: str, prompt_chars: int = 0) -> list[str]:
+    """The commands that check an environment and train on it. `prompt_chars`: characters of a short prompt."""
     option = next((option for option, name in shipped_options().items() if name == env_id), None)
-    own = [f"envs.custom.python={python}"] if python and option is None else []
-    if prompt_chars >= default_seq_len():
-        own.append(LANGUAGE_MODEL)
+    own = [LANGUAGE_MODEL] if prompt_chars >= default_seq_len() else []
     chosen = ["env=custom", f"envs.custom.id={env_id}"] if option is None else [f"env={option}"]
     return [f"rlx env check {shlex.join([option or env_id, *own])}", f"{program()} {shlex.join([*chosen, *own])}"]
 
@@ -209,31 +190,24 @@ def next_commands(env_id: str, python: str | None = None, prompt_chars: int = 0)
 
 
 def _install(chosen: argparse.Namespace) -> int:
-    from rlx.config.schema import EnvConfig
     from rlx.preflight.packages import InstallFailed, install
-    from rlx.preflight.probes import about_of
 
     try:
-        done = install(chosen.what, chosen.python)
+        done = install(chosen.what)
     except InstallFailed as error:
-        print(f"\nrlx: {error}", file=sys.stderr)
+        print(f"rlx: {error}", file=sys.stderr)
         return 1
-    changed = ", ".join(done.changed) if len(done.changed) <= MANY else f"{len(done.changed)} packages"
-    print(f"\ninstalled into {done.python}: {changed or 'nothing new'}")
-    for note in done.notes:
-        print(f"note: {note}")
+    print(f"{'installed into' if done.new else 'this was installed before:'} {done.folder}, {done.packages} packages")
     if not done.environments:
         print(
             f"\nrlx: {chosen.what} has no environment that can be seen: no module with load_environment, and none whose __all__ names a "
-            "Taskset.\n  If its module is only known to its author: rlx env info MODULE",
+            f"Taskset.\n  If its module is only known to its author: envs.custom.id=MODULE envs.custom.python={done.folder}/bin/python",
             file=sys.stderr,
         )
         return 1
     for one in done.environments:
         print(f"\n{one.name} {one.version}: {one.kind}" + (f". {one.summary}" if one.summary else ""))
-        python = str(done.python) if done.own else None
-        about = about_of(EnvConfig(id=one.name, python=python))
-        print("\n".join(f"  {line}" for line in next_commands(one.name, python, about.prompt_chars)))
+        print("\n".join(f"  {line}" for line in next_commands(one.name)))
     return 0
 
 

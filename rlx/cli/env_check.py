@@ -100,8 +100,8 @@ def overrides(name: str, given: Sequence[str]) -> tuple[str, list[str]]:
 
 def say_shadowed(name: str) -> None:
     """Print a note if an installed package has the name of a shipped environment: the name means the shipped one."""
+    from rlx.config.pythons import sources_of
     from rlx.config.shipped import shipped_options
-    from rlx.envs.errors import sources_of
 
     shipped = shipped_options().get(name)
     if shipped is not None and sources_of(name) is not None:

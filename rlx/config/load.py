@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 import yaml
 
 from rlx.config.checks import check
+from rlx.config.elsewhere import is_elsewhere
 from rlx.config.errors import ConfigError, may_parse
 from rlx.config.inherited import Later
 from rlx.config.near import REMOVED, suggest
 from rlx.config.notes import notes_of
+from rlx.config.pythons import python_for
 from rlx.config.roots import EVAL, SYNTHESIZE, TRAIN, Root, root_named, root_of, where_else
 from rlx.config.rules import Rule, target_name
 from rlx.config.saved import text_of
@@ -100,6 +102,7 @@ def checked(tree: Tree, root: Root = TRAIN, without: Collection[Rule] = ()) -> C
     """
     builder = Builder(root.schema, tree.origins, hint=lambda key: where_else(root.schema, key) or suggest(root.schema, key, tree.origins))
     cfg = builder.build(root.schema, tree.data)
+    notes = [*tree.notes, *use_own_pythons(cfg)]
     read_numbers(cfg)
     reported = [f"{key}." for problem in tree.problems for key in problem.keys]
     builder.missing = [  # without those of which the cause is reported already
@@ -114,8 +117,24 @@ def checked(tree: Tree, root: Root = TRAIN, without: Collection[Rule] = ()) -> C
         problems = check(cfg, tree.origins, unknown, without)
     if problems:
         raise ConfigError([problem.text for problem in problems])
-    notes = [*tree.notes, *_still_text(cfg, tree), *notes_of(cfg, tree.origins)]
+    notes += [*_still_text(cfg, tree), *notes_of(cfg, tree.origins)]
     return Composed(cfg, tree.overrides, tree.choices, notes, tree.origins, tree.later)
+
+
+def use_own_pythons(cfg: Any) -> list[str]:
+    """Give each environment the Python that was installed for it, unless the configuration names one. Returns a note for each.
+
+    It is part of the saved configuration: a run that is continued or repeated plays in the same one.
+    """
+    evaluated = getattr(getattr(cfg, "eval", None), "envs", {})
+    named = {f"envs.{name}": env for name, env in getattr(cfg, "envs", {}).items()}
+    named |= {f"eval.envs.{name}": env for name, env in evaluated.items() if env.id is not None}
+    notes = []
+    for section, env in named.items():
+        if env.python is None and not is_elsewhere(cfg) and (found := python_for(str(env.id))) is not None:
+            env.python = str(found.path)
+            notes.append(f"{section} plays in the Python that was installed for it: {found.folder}")
+    return notes
 
 
 def _still_text(cfg: Any, tree: Tree) -> list[str]:

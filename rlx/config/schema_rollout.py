@@ -70,7 +70,7 @@ class EnvConfig:
     workers: int | None = key(None, "processes that play this environment; null: `orchestrator.env_workers`", low=0)
     python: str | None = key(
         None,
-        "path of another Python whose packages its workers use (`rlx env install … --python NAME`); null: the run's own",
+        "path of the Python whose packages its workers use; null: the one that `rlx env install` has made for it, or else the run's own",
     )
     sampling: EnvSampling = section(EnvSampling)
 

@@ -85,8 +85,8 @@ FUNCTION = "rlx.envs.function"
 
 
 def module_of(environment: str) -> str:
-    """The module of a verifiers environment: `owner/my-env` is `my_env`."""
-    return environment.rsplit("/", 1)[-1].replace("-", "_")
+    """The module of an environment: `owner/my-env@0.1.0` is `my_env`."""
+    return environment.rpartition("/")[2].partition("@")[0].replace("-", "_")
 
 
 def is_installed(module: str) -> bool:

@@ -16,8 +16,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from rlx.config.schema_rollout import EnvConfig
+from rlx.config.signatures import module_of
 from rlx.envs import verifiers_mcp
-from rlx.envs.kinds import kind_of, module_of
+from rlx.envs.kinds import kind_of
 from rlx.envs.probe import answer_requests, probe, why
 from rlx.envs.probed import FIELDS, About, Entry
 

@@ -24,14 +24,12 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import verifiers as vf
-
 from rlx.envs.messages import text_of
-from rlx.envs.verifiers_client import function_of
 from rlx.policy.base import Message
 
 
@@ -90,7 +88,7 @@ def answer_text(environment: Any, row: Mapping[str, Any]) -> str | None:
     A reasoning-gym row holds the index of an entry, and the entry holds the answer. An XML parser needs its tags.
     """
     env = child_of(environment.env, row)
-    if not isinstance(env, vf.Environment):  # a v1 taskset, or a reward function over rows
+    if not _is_a(env, "Environment"):  # a v1 taskset, or a reward function over rows
         task = row.get("task")
         answer = (task if isinstance(task, Mapping) else row).get("answer")
         return answer if isinstance(answer, str) and answer else None
@@ -100,7 +98,7 @@ def answer_text(environment: Any, row: Mapping[str, Any]) -> str | None:
     if not isinstance(answer, str) or not answer:
         return None
     parser = env.parser
-    if isinstance(parser, vf.XMLParser) and len(parser.get_fields()) == 1:
+    if _is_a(parser, "XMLParser") and len(parser.get_fields()) == 1:
         return parser.format(**{parser.get_fields()[0]: answer})
     return answer
 
@@ -126,7 +124,7 @@ def messages_of(row: Mapping[str, Any]) -> list[Message]:
 def is_raw(environment: Any, row: Mapping[str, Any]) -> bool:
     """Whether the policy is asked with raw text in this row, as `rlx.envs.verifiers_client` does it."""
     env, prompt = child_of(environment.env, row), row["prompt"]
-    if not isinstance(env, vf.Environment):  # a v1 taskset
+    if not _is_a(env, "Environment"):  # a v1 taskset
         return False
     return env.message_type == "completion" or isinstance(prompt, str) or prompt[0]["role"] == "text"
 
@@ -134,18 +132,20 @@ def is_raw(environment: Any, row: Mapping[str, Any]) -> bool:
 def tools_of(environment: Any, row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """The functions that the environment offers in this row, in OpenAI's form; None if there are none."""
     env = child_of(environment.env, row)
-    if not isinstance(env, vf.Environment):
+    if not _is_a(env, "Environment"):
         return [dict(tool) for tool in environment.tools] or None
+    from rlx.envs.verifiers_client import function_of
+
     asked = info_of(row).get("tool_defs", env.tool_defs)
     return [function_of(tool) for tool in env._normalize_tool_defs(asked) or []] or None
 
 
 def child_of(env: Any, row: Mapping[str, Any]) -> Any:
     """The environment that plays this row: in an EnvGroup the child that the row names, or its child in turn; otherwise `env`."""
-    route = info_of(row).get("env_id") if isinstance(env, vf.EnvGroup) else None
+    route = info_of(row).get("env_id") if _is_a(env, "EnvGroup") else None
     names = [route] if isinstance(route, str) else list(route or ())
     for name in names:
-        assert isinstance(env, vf.EnvGroup), (names, env.env_id)
+        assert _is_a(env, "EnvGroup"), (names, env.env_id)
         env = env.env_map[name]
     return env
 
@@ -154,3 +154,9 @@ def info_of(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """The column `info` of a row; data sets may hold it as JSON."""
     info = row.get("info") or {}
     return json.loads(info) if isinstance(info, str) else info
+
+
+def _is_a(thing: Any, kind: str) -> bool:
+    """Whether it is of a class of classic verifiers. Verifiers 0.4 has none of them, and a reward function needs no verifiers."""
+    found = getattr(sys.modules.get("verifiers"), kind, None)
+    return found is not None and isinstance(thing, found)

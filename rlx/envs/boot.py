@@ -12,6 +12,13 @@ import sys
 NEEDED = ("aiohttp", "jinja2", "msgspec", "numpy", "tokenizers")  # and verifiers, for its environments (`rlx.envs.load`)
 
 
+def environment(another):  # type: (bool) -> dict[str, str]
+    """The environment of a process that runs this file. `another`: in another Python than this one."""
+    left = {"PYTHONHOME", "VIRTUAL_ENV"} if another else set()
+    left.add("PYTHONDONTWRITEBYTECODE")  # it would compile verifiers at each start, which takes twice as long as all the rest
+    return {name: value for name, value in os.environ.items() if name not in left}
+
+
 def main():  # type: () -> None
     """Make `rlx` importable and call `main` of `rlx.envs.worker` or `rlx.envs.probe`. Exits with a sentence if this Python cannot."""
     if sys.version_info < (3, 11):  # noqa: UP036  (any Python may run this file)

@@ -16,7 +16,7 @@ import re
 from dataclasses import asdict, dataclass
 from importlib.metadata import Distribution
 
-from rlx.envs.errors import sources_of
+from rlx.config.pythons import sources_of
 from rlx.envs.kinds import has_classic
 
 SIGN = re.compile(r"\bload_environment\b|Taskset\b")  # the module of an environment has one of these, unless it computes its names

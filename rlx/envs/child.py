@@ -42,7 +42,7 @@ class Child:
         self._log_from = os.fstat(self._log).st_size
         shared = (theirs.fileno(), marks, self._stacks)
         command = [os.path.expanduser(python or sys.executable), boot.__file__, "worker", name, *map(str, shared)]
-        environment = {key: value for key, value in os.environ.items() if python is None or key not in ("PYTHONHOME", "VIRTUAL_ENV")}
+        environment = boot.environment(another=python is not None)
         self._token = secrets.token_hex(16)
         try:
             # A session of its own: a signal to its group reaches what the environment starts, and nothing else. Processes in sessions of

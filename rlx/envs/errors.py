@@ -10,7 +10,6 @@ Imports the standard library alone, so that the process of an environment can us
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import re
 import sys
@@ -103,23 +102,6 @@ def place_of(error: BaseException, sources: Path | None = None) -> Place | None:
                 if frame.lineno is not None and _belongs(frame.filename, own):
                     return Place(file=frame.filename, line=frame.lineno, function=frame.name)
     return None
-
-
-def sources_of(env_id: str) -> Path | None:
-    """The folder (or the single file) of an environment's package; None if it is not installed. Imports nothing.
-
-    `env_id` is verifiers' name of the environment: `owner/my-env` is the module `my_env`.
-    """
-    module = env_id.partition("@")[0].rpartition("/")[2].replace("-", "_")
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        return None
-    if spec is None:
-        return None
-    if spec.submodule_search_locations:
-        return Path(next(iter(spec.submodule_search_locations)))
-    return Path(spec.origin) if spec.origin not in (None, "built-in", "frozen") else None
 
 
 def kind_of_text(text: str) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
-from rlx.config.signatures import FUNCTION
+from rlx.config.signatures import FUNCTION, module_of
 
 Kind = Literal["classic", "v1", "function"]
 
@@ -39,8 +39,8 @@ def kind_of(env_id: str) -> Kind:
         return "v1"
     if spec is None and module not in sys.modules:
         raise ValueError(
-            f"the environment {env_id!r} is not installed: there is no module {module}. "
-            f"Install it into this Python ({sys.executable}), for example with rlx env install FOLDER"
+            f"the environment {env_id!r} is not installed: there is no module {module} in this Python ({sys.executable}). "
+            "Install it with rlx env install FOLDER|PACKAGE"
         )
     from rlx.envs import verifiers_mcp
 
@@ -60,11 +60,6 @@ def kind_of(env_id: str) -> Kind:
         f"the module {module} is no verifiers environment: it has no function load_environment (classic), "
         f"and its __all__ names no Taskset class (v1)"
     )
-
-
-def module_of(env_id: str) -> str:
-    """The module of an environment: `owner/my-env@0.1.0` is `my_env`."""
-    return env_id.rpartition("/")[2].partition("@")[0].replace("-", "_")
 
 
 @functools.cache

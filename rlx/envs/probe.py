@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from rlx.config.evaluated import section_of
+from rlx.config.pythons import sources_of
 from rlx.config.schema import EnvConfig
-from rlx.envs.errors import chain, in_one_line, sources_of
+from rlx.envs.errors import chain, in_one_line
 from rlx.envs.kinds import kind_of
 from rlx.envs.load import load_one
 from rlx.envs.probed import FIELDS, Probed, file_digest, packages_digest
@@ -102,7 +103,7 @@ def why(name: str, env_id: str, error: BaseException) -> Probed:
     module = env_id.rpartition("/")[2].replace("-", "_")
     if isinstance(inner, ImportError):
         if inner.name == module:
-            what, fix = f"{env_id} is not installed: there is no module {module}", f"install it into this Python ({sys.executable})"
+            what, fix = f"{env_id} is not installed: there is no module {module}", "rlx env install FOLDER|PACKAGE"
         else:
             what = f"{env_id} is installed, but something that it imports is not: {text}"
             fix = f"install what is missing into this Python ({sys.executable})"

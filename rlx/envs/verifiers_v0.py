@@ -19,10 +19,11 @@ from typing import Any
 import verifiers as vf
 from verifiers.types import State
 
+from rlx.config.pythons import sources_of
 from rlx.config.schema import EnvConfig
 from rlx.envs import verifiers_mcp
 from rlx.envs.base import REWARD_ERROR, failed, filled, finite, with_raised_reward
-from rlx.envs.errors import FailureLog, failure_of, snake, sources_of
+from rlx.envs.errors import FailureLog, failure_of, snake
 from rlx.envs.messages import recorded
 from rlx.envs.stacks import waits_at
 from rlx.envs.together import CLEANUP_GRACE, abandon, raised_by, run_for, together

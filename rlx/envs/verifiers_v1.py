@@ -34,10 +34,11 @@ from verifiers.v1.envs.single_agent import SingleAgentEnv
 from verifiers.v1.utils.loaders import default_harness_id, env_config_type, import_taskset
 from verifiers.v1.utils.loaders import load_environment as load_v1
 
+from rlx.config.pythons import sources_of
 from rlx.config.schema import EnvConfig
+from rlx.config.signatures import module_of
 from rlx.envs.base import RAISED, REWARD_ERROR, failed, filled, finite, with_raised_reward
-from rlx.envs.errors import Failure, FailureLog, failure_of, in_one_line, snake, sources_of
-from rlx.envs.kinds import module_of
+from rlx.envs.errors import Failure, FailureLog, failure_of, in_one_line, snake
 from rlx.envs.messages import recorded
 from rlx.envs.stacks import waits_at
 from rlx.envs.together import CLEANUP_GRACE, abandon, raised_by, run_for, together

@@ -21,7 +21,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rlx.envs.errors import in_one_line, sources_of
+from rlx.config.pythons import sources_of
+from rlx.envs.errors import in_one_line
 from rlx.envs.load import load_one
 from rlx.envs.marks import PLAYING, SPENT, Marks, ThreadMarks, marked_tasks
 from rlx.envs.wire import (

@@ -24,9 +24,9 @@ from typing import Any
 from rlx.config.elsewhere import has_weights_elsewhere, is_elsewhere
 from rlx.config.errors import ConfigError
 from rlx.config.evaluated import environments, section_of
+from rlx.config.pythons import sources_of
 from rlx.config.schema import CommandConfig, EnvConfig, PlayRoot, TrainingRoot
 from rlx.envs import boot
-from rlx.envs.errors import sources_of
 from rlx.envs.probed import FIELDS, About, Probed, about_from_json, file_digest, packages_digest
 from rlx.launch.processes import TOKEN, bound, kill_all
 from rlx.paths import cache_root, write_text
@@ -186,9 +186,11 @@ def _run(python: str, entries: list[dict[str, Any]], module: str = "probe") -> t
 
     Everything that the environments started ends with the process: it may hold the pipe of the answers, or a port that the run needs.
     """
-    others = () if python == sys.executable else ("PYTHONHOME", "VIRTUAL_ENV")
-    given = {name: value for name, value in os.environ.items() if name not in others}
-    environment = inherited(given) | {DEVICES: "", SUPERVISOR: str(os.getpid()), "OMP_NUM_THREADS": "1"}
+    environment = inherited(boot.environment(another=python != sys.executable)) | {
+        DEVICES: "",
+        SUPERVISOR: str(os.getpid()),
+        "OMP_NUM_THREADS": "1",
+    }
     token = secrets.token_hex(16)
     answers: dict[str, Any] = {}
     loading: str | None = None

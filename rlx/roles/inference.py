@@ -17,6 +17,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -101,6 +102,9 @@ class Server:
         env = {**os.environ, **own, SECRET: self.endpoint.api_key}
         env.setdefault(SUPERVISOR, str(os.getpid()))  # the first process of a container is no sign of an orphan
         env.pop("PYTHONDONTWRITEBYTECODE", None)  # it doubles vLLM's start
+        # vLLM leaves its sockets where they are, and the path of one may have 107 characters: a job's TMPDIR may be too long.
+        self.sockets = tempfile.TemporaryDirectory(prefix="rlx_", dir="/tmp" if os.access("/tmp", os.W_OK) else None)
+        env.setdefault("VLLM_RPC_BASE_PATH", self.sockets.name)
         shown = [*(f"{name}={shlex.quote(value)}" for name, value in own.items()), f"{SECRET}=<secret>", shlex.join(command)]
         log.info("starting %s", " ".join(shown))
         # A group of its own, in this process's session: both `stop` and the supervisor find all of it.
@@ -185,6 +189,7 @@ class Server:
         self.file.unlink(missing_ok=True)
         kill_all([self.process.pid], None)  # nothing in it must be saved
         self.process.wait()
+        self.sockets.cleanup()
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 import rlx
+from rlx.config.pythons import version_in
 from rlx.config.schema_synthesize import SelectionConfig, SynthesizeRoot
 from rlx.envs.base import Environment, sampling_of
 from rlx.envs.kinds import version_of
@@ -178,7 +179,7 @@ class Synthesis:
             name: {
                 **same,
                 "env_id": env.id,
-                "env_version": None if env.python else version_of(env.id),
+                "env_version": version_of(env.id) if env.python is None else version_in(env.python, env.id),
                 "sampling": to_json(sampling_of(config, env)),
             }
             for name, env in config.envs.items()

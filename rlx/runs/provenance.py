@@ -23,7 +23,9 @@ from typing import Any
 import xxhash
 
 import rlx
+from rlx.config.evaluated import environments
 from rlx.config.keys import HIDDEN
+from rlx.config.pythons import at as python_at
 from rlx.config.roots import root_of
 from rlx.config.schema import CommandConfig
 from rlx.config.secret import conceal, hide_lines, secrets_of
@@ -60,6 +62,7 @@ def write_provenance(paths: RunPaths, cfg: CommandConfig, *, again: bool = False
         "source": {**source, "diff": diff if source["diff"] else None},
         "python": {"version": platform.python_version(), "executable": sys.executable},
         "packages": packages(),
+        "pythons": pythons(paths, cfg),
         "machine": machine(gpus=cfg.hardware.device != "cpu"),
         "seeds": {"run": cfg.seed} | ({"warm_start": cfg.model.warm_start.seed} if cfg.model.warm_start else {}),
         "environment": {
@@ -77,6 +80,23 @@ def write_provenance(paths: RunPaths, cfg: CommandConfig, *, again: bool = False
         return
     write_text(paths.reproduce, reproduce_script(root_of(cfg).command, source["commit"], list(secrets_of(cfg))))
     paths.reproduce.chmod(0o755)
+
+
+def pythons(paths: RunPaths, cfg: CommandConfig) -> dict[str, Any]:
+    """The environments with a Python of their own, by name: its path, and the file in the run directory with what is installed in it.
+
+    `rlx env install` has locked these packages; of another Python only the path is known.
+    """
+    found: dict[str, Any] = {}
+    for name, env in environments(cfg).items():
+        if env.python is None:
+            continue
+        own, file = python_at(env.python), paths.root / "environments" / f"{Path(env.python).parent.parent.name}.txt"
+        if own is not None:
+            file.parent.mkdir(exist_ok=True)
+            write_text(file, own.lock)
+        found[name] = {"python": env.python, "lock": None if own is None else str(file.relative_to(paths.root))}
+    return found
 
 
 @functools.cache

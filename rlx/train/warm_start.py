@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.util
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx.config.chat_format import template_path
+from rlx.config.pythons import sources_of
 from rlx.config.schema import CommandConfig, Config, EnvConfig, PlayRoot, SftRoot
 from rlx.config.warm_start import LOSS, supervised
 from rlx.paths import cache_root
@@ -56,7 +56,7 @@ def recipe(config: CommandConfig) -> dict[str, Any]:
         "envs": {
             name: {key: getattr(env, key, None) for key in OF_ENVS}
             | ({} if isinstance(config, Config) else {"split": "train"})  # the rows that `rlx.envs.demonstrations` takes then
-            | {"code": environment_digest(env.id)}
+            | {"code": environment_digest(env)}
             for name, env in envs_of(config).items()
         },
         "run": of_the_run(config),
@@ -78,20 +78,19 @@ def model_folder(name: str, what: dict[str, Any]) -> Path:
     return cache_root().absolute() / "models" / f"{Path(name).name}-{key}"
 
 
-def environment_digest(environment_id: str) -> str:
+def environment_digest(env: EnvConfig) -> str:
     """Digest of the files of an environment's package, its data included; empty if there is none. The package is not imported.
 
     Caches are left out: `__pycache__`, and what is hidden.
     """
-    spec = importlib.util.find_spec(environment_id.rpartition("/")[2].replace("-", "_"))
-    if spec is None or spec.origin is None:
-        return ""
+    source = sources_of(env.id, env.python)
+    if source is None or not source.is_dir():
+        return digest([source]) if source is not None and source.is_file() else ""
     found = hashlib.sha256()
-    for folder in map(Path, spec.submodule_search_locations or []):
-        for name in sorted(file.relative_to(folder) for file in folder.rglob("*")):
-            if (folder / name).is_file() and not any(part == "__pycache__" or part.startswith(".") for part in name.parts):
-                found.update(f"{name.as_posix()}\0{_content(folder / name)}\0".encode(errors="surrogateescape"))
-    return found.hexdigest()[:16] if spec.submodule_search_locations else digest([Path(spec.origin)])
+    for name in sorted(file.relative_to(source) for file in source.rglob("*")):
+        if (source / name).is_file() and not any(part == "__pycache__" or part.startswith(".") for part in name.parts):
+            found.update(f"{name.as_posix()}\0{_content(source / name)}\0".encode(errors="surrogateescape"))
+    return found.hexdigest()[:16]
 
 
 def _content(file: Path) -> str:

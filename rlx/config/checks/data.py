@@ -33,7 +33,7 @@ def module_problems(key: str, env_id: str, installed: bool, of: Show) -> Iterato
     elif installed and not is_installed(module):
         yield (
             f"the environment {of(key)} is not installed: there is no module {module}.\n"
-            f"Install it into this Python ({sys.executable}), for example with rlx env install FOLDER."
+            f"Install it with rlx env install FOLDER|PACKAGE, or into this Python ({sys.executable})."
         )
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from rlx.config.evaluated import PREFIX, environments, section_of
 from rlx.config.rules import Show, rule
-from rlx.config.schema import Config, SftRoot
-from rlx.config.signatures import is_installed, module_of
+from rlx.config.schema import Config
 
 
 @rule("envs", "eval", "orchestrator.env_workers", "launcher")
@@ -37,13 +36,3 @@ def _where_python_is_set(cfg: Config, name: str) -> str:
     if not name.startswith(PREFIX) or (entry is not None and entry.python is not None):
         return own
     return own.removeprefix("eval.")
-
-
-@rule("envs", "model.warm_start")
-def warm_start_in_another_python(cfg: Config, of: Show) -> Iterator[str]:
-    for name, env in ({} if isinstance(cfg, SftRoot) else cfg.envs).items():
-        if cfg.model.warm_start is not None and env.python is not None and env.weight > 0 and not is_installed(module_of(env.id)):
-            yield (
-                f"the warm start reads the examples of its environments in the run's own Python, and {of(f'envs.{name}.id')} is not "
-                f"installed there, only for envs.{name}.python.\nInstall it into both, or choose a model without a warm start."
-            )

@@ -1,0 +1,99 @@
+"""The Pythons of environments: each installed package has one of its own, made from a lock (`rlx.preflight.packages`).
+
+    ~/.local/share/rlx/pythons/my-env-3f9a2c1b/          a virtual environment
+    …/rlx.json   {"what": "my-env", "environments": [{"name": "my-env", "kind": "v1", "source": "/…", …}]}, written last
+    …/lock.txt   every package with its version; the folder's name ends with its digest
+
+The same lock is the same Python, so installing again costs nothing. `env.python=null` means the one that was installed last for the name.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlx.config.signatures import module_of
+
+HOME = "RLX_PYTHONS"
+RECORD, LOCK = "rlx.json", "lock.txt"
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPython:
+    """One of them."""
+
+    folder: Path
+    environments: tuple[Mapping[str, Any], ...]  # with the fields of `rlx.envs.catalog.Listed`
+
+    @property
+    def path(self) -> Path:
+        """The program."""
+        return self.folder / "bin" / "python"
+
+    def listed(self, env_id: str) -> Mapping[str, Any] | None:
+        """What it has of an environment, a module's name or `owner/name[@version]`; None if it has none of this name."""
+        return next((listed for listed in self.environments if module_of(listed["name"]) == module_of(env_id)), None)
+
+    @property
+    def lock(self) -> str:
+        """Every package with its version, a line each, as uv writes requirements."""
+        return (self.folder / LOCK).read_text()
+
+
+def home() -> Path:
+    """The folder that they are in: `RLX_PYTHONS`, else `~/.local/share/rlx/pythons`."""
+    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(os.environ.get(HOME) or Path(data) / "rlx" / "pythons")
+
+
+def installed() -> list[OwnPython]:
+    """All that are complete, the one that was installed last first."""
+    records = sorted(home().glob(f"*/{RECORD}"), key=lambda record: (-record.stat().st_mtime_ns, record))
+    return [OwnPython(record.parent, tuple(json.loads(record.read_text())["environments"])) for record in records]
+
+
+def python_for(env_id: str) -> OwnPython | None:
+    """The Python that was installed last for an environment; None if none was, so that the run's own Python must have it."""
+    return next((one for one in installed() if one.listed(env_id) is not None), None)
+
+
+def at(program: str | os.PathLike[str]) -> OwnPython | None:
+    """The own Python of this program; None if it is another Python."""
+    return next((one for one in installed() if one.path == Path(program)), None)
+
+
+def version_in(program: str, env_id: str) -> str | None:
+    """The version of an environment's package in a Python; None if `rlx env install` did not make it."""
+    own = at(program)
+    listed = None if own is None else own.listed(env_id)
+    return None if listed is None else str(listed["version"])
+
+
+def sources_of(env_id: str, program: str | None = None) -> Path | None:
+    """The folder (or the single file) of an environment's package; None if it is not installed. Imports nothing.
+
+    `program`: the Python that has it; None: this one. Of another one that `rlx env install` has not made, only the files in its
+    `site-packages` are seen.
+    """
+    module = module_of(env_id)
+    if program is not None:
+        own = at(program)
+        listed = None if own is None else own.listed(env_id)
+        if listed is not None:
+            return Path(listed["source"])
+        found = (path for end in ("", ".py") for path in Path(program).parent.parent.glob(f"lib/python*/site-packages/{module}{end}"))
+        return next(found, None)
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    if spec is None:
+        return None
+    if spec.submodule_search_locations:
+        return Path(next(iter(spec.submodule_search_locations)))
+    return Path(spec.origin) if spec.origin not in (None, "built-in", "frozen") else None
