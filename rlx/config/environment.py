@@ -18,7 +18,7 @@ RESERVED = {
     "RLX_CACHE": "where models that rlx makes are kept between runs; default `~/.cache/rlx`",
     "RLX_CONFIG_DIR": "directories with configuration files of your own, like `--config-dir`; `:` separates several",
     "RLX_API_KEY": "sets no key; free for `inference.api_key=${oc.env:RLX_API_KEY}` with servers that already run",
-    "RLX_PYTHONS": "where `rlx env install` makes a Python for each environment; default `~/.local/share/rlx/pythons`",
+    "RLX_PYTHONS": "where `rlx env install` makes Pythons; default `.pythons` of the checkout, else `~/.local/share/rlx/pythons`",
     "RLX_NEW_DIR": "read by a run's `reproduce.sh`: the directory of the new run",
     "RLX_SOURCE": "read by a run's `reproduce.sh`: the checkout to run instead of the recorded one",
     "RLX_REQUIRE_SLURM": "read by the tests: when set, SLURM tests fail where SLURM cannot be started, instead of being skipped",

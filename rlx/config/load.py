@@ -23,13 +23,13 @@ from rlx.config.errors import ConfigError, may_parse
 from rlx.config.inherited import Later
 from rlx.config.near import REMOVED, suggest
 from rlx.config.notes import notes_of
-from rlx.config.pythons import python_for
+from rlx.config.pythons import python_for, shipped
 from rlx.config.roots import EVAL, SYNTHESIZE, TRAIN, Root, root_named, root_of, where_else
 from rlx.config.rules import Rule, target_name
 from rlx.config.saved import text_of
 from rlx.config.schema import CommandConfig, Config, PlayRoot, TrainingRoot
 from rlx.config.secret import FILE, hidden
-from rlx.config.signatures import READABLE
+from rlx.config.signatures import READABLE, module_of
 from rlx.config.targets import all_nodes_of, check_targets, instantiate, read_numbers
 from rlx.config.tree import Builder, Origins
 
@@ -129,10 +129,11 @@ def use_own_pythons(cfg: Any) -> list[str]:
     evaluated = getattr(getattr(cfg, "eval", None), "envs", {})
     named = {f"envs.{name}": env for name, env in getattr(cfg, "envs", {}).items()}
     named |= {f"eval.envs.{name}": env for name, env in evaluated.items() if env.id is not None}
+    inside = is_elsewhere(cfg) or cfg.slurm.container is not None  # only what runs there sees its Pythons
     notes = []
     for section, env in named.items():
-        if env.python is None and not is_elsewhere(cfg) and (found := python_for(str(env.id))) is not None:
-            env.python = str(found.path)
+        if env.python is None and not inside and shipped(module_of(str(env.id))) is None and (found := python_for(str(env.id))) is not None:
+            env.python = found.folder.name
             notes.append(f"{section} plays in the Python that was installed for it: {found.folder}")
     return notes
 

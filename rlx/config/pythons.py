@@ -1,10 +1,11 @@
 """The Pythons of environments: each installed package has one of its own, made from a lock (`rlx.preflight.packages`).
 
-    ~/.local/share/rlx/pythons/my-env-3f9a2c1b/          a virtual environment
+    .pythons/my-env-3f9a2c1b/       a virtual environment, below `home()`
     …/rlx.json   {"what": "my-env", "environments": [{"name": "my-env", "kind": "v1", "source": "/…", …}]}, written last
     …/lock.txt   every package with its version; the folder's name ends with its digest
 
-The same lock is the same Python, so installing again costs nothing. `env.python=null` means the one that was installed last for the name.
+The same lock is the same Python on every machine, so a configuration has its folder's name: `envs.NAME.python=my-env-3f9a2c1b`. null becomes
+the one that was installed last for the environment's name. The environments that rlx ships share one; their code is rlx's.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from rlx.config.signatures import module_of
 
 HOME = "RLX_PYTHONS"
 RECORD, LOCK = "rlx.json", "lock.txt"
+ROOT = Path(__file__).resolve().parents[2]  # a checkout, or the folder that packages are installed into
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +48,10 @@ class OwnPython:
 
 
 def home() -> Path:
-    """The folder that they are in: `RLX_PYTHONS`, else `~/.local/share/rlx/pythons`."""
-    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-    return Path(os.environ.get(HOME) or Path(data) / "rlx" / "pythons")
+    """The folder that they are in: `RLX_PYTHONS`, else `.pythons` of the checkout, else `~/.local/share/rlx/pythons`."""
+    if (chosen := os.environ.get(HOME)) or (ROOT / "pyproject.toml").is_file():
+        return Path(chosen or ROOT / ".pythons")
+    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "rlx" / "pythons"
 
 
 def installed() -> list[OwnPython]:
@@ -60,6 +63,30 @@ def installed() -> list[OwnPython]:
 def python_for(env_id: str) -> OwnPython | None:
     """The Python that was installed last for an environment; None if none was, so that the run's own Python must have it."""
     return next((one for one in installed() if one.listed(env_id) is not None), None)
+
+
+def program_of(python: str) -> str:
+    """The path of the Python in a configuration: the name of one below `home()`, or a path."""
+    return str(home() / python / "bin" / "python") if os.sep not in python else os.path.expanduser(python)
+
+
+def python_of(env_id: str, python: str | None) -> str | None:
+    """The Python that an environment plays in on this host; None: this one. `python`: that of its configuration.
+
+    A configuration names none for the environments that rlx ships, and for those of a container, whose files only its processes see.
+    """
+    if python is not None:
+        return program_of(python)
+    if shipped(module_of(env_id)) is None and importlib.util.find_spec("verifiers") is not None:
+        return None
+    own = python_for(env_id)
+    return None if own is None else str(own.path)
+
+
+def shipped(module: str) -> Path | None:
+    """The folder of an environment that rlx ships; None if it is another module."""
+    places = (ROOT / "environments" / module / module, ROOT / module)
+    return next((place for place in places if module.startswith("rlx_") and (place / "__init__.py").is_file()), None)
 
 
 def at(program: str | os.PathLike[str]) -> OwnPython | None:
@@ -81,7 +108,7 @@ def sources_of(env_id: str, program: str | None = None) -> Path | None:
     `site-packages` are seen.
     """
     module = module_of(env_id)
-    if program is not None:
+    if program is not None and shipped(module) is None:
         own = at(program)
         listed = None if own is None else own.listed(env_id)
         if listed is not None:

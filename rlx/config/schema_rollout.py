@@ -70,7 +70,7 @@ class EnvConfig:
     workers: int | None = key(None, "processes that play this environment; null: `orchestrator.env_workers`", low=0)
     python: str | None = key(
         None,
-        "path of the Python whose packages its workers use; null: the one that `rlx env install` has made for it, or else the run's own",
+        "the Python that its workers use, a path or a name of `rlx env list`; null: the one that `rlx env install` has made for it",
     )
     sampling: EnvSampling = section(EnvSampling)
 

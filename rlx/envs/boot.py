@@ -19,6 +19,17 @@ def environment(another):  # type: (bool) -> dict[str, str]
     return {name: value for name, value in os.environ.items() if name not in left}
 
 
+class Shipped:
+    """Finds the environments that rlx ships, whose code is where rlx's own is."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):  # type: ignore[no-untyped-def]
+        """See `importlib.abc.MetaPathFinder`."""
+        folder = importlib.import_module("rlx.config.pythons").shipped(name) if path is None and name.startswith("rlx_") else None
+        places = None if folder is None else [str(folder)]
+        return places and importlib.util.spec_from_file_location(name, folder / "__init__.py", submodule_search_locations=places)
+
+
 def main():  # type: () -> None
     """Make `rlx` importable and call `main` of `rlx.envs.worker` or `rlx.envs.probe`. Exits with a sentence if this Python cannot."""
     if sys.version_info < (3, 11):  # noqa: UP036  (any Python may run this file)
@@ -32,6 +43,7 @@ def main():  # type: () -> None
     assert spec.loader is not None
     sys.modules["rlx"] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    sys.meta_path.append(Shipped)
     importlib.import_module("rlx.envs." + sys.argv[1]).main(*sys.argv[2:])
 
 

@@ -41,7 +41,7 @@ class Child:
         self._log = os.memfd_create("rlx-log") if log is None else os.open(log, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         self._log_from = os.fstat(self._log).st_size
         shared = (theirs.fileno(), marks, self._stacks)
-        command = [os.path.expanduser(python or sys.executable), boot.__file__, "worker", name, *map(str, shared)]
+        command = [python or sys.executable, boot.__file__, "worker", name, *map(str, shared)]
         environment = boot.environment(another=python is not None)
         self._token = secrets.token_hex(16)
         try:

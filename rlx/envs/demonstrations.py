@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
+from rlx.config.pythons import python_of
 from rlx.config.schema import Config, EnvConfig, PlayRoot
 from rlx.data.demonstrations import choose, counts_by_weight
 from rlx.envs import boot
@@ -40,7 +41,7 @@ def demonstrations_of(config: PlayRoot, envs: Mapping[str, EnvConfig]) -> dict[s
         entry = {"key": name, "name": name, "env": about, "settings": asdict(settings_of(config, env)), "count": counts[name]}
         if counts[name]:
             entry |= {"seed": settings.seed, "teacher_error": settings.teacher_error}
-            asked.setdefault(env.python or sys.executable, []).append(entry)
+            asked.setdefault(python_of(env.id, env.python) or sys.executable, []).append(entry)
     answers = {answer["key"]: answer for python, entries in asked.items() for answer in _ask(python, entries)}
     if problems := [answer["problem"] for answer in answers.values() if "problem" in answer]:
         raise ValueError(problems[0])

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlx.config.evaluated import played
+from rlx.config.pythons import shipped
 from rlx.config.schema import Config, EnvConfig, PlayRoot
-from rlx.config.signatures import FUNCTION
+from rlx.config.signatures import FUNCTION, module_of
 from rlx.envs.base import Environment, Local, sampling_of
 from rlx.envs.wire import Settings
 from rlx.process import hidden, importing
@@ -42,7 +43,8 @@ def load_one(name: str, config: EnvConfig, settings: Settings) -> Local:
     os.environ.pop("PYTHONSAFEPATH", None)
     load: Callable[..., Local]
     if config.id != FUNCTION and importlib.util.find_spec("verifiers") is None:
-        raise RuntimeError(f"{sys.executable} has no verifiers; install with: {sys.executable} -m pip install verifiers")
+        what = "rlx" if shipped(module_of(config.id)) else config.id
+        raise RuntimeError(f"{config.id} needs verifiers, and this Python ({sys.executable}) has none. Install it: rlx env install {what}")
     with importing():
         kind = kind_of(config.id)
         if kind == "function":

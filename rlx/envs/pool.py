@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlx.config.pythons import python_of
 from rlx.config.schema_rollout import EnvConfig
 from rlx.envs import wire
 from rlx.envs.child import Child, measure_all
@@ -93,8 +94,8 @@ class WorkerPool:
     # -- starting
 
     def _start(self, place: int) -> Worker:
-        name = f"env_{self.name}_{place}"
-        worker = Worker(Child(name, self._config.python, None if self._logs is None else self._logs / f"{name}.log"), place)
+        name, python = f"env_{self.name}_{place}", python_of(self._config.id, self._config.python)
+        worker = Worker(Child(name, python, None if self._logs is None else self._logs / f"{name}.log"), place)
         with contextlib.suppress(ConnectionError):  # it is gone already, which its end tells
             worker.child.link.send_now(wire.Load(self.name, self._config, self._settings, send_rows=place == 0 and not self._digest))
         self.given.introduce(worker)

@@ -22,9 +22,11 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 
 from rlx.config.errors import ConfigError
-from rlx.config.pythons import LOCK, RECORD, home
+from rlx.config.pythons import LOCK, RECORD, home, shipped
+from rlx.config.signatures import module_of
 from rlx.envs import boot
 from rlx.envs.catalog import Listed, from_json
+from rlx.envs.catalog import installed as here
 
 CLASSIC = "0.3.1"  # the last verifiers with `load_environment`; it has v1 tasksets, too
 HUB = "https://hub.primeintellect.ai/{owner}/simple/"  # the package index of an owner of the Environments Hub
@@ -55,8 +57,15 @@ class Wanted:
     index: str | None = None  # that has the package, before the others
 
 
+SHIPPED = Wanted("\n".join(["datasets>=4", "math-verify>=0.8", "reasoning-gym>=0.1.23"]), "rlx")  # what these environments import
+TESTED = Path(boot.__file__).with_name("constraints.txt")  # the versions that they were tried with
+
+
 def wanted(what: str) -> Wanted:
-    """What a user means: a folder, which stays where it is; `owner/name[@version]` of the Environments Hub; a package; an address."""
+    """What a user means: `rlx` for the environments that rlx ships; a folder, which stays where it is; `owner/name[@version]` of the
+    Environments Hub; a package; an address."""
+    if what == SHIPPED.label or shipped(module_of(what)):
+        return SHIPPED
     folder = Path(what).expanduser()
     if folder.is_dir():
         if not any((folder / name).is_file() for name in ("pyproject.toml", "setup.py")):
@@ -91,7 +100,8 @@ def install(what: str) -> Outcome:
     new = not (folder / RECORD).exists()
     if new:
         _make(folder, lock)
-    found = environments_of(str(folder / "bin" / "python"))  # of a folder that stays where it is, as it is now
+    # Of a folder that stays where it is, they are those that it has now.
+    found = environments_of(str(folder / "bin" / "python")) if asked != SHIPPED else [one for one in here() if shipped(module_of(one.name))]
     record = {"what": what, "environments": [asdict(one) for one in found]}
     (folder / RECORD).write_text(json.dumps(record, indent=1))  # also if it was there: it is the one that was installed last
     return Outcome(folder, tuple(found), new, len(lock.splitlines()))
@@ -101,6 +111,7 @@ def _resolved(asked: Wanted) -> str:
     """The lock: what is asked for, what a worker needs, and verifiers, all with exact versions."""
     needed = [*boot.NEEDED, f"renderers=={importlib.metadata.version('renderers')}"]
     index = [] if asked.index is None else ["--index", asked.index]
+    index += ["--constraint", str(TESTED)] if asked == SHIPPED else []
     command = ["pip", "compile", "--quiet", "--no-header", "--no-annotate", "--python", _base(), *index, "-"]
     said = ""
     for verifiers in (f"verifiers=={CLASSIC}", "verifiers"):

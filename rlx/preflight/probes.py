@@ -24,7 +24,7 @@ from typing import Any
 from rlx.config.elsewhere import has_weights_elsewhere, is_elsewhere
 from rlx.config.errors import ConfigError
 from rlx.config.evaluated import environments, section_of
-from rlx.config.pythons import sources_of
+from rlx.config.pythons import python_of, sources_of
 from rlx.config.schema import CommandConfig, EnvConfig, PlayRoot, TrainingRoot
 from rlx.envs import boot
 from rlx.envs.probed import FIELDS, About, Probed, about_from_json, file_digest, packages_digest
@@ -105,7 +105,7 @@ def _looked_at(cfg: CommandConfig) -> Mapping[str, EnvConfig]:
 def identity(env: EnvConfig) -> Identity:
     """What makes two environments one."""
     return (
-        os.path.expanduser(env.python or sys.executable),
+        python_of(env.id, env.python) or sys.executable,
         env.id,
         json.dumps([getattr(env, field) for field in FIELDS[1:]], sort_keys=True, default=repr),
     )

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 import rlx
-from rlx.config.pythons import version_in
+from rlx.config.pythons import python_of, version_in
 from rlx.config.schema_synthesize import SelectionConfig, SynthesizeRoot
 from rlx.envs.base import Environment, sampling_of
 from rlx.envs.kinds import version_of
@@ -179,7 +179,7 @@ class Synthesis:
             name: {
                 **same,
                 "env_id": env.id,
-                "env_version": version_of(env.id) if env.python is None else version_in(env.python, env.id),
+                "env_version": version_of(env.id) if (own := python_of(env.id, env.python)) is None else version_in(own, env.id),
                 "sampling": to_json(sampling_of(config, env)),
             }
             for name, env in config.envs.items()

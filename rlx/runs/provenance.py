@@ -26,6 +26,7 @@ import rlx
 from rlx.config.evaluated import environments
 from rlx.config.keys import HIDDEN
 from rlx.config.pythons import at as python_at
+from rlx.config.pythons import python_of
 from rlx.config.roots import root_of
 from rlx.config.schema import CommandConfig
 from rlx.config.secret import conceal, hide_lines, secrets_of
@@ -89,13 +90,13 @@ def pythons(paths: RunPaths, cfg: CommandConfig) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for name, env in environments(cfg).items():
-        if env.python is None:
+        if (program := python_of(env.id, env.python)) is None:
             continue
-        own, file = python_at(env.python), paths.root / "environments" / f"{Path(env.python).parent.parent.name}.txt"
+        own, file = python_at(program), paths.root / "environments" / f"{Path(program).parent.parent.name}.txt"
         if own is not None:
             file.parent.mkdir(exist_ok=True)
             write_text(file, own.lock)
-        found[name] = {"python": env.python, "lock": None if own is None else str(file.relative_to(paths.root))}
+        found[name] = {"python": program, "lock": None if own is None else str(file.relative_to(paths.root))}
     return found
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx.config.chat_format import template_path
-from rlx.config.pythons import sources_of
+from rlx.config.pythons import python_of, sources_of
 from rlx.config.schema import CommandConfig, Config, EnvConfig, PlayRoot, SftRoot
 from rlx.config.warm_start import LOSS, supervised
 from rlx.paths import cache_root
@@ -83,7 +83,7 @@ def environment_digest(env: EnvConfig) -> str:
 
     Caches are left out: `__pycache__`, and what is hidden.
     """
-    source = sources_of(env.id, env.python)
+    source = sources_of(env.id, python_of(env.id, env.python))
     if source is None or not source.is_dir():
         return digest([source]) if source is not None and source.is_file() else ""
     found = hashlib.sha256()

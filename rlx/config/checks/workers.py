@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from rlx.config.evaluated import PREFIX, environments, section_of
+from rlx.config.pythons import program_of
 from rlx.config.rules import Show, rule
 from rlx.config.schema import Config
 
@@ -25,9 +25,12 @@ def another_python(cfg: Config, of: Show) -> Iterator[str]:
                 f"{key}={env.python} needs a process of its own, but {section} has no workers.\n"
                 f"Set {section}.workers=1 or more, or remove {key}."
             )
-        program = Path(env.python).expanduser()
-        if cfg.launcher.name == "local" and not (program.is_file() and os.access(program, os.X_OK)):
-            yield f"{key}={env.python} is no program that can be run here. Give the path of a Python, such as /…/venv/bin/python."
+        program = program_of(env.python)
+        if cfg.launcher.name == "local" and not (os.path.isfile(program) and os.access(program, os.X_OK)):
+            yield (
+                f"{key}={env.python} is no Python that can be run here ({program}).\n"
+                "Give the path of one, such as /…/venv/bin/python, or install the environment: rlx env install NAME."
+            )
 
 
 def _where_python_is_set(cfg: Config, name: str) -> str:
