@@ -4,8 +4,8 @@
     …/rlx.json   {"what": "my-env", "environments": [{"name": "my-env", "kind": "v1", "source": "/…", …}]}, written last
     …/lock.txt   every package with its version; the folder's name ends with its digest
 
-The same lock is the same Python on every machine, so a configuration has its folder's name: `envs.NAME.python=my-env-3f9a2c1b`. null becomes
-the one that was installed last for the environment's name. The environments that rlx ships share one; their code is rlx's.
+The same lock is the same Python on every machine, so a configuration has the folder's name, `envs.NAME.python=my-env-3f9a2c1b`. null
+becomes the one that was installed last for the environment's name. The environments that rlx ships share one; their code is rlx's.
 """
 
 from __future__ import annotations
