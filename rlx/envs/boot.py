@@ -23,11 +23,12 @@ class Shipped:
     """Finds the environments that rlx ships, whose code is where rlx's own is."""
 
     @staticmethod
-    def find_spec(name, path=None, target=None):  # type: ignore[no-untyped-def]
+    def find_spec(name, path=None, target=None):  # type: (str, object, object) -> object
         """See `importlib.abc.MetaPathFinder`."""
         folder = importlib.import_module("rlx.config.pythons").shipped(name) if path is None and name.startswith("rlx_") else None
-        places = None if folder is None else [str(folder)]
-        return places and importlib.util.spec_from_file_location(name, folder / "__init__.py", submodule_search_locations=places)
+        if folder is None:
+            return None
+        return importlib.util.spec_from_file_location(name, folder / "__init__.py", submodule_search_locations=[str(folder)])
 
 
 def main():  # type: () -> None
@@ -43,7 +44,7 @@ def main():  # type: () -> None
     assert spec.loader is not None
     sys.modules["rlx"] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    sys.meta_path.append(Shipped)
+    sys.meta_path.append(Shipped)  # type: ignore[arg-type]
     importlib.import_module("rlx.envs." + sys.argv[1]).main(*sys.argv[2:])
 
 

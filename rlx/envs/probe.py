@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from rlx.config.evaluated import section_of
-from rlx.config.pythons import sources_of
+from rlx.config.pythons import shipped, sources_of
 from rlx.config.schema import EnvConfig
+from rlx.config.signatures import module_of
 from rlx.envs.errors import chain, in_one_line
 from rlx.envs.kinds import kind_of
 from rlx.envs.load import load_one
@@ -100,10 +101,13 @@ def why(name: str, env_id: str, error: BaseException) -> Probed:
     """The problem that an exception shows, in the package's own words."""
     inner = next((each for each in chain(error) if not str(each).startswith(WRAPPED)), error)
     text = in_one_line(inner, sources_of(env_id))
-    module = env_id.rpartition("/")[2].replace("-", "_")
+    module = module_of(env_id)
     if isinstance(inner, ImportError):
         if inner.name == module:
             what, fix = f"{env_id} is not installed: there is no module {module}", "rlx env install FOLDER|PACKAGE"
+        elif inner.name == "verifiers":
+            what = f"{env_id} needs verifiers, and this Python ({sys.executable}) has none"
+            fix = f"rlx env install {'rlx' if shipped(module) else env_id}"
         else:
             what = f"{env_id} is installed, but something that it imports is not: {text}"
             fix = f"install what is missing into this Python ({sys.executable})"
