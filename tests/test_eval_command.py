@@ -240,7 +240,7 @@ def test_an_endpoint_that_returns_tokens_has_them_counted_and_one_that_does_not_
     assert not list((tmp_path / "refused").glob(f"eval/*/*/{PLAYED}"))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_an_endpoint_synthesizes_data_with_its_tokens_if_it_returns_them(api, tmp_path: Path) -> None:
     keys = [*KEYS, "format=jsonl", "duplicates=keep"]
     for mode, tokens in (("flaky", False), ("tokens", True)):

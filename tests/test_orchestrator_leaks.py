@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.long]
 SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "orchestrator.py"
 
 
+@pytest.mark.nightly
 def test_memory_open_files_and_temporary_files_stay_flat_over_20000_rollouts(tmp_path: Path) -> None:
     """Compares the second fifth of the steps with the last one."""
     done = subprocess.run(

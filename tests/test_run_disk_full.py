@@ -42,6 +42,7 @@ def fill(disk: Path, leave: int) -> None:
             full.write(bytes(min(MIB, free - leave)))
 
 
+@pytest.mark.nightly
 def test_a_disk_that_fills_during_a_checkpoint_ends_the_run_with_the_last_good_one_intact(disk, model_cache):
     keys = ("orchestrator.batch_size=32", "ckpt.interval=3", "ckpt.keep_last=null")
     env = {"RLX_CACHE": str(model_cache)}

@@ -33,7 +33,7 @@ def test_a_role_killed_in_mid_run_stops_the_run_and_is_named(start, role):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("role", ["inference", "orchestrator", "trainer"])
+@pytest.mark.parametrize("role", ["inference", *(pytest.param(role, marks=pytest.mark.nightly) for role in ("orchestrator", "trainer"))])
 def test_a_role_killed_at_start_up_stops_the_run(start, role):
     job = start("run", *LONG)
     os.kill(job.until_started(role), signal.SIGKILL)

@@ -76,7 +76,7 @@ def test_the_only_server_hangs_and_is_killed_and_serves_again_with_the_runs_vers
     job.wait_until_nothing_is_left()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_one_of_two_servers_is_killed_the_other_goes_on_and_the_first_joins_again(start: Callable[..., MainJob]) -> None:
     job = start("run", *ON_POLICY, "hardware.inference_replicas=2", "inference.kv_cache_gb=0.25", "max_steps=100000")
     job.until_step(2)

@@ -52,6 +52,7 @@ def logprobs(model: Any, ids: np.ndarray) -> np.ndarray:
     return torch.log_softmax(logits, -1).gather(1, tokens[1:, None])[:, 0].numpy()
 
 
+@pytest.mark.nightly
 def test_a_teacher_scores_one_environment_plays_another_and_rewards_train_the_third(
     start: Callable[..., MainJob], model: Path, tmp_path: Path
 ) -> None:

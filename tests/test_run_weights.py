@@ -168,7 +168,7 @@ def test_with_versions_in_memory_a_run_is_the_same_and_what_lasts_is_on_the_disk
     job.wait_until_nothing_is_left()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_preempted_run_leaves_the_version_of_its_checkpoint_on_the_disk(start: Callable[..., MainJob]) -> None:
     job = start("run", "orchestrator.batch_size=32", "max_steps=10000", "ckpt.interval=null", f"weight_broadcast.folder={SHM}")
     job.until_step(2)
