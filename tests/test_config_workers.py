@@ -35,7 +35,7 @@ def test_an_evaluation_without_workers_names_the_section_that_chose_the_python()
 
 
 def test_another_python_must_be_a_program() -> None:
-    assert "is no program that can be run here" in problems("envs.reverse_text.python=/nowhere/bin/python")
+    assert "is no Python that can be run here" in problems("envs.reverse_text.python=/nowhere/bin/python")
 
 
 def test_an_environment_of_another_python_need_not_be_installed_here() -> None:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HERE = f"{sys.version_info.major} {sys.version_info.minor}"
 # Logs its arguments, and makes only the changes that the installer checks afterwards. A file `log.offline` makes `pip` fail.
 STAND_IN = """#!/bin/sh
-case "$*" in "-m compileall "*) exit 0 ;; esac
+case "$*" in "-m compileall "*) exit 0 ;; "-m rlx.cli env install rlx") touch {log}.environments; exit 0 ;; esac
 echo "$(basename "$0") $*" >>{log}
 case "$*" in
   "-c import sys; print"*) echo {version} ;;
@@ -33,7 +33,8 @@ class Checkout:
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root, self.venv, self.log = root / "checkout", root / "checkout" / ".venv", root / "log"
         (self.root / "tools").mkdir(parents=True)
-        for name in ("tools/install.py", "pyproject.toml", "constraints.txt", "overrides.txt"):
+        (self.root / "rlx" / "envs").mkdir(parents=True)
+        for name in ("tools/install.py", "pyproject.toml", "constraints.txt", "overrides.txt", "rlx/envs/constraints.txt"):
             shutil.copy(ROOT / name, self.root / name)
         self.fresh = self.stand_in(root / "fresh")
         monkeypatch.setattr(sys, "executable", str(self.fresh))
@@ -109,6 +110,7 @@ def test_an_index_that_does_not_answer_is_said_and_the_next_try_goes_on(checkout
 
 def test_what_is_up_to_date_is_left_alone_until_a_list_changes(checkout, monkeypatch):
     assert checkout.installs(monkeypatch)
+    assert checkout.log.with_name("log.environments").exists(), "the shipped environments have their Python"
     assert checkout.installs(monkeypatch) == []
     (checkout.root / "constraints.txt").write_text("numpy==2.0.0\n")
     assert checkout.installs(monkeypatch)[-1].startswith("uv pip install")

@@ -51,7 +51,7 @@ def raised(text: str) -> BaseException:
 @pytest.mark.parametrize(
     ("text", "problem", "fix"),
     [
-        ("import my_env_that_is_not", "my-env-that-is-not is not installed: there is no module my_env_that_is_not", "install it into"),
+        ("import my_env_that_is_not", "my-env-that-is-not is not installed: there is no module my_env_that_is_not", "rlx env install"),
         (
             "try:\n  import chromadb_that_is_not\nexcept ImportError as e:\n  raise ValueError('Could not import x. Ensure …') from e",
             "is installed, but something that it imports is not: ModuleNotFoundError: No module named 'chromadb_that_is_not'; at here.py:2",

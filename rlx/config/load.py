@@ -126,15 +126,15 @@ def use_own_pythons(cfg: Any) -> list[str]:
 
     It is part of the saved configuration: a run that is continued or repeated plays in the same one.
     """
-    evaluated = getattr(getattr(cfg, "eval", None), "envs", {})
-    named = {f"envs.{name}": env for name, env in getattr(cfg, "envs", {}).items()}
-    named |= {f"eval.envs.{name}": env for name, env in evaluated.items() if env.id is not None}
-    inside = is_elsewhere(cfg) or cfg.slurm.container is not None  # only what runs there sees its Pythons
+    sections = {"envs": getattr(cfg, "envs", None), "eval.envs": getattr(getattr(cfg, "eval", None), "envs", None)}
     notes = []
-    for section, env in named.items():
-        if env.python is None and not inside and shipped(module_of(str(env.id))) is None and (found := python_for(str(env.id))) is not None:
-            env.python = found.folder.name
-            notes.append(f"{section} plays in the Python that was installed for it: {found.folder}")
+    for section, entries in sections.items():
+        for name, env in entries.items() if isinstance(entries, dict) else ():
+            found = python_for(env.id) if isinstance(env.id, str) and env.python is None and not shipped(module_of(env.id)) else None
+            # Of a container or a pod only what runs in it sees its Pythons.
+            if found is not None and not is_elsewhere(cfg) and cfg.slurm.container is None:
+                env.python = found.folder.name
+                notes.append(f"{section}.{name} plays in the Python that was installed for it: {found.folder}")
     return notes
 
 
