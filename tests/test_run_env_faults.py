@@ -98,7 +98,7 @@ def test_a_blocked_environment_is_named_while_the_orchestrator_lives_and_ends_th
         *environment("stuck", {"kind": "c", "seconds": 3600, "every": 1}),
         "max_steps=2",
         "orchestrator.batch_size=4",
-        "orchestrator.rollout_timeout=20",
+        "orchestrator.rollout_timeout=40",
         "orchestrator.max_retries=0",
         "orchestrator.max_error_rate=0.05",  # at 0.5 nine rollouts would have to time out, one after the other
         "launcher.stall_timeout=8",
