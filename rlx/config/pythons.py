@@ -5,7 +5,8 @@
     …/lock.txt   every package with its version; the folder's name ends with its digest
 
 The same lock is the same Python on every machine, so a configuration has the folder's name, `envs.NAME.python=my-env-3f9a2c1b`. null
-becomes the one that was installed last for the environment's name. The environments that rlx ships share one; their code is rlx's.
+becomes the one that was installed last for the environment's name. The environments that rlx ships share one; their code is rlx's. A
+package that was installed from a folder has the folder's path in its lock, so there the name belongs to the machine.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ def _ask(python: str, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def answer(entry: Mapping[str, Any]) -> dict[str, Any]:
     """The answer to one entry of a request."""
     name, config = entry["name"], EnvConfig(**entry["env"])
-    environment = load_one(name, config, Settings(**entry["settings"]))
     try:
+        environment = load_one(name, config, Settings(**entry["settings"]))
         if kind_of(config.id) != "classic" and all(answer_text(environment, row) is None for row in environment.rows):
             raise ValueError(
                 f"envs.{name}: the warm start (model.warm_start) learns from answers, and no row of {config.id} has a field `answer` with "

@@ -110,7 +110,8 @@ def install(what: str) -> Outcome:
 def _resolved(asked: Wanted) -> str:
     """The lock: what is asked for, what a worker needs, and verifiers, all with exact versions."""
     needed = [*boot.NEEDED, f"renderers=={importlib.metadata.version('renderers')}"]
-    index = [] if asked.index is None else ["--index", asked.index]
+    # Not a package of the same name and a higher version that somebody else has put elsewhere.
+    index = [] if asked.index is None else ["--index", asked.index, "--index-strategy", "first-index"]
     index += ["--constraint", str(TESTED)] if asked == SHIPPED else []
     command = ["pip", "compile", "--quiet", "--no-header", "--no-annotate", "--python", _base(), *index, "-"]
     said = ""
