@@ -175,7 +175,7 @@ async def sabotage(run: Run, how: str) -> None:
 async def fails_to_load(run: Run, client: Servers, how: str, error: type[Exception], complaint: str) -> list[Turn]:
     """Load version 1, which goes wrong. Returns the requests that completed meanwhile and in the next half second."""
     await sabotage(run, how)
-    work = [asyncio.create_task(sample(client, ids, seed, max_tokens=200)) for seed, ids in enumerate(prompts(8))]
+    work = [asyncio.create_task(sample(client, ids, seed, max_tokens=200)) for seed, ids in enumerate(prompts(16))]
     try:
         await running(client, 4)
         with pytest.raises(error, match=complaint):
@@ -266,7 +266,8 @@ def test_a_server_that_restarted_gets_the_version_before_it_serves_and_seeds_giv
     async def scene(client: Servers) -> tuple[list[Turn], list[Turn], list[Turn], float]:
         await client.update(folder, 4)
         before = await sample_all(client, prompts(16))
-        caught = [asyncio.create_task(sample(client, ids, seed, max_tokens=200)) for seed, ids in enumerate(prompts(16))]
+        asked = {"max_tokens": 200, "min_tokens": 200}  # none is done before all are seen running
+        caught = [asyncio.create_task(sample(client, ids, seed, **asked)) for seed, ids in enumerate(prompts(16))]
         await running(client, 16)
         await asyncio.to_thread(run.stop, signal.SIGKILL)
         run.start()
@@ -276,5 +277,5 @@ def test_a_server_that_restarted_gets_the_version_before_it_serves_and_seeds_giv
     before, after, caught, compared = run.talk(scene, restart_timeout=600, request_timeout=600)
     assert versions_of(before + after + caught) == {4}
     assert all(map(same, before, after))
-    assert run.worst(after + caught) < EXACT
+    assert max(run.worst(after), run.worst(caught, min_tokens=200)) < EXACT
     assert compared > 0.99
