@@ -175,7 +175,7 @@ def test_a_dry_run_plans_several_hosts_without_a_cluster_as_the_refusal_of_the_s
     [
         (["slurm=dev"], "slurm=dev (command line) has no effect: launcher.name=local ("),
         (["slurm.partition=gpu", "slurm.time_minutes=60"], "slurm.partition=gpu, slurm.time_minutes=60 (command line) has no effect"),
-        (["-m", "seed=1,2", "kubernetes.image=rlx"], "Add launcher=kubernetes, or leave it out."),
+        (["-m", "seed=1,2", "slurm.partition=gpu"], "Add launcher=slurm, or leave it out."),
     ],
     ids=["file", "keys", "sweep"],
 )
@@ -185,7 +185,7 @@ def test_what_is_typed_about_a_cluster_needs_its_launcher(
     assert main(["train", "dry_run=true", *line]) == 2
     assert says in capsys.readouterr().err
     monkeypatch.setenv("RLX_SLURM", "dev")  # a site's default
-    assert main(["train", "dry_run=true", "kubernetes=null"]) == 0
+    assert main(["train", "dry_run=true", "logger=null"]) == 0
 
 
 def test_train_refuses_a_directory_that_holds_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

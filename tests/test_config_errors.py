@@ -82,17 +82,11 @@ CASES = {
         "weight_broadcast.folder=shm weight_broadcast.type=nccl lora.rank=8 inference.base_url=[http://127.0.0.1:1]"
     ),
     "shell_variable_in_a_list": Case(
-        "--config-dir my_conf slurm=mine launcher=slurm kubernetes=mine hardware=cpu dry_run=true",
-        files={
-            "slurm/mine.yaml": "setup:\n  - module load cuda\n  - export PATH=${HOME}/bin:$PATH\n",
-            "kubernetes/mine.yaml": "node_selector: {example.com/pool: '${POOL}'}\n",
-        },
+        "--config-dir my_conf slurm=mine launcher=slurm hardware=cpu dry_run=true",
+        files={"slurm/mine.yaml": "setup:\n  - module load cuda\n  - export PATH=${HOME}/bin:$PATH\n"},
     ),
     "versions_in_memory_of_another_host": Case("weight_broadcast.folder=/dev/shm hardware=cpu_3nodes dry_run=true"),
     "versions_in_memory_without_the_folder": Case("weight_broadcast.folder=/nowhere/shm"),
-    "versions_in_too_little_memory_of_a_pod": Case(
-        "weight_broadcast.folder=/dev/shm launcher=kubernetes kubernetes.image=rlx model=qwen3_8b env=math hardware=node8 dry_run=true"
-    ),
     "weights_by_nccl_on_cpu": Case("weight_broadcast.type=nccl"),
     "weights_by_nccl_on_a_shared_gpu": Case("weight_broadcast.type=nccl hardware=gpu1_shared", gpus=1),
     "weights_by_ipc_between_gpus": Case("weight_broadcast.type=ipc hardware=gpu2", gpus=2),

@@ -53,32 +53,6 @@ def test_the_command_line_ends_with_2_and_without_a_traceback(tmp_path: Path):
     assert "Traceback" not in done.stdout + done.stderr
 
 
-def test_text_stays_as_a_file_has_it_where_a_key_holds_text(tmp_path: Path):
-    (tmp_path / "kubernetes").mkdir()
-    (tmp_path / "kubernetes" / "mine.yaml").write_text(
-        "image: registry/rlx:1\n"
-        "env: &env {MASK: 0x10, AT: 12:30, MODE: 0644, MANY: 1_000, RATE: 1e3, PLAIN: 7, OTHER: 0x11}\n"
-        "node_selector:\n  <<: *env\n  example.com/slot: 007\n"
-    )
-    argv = ["--config-dir", str(tmp_path), "kubernetes=mine", "launcher=kubernetes", "hardware=cpu", "kubernetes.env.OTHER=5"]
-    cfg = compose(argv, {}).cfg
-    env = {"MASK": "0x10", "AT": "12:30", "MODE": "0644", "MANY": "1_000", "RATE": "1e3", "PLAIN": 7}
-    assert cfg.kubernetes.env == env | {"OTHER": 5}
-    assert cfg.kubernetes.node_selector == env | {"OTHER": "0x11", "example.com/slot": "007"}
-    (tmp_path / "config.yaml").write_text(compose(argv, {}).yaml)
-    assert compose(["--config-dir", str(tmp_path), "--config-name", "config"], {}).cfg.kubernetes.env == env | {"OTHER": 5}
-
-
-def test_what_a_file_has_over_a_merged_value_counts(tmp_path: Path):
-    (tmp_path / "kubernetes").mkdir()
-    (tmp_path / "kubernetes" / "mine.yaml").write_text(
-        "image: registry/rlx:1\nenv: {<<: {A: 0x20, B: 0x30}, A: 16}\nnode_selector: {<<: {A: 16, B: text}, A: 0x20}\n"
-    )
-    cfg = compose(["--config-dir", str(tmp_path), "kubernetes=mine", "launcher=kubernetes", "hardware=cpu"], {}).cfg
-    assert cfg.kubernetes.env == {"A": 16, "B": "0x30"}
-    assert cfg.kubernetes.node_selector == {"A": "0x20", "B": "text"}
-
-
 def test_text_in_a_list_stays_as_a_file_has_it(tmp_path: Path):
     (tmp_path / "mine.yaml").write_text(
         "defaults: [train, _self_]\n"

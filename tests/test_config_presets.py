@@ -30,7 +30,6 @@ GROUPS = (
     "hardware",
     "launcher",
     "slurm",
-    "kubernetes",
     "logger",
     "data",
     "sweeps",
@@ -45,7 +44,6 @@ NEEDED = {
     ("model", "endpoint"): ["model.name=x"],
     ("model", "tiny_trained"): ["model.name=x"],
     ("data", "rows"): ["data.name=a/b"],
-    ("launcher", "kubernetes"): ["hardware=cpu"],
     ("launcher", "slurm"): ["hardware=cpu"],  # without the file of a cluster nothing is known of its nodes
 }
 NODES = [(group, option) for group, option in PRESETS if group in ("loss", "advantage", "optim")]

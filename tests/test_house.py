@@ -77,7 +77,6 @@ HOME_OF = {  # library -> rooms, or files in a room, that may import it
     "openai": ("policy",),
     "verifiers": ("envs",),
     "submitit": ("launch", "preflight"),
-    "kubernetes": ("launch",),
     "hydra": ("config", "cli"),
     "omegaconf": ("config", "cli"),
     "textual": ("view",),

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helm_templates import Chart
-from test_kubernetes_chart import LARGE, ROOT, SMALL, TEACHER, config, job_of
+from test_kubernetes_chart import container_of, rendered
 
 from rlx.cli import pod
-from rlx.cli.pods import objects_of
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose, to_yaml
 from rlx.config.roots import TRAIN
@@ -26,7 +24,7 @@ Pod = Callable[..., Any]
 
 @pytest.fixture
 def in_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pod:
-    """`in_pod(objects)`: the configuration that host 0 composes from a run's objects, with their ConfigMap in `tmp_path`."""
+    """`in_pod(**values)`: the configuration that host 0 composes from the chart's objects, with their ConfigMap in `tmp_path`."""
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "0")
     said: list[tuple[Namespace, list[str]]] = []
 
@@ -36,26 +34,21 @@ def in_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pod:
 
     monkeypatch.setattr(pod, "_host", remember)
 
-    def composed(objects: list[dict[str, Any]]) -> Any:
-        for each in objects:
-            if each["kind"] == "ConfigMap":
-                (tmp_path / "config.yaml").write_text(each["data"]["config.yaml"])
-        (container,) = job_of(objects)["template"]["spec"]["containers"]
-        assert pod.run([str(tmp_path) if each == "/etc/rlx" else each for each in container["args"]]) == 0
+    def composed(**values: Any) -> Any:
+        objects = rendered(**values)
+        if "ConfigMap" in objects:
+            (tmp_path / "config.yaml").write_text(objects["ConfigMap"]["data"]["config.yaml"])
+        assert pod.run([str(tmp_path) if each == "/etc/rlx" else each for each in container_of(objects)["args"]]) == 0
         return compose(pod.arguments(*said[-1], TRAIN), None, TRAIN).cfg
 
     return composed
-
-
-def chart(**values: Any) -> list[dict[str, Any]]:
-    return Chart(ROOT / "charts" / "rlx").render("mine", {"image": "registry/rlx:1", **values})
 
 
 def host(
     index: int, volume: Path, monkeypatch: pytest.MonkeyPatch, nodes: int = 2, by_hand: bool = False, more: tuple[str, ...] = ()
 ) -> int:
     """Run the command as one host of a Job whose agents have free ports. `by_hand`: with their addresses."""
-    monkeypatch.setattr("rlx.launch.manifests.PORT", 0)
+    monkeypatch.setattr("rlx.launch.agents.PORT", 0)
     monkeypatch.setenv("JOB_COMPLETION_INDEX", str(index))
     monkeypatch.setenv("JOB_UID", "7")
     monkeypatch.setattr(pod.signal, "signal", lambda *_: None)  # this process keeps its handlers
@@ -66,37 +59,28 @@ def host(
 
 @pytest.mark.parametrize(("gpus", "layout"), [(0, "cpu"), (8, "node8")])
 def test_the_charts_defaults_start_a_run_on_the_gpus_of_its_pods(in_pod: Pod, gpus: int, layout: str):
-    cfg = in_pod(chart(gpusPerNode=gpus))
-    assert (cfg.launcher.name, cfg.hardware.name, cfg.run.name, cfg.run.dir) == ("kubernetes", layout, "mine", None)
+    cfg = in_pod(gpusPerNode=gpus)
+    assert (cfg.launcher.name, cfg.hardware.name, cfg.run.name, cfg.run.dir) == ("local", layout, "mine", None)
 
 
 def test_the_charts_own_example_starts(in_pod: Pod):
-    assert in_pod(chart(arguments=["loss=gspo", "env=math"])).hardware.name == "cpu"
+    assert in_pod(arguments=["loss=gspo", "env=math"]).hardware.name == "cpu"
 
 
 def test_a_configuration_that_was_written_elsewhere_runs_on_the_volume(in_pod: Pod):
     here = compose(["hardware=cpu", "run.dir=/home/me/outputs/first", "run.name=first"], environ={}).cfg
-    cfg = in_pod(chart(config=to_yaml(here)))
-    assert (cfg.launcher.name, cfg.kubernetes.mount) == ("kubernetes", "/runs")
+    cfg = in_pod(config=to_yaml(here))
     assert (cfg.run.name, cfg.run.dir) == ("mine", None), "then the place is <volume>/mine"
-    named = in_pod(chart(config=to_yaml(here), arguments=["run.name=other"]))
+    named = in_pod(config=to_yaml(here), arguments=["run.name=other"])
     assert (named.run.name, named.run.dir) == ("other", None)
 
 
-@pytest.mark.parametrize("overrides", [SMALL, LARGE])
-def test_the_pod_runs_the_configuration_that_was_checked_here(in_pod: Pod, overrides: tuple[str, ...]):
-    cfg = config(*overrides)
-    assert in_pod(objects_of(cfg)) == cfg
-
-
 def test_the_pods_take_secret_keys_from_the_variables_of_their_secrets(in_pod: Pod, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("JOB_COMPLETION_INDEX")
-    secret = "kubernetes.secrets.RLX_INFERENCE__API_KEY=keys/api"
-    cfg = config(*SMALL, *TEACHER, secret, "kubernetes.secrets.RLX_TEACHER__API_KEY=keys/teacher")
-    monkeypatch.setenv("JOB_COMPLETION_INDEX", "0")
+    teacher = ["loss=opd", "teacher.base_url=[http://host:8000]"]
+    saved = to_yaml(compose(["hardware=cpu", *teacher], environ={}).cfg)
     monkeypatch.setenv("RLX_INFERENCE__API_KEY", "a b")
     monkeypatch.setenv("RLX_TEACHER__API_KEY", "0123")
-    for found in (in_pod(objects_of(cfg)), in_pod(chart(arguments=[*TEACHER]))):
+    for found in (in_pod(config=saved), in_pod(arguments=teacher)):
         assert (found.inference.api_key, found.teacher.api_key) == ("a b", "0123")
 
 

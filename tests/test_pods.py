@@ -240,7 +240,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
 
     def attempt(root: Root, job: str, *argv: str) -> int:
         monkeypatch.setenv("JOB_UID", job)
-        mine = ["launcher=kubernetes", f"kubernetes.mount={tmp_path}", "kubernetes.image=this", "hardware=cpu", "launcher.max_requeues=1"]
+        mine = ["hardware=cpu", "launcher.max_requeues=1"]
         cfg = compose([*mine, f"run.dir={tmp_path / 'run'}", *argv], {}, root).cfg
         plan = make_plan(cfg, tmp_path / "run")
         code = pods.attempt(cfg, [], plan, [("here", 1)], tmp_path / "token", "mine")
@@ -309,7 +309,7 @@ from rlx.config.load import compose
 from rlx.launch.pods import attempt
 from rlx.plan.record import read_plan
 volume, root, plan, *hosts = sys.argv[1:]
-cfg = compose(["launcher=kubernetes", f"kubernetes.mount={volume}", "kubernetes.image=this", "hardware=cpu", f"run.dir={root}",
+cfg = compose(["hardware=cpu", f"run.dir={root}",
                "launcher.preempt_grace=20", "launcher.grace=5"], {}).cfg
 places = [(each.rpartition(":")[0], int(each.rpartition(":")[2])) for each in hosts]
 sys.exit(attempt(cfg, [], read_plan(Path(plan)), places, Path(volume) / "token", "mine"))

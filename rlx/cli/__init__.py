@@ -22,7 +22,6 @@ COMMANDS = {  # in the order of the help text
     "runs": "rlx.cli.runs",
     "watch": "rlx.cli.watch",
     "doctor": "rlx.cli.doctor",
-    "pods": "rlx.cli.pods",
     "diff": "rlx.cli.diff",
     "show": "rlx.cli.show",
     "view": "rlx.cli.view",
@@ -36,7 +35,7 @@ COMMANDS = {  # in the order of the help text
     "pod": "rlx.cli.pod",
 }
 
-READ_ONLY = {"runs", "watch", "doctor", "pods", "diff", "show", "view", "report", "env"}  # start nothing
+READ_ONLY = {"runs", "watch", "doctor", "diff", "show", "view", "report", "env"}  # start nothing
 
 
 CLOSED = 141  # 128 + SIGPIPE, as a shell reports it

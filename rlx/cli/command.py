@@ -57,14 +57,10 @@ def check_cluster(composed: Composed) -> None:
     from rlx.config.errors import ConfigError
 
     launcher = composed.cfg.launcher.name
-    problems = []
-    for cluster in (each for each in ("slurm", "kubernetes") if each != launcher):
-        typed = [line for line in composed.overrides if re.match(rf"\+*{cluster}[.=]", line) and line.partition("=")[2] != "null"]
-        if typed:
-            shown = composed.origins.show("launcher.name", launcher)
-            problems.append(f"{', '.join(typed)} (command line) has no effect: {shown}.\nAdd launcher={cluster}, or leave it out.")
-    if problems:
-        raise ConfigError(problems)
+    typed = [line for line in composed.overrides if re.match(r"\+*slurm[.=]", line) and line.partition("=")[2] != "null"]
+    if typed and launcher != "slurm":
+        shown = composed.origins.show("launcher.name", launcher)
+        raise ConfigError(f"{', '.join(typed)} (command line) has no effect: {shown}.\nAdd launcher=slurm, or leave it out.")
 
 
 def failure(cause: Cause, root: Path) -> str:

@@ -1,4 +1,4 @@
-"""`rlx pod`: one host of a run on Kubernetes; the command of the containers that `launcher=kubernetes` and the chart start.
+"""`rlx pod`: one host of a run over several; on Kubernetes the command of the containers that the chart starts.
 
 pod i   agent (`rlx.launch.agents`), which starts processes for the first host
 pod 0   also the supervisor: compose, claim or rewind the run directory, wait for the other hosts' agents, run one attempt
@@ -36,12 +36,12 @@ rlx pod: {SUMMARY}.
 
 usage: rlx pod --job NAME --nodes N --volume DIR [--gpus N] [--hosts NAME:PORT,…] COMMAND [key=value …]
 
-On Kubernetes containers run it; people use `rlx train launcher=kubernetes`, or the chart in `charts/rlx` (docs/kubernetes.md). Elsewhere
-start it on each host by hand, with --hosts (docs/cluster.md).
+On Kubernetes the containers of the chart in `charts/rlx` run it (docs/kubernetes.md). Elsewhere start it on each host by hand, with
+--hosts (docs/cluster.md).
 COMMAND is train, sft, eval or synthesize. Host 0 runs it, in DIR/<run.name>; the others serve it until it ends. After a restart the run
 resumes from its newest checkpoint.
 
-  --gpus N               GPUs of each host; without it hardware=auto does not know them, so name a layout
+  --gpus N               GPUs of each host: the layout fits them unless hardware= names one; default: those of host 0
   --hosts NAME:PORT,…    each host's agent, in order; default: the names of the Job's pods
   JOB_COMPLETION_INDEX   environment variable: the number of this host, from 0
   JOB_UID                environment variable, the same on all hosts: which start of the run this is
@@ -99,8 +99,7 @@ def _code_of(work: Callable[[], int]) -> int:
 
 
 def _host(given: Namespace, overrides: list[str]) -> int:
-    from rlx.launch.agents import Agent, ask
-    from rlx.launch.manifests import PORT
+    from rlx.launch.agents import PORT, Agent, ask
     from rlx.paths import write_text
     from rlx.waiting import LEFT
 
@@ -230,27 +229,28 @@ def check_volume(volume: Path) -> None:
         raise ConfigError(
             f"the volume {volume} cannot be written by the user {os.getuid()}, groups {os.getgroups()}: "
             f"{error.strerror}: {error.filename}.\n"
-            "  fix: kubernetes.user=UID (of the chart: user) must be its owner; or correct the volume, whose storage may ignore fsGroup"
+            "  fix: the chart's `user` must be its owner; or correct the volume, whose storage may ignore fsGroup"
         ) from error
 
 
 def arguments(given: Namespace, overrides: list[str], root: Root) -> list[str]:
-    """The command line of the run, with what the pod knows: the launcher, the GPUs of a host, and a directory on the volume.
+    """The command line of the run, with what the pod knows: the launcher, the layout of its GPUs, and a directory on the volume.
 
     A configuration that was written elsewhere (the chart's `config`) names another launcher and a directory that no pod has.
     """
     from rlx.config.composition import compose_tree
     from rlx.config.environment import variable_of
+    from rlx.config.gpus import choose_layout
     from rlx.config.tree import secret_keys
 
-    found = [*overrides, "launcher.name=kubernetes", f"kubernetes.mount={given.volume}"]
+    found = [*overrides, "launcher.name=local"]
 
     def has(*keys: str) -> bool:
         return any(part.startswith(tuple(f"{key}=" for key in keys)) for part in overrides)
 
     has_all = any(part.partition("=")[0] in ("--config-name", "-cn") for part in overrides)
-    if given.gpus is not None and not has_all and not has("kubernetes.gpus_per_node"):
-        found.append(f"kubernetes.gpus_per_node={given.gpus}")
+    if given.gpus is not None and not has_all and not has("hardware") and variable_of("hardware") not in os.environ:
+        found.append(f"hardware={choose_layout(given.gpus)[0]}")
     if has_all:  # such a file reads no variables, but secrets can only be in them
         given_by = {key: variable_of(key) for key in secret_keys(root.schema) if not has(key)}
         found += [f"{key}=${{oc.env:{name}}}" for key, name in given_by.items() if name in os.environ]

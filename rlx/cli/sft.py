@@ -64,12 +64,9 @@ def resolve(cfg: SftRoot) -> SftRoot:
     """The configuration with absolute paths of data sets. Raises ConfigError if one cannot be read."""
     from dataclasses import replace
 
-    from rlx.config.elsewhere import is_elsewhere
     from rlx.config.errors import ConfigError
     from rlx.preflight.rows import absolute, check_rows
 
-    if is_elsewhere(cfg):  # the pods read them from their volume, and the hub's into its cache
-        return cfg
     try:
         val = replace(cfg.val, name=cfg.val.name and absolute(cfg.val.name))
         cfg = replace(cfg, data=cfg.data.with_sets(absolute), val=val)

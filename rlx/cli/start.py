@@ -6,7 +6,6 @@ import signal
 import sys
 from pathlib import Path
 
-from rlx.cli import pods
 from rlx.cli.command import Command, check_cluster, check_nodes, failure, label_of
 
 
@@ -34,13 +33,10 @@ def run(argv: list[str], command: Command) -> int:
     if not composed.cfg.dry_run:  # which may be absent where a dry run is made
         use_cache(hub_variables(composed.cfg))
     cfg, label = command.resolve(composed.cfg), label_of(composed, command)
-    in_pods = cfg.launcher.name == "kubernetes"
-    cfg = pods.settled(cfg, label) if in_pods else settle(cfg, label)
+    cfg = settle(cfg, label)
     assert cfg.run.dir is not None
     plan = make_plan(cfg, Path(cfg.run.dir))
-    if in_pods:
-        pods.check_client(cfg)
-    elif cfg.launcher.name == "local":
+    if cfg.launcher.name == "local":
         if not cfg.dry_run:  # a plan may be for other machines
             require_one_host(plan)
     else:
@@ -55,18 +51,13 @@ def run(argv: list[str], command: Command) -> int:
     check_chats([cfg], [found])
     environments = lines_of(found)
     if cfg.dry_run:
-        if not in_pods:  # whose volume may not be mounted here
-            sources(cfg)
+        sources(cfg)
         from rlx.config.load import to_yaml
         from rlx.plan.explain import explain
 
         print(to_yaml(cfg), end="\n")
         explained = explain(cfg, plan, composed.choices, composed.notes, cfg.run.dir, environments)
         print(explained)
-        if in_pods:
-            print("\nmanifests\n" + pods.text_of(pods.objects_of(cfg, composed.later)), end="")
-            print("\ndry run: nothing was started")
-            return 0
         if changed := changes(cfg):
             print("\n" + change_note(Path(cfg.run.dir), changed))
         script = None
@@ -91,8 +82,6 @@ def run(argv: list[str], command: Command) -> int:
     times = notes_of(cfg, sixteen_bit=here and multiplies_in_16_bits())
     for note in [*composed.notes, *times, *(f"environment {line}" for line in environments)]:
         print(note, flush=True)
-    if in_pods:
-        return pods.start(cfg, composed.later)
     paths, lock = create(cfg, composed.overrides, plan)
 
     from rlx.runs.status import read_status

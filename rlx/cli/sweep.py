@@ -45,8 +45,6 @@ def run(argv: list[str], command: Command) -> int:
     if made_from is not None and _nothing_left(sweep, directory, made_from):
         return 0
     elements = checked(sweep.elements, directory, command)
-    if elements[0].cfg.launcher.name == "kubernetes":
-        raise ConfigError("launcher=kubernetes starts one run, not a sweep.\n  fix: one command for each run, or launcher=slurm")
     if elements[0].cfg.dry_run:
         print(dry_run(elements, sweep, directory))
         return 0

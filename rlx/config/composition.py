@@ -33,7 +33,7 @@ from rlx.config.env_nodes import as_presets, fill_in
 from rlx.config.environment import Variable, read_variables
 from rlx.config.errors import ConfigError
 from rlx.config.gpus import choose_layout
-from rlx.config.inherited import Inherited, Later, left_open
+from rlx.config.inherited import Inherited
 from rlx.config.overrides import LATE, Groups, expand_env_keys, line_of, parse, read_request, read_variable, value_of
 from rlx.config.roots import ROOTS, TRAIN, Root, elsewhere, has_key, root_named
 from rlx.config.saved import escaped
@@ -65,7 +65,6 @@ class Tree:
     unresolved: list[str] = field(default_factory=list)  # keys without a value; the cause is in `problems`
     hydra: dict[str, Any] = field(default_factory=dict)  # the `hydra` node of the files: what a sweep varies
     may_inherit: bool = False  # the primary file lists `rlx_inherited`; a run's `config.yaml` does not, because it has all values
-    later: Later | None = None
     file: str = ""  # the primary file
     texts: list[str] = field(default_factory=list)  # its keys with a text that may be meant as a number; in a run's file of before only
     chosen: list[str] = field(default_factory=list)  # groups that the command line or a variable chooses
@@ -80,7 +79,7 @@ def compose_tree(argv: list[str], environ: Mapping[str, str], root: Root = TRAIN
     kept = {} if kept is None else kept
     tree = _compose(argv, environ, root, (), kept)
     layout = None
-    if tree.choices.get("hardware") == "auto" and tree.data["launcher"]["name"] in ("slurm", "kubernetes"):
+    if tree.choices.get("hardware") == "auto" and tree.data["launcher"]["name"] == "slurm":
         layout = _layout_of_cluster(tree)
         tree = _compose(argv, environ, root, (), kept, layout)
     found = root.inherits(tree.data, tree.chosen) if tree.may_inherit else ()
@@ -96,25 +95,22 @@ def compose_tree(argv: list[str], environ: Mapping[str, str], root: Root = TRAIN
         raise ConfigError(refused)
     again = _compose(argv, environ, root, found, kept, layout)
     for each in found:
-        if each.later:
-            again.later, note = left_open(each, again.origins.of_key, again.data)
-        again.notes += [note] if each.later else _differing(each, again)
+        again.notes += _differing(each, again)
     return again
 
 
 def _layout_of_cluster(tree: Tree) -> tuple[str, str]:
     """The layout that hardware=auto chooses for a cluster, and why. Raises ConfigError if nothing is known of its nodes."""
-    cluster = tree.data["launcher"]["name"]  # also the name of its section and of its group
-    named, gpus = tree.data[cluster].get("layout"), tree.data[cluster]["gpus_per_node"]
+    named, gpus = tree.data["slurm"].get("layout"), tree.data["slurm"]["gpus_per_node"]
     if named is not None:
         return str(named), f"slurm.layout={named}"
     if gpus is None:
         raise ConfigError(
-            f"hardware=auto does not know the nodes of the cluster: {tree.origins.show(f'{cluster}.gpus_per_node', gpus)}. "
+            f"hardware=auto does not know the nodes of the cluster: {tree.origins.show('slurm.gpus_per_node', gpus)}. "
             "The GPUs of this machine say nothing about them.\n"
-            f"Set {cluster}.gpus_per_node in the file of {cluster}=NAME (0: nodes without GPUs), or choose a layout, hardware=NAME."
+            "Set slurm.gpus_per_node in the file of slurm=NAME (0: nodes without GPUs), or choose a layout, hardware=NAME."
         )
-    return choose_layout(int(gpus) if str(gpus).isdecimal() else 0, cluster)  # else its type is wrong, which is reported with the rest
+    return choose_layout(int(gpus) if str(gpus).isdecimal() else 0)  # else its type is wrong, which is reported with the rest
 
 
 def _differing(inherited: Inherited, tree: Tree) -> Iterable[str]:

@@ -31,7 +31,6 @@ GROUPS = {
     "logger": "where metrics go, besides `metrics.jsonl`; a list chooses several",
     "experiment": "the settings of one experiment, as differences from the defaults",
     "slurm": "the cluster for `launcher=slurm`; the files are in `slurm/`",
-    "kubernetes": "the cluster for `launcher=kubernetes`",
     "sweeps": "which values a sweep varies; the files are in `sweeps/`",
 }
 

@@ -53,11 +53,11 @@ def has_gpu_build() -> bool:
     return False
 
 
-def choose_layout(per_node: int | None = None, cluster: str = "slurm") -> tuple[str, str]:
+def choose_layout(per_node: int | None = None) -> tuple[str, str]:
     """The hardware preset that fits this machine, or nodes of `per_node` GPUs, and a sentence that says why."""
     if per_node is not None:
         name = next((layout for fewest, layout in LAYOUTS if per_node >= fewest), "cpu")
-        return name, f"{cluster}.gpus_per_node={per_node}, chose {name}"
+        return name, f"slurm.gpus_per_node={per_node}, chose {name}"
     gpus = visible_gpus()
     if gpus == 0:
         return "cpu", "no GPU visible, chose cpu"

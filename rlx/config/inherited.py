@@ -5,17 +5,14 @@ They stand in the defaults list before environment variables, so everything that
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rlx.config.elsewhere import is_away
 from rlx.config.errors import ConfigError, may_read
-from rlx.config.tree import called_a_secret
 
 OF_THE_RUN = ("seed", "seq_len", "model", "lora", "sampling", "inference.max_model_len", "orchestrator.trajectory_strategy", "chat", "envs")
 """What evaluation and synthesis take from the run whose weights they use; `envs` only if no environment is chosen.
@@ -37,59 +34,7 @@ class Inherited:
     values: dict[str, Any] = field(default_factory=dict)  # nested like the configuration
     groups: dict[str, str] = field(default_factory=dict)  # options for groups that the user has not chosen
     refuses: dict[str, str] = field(default_factory=dict)  # group -> why the user's choice of it cannot be
-    later: bool = False  # the values stand for those of a run that only the pods can read; they replace them
     literal: bool = False  # `${` in a value is text, as in a run's `config.yaml`; in a file of the user's it is a reference
-
-
-@dataclass(frozen=True)
-class Later:
-    """What a configuration leaves open until it is composed in a pod, which can read the run whose weights are used."""
-
-    keys: tuple[str, ...]  # their values here only stand for those of the run
-    sections: tuple[str, ...]  # what is left open, but for the values that are given
-    given: dict[str, Any]  # those values, nested like the configuration
-
-
-def left_open(inherited: Inherited, origins: Mapping[str, str], data: dict[str, Any]) -> tuple[Later, str]:
-    """What nothing but the placeholders of a run that only the pods can read has set, and a note for the user.
-
-    `origins`: what set each key last. Takes the environments out of `data` if they are the run's. Raises ConfigError for a secret in them.
-    """
-    keys: list[str] = []
-    given: dict[str, Any] = {}
-    sections = OF_THE_RUN if "envs" in inherited.values else OF_THE_RUN[:-1]
-    for section in sections:
-        for (*above, last), value in _leaves(data, section):
-            if origins.get(key := ".".join(map(str, [*above, last]))) == inherited.origin:
-                keys.append(key)
-                continue
-            if section == "envs" and called_a_secret(str(last)):
-                raise ConfigError(
-                    f"a secret must not be in a manifest: {key}.\n  fix: give the environment its secret as a variable of a Secret"
-                )
-            target = given
-            for part in above:
-                target = target.setdefault(part, {})
-            target[last] = value
-    if "envs" in sections:
-        keys.append("envs")
-        data["envs"] = {}
-    note = f"{inherited.origin} is on the volume: the pods take from it what is not given here (docs/kubernetes.md)"
-    return Later(tuple(keys), sections, given), note
-
-
-def _leaves(data: Mapping[str, Any], key: str) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """The values at and below a dotted key, with the names on the way. A name may be a number, or hold a dot (`gpt-4.1`)."""
-    names, value = tuple(key.split(".")), functools.reduce(lambda found, part: found[part], key.split("."), data)
-    yield from _below(names, value)
-
-
-def _below(names: tuple[Any, ...], value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    if isinstance(value, dict) and value:
-        for name, each in value.items():
-            yield from _below((*names, name), each)
-    else:
-        yield names, value
 
 
 def of_model(data: Mapping[str, Any], chosen: Sequence[str]) -> list[Inherited]:
@@ -101,11 +46,7 @@ def of_model(data: Mapping[str, Any], chosen: Sequence[str]) -> list[Inherited]:
         found.append(entry)
     if client.get("base_url") or entry is not None:
         found.append(Inherited("an endpoint", groups={"model": "endpoint"}))
-    launcher, volume = data.get("launcher") or {}, data.get("kubernetes") or {}
-    if data.get("weights_dir") and is_away(launcher.get("name"), volume.get("mount")):
-        if "model" not in chosen:  # else the weights may be no run's, and then their model must be named
-            found.append(_of_run_elsewhere(data, envs=_takes_envs(data, chosen)))
-    elif data.get("weights_dir"):
+    if data.get("weights_dir"):
         _, run = find_weights(str(data["weights_dir"]))
         if run is not None:
             found.append(_of_run(run, envs=_takes_envs(data, chosen)))
@@ -136,20 +77,6 @@ def _find_weights(given: str, path: Path) -> tuple[Path, Path | None]:
         run = path.parent
         return path, run if path.name == "weights" and (run / "config.yaml").is_file() else None
     raise ConfigError(f"weights_dir={given} has no step_N folders and is no run directory.\n  fix: name a run or its weights/")
-
-
-def _of_run_elsewhere(data: Mapping[str, Any], *, envs: bool) -> Inherited:
-    """The configuration's own values in place of those that the pods will take from the run."""
-    values: dict[str, Any] = {}
-    for key in OF_THE_RUN[:-1]:
-        *above, last = key.split(".")
-        source, target = data, values
-        for part in above:
-            source, target = source[part], target.setdefault(part, {})
-        target[last] = source[last]
-    if envs:
-        values["envs"] = {}
-    return Inherited(f"the run of {data['weights_dir']}", values, later=True, literal=True)
 
 
 def _of_run(run: Path, *, envs: bool) -> Inherited:

@@ -18,9 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 import yaml
 
 from rlx.config.checks import check
-from rlx.config.elsewhere import is_elsewhere
 from rlx.config.errors import ConfigError, may_parse
-from rlx.config.inherited import Later
 from rlx.config.near import REMOVED, suggest
 from rlx.config.notes import notes_of
 from rlx.config.pythons import python_for, shipped
@@ -53,7 +51,6 @@ class Composed(Generic[T]):
     choices: dict[str, str]  # group -> option; several are joined with "+"; empty when a resolved file was loaded
     notes: list[str]  # for the user: what `auto` chose
     origins: Origins = field(default_factory=Origins)
-    later: Later | None = None  # what is taken from a run that only the pods of a cluster can read
 
     @property
     def yaml(self) -> str:
@@ -66,7 +63,7 @@ class Composed(Generic[T]):
         cfg, parts = self.cfg, []
         if envs := getattr(cfg, "envs", None):
             parts.append("+".join(envs))
-        if (model := getattr(cfg, "model", None)) and self.later is None:
+        if model := getattr(cfg, "model", None):
             parts.append(self.choices.get("model") or Path(model.name).name)
         if loss := getattr(cfg, "loss", None):
             parts.append(self.choices.get("loss") or target_name(loss))
@@ -109,7 +106,7 @@ def checked(tree: Tree, root: Root = TRAIN, without: Collection[Rule] = ()) -> C
         (key, doc) for key, doc in builder.missing if key not in tree.unresolved and not key.startswith(tuple(reported))
     ]
     problems = tree.problems + [problem for problem in builder.problems if not set(tree.unresolved) & set(problem.keys)]
-    unknown = (*tree.unresolved, *(tree.later.keys if tree.later else ()))
+    unknown = tuple(tree.unresolved)
     problems += check(cfg, tree.origins, tuple(key for problem in problems for key in problem.keys) + unknown, without)
     problems = problems or check_targets(cfg, tree.origins)
     targets = [] if problems else [node["_target_"] for node, _ in all_nodes_of(cfg).values()]
@@ -118,7 +115,7 @@ def checked(tree: Tree, root: Root = TRAIN, without: Collection[Rule] = ()) -> C
     if problems:
         raise ConfigError([problem.text for problem in problems])
     notes += [*_still_text(cfg, tree), *notes_of(cfg, tree.origins)]
-    return Composed(cfg, tree.overrides, tree.choices, notes, tree.origins, tree.later)
+    return Composed(cfg, tree.overrides, tree.choices, notes, tree.origins)
 
 
 def use_own_pythons(cfg: Any) -> list[str]:
@@ -131,8 +128,7 @@ def use_own_pythons(cfg: Any) -> list[str]:
     for section, entries in sections.items():
         for name, env in entries.items() if isinstance(entries, dict) else ():
             found = python_for(env.id) if isinstance(env.id, str) and env.python is None and not shipped(module_of(env.id)) else None
-            # Of a container or a pod only what runs in it sees its Pythons.
-            if found is not None and not is_elsewhere(cfg) and cfg.slurm.container is None:
+            if found is not None and cfg.slurm.container is None:
                 env.python = found.folder.name
                 notes.append(f"{section}.{name} plays in the Python that was installed for it: {found.folder}")
     return notes
@@ -215,6 +211,8 @@ def _rename(data: dict[str, Any]) -> None:
     slurm = data.get("slurm")
     if isinstance(slurm, dict) and isinstance(words := slurm.get("container"), list):
         data["slurm"] = slurm | {"prefix": words, "container": None}
+    if data.pop("kubernetes", None) is not None and data.get("launcher", {}).get("name") == "kubernetes":  # its pods ran `rlx pod`
+        data["launcher"]["name"] = "local"
     for section, _, name in (key.partition(".") for key in REMOVED):
         if isinstance(values := data.get(section), dict):
             values.pop(name, None)

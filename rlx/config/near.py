@@ -26,6 +26,7 @@ REMOVED = {  # key of an earlier version -> what holds now
     "orchestrator.max_reward_errors": "Use orchestrator.max_error_rate; 1 for any number.",
     "orchestrator.max_off_policy_steps": "Use max_async_level: no token is trained that is older than so many versions.",
     "max_off_policy_steps": "Use max_async_level: no token is trained that is older than so many versions.",
+    "kubernetes": "Runs on Kubernetes start with the chart, helm install NAME charts/rlx (docs/kubernetes.md).",
     "hardware.data_parallel": "Use hardware.inference_replicas for more servers.",
     "hardware.data_parallel_local": "Use hardware.inference_replicas for more servers.",
 }
@@ -70,8 +71,8 @@ def deepest(cls: type, key: str) -> tuple[str, type]:
 
 def suggest(cls: type, key: str, origins: Origins | None = None) -> str:
     """A hint for the unknown `key`: similar keys, or the keys of its section. `origins` know the keys of the chosen open nodes."""
-    if key in REMOVED:
-        return REMOVED[key]
+    if (gone := key if key in REMOVED else key.partition(".")[0]) in REMOVED:
+        return REMOVED[gone]
     set_in_files = [each for each in origins.of_key if each not in origins.typed] if origins else []  # a typed one may be wrong itself
     of_nodes = [each for each in set_in_files if each.partition(".")[0] in ("optim", "loss", "advantage")]
     if near := near_keys(cls, key, of_nodes):

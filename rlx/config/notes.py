@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from rlx.config.checks.run import is_path
-from rlx.config.elsewhere import is_elsewhere
 from rlx.config.schema import CommandConfig, Config, TrainingRoot
 from rlx.config.tree import Origins
 
@@ -50,7 +49,7 @@ def _warm_up(cfg: TrainingRoot, origins: Origins) -> Iterator[str]:
 
 def _sizes_of_the_folder(cfg: CommandConfig, origins: Origins) -> Iterator[str]:
     model = cfg.model
-    if model.prepared or not is_path(model.name) or is_elsewhere(cfg):
+    if model.prepared or not is_path(model.name):
         return
     try:
         made = json.loads((Path(model.name).expanduser() / "config.json").read_text())

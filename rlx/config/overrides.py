@@ -31,7 +31,7 @@ from rlx.config.shipped import shipped_groups
 from rlx.config.tree import closest, show, split_optional, type_at
 
 LATE = ("sweeps", "experiment")  # groups composed after the environment variables; a variable for one counts as a command-line choice
-MAY_BE_ABSENT = ("experiment", "kubernetes", "logger", "slurm", "sweeps")  # groups that may be set to null
+MAY_BE_ABSENT = ("experiment", "logger", "slurm", "sweeps")  # groups that may be set to null
 OPTIONS = "Known options: --config-dir DIR, --config-name NAME, --config-path DIR; everything else is key=value."
 COMBINED = ("env", "experiment", "logger", "sweeps")  # shipped groups of which a configuration may have several options
 PATHS = (  # keys that may hold the path of something that exists; the folder of a sweep's run is called loss=grpo,seed=1

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rlx.config.keys import MISSING, key, section
-from rlx.config.schema_launch import KubernetesConfig, LauncherConfig, SlurmConfig
+from rlx.config.schema_launch import LauncherConfig, SlurmConfig
 from rlx.config.schema_model import HardwareConfig, InferenceConfig, LoraConfig, ModelConfig, RunConfig, UpdateConfig
 from rlx.config.schema_rollout import ChatConfig, EnvConfig, PlayConfig, SamplingConfig
 
@@ -35,7 +35,6 @@ class CommandConfig:
     hardware: HardwareConfig = section(HardwareConfig)
     launcher: LauncherConfig = section(LauncherConfig)
     slurm: SlurmConfig = section(SlurmConfig)
-    kubernetes: KubernetesConfig = section(KubernetesConfig)
 
     @property
     def total_steps(self) -> int:

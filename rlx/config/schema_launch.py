@@ -13,8 +13,8 @@ from rlx.config.keys import MISSING, key
 class LauncherConfig:
     name: str = key(
         "local",
-        "`local`: on this machine; `slurm`: as a job on a cluster; both through submitit; `kubernetes`: as a Job, one pod a host",
-        choices=("local", "slurm", "kubernetes"),
+        "`local`: on this machine; `slurm`: as a job on a cluster; both through submitit",
+        choices=("local", "slurm"),
     )
     grace: float = key(5.0, "seconds between SIGTERM and SIGKILL when a run is stopped", low=0)
     preempt_grace: float = key(60.0, "seconds after the notice of a preemption to finish or abandon the step and write a checkpoint", low=0)
@@ -36,7 +36,7 @@ class LauncherConfig:
     )
     max_requeues: int = key(
         20,
-        "SLURM, Kubernetes: how often in a row a run starts again (preemption, time limit, node failure) without a new step",
+        "SLURM, `rlx pod`: how often in a row a run starts again (preemption, time limit, node failure) without a new step",
         low=0,
     )
     code_changes: str = key(
@@ -45,7 +45,7 @@ class LauncherConfig:
         "starts or restarts, and refuses or warns if that has changed since submission",
         choices=("refuse", "warn", "snapshot"),
     )
-    wait: bool = key(False, "SLURM, Kubernetes: wait until the job ends and exit with the run's code; false: return once it is submitted")
+    wait: bool = key(False, "SLURM: wait until the job ends and exit with the run's code; false: return once it is submitted")
 
 
 @dataclass
@@ -105,44 +105,6 @@ class SlurmConfig:
     options: dict[str, Any] = key(
         {}, "further sbatch options, by their long names: {reservation: mine, exclude: node7}; null takes a line out: {mem: null}"
     )
-
-
-@dataclass
-class KubernetesConfig:
-    """What rlx must know about a Kubernetes cluster to start runs there. One file per cluster: `kubernetes=NAME`."""
-
-    image: str | None = key(None, "image of the containers, with rlx and its packages; `Dockerfile` builds one")
-    image_pull_policy: str = key("IfNotPresent", "when a node pulls the image", choices=("Always", "IfNotPresent", "Never"))
-    image_pull_secrets: list[str] = key([], "names of Secrets with the registry's login")
-    namespace: str | None = key(None, "namespace; null: that of the kubeconfig's context")
-    context: str | None = key(None, "context of the kubeconfig; null: the current one")
-    claim: str = key("rlx", "PersistentVolumeClaim with the run directories; several hosts need one that all can write (ReadWriteMany)")
-    storage_gb: float | None = key(
-        None, "size in GiB with which the claim is created if it does not exist; null: it must exist. It is never deleted", above=0
-    )
-    access_mode: str = key(
-        "ReadWriteMany",
-        "of a claim that is created: `ReadWriteMany`: all pods of all runs write it; `ReadWriteOnce`: only pods on one node at a time",
-        choices=("ReadWriteMany", "ReadWriteOnce"),
-    )
-    storage_class: str | None = key(None, "storage class of a claim that is created; null: the cluster's default")
-    mount: str = key("/runs", "where the claim is mounted; run directories are below it")
-    gpu_resource: str = key("nvidia.com/gpu", "name of the GPU resource")
-    gpus_per_node: int | None = key(
-        None, "GPUs of a node, by which hardware=auto chooses; a layout with more GPUs per host is refused; 0: nodes without GPUs", low=0
-    )
-    cpus: float | None = key(None, "processors requested per host; null: none are requested", above=0)
-    memory_gb: float | None = key(None, "memory per host, in GiB, requested and limit; null: no limit", above=0)
-    shared_memory_gb: float = key(8.0, "size of /dev/shm, in GiB, which counts as memory of the pod", above=0)
-    secrets: dict[str, str] = key({}, "variables from Secrets, as `VARIABLE: secret-name/key`: {HF_TOKEN: tokens/hf}; no value is written")
-    env: dict[str, str] = key({}, "further variables of the containers")
-    node_selector: dict[str, str] = key({}, "labels that nodes must have")
-    tolerations: list[Any] = key([], "taints of nodes that the pods tolerate, as in a pod's specification")
-    priority_class: str | None = key(None, "PriorityClass of the pods")
-    service_account: str | None = key(None, "ServiceAccount of the pods; they need no rights in the cluster")
-    user: int = key(1000, "user and group id of the containers' processes, to which the volume belongs", low=1)
-    start_timeout: float = key(1800.0, "seconds that the first host waits for the others: scheduling, pulling the image", above=0)
-    keep_seconds: int | None = key(None, "seconds after its end that the cluster deletes a Job; null: it stays", low=0)
 
 
 @dataclass

@@ -240,9 +240,7 @@ class WeightBroadcastConfig(UpdateConfig):
 class HardwareConfig:
     name: str = key(MISSING, "name of the layout; `auto` records its choice here")
     device: str = key(MISSING, "`cpu` or `cuda`", choices=("cpu", "cuda"))
-    nodes: int = key(
-        1, "number of hosts; more than one needs launcher=slurm, launcher=kubernetes, or `rlx pod` or role commands on each by hand", low=1
-    )
+    nodes: int = key(1, "number of hosts; more than one needs launcher=slurm, or `rlx pod` or role commands on each by hand", low=1)
     gpus_per_node: int = key(0, "GPUs per host", low=0)
     inference_replicas: int = key(1, "number of independent vLLM servers", low=1)
     tensor_parallel: int = key(1, "GPUs per vLLM server", low=1)

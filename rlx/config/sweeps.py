@@ -33,7 +33,7 @@ REWARD = {  # a sweeper that minimises unless told otherwise -> what tells it to
     "ax": ("hydra.sweeper.ax_config.experiment.minimize", "false"),
     "nevergrad": ("hydra.sweeper.optim.maximize", "true"),
 }
-NOT_PART = ("launcher", "slurm", "kubernetes", "dry_run", "clean")  # keys that do not make it a different sweep
+NOT_PART = ("launcher", "slurm", "dry_run", "clean")  # keys that do not make it a different sweep
 
 
 @dataclass(frozen=True)

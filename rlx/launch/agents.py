@@ -35,6 +35,7 @@ from rlx.plan.environment import DEVICES, devices, inherited
 from rlx.plan.record import ProcessSpec
 from rlx.waiting import LEFT
 
+PORT = 8470  # of the agent in every pod of the chart
 PING = 5.0  # seconds between two signs of life in both directions
 SILENCE = 60.0  # seconds without one after which the other side counts as gone
 CONNECT = 5.0  # seconds for one try to connect

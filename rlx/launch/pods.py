@@ -1,4 +1,4 @@
-"""One attempt of a run on Kubernetes, in the pod of its first host. `rlx.launch.slurm.Attempt` does the same in a SLURM job.
+"""One attempt of a run over several hosts (`rlx pod`), on the first one. `rlx.launch.slurm.Attempt` does the same in a SLURM job.
 
 The Job starts the pod again after a preemption or a lost host; the run then resumes in its directory from its newest checkpoint.
 """

@@ -200,7 +200,7 @@ class SrunStarter:
 
 
 class AgentStarter:
-    """Starts processes in the pods of a Kubernetes Job, through the agent in each (`rlx.launch.agents`)."""
+    """Starts processes on the hosts of a run, through the agent on each (`rlx.launch.agents`)."""
 
     remote = True
 

@@ -77,6 +77,6 @@ def require_one_host(plan: Sequence[ProcessSpec]) -> None:
     if hosts > 1:
         raise ConfigError(
             f"the plan needs {hosts} hosts, but launcher=local starts everything on this machine.\n"
-            "  fix: launcher=slurm or launcher=kubernetes; on one machine hardware.nodes=1, with as few hardware.inference_replicas, "
+            "  fix: launcher=slurm; on one machine hardware.nodes=1, with as few hardware.inference_replicas, "
             "hardware.tensor_parallel and hardware.trainer_processes as fit; or dry_run=true to plan"
         )

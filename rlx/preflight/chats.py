@@ -14,7 +14,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from rlx.config.elsewhere import has_weights_elsewhere, is_elsewhere
 from rlx.config.errors import ConfigError
 from rlx.config.schema import CommandConfig
 from rlx.envs.probed import Probed
@@ -32,17 +31,11 @@ def check_chats(configs: Sequence[CommandConfig], environments: Sequence[Mapping
     asked: dict[str, str | None] = {}
     for cfg, found in zip(configs, environments, strict=True):
         tools = {name: list(probed.tools) for name, probed in found.items() if probed.tools}
-        if (tools or cfg.model.chat_template_kwargs) and not cfg.model.prepared and not _reads_volume(cfg):
+        if (tools or cfg.model.chat_template_kwargs) and not cfg.model.prepared:
             request = json.dumps({"model": asdict(cfg.model), "tools": tools}, sort_keys=True)
             asked[request] = _ask(request) if request not in asked else asked[request]
     if problems := [problem for problem in asked.values() if problem is not None]:
         raise ConfigError(problems)
-
-
-def _reads_volume(cfg: CommandConfig) -> bool:
-    """Whether the model's tokenizer or its template is on a volume that only the pods can read."""
-    files = [path for path in (cfg.model.name, cfg.model.chat_template) if path is not None and path.startswith("/")]
-    return has_weights_elsewhere(cfg) or (bool(files) and is_elsewhere(cfg))
 
 
 def _ask(request: str) -> str | None:

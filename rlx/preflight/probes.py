@@ -21,7 +21,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlx.config.elsewhere import has_weights_elsewhere, is_elsewhere
 from rlx.config.errors import ConfigError
 from rlx.config.evaluated import environments, section_of
 from rlx.config.pythons import python_of, sources_of
@@ -76,7 +75,7 @@ def _offline() -> str:
 
 def _too_long(cfg: CommandConfig, known: Mapping[Identity, Probed]) -> Iterator[str]:
     """Environments whose prompts fill the context of the tiny model, which has a token for each character."""
-    if cfg.model.warm_start is None or has_weights_elsewhere(cfg):
+    if cfg.model.warm_start is None:
         return
     for name, env in _looked_at(cfg).items():
         chars = known[identity(env)].prompt_chars
@@ -98,8 +97,7 @@ def _looked_at(cfg: CommandConfig) -> Mapping[str, EnvConfig]:
         return {}
     if not cfg.launcher.check_envs:
         return {}
-    away = is_elsewhere(cfg)
-    return {name: env for name, env in environments(cfg).items() if env.python is None or not away}  # a Python of the pods
+    return environments(cfg)
 
 
 def identity(env: EnvConfig) -> Identity:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rlx.config.elsewhere import has_weights_elsewhere
 from rlx.config.errors import ConfigError
 from rlx.config.inherited import find_weights
 from rlx.config.schema_eval import EvalRoot, PlayWithModel
@@ -25,8 +24,6 @@ def resolve(cfg: EvalRoot) -> EvalRoot:
     if cfg.weights_dir is None:
         if cfg.steps is not None:
             raise ConfigError(f"steps={cfg.steps} needs the weights that it chooses from.\n  fix: weights_dir=RUN")
-        return cfg
-    if has_weights_elsewhere(cfg):  # the first pod looks
         return cfg
     folder, run = find_weights(cfg.weights_dir)
     there = versions(folder)
@@ -55,8 +52,6 @@ def resolve_step(cfg: SynthesizeRoot) -> SynthesizeRoot:
     if cfg.weights_dir is None:
         if cfg.step is not None:
             raise ConfigError(f"step={cfg.step} needs the weights that it chooses from.\n  fix: weights_dir=RUN")
-        return cfg
-    if has_weights_elsewhere(cfg):  # the first pod looks
         return cfg
     folder, run = find_weights(cfg.weights_dir)
     there = versions(folder)

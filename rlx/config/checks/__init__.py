@@ -3,10 +3,10 @@
 `bench.py`: benchmarks; `data.py`: environments, batches, lengths; `chat.py`: chat formats; `engine.py`: vLLM's options; `evaluation.py`:
 evaluations; `idle.py`: keys that do not apply in a kind of run; `lora.py`: adapters; `objective.py`: loss, advantage, optimizer,
 reference; `parallel.py`: how the trainer's ranks divide the work; `teacher.py`: teachers; `run.py`: model, servers, machines,
-directories; `cluster.py`: SLURM jobs and their containers; `kubernetes.py`: pods; `playing.py`: endpoints and weights of commands that
-only play; `sft.py`: supervised data; `secrets.py`: secrets in open keys; `shared.py`: shared trainers and their runs; `weights.py`: new
-weights on their way to the servers; `workers.py`: environments' processes. A rule reads the configuration and at most some files and the
-driver, and yields its problems. `@rule(keys…)` names the keys that it reads. A rule is skipped when one of these keys already has a
+directories; `cluster.py`: SLURM jobs and their containers; `playing.py`: endpoints and weights of commands that only play; `sft.py`:
+supervised data; `secrets.py`: secrets in open keys; `shared.py`: shared trainers and their runs; `weights.py`: new weights on their way to
+the servers; `workers.py`: environments' processes. A rule reads the configuration and at most some files and the driver, and yields its
+problems. `@rule(keys…)` names the keys that it reads. A rule is skipped when one of these keys already has a
 problem, or when the command's root lacks one.
 """
 
@@ -25,7 +25,6 @@ from rlx.config.checks import (  # noqa: F401  (importing them registers their r
     engine,
     evaluation,
     idle,
-    kubernetes,
     lora,
     objective,
     parallel,

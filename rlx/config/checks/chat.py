@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlx.config.chat_format import GIVEN, OWN, arguments_of, families, family_of, fields_of, template_names, template_path, unread
-from rlx.config.elsewhere import is_elsewhere
 from rlx.config.rules import Show, rule
 from rlx.config.schema import Config
 
@@ -29,7 +28,7 @@ def renderer_exists(cfg: Config, of: Show) -> Iterator[str]:
         )
 
 
-@rule("model.chat_template", "model.chat_template_kwargs", "model.renderer", "launcher", "kubernetes")
+@rule("model.chat_template", "model.chat_template_kwargs", "model.renderer")
 def template_is_used(cfg: Config, of: Show) -> Iterator[str]:
     if cfg.model.chat_template is None:
         return
@@ -38,8 +37,6 @@ def template_is_used(cfg: Config, of: Show) -> Iterator[str]:
             f"a renderer does not read a chat template: {of('model.chat_template')} with {of('model.renderer')}.\n"
             "Remove one of them; model.renderer=default uses the template."
         )
-    if is_elsewhere(cfg) and cfg.model.chat_template not in template_names():
-        return
     if not template_path(cfg.model.chat_template).is_file():
         yield (
             f"there is no such file: {of('model.chat_template')}; the current directory is {Path.cwd()}. Correct the path, "

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rlx.config.elsewhere import is_elsewhere
+from rlx.config.elsewhere import in_a_pod
 from rlx.config.gpus import visible_gpus
 from rlx.config.rules import OWN_LOSS, Show, rule
 from rlx.config.schema import Config, TrainingRoot
@@ -31,10 +31,10 @@ def is_path(name: str) -> bool:
     return name.startswith(("/", ".", "~")) or name.count("/") > 1
 
 
-@rule("model.name", "model.gguf", "model.warm_start", "launcher", "kubernetes")
+@rule("model.name", "model.gguf", "model.warm_start")
 def model_folder(cfg: Config, of: Show) -> Iterator[str]:
     name = cfg.model.name
-    if cfg.model.gguf is not None or not is_path(name) or is_elsewhere(cfg):
+    if cfg.model.gguf is not None or not is_path(name):
         return
     if cfg.model.warm_start is not None:
         yield (
@@ -63,9 +63,9 @@ def name_of_a_model_that_rlx_makes(cfg: Config, of: Show) -> Iterator[str]:
         )
 
 
-@rule("model.gguf", "model.name", "model.warm_start", "launcher", "kubernetes")
+@rule("model.gguf", "model.name", "model.warm_start")
 def gguf_file(cfg: Any, of: Show) -> Iterator[str]:
-    if cfg.model.gguf is None or is_elsewhere(cfg):
+    if cfg.model.gguf is None:
         return
     file, name = Path(cfg.model.gguf).expanduser(), cfg.model.name
     if cfg.model.warm_start is not None:
@@ -228,11 +228,11 @@ def shared_memory(cfg: Config, of: Show) -> Iterator[str]:
 @rule("hardware", "launcher", "inference.base_url", "dry_run")
 def gpus_present(cfg: Config, of: Show) -> Iterator[str]:
     h = cfg.hardware
-    if cfg.dry_run or cfg.launcher.name != "local":  # a plan may be for another machine
+    if cfg.dry_run or cfg.launcher.name != "local" or in_a_pod():  # a plan may be for another machine
         return
     if h.nodes > 1:
         yield (
-            f"launcher=local starts processes on this host only: {of('hardware.nodes')}. Use launcher=slurm or\nlauncher=kubernetes, start "
+            f"launcher=local starts processes on this host only: {of('hardware.nodes')}. Use launcher=slurm,\nstart "
             "each host by hand (`rlx pod`) or each role (`rlx trainer`; docs/cluster.md), or dry_run=true to plan."
         )
         return

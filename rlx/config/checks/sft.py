@@ -6,14 +6,13 @@ import glob
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlx.config.elsewhere import is_elsewhere
 from rlx.config.rules import Show, declared, rule, target_name
 from rlx.config.schema import SftRoot
 
 FILES = (".jsonl", ".ndjson", ".parquet")
 
 
-@rule("data", "launcher", "kubernetes")
+@rule("data")
 def data_sets(cfg: SftRoot, of: Show) -> Iterator[str]:
     data = cfg.data
     if data.type == "fake":
@@ -28,17 +27,15 @@ def data_sets(cfg: SftRoot, of: Show) -> Iterator[str]:
         )
     if data.name is not None and "data" in data.sets:
         yield f"data.sets.data and {of('data.name')} would have one name, `data`. Rename the first: data.sets.NAME."
-    if is_elsewhere(cfg):
-        return
     if data.name is not None:
         yield from _missing("data.name", data.name, of)
     for key, each in data.sets.items():
         yield from _missing(f"data.sets.{key}.name", each.name, of)
 
 
-@rule("val.name", "launcher", "kubernetes")
+@rule("val.name")
 def validation_set(cfg: SftRoot, of: Show) -> Iterator[str]:
-    if cfg.val.name is not None and not is_elsewhere(cfg):
+    if cfg.val.name is not None:
         yield from _missing("val.name", cfg.val.name, of)
 
 

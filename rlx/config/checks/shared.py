@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
+from rlx.config.elsewhere import in_a_pod
 from rlx.config.rules import Show, rule
 from rlx.config.schema import Config, TrainerConfig
 
@@ -28,8 +29,11 @@ def either_end(cfg: Config, of: Show) -> Iterator[str]:
     if cfg.replay is not None or cfg.bench:
         key = "bench" if cfg.bench else "replay"
         yield f"{of(key)} needs a trainer of its own: {of(end)}. Leave out one of the two."
-    if cfg.launcher.name != "local":
-        yield f"shared trainers and their runs start on one machine only: {of(end)} with {of('launcher.name')}. Set launcher=local."
+    if cfg.launcher.name != "local" or in_a_pod():
+        yield (
+            f"shared trainers and their runs start on one machine only: {of(end)} with {of('launcher.name')}.\n"
+            "Set launcher=local, without `rlx pod`."
+        )
     if cfg.ref.name is not None:
         yield f"the reference of the runs of a shared trainer is its model without adapters: {of(end)} with {of('ref.name')}. Leave it out."
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 from rlx.config.memory import published_bytes, size, versions_in_memory
 from rlx.config.mounts import IN_MEMORY, file_system
@@ -72,17 +71,14 @@ def versions_of_one_host(cfg: Config, of: Show) -> Iterator[str]:
 
 @rule(
     *("weight_broadcast.folder", "weight_broadcast.keep_last", "weight_broadcast.type", "max_async_level", "model", "lora", "hardware"),
-    *("launcher", "kubernetes", "dry_run", "replay", "bench", "trainer"),
+    *("launcher", "dry_run", "replay", "bench", "trainer"),
 )
 def room_in_memory(cfg: Config, of: Show) -> Iterator[str]:
     """The free room is compared when the trainer starts, when what a killed attempt has left is deleted."""
     folder, said = cfg.memory_folder, of("weight_broadcast.folder")
     if folder is None or cfg.lora.on or not folder.is_absolute():
         return
-    if cfg.launcher.name == "kubernetes" and folder == Path("/dev/shm"):
-        total, has = cfg.kubernetes.shared_memory_gb * 2**30, of("kubernetes.shared_memory_gb")
-        larger = "Raise kubernetes.shared_memory_gb"
-    elif cfg.launcher.name != "local" or cfg.dry_run:  # the folder is of another machine
+    if cfg.launcher.name != "local" or cfg.dry_run:  # the folder is of another machine
         return
     elif not folder.is_dir():
         yield f"the folder does not exist: {said}. Name a folder in memory such as /dev/shm, or set {NO_FOLDER}."
@@ -93,11 +89,10 @@ def room_in_memory(cfg: Config, of: Show) -> Iterator[str]:
     elif (kind := file_system(folder)) not in IN_MEMORY:
         yield f"the folder is not in memory, its file system is {kind}: {said}. Name a folder such as /dev/shm, or set {NO_FOLDER}."
         return
-    else:
-        total = shutil.disk_usage(folder).total
-        has, larger = f"its size is {size(total)}", "Make it larger (mount -o remount,size=…; docker run --shm-size=…)"
+    total = shutil.disk_usage(folder).total
     if (need := versions_in_memory(cfg)) > total:
         yield (
-            f"{cfg.versions_kept + 1} versions of {size(published_bytes(cfg))} do not fit into the folder in memory: {said}, {has}; "
-            f"{size(need)} are needed.\n{larger}, lower {of('weight_broadcast.keep_last')} or {of('max_async_level')}, or set {NO_FOLDER}."
+            f"{cfg.versions_kept + 1} versions of {size(published_bytes(cfg))} do not fit into the folder in memory: {said}, its size is "
+            f"{size(total)}; {size(need)} are needed.\nMake it larger (mount -o remount,size=…; docker run --shm-size=…), lower "
+            f"{of('weight_broadcast.keep_last')} or {of('max_async_level')}, or set {NO_FOLDER}."
         )
