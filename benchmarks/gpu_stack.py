@@ -146,7 +146,7 @@ def losses(run: Path) -> list[float]:
 
 
 def roles(report: Report) -> None:
-    """`rlx sft`, through every check, submitit and torchrun: its benchmark on rows of 16k tokens, and a run that resumes."""
+    """`rlx sft`, through every check, and submitit: its benchmark on rows of 16k tokens, and a run that resumes."""
     missing = [name for name in ("hydra", "omegaconf", "submitit", "msgspec", "xxhash", "zstandard") if find_spec(name) is None]
     if missing:
         report.error("rlx sft", "", f"{', '.join(missing)} not installed: the commands need rlx's dependencies")

@@ -1,7 +1,7 @@
 """Find and kill processes that belong together, through `/proc` and signals: those of a run, or those of one environment worker.
 
 A process belongs to them if its process group or session does, or if its environment carries their token. Both tests are needed:
-torchrun gives its workers their own sessions, and vLLM's engine overwrites its environment with its title.
+a program that an environment starts may have a session of its own, and vLLM's engine overwrites its environment with its title.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -80,7 +81,17 @@ class MainJob:
         return json.loads(path.read_text()) if path.exists() else {}
 
     def pids(self) -> dict[str, int]:
-        return {p["role"]: p["pid"] for p in self.status().get("processes", [])}
+        """Process ids by role; of a rank but the first by its name, `trainer_1`."""
+        processes = self.status().get("processes", [])
+        return {f"trainer_{p['replica']}" if p["role"] == "trainer" and p["replica"] else p["role"]: p["pid"] for p in processes}
+
+    def listens_on(self) -> set[str]:
+        """The addresses of all TCP ports that the job's processes have open to others."""
+        found = set()
+        for process in self.processes().values():
+            with contextlib.suppress(psutil.Error):
+                found |= {each.laddr.ip for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+        return found
 
     def metrics(self, source: str | None = None) -> list[dict[str, Any]]:
         return [r for r in read_metrics(self.run_dir) if source in (None, r["source"])]

@@ -1,6 +1,6 @@
 """One rank of the test that no objective depends on the number of processes: gradients and metrics of every objective.
 
-torchrun starts it as `objective_worker.py FOLDER`. FOLDER holds the model; rank 0 writes `results_<ranks>.pt` there.
+`in_ranks.py` starts it as `objective_worker.py FOLDER`. FOLDER holds the model; rank 0 writes `results_<ranks>.pt` there.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from mixed_examples import MIXES, mix_of, mixed_samples
 from test_train_step import LOSSES
 from trainer_examples import make_samples, step_batch
@@ -84,7 +85,7 @@ def _whole(tensor: Any) -> torch.Tensor:
 def main() -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
-    mesh = join(CPU, rank=rank, world_size=world_size, timeout=300)
+    mesh = join(CPU, rank=rank, world_size=world_size, timeout=300, store=dist.FileStore(os.environ["STORE"], world_size))
     folder = Path(sys.argv[1])
     results = train(folder, mesh)
     if rank == 0:

@@ -1,6 +1,6 @@
 """One rank of the tests of several trainer processes: loads models and trains each on a batch. Rank 0 saves the results.
 
-torchrun starts it as `rank_worker.py FOLDER…`. Each folder holds `settings.json` and the model. One start runs many cases, because
+`in_ranks.py` starts it as `rank_worker.py FOLDER…`. Each folder holds `settings.json` and the model. One start runs many cases, because
 importing takes far longer than the cases.
 """
 
@@ -169,7 +169,7 @@ def packing(mesh: Mesh, model: PolicyModel, settings: dict) -> dict[str, Any]:
 def main() -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
-    mesh = join(torch.device("cpu"), rank=rank, world_size=world_size, timeout=300)
+    mesh = join(torch.device("cpu"), rank=rank, world_size=world_size, timeout=300, store=dist.FileStore(os.environ["STORE"], world_size))
     for folder in map(Path, sys.argv[1:]):
         attempt(folder, mesh)
     mesh.close()

@@ -41,15 +41,6 @@ def test_roles_that_leave_with_their_checkpoint_make_the_run_preempted(start: Ca
 
 
 @pytest.mark.slow
-def test_a_run_without_an_orchestrator_is_preempted_when_torchruns_ranks_left_with_0(start: Callable[..., Run]) -> None:
-    leaves = LEAVES.replace("sys.exit(75)", "(Path(sys.argv[1]) / 'preempted.json').write_text('{}')")
-    run = start([toy("trainer", leaves, arguments=(RUN_DIR,))])
-    run.until_started()
-    os.kill(run.status().supervisor["pid"], signal.SIGUSR2)  # type: ignore[index]
-    assert run.wait().state == "preempted"
-
-
-@pytest.mark.slow
 def test_the_file_alone_asks_the_run_to_give_way(start: Callable[..., Run]) -> None:
     run = start([toy("inference", FOREVER, service=True), toy("orchestrator", LEAVES, arguments=(RUN_DIR,))])
     run.until_started()  # by now the supervisor has deleted the file of an earlier attempt

@@ -218,7 +218,7 @@ def test_a_process_that_ignores_sigterm_is_killed_after_the_grace_time(start: Ca
 
 
 def test_grandchildren_in_sessions_of_their_own_do_not_survive(start: Callable[..., Run]) -> None:
-    # Like torchrun's workers: they have another session, so no signal to the group reaches them.
+    # They have another session, so no signal to the group reaches them.
     nested = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {FOREVER!r}], start_new_session=True)\n" + FOREVER
     run = start([toy("trainer", nested), toy("orchestrator", FOREVER)])
     run.until_started()

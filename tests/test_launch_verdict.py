@@ -123,7 +123,6 @@ CASES = [
     ("too late", seen(0), {"told": True, "overdue": 9.0}, Verdict(state="preempted", say="inference_0, orchestrator did not leave in 9 s")),
     ("all have left", seen(LEFT, LEFT), {"told": True}, PREEMPTED),
     ("the trainer is done, and the last evaluation was given up", seen(0, LEFT), {"told": True}, PREEMPTED),
-    ("torchrun's ranks have left with 0", seen(0, LEFT), {"told": True, "left": True}, PREEMPTED),
     ("the checkpoint is written: no process is needed", seen(LEFT, -9), {"told": True, "left": True}, PREEMPTED),
     ("told, but the run had just ended", seen(0, 0), {"told": True}, COMPLETED),
     ("a step was killed by the notice: no checkpoint will come", seen(-15), {"told": True, "remote": True}, PREEMPTED),

@@ -65,7 +65,8 @@ def test_plan_of_eight_gpus_has_inference_first_and_the_trainer_behind_it() -> N
         "inference_2 @0 gpus=2 ports={'http': 0}",
         "inference_3 @0 gpus=3 ports={'http': 0}",
         "orchestrator @0 gpus= ports={}",
-        "trainer @0 gpus=4,5,6,7 ports={'rendezvous': 0}",
+        "trainer @0 gpus=4 ports={'rendezvous': 0}",
+        *(f"trainer_{rank} @0 gpus={4 + rank} ports={{}}" for rank in (1, 2, 3)),
     ]
 
 
@@ -119,7 +120,8 @@ def test_the_model_is_prepared_only_where_it_is_warm_started() -> None:
 def test_servers_that_already_run_are_not_started_and_leave_their_gpus_to_the_trainer() -> None:
     assert layout("gpu2", inference={"base_url": ["http://host:8000"]}) == [
         "orchestrator @0 gpus= ports={}",
-        "trainer @0 gpus=0,1 ports={'rendezvous': 0}",
+        "trainer @0 gpus=0 ports={'rendezvous': 0}",
+        "trainer_1 @0 gpus=1 ports={}",
     ]
 
 
@@ -128,14 +130,15 @@ def test_a_fixed_port_is_counted_up_over_the_replicas() -> None:
     assert [line.split("ports=")[1] for line in lines[:4]] == ["{'http': 8000}", "{'http': 8001}", "{'http': 8002}", "{'http': 8003}"]
 
 
-def test_commands_are_modules_and_several_trainer_ranks_run_under_torchrun() -> None:
+def test_commands_are_modules_and_each_trainer_rank_is_a_process() -> None:
     plan = make_plan(config("node8"), Path("/run"), python="python")
     assert command(plan, "inference") == "python -m rlx.roles.inference --run-dir /run --replica 0"
     assert command(plan, "orchestrator") == "python -m rlx.roles.orchestrator --run-dir /run"
-    assert command(plan, "trainer") == (
-        "python -m torch.distributed.run --nnodes=1 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 "
-        "--local-addr=127.0.0.1 --max-restarts=0 -m rlx.roles.trainer --run-dir /run"
-    )
+    assert command(plan, "trainer") == "python -m rlx.roles.trainer --run-dir /run"
+    ranks = [spec for spec in plan if spec.role == "trainer"]
+    assert [(spec.name, spec.env["RANK"], spec.env["WORLD_SIZE"]) for spec in ranks] == [
+        (name, str(rank), "4") for rank, name in enumerate(("trainer", "trainer_1", "trainer_2", "trainer_3"))
+    ]
     one = make_plan(config("cpu"), Path("/run"), python="python")
     assert command(one, "trainer") == "python -m rlx.roles.trainer --run-dir /run"
 
@@ -189,7 +192,7 @@ def test_a_layout_that_does_not_fit_is_refused_with_its_numbers(hardware: dict) 
 
 def test_a_layout_over_two_hosts_is_planned_but_not_for_the_local_launcher() -> None:
     plan = make_plan(config("node8", hardware={"nodes": 2, "inference_replicas": 8, "trainer_processes": 8}), Path("/run"))
-    assert {spec.name: spec.node for spec in plan if spec.gpus} == {**{f"inference_{i}": 0 for i in range(8)}, "trainer": 1}
+    assert {(spec.role, spec.node) for spec in plan if spec.gpus} == {("inference", 0), ("trainer", 1)}
     with pytest.raises(ConfigError, match="2 hosts"):
         require_one_host(plan)
 
@@ -353,7 +356,7 @@ def test_the_plan_in_words_names_processes_batch_arithmetic_staleness_and_memory
         "loss      gspo",
         "hardware=auto: chose node8",
         "inference_3",
-        "4,5,6,7",
+        "trainer_3",
         "256 = 32 prompts × 8 rollouts per prompt",
         "1,572,864 = 256 × sampling.max_tokens 6,144",
         "2 minibatches of 128 rollouts",

@@ -24,6 +24,8 @@ def mean(values: list[float]) -> float:
 
 def test_the_default_run_learns_and_leaves_a_complete_run_directory(start):
     job = start("run")
+    job.until_step(1)
+    assert job.listens_on() == {"127.0.0.1"}, "nobody else reaches a run on one host"
     assert job.wait() == 0, job.text()
     rewards = [r["reward/mean"] for r in job.metrics("orchestrator")]
     assert len(rewards) == 100

@@ -11,37 +11,6 @@ from rlx.heartbeat import Heartbeat
 from rlx.paths import RunPaths
 from rlx.runs.status import Cause, Status, describe_returncode, last_lines, read_status
 
-TORCHRUN = """\
-step 3
-[rank1]: Traceback (most recent call last):
-[rank1]: RuntimeError: a problem
-W1121 01:14:08 148 site-packages/torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 14652 closing signal SIGTERM
-E1121 01:14:08 148 site-packages/torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1) local_rank: 1 (pid: 14653) of binary: python
-Traceback (most recent call last):
-  File "site-packages/torch/distributed/run.py", line 1028, in main
-torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
-============================================================
-"""  # noqa: E501
-
-REPORT = """\
-/tmp/t.py FAILED
-------------------------------------------------------------
-Failures:
-[1]:
-  time      : 2026-11-28_00:08:52
-  host      : localhost
-  rank      : {others}
-  error_file: <N/A>
-  traceback : Signal 9 (SIGKILL) received by PID 2301
-------------------------------------------------------------
-Root Cause (first observed failure):
-[0]:
-  time      : 2026-11-28_00:08:52
-  host      : localhost
-  rank      : {first}
-  error_file: <N/A>
-"""
-
 
 def test_a_status_survives_its_file(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
@@ -90,75 +59,6 @@ def test_last_lines_of_a_log_are_what_a_person_saw_last(tmp_path: Path) -> None:
     log.write_bytes(b"one\n\n10%\r50%\r100%\r\ntwo \xff\nthree")
     assert last_lines(log, 3) == ("100%", "two \ufffd", "three")
     assert last_lines(log, 0) == ()
-
-
-@pytest.mark.parametrize(
-    ("report", "ranks"),
-    [
-        ("", ["rank 1 (pid 14653) failed (exitcode 1)"]),  # torchrun was killed before it wrote one
-        (
-            REPORT.format(
-                others="0 (local_rank: 0)\n  exitcode  : -15 (pid: 14652)  (SIGTERM)",
-                first="1 (local_rank: 1)\n  exitcode  : 1 (pid: 14653) ",
-            ),
-            ["rank 1 (pid 14653) failed (exitcode 1)"],
-        ),
-        (
-            REPORT.format(
-                others="3 (local_rank: 1)\n  exitcode  : -9 (pid: 2301)  (SIGKILL)",
-                first="2 (local_rank: 0)\n  exitcode  : 1 (pid: 14653) ",
-            ),
-            ["rank 2 (pid 14653) failed (exitcode 1)", "rank 3 (pid 2301) failed (exitcode -9, SIGKILL)"],
-        ),
-        (
-            REPORT.format(
-                others="1 (local_rank: 1)\n  exitcode  : 1 (pid: 14653) ",
-                first="0 (local_rank: 0)\n  exitcode  : -9 (pid: 2301)  (SIGKILL)",
-            ),
-            ["rank 1 (pid 14653) failed (exitcode 1)", "rank 0 (pid 2301) failed (exitcode -9, SIGKILL)"],
-        ),
-        (  # rank 3 gave up because rank 2 was gone
-            REPORT.format(
-                others="3 (local_rank: 1)\n  exitcode  : -6 (pid: 2301)  (SIGABRT)",
-                first="2 (local_rank: 0)\n  exitcode  : -9 (pid: 14653)  (SIGKILL)",
-            ),
-            ["rank 3 (pid 2301) failed (exitcode -6, SIGABRT)", "rank 2 (pid 14653) failed (exitcode -9, SIGKILL)"],
-        ),
-        (  # rank 1 ended for the fault of rank 0
-            REPORT.format(
-                others="0 (local_rank: 0)\n  exitcode  : -11 (pid: 2301)  (SIGSEGV)",
-                first="1 (local_rank: 1)\n  exitcode  : -6 (pid: 14653)  (SIGABRT)",
-            ),
-            ["rank 1 (pid 14653) failed (exitcode -6, SIGABRT)", "rank 0 (pid 2301) failed (exitcode -11, SIGSEGV)"],
-        ),
-        (  # rank 0 did not end within 30 s of the signal
-            REPORT.format(
-                others="0 (local_rank: 0)\n  exitcode  : -9 (pid: 14652)  (SIGKILL)",
-                first="1 (local_rank: 1)\n  exitcode  : 1 (pid: 14653) ",
-            ),
-            ["rank 1 (pid 14653) failed (exitcode 1)"],
-        ),
-    ],
-    ids=[
-        "no report",
-        "a peer was stopped",
-        "a killed rank beside the first",
-        "the first was killed",
-        "a peer gave up",
-        "a peer gave up after a crash",
-        "a peer had to be killed",
-    ],
-)
-def test_of_torchruns_report_the_ranks_remain_that_failed_by_themselves_and_a_killed_one_is_last(
-    tmp_path: Path, report: str, ranks: list[str]
-):
-    log = tmp_path / "log"
-    log.write_text(TORCHRUN + report)
-    assert last_lines(log, 2 + len(ranks)) == (
-        "[rank1]: Traceback (most recent call last):",
-        "[rank1]: RuntimeError: a problem",
-        *(f"torchrun: {rank}" for rank in ranks),
-    )
 
 
 def test_a_heartbeat_that_cannot_be_written_is_no_end_of_the_role(tmp_path):

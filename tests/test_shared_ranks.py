@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from in_ranks import in_ranks
 from test_shared_trainer import GROUPS, A, Orchestrator, alone, configure, model, same, until
 
 from rlx.checkpoints import folders
 from rlx.paths import RunPaths, listed
-from rlx.plan.specs import _torchrun
 from rlx.shared.membership import answered
 
 __all__ = ["model"]  # the fixture
@@ -25,7 +25,7 @@ TWO_RANKS = {"trainer.idle_timeout": 15, "hardware.trainer_processes": 2}
 @contextmanager
 def two_ranks(host: RunPaths) -> Iterator[subprocess.Popen]:
     """The shared trainer's processes, when it takes runs."""
-    ranks = _torchrun(2)
+    ranks = in_ranks(2)
     command = [sys.executable, *ranks, "-m", "rlx.roles.shared_trainer", "--run-dir", str(host.root)]
     with (host.root / "log.txt").open("w") as log:
         environment = os.environ | {"HF_HUB_OFFLINE": "1"}

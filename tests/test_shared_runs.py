@@ -64,7 +64,7 @@ class Host(SharedTrainer):
 def host(tmp_path: Path, model: Path) -> Iterator[Host]:
     paths = configure(tmp_path / "host", **{"trainer.max_concurrent_runs": 2})
     paths.initial_model.write_text(f"{model}\n")
-    trainer = Host(load_run(paths.root), paths, Place(0, 0, 1, under_torchrun=False), Watch(paths, "trainer", first=True, grace=60))
+    trainer = Host(load_run(paths.root), paths, Place(0, 0, 1), Watch(paths, "trainer", first=True, grace=60))
     yield trainer
     for slot in list(trainer.members):
         trainer.put_out(slot, "the test ends")

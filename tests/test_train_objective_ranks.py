@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from in_ranks import in_ranks
 from mixed_examples import MIXES
 from objective_worker import CASES, train
 from trainer_examples import make_model
 
 from rlx.parallel.mesh import one_process
-from rlx.plan.specs import _torchrun
 
 HERE = Path(__file__).parent
 
@@ -26,7 +26,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], d
     folder = tmp_path_factory.mktemp("objectives")
     make_model(tie_word_embeddings=True).save_pretrained(folder / "model")
     make_model(tie_word_embeddings=True, seed=1).save_pretrained(folder / "teacher")
-    launcher = [sys.executable, *_torchrun(2)]
+    launcher = [sys.executable, *in_ranks(2)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])}
     command = [*launcher, str(HERE / "objective_worker.py"), str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)

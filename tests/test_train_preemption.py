@@ -68,7 +68,7 @@ def test_a_step_that_takes_longer_than_the_grace_is_given_up_and_trained_after_t
         add_the_orchestrators_part(paths)
         time.sleep(0.01)
     output = process.stdout.read()
-    assert process.returncode == (0 if ranks > 1 else 75), output[-4000:]  # torchrun treats any other code as a failure
+    assert process.returncode == 75, output[-4000:]
     assert "giving up this step" in output
     assert json.loads(paths.preempted.read_text()) == {"step": LONG}
     assert [record["step"] for record in records(paths)] == [LONG - 1]

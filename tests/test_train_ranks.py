@@ -1,4 +1,4 @@
-"""Several trainer processes against one: real processes under torchrun, with gloo and FSDP2."""
+"""Several trainer processes against one: real processes with gloo and FSDP2."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from in_ranks import in_ranks
 from rank_worker import ERROR, experts_in_modules, train, train_alone, train_together
 from safetensors.torch import load_file, save_file
 from trainer_examples import make_model, make_samples, step_batch
@@ -30,7 +31,6 @@ from rlx.models.load import load_policy
 from rlx.models.read import stored_tensors
 from rlx.parallel.mesh import join, one_process
 from rlx.paths import RunPaths
-from rlx.plan.specs import _torchrun
 from rlx.train.reference import Reference
 from rlx.train.step import PolicyTrainer
 from rlx.weights.files import verify
@@ -148,7 +148,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def start(ranks: int, folders: Iterable[Path]) -> None:
     """Let so many processes train the cases."""
-    launcher = [sys.executable, *_torchrun(ranks)]
+    launcher = [sys.executable, *in_ranks(ranks)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{HERE}:{HERE.parent}"}
     command = [*launcher, str(HERE / "rank_worker.py"), *map(str, folders)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)

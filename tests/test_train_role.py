@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from in_ranks import in_ranks
 from trainer_examples import make_model, make_samples, step_batch
 from transformers import AutoModelForCausalLM
 
@@ -23,7 +24,6 @@ from rlx.heartbeat import read_heartbeats
 from rlx.metrics import METRICS, read_metrics
 from rlx.models.tiny import build_tokenizer
 from rlx.paths import RunPaths
-from rlx.plan.specs import _torchrun
 from rlx.weights.files import verify, versions
 
 STEPS = 3
@@ -70,7 +70,7 @@ def make_run(root: Path, ranks: int = 1, **overrides: object) -> RunPaths:
 
 def start(paths: RunPaths, ranks: int = 1) -> subprocess.Popen:
     role = ["-m", "rlx.roles.trainer", "--run-dir", str(paths.root)]
-    many = _torchrun(ranks)
+    many = in_ranks(ranks)
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     return subprocess.Popen(
         [sys.executable, *many, *role], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True

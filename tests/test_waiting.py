@@ -94,7 +94,7 @@ def test_a_trainer_waits_for_the_initial_model_as_long_as_somebody_makes_it(
 ) -> None:
     monkeypatch.setattr(hub, "TIMEOUT", 10)
     paths, until = RunPaths(tmp_path), clock.now + 60
-    watch, prepare = Watch(paths, None, first=True, grace=1.0), Heartbeat(paths, "prepare")
+    watch, prepare = Watch(paths, "trainer", first=True, grace=1.0), Heartbeat(paths, "prepare")
     monkeypatch.setattr(watch, "tick", lambda: clock.now < until and prepare.beat("loading environments"))
     took = seconds_until_given_up(lambda: hub.initial_model(Config(max_steps=1), paths, one_process("cpu"), watch))
     assert took == pytest.approx(60 + SILENT + 10, rel=0.02)
@@ -194,8 +194,9 @@ def test_a_trainer_that_waits_asks_the_file_system_a_few_times_a_second(tmp_path
     paths = RunPaths(tmp_path)
     paths.batches.mkdir()
     paths.heartbeats.mkdir()
-    watch = Watch(paths, None, first=True, grace=1.0)
+    watch = Watch(paths, "trainer", first=True, grace=1.0)
     clock = Clock(monkeypatch)
+    watch.heartbeat.beat = lambda *_: None  # it writes a file every half second
     asked: list[tuple[float, str]] = []
     listing, look_up, open_file = os.listdir, os.stat, io.open
 
@@ -231,7 +232,7 @@ def test_a_trainer_that_waits_asks_the_file_system_a_few_times_a_second(tmp_path
 def test_a_step_is_given_up_by_the_clock_of_its_own_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file system's clock is a day behind, so the notice seems to be that old."""
     paths, mesh, clock = RunPaths(tmp_path), one_process("cpu"), Clock(monkeypatch)
-    watch = Watch(paths, None, first=True, grace=5.0)
+    watch = Watch(paths, "trainer", first=True, grace=5.0)
     paths.ask_to_give_way()
     os.utime(paths.preempt, (time.time() - 86400,) * 2)
     watch.give_up_with(mesh)
@@ -244,6 +245,6 @@ def test_a_step_is_given_up_by_the_clock_of_its_own_host(tmp_path: Path, monkeyp
 
 def test_only_rank_0_looks_for_the_notice(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
-    first, other = (Watch(paths, None, first=first, grace=1.0) for first in (True, False))
+    first, other = (Watch(paths, "trainer", first=first, grace=1.0) for first in (True, False))
     paths.ask_to_give_way()
     assert (first.noticed(), other.noticed()) == (True, False)

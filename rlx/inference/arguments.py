@@ -82,6 +82,7 @@ def environment(config: PlayRoot, present: Mapping[str, str]) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_PLUGINS": "",  # what else is installed here does not change the engine
+        "GLOO_SOCKET_IFNAME": "lo",  # its workers are on one host, and nobody else has to reach them
         "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(config.inference.startup_timeout)),
     }
     if config.hardware.device == "cpu":

@@ -39,7 +39,7 @@ class Seen:
     """What is known of one process during a stall."""
 
     name: str
-    phase: str = ""  # empty: it sends no heartbeats of its own (a trainer rank under torchrun)
+    phase: str = ""  # empty: it sends no heartbeats of its own (an environment's worker)
     in_phase: float = 0.0  # seconds
     silent: float = 0.0  # seconds since its newest heartbeat
     stopped: str = ""  # "process 12 on host a" if a signal has stopped it
@@ -74,7 +74,7 @@ def account(timeout: float, processes: Sequence[Seen]) -> str:
     )
     parts = []
     for each in [*wanted, *(each for each in processes if each not in wanted)]:
-        kind = "a worker" if each.name.startswith("env_") else "a rank" if each.name.startswith("trainer_rank_") else "no heartbeat yet"
+        kind = "a worker" if each.name.startswith("env_") else "no heartbeat yet"
         said = [f"{each.phase}, for {each.in_phase:.0f} s" if each.phase else kind]
         said += [f"stopped by a signal: {each.stopped}; continue it with kill -CONT"] if each.stopped else []
         said += [f"silent for {each.silent:.0f} s"] if each.phase and each.silent > SILENT else []
@@ -281,8 +281,8 @@ def _text(file: Path) -> str:
 
 
 def _is_a_child(name: str, facts: Mapping[str, Any]) -> bool:
-    """Whether a process that the plan does not list is alive: a trainer rank under torchrun, or an environment's worker."""
-    return name.startswith(("trainer_rank_", "env_")) and bool(facts) and (facts["boot"] != boot() or _is_here(facts))
+    """Whether a process that the plan does not list is alive: an environment's worker."""
+    return name.startswith("env_") and bool(facts) and (facts["boot"] != boot() or _is_here(facts))
 
 
 def _is_here(facts: Mapping[str, Any]) -> bool:

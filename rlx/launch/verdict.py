@@ -125,8 +125,7 @@ def decide(view: View) -> Verdict:
     if view.told and not set(codes) <= {None, 0, LEFT} and not view.left:
         return Verdict(state="preempted")  # a worker failed, so no checkpoint will come
     if all_done:
-        # torchrun's ranks exit with 0; the file `preempted.json` shows that they left early.
-        if view.left or LEFT in codes:
+        if LEFT in codes:
             return Verdict(state="preempted")
         # `srun` also returns 0 if the step's node has failed; SLURM then ends the job.
         return SETTLING if view.remote and view.waited < SIGTERM_SPREADS else Verdict(state="completed")

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -34,8 +35,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from rlx.config.schema import TrainingRoot
-from rlx.parallel.rendezvous import Place, meet
+from rlx.config.schema import PlayRoot, TrainingRoot
+from rlx.parallel.rendezvous import INTERFACES, Place, meet
 from rlx.parallel.row import ALONE, Axis, Row
 from rlx.paths import RunPaths
 from rlx.process import host_name
@@ -280,9 +281,11 @@ def build_mesh(
     if place.world_size == 1 and not cfg.shards_alone:
         torch.manual_seed(cfg.seed)
         return one_process(device)
-    store = None
-    if place.world_size > 1 and not place.under_torchrun:
-        store = meet(paths, place.rank, place.world_size, timeout=timeout, tick=tick)
+    one_host = cfg.hardware.nodes == 1
+    if one_host and not (isinstance(cfg, PlayRoot) and cfg.inference.base_url):  # NCCL may have to send weights to servers elsewhere
+        os.environ.update(INTERFACES)
+    several = place.world_size > 1
+    store = meet(paths, place.rank, place.world_size, timeout=timeout, tick=tick, one_host=one_host) if several else None
     limit = max(cfg.trainer.batch_timeout, timeout) + MARGIN
     divided = {"copies": cfg.trainer.dp_replicate, "context": cfg.trainer.cp, "tensor": cfg.trainer.tp, "expert": cfg.trainer.ep}
     mesh = join(device, rank=place.rank, world_size=place.world_size, timeout=limit, store=store, alive=alive, **divided)
@@ -320,7 +323,7 @@ def join(
 ) -> Mesh:
     """Start the process group and return this rank's mesh, divided as `divide` says.
 
-    The ranks meet at `store`, or by torchrun's variables; a single rank needs neither. A collective that takes longer than `timeout`
+    The ranks meet at `store`; a single rank needs none. A collective that takes longer than `timeout`
     seconds fails. `alive` is entered while this rank waits for rank 0, which may itself be waiting for another role.
     """
     # On CUDA, gloo serves gradients and messages in host memory.

@@ -1,16 +1,18 @@
-"""This process's rank, and how ranks on several hosts meet: rank 0 binds a free port and writes its address to the run directory.
+"""This process's rank, and how ranks meet: rank 0 binds a free port and writes its address to the run directory.
 
-torchrun starts several ranks on one host; they meet by its variables instead.
+If they are all on one host, nobody else can reach what they listen on. Between hosts, whoever reaches these ports is trusted, as
+torch.distributed trusts them (docs/trust.md).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlx.paths import RunPaths, listed, write_text
 from rlx.process import host_name
@@ -20,45 +22,50 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 TOKEN = "RLX_RUN_TOKEN"  # the supervisor gives all processes of one attempt the same value
+LOOPBACK = "127.0.0.1"
+INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # of processes that talk with no other host
 CONNECT = 300.0  # seconds for a rank to reach the store after reading its address
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """This process's ranks, as the plan or torchrun gives them."""
+    """This process's rank, as the plan gives it."""
 
     rank: int
     local_rank: int  # index of its GPU among the visible ones
     world_size: int
-    under_torchrun: bool
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Place:
         """Read from the environment. Without RANK and WORLD_SIZE it is a single process."""
         numbers = (int(environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
-        rank, local_rank, world_size = numbers
-        return cls(rank, local_rank, world_size, under_torchrun="TORCHELASTIC_RUN_ID" in environ)
+        return cls(*numbers)
 
     @property
-    def name(self) -> str | None:
-        """The process's name in the plan; None for a rank that torchrun starts, which the plan does not list."""
-        if self.rank == 0:
-            return "trainer"
-        return None if self.under_torchrun else f"trainer_{self.rank}"
+    def name(self) -> str:
+        """The process's name in the plan."""
+        return f"trainer_{self.rank}" if self.rank else "trainer"
 
 
-def meet(paths: RunPaths, rank: int, world_size: int, timeout: float, tick: Callable[[], None] | None = None) -> dist.Store:
+def meet(
+    paths: RunPaths, rank: int, world_size: int, timeout: float, tick: Callable[[], None] | None = None, one_host: bool = False
+) -> dist.Store:
     """The store of this attempt's ranks. Rank 0 serves it; the others wait at most `timeout` seconds for its address.
 
-    `tick` is called while waiting. An address of an earlier attempt is ignored. Raises WaitTimeout.
+    `tick` is called while waiting. `one_host`: all ranks are on this one. An address of an earlier attempt is ignored. Raises WaitTimeout.
     """
     import torch.distributed as dist
 
     file = paths.endpoints / "trainer.json"
     token = os.environ.get(TOKEN, "")
     if rank == 0:
-        store = dist.TCPStore(host_name(), 0, world_size, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=CONNECT))
-        write_text(file, json.dumps({"host": host_name(), "port": store.port, "token": token}))
+        host, port, listens = host_name(), 0, dict[str, Any]()
+        if one_host:  # by itself the store listens on all interfaces
+            socket_ = socket.create_server((LOOPBACK, 0))
+            host, port, listens = LOOPBACK, socket_.getsockname()[1], {"master_listen_fd": socket_.detach()}
+        limit = timedelta(seconds=CONNECT)
+        store = dist.TCPStore(host, port, world_size, is_master=True, wait_for_workers=False, timeout=limit, **listens)
+        write_text(file, json.dumps({"host": host, "port": store.port, "token": token}))
         return store
 
     def address() -> dict | None:

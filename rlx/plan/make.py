@@ -36,8 +36,7 @@ def make_plan(cfg: CommandConfig, run_dir: Path, python: str | None = None) -> l
     if cfg.hardware.cpu_threads == 1:
         return plan
     beside = [spec for spec in plan if spec.role != "prepare"]  # which has finished before the others compute
-    alone = len(beside) == 1 and not (isinstance(cfg, TrainingRoot) and cfg.trainer_ranks > 1)
-    return plan if alone else [replace(spec, env=spec.env | SHARING) if spec in beside else spec for spec in plan]
+    return plan if len(beside) == 1 else [replace(spec, env=spec.env | SHARING) if spec in beside else spec for spec in plan]
 
 
 def _processes(cfg: CommandConfig, specs: Specs) -> Iterator[ProcessSpec]:
@@ -76,19 +75,18 @@ def _training(cfg: TrainingRoot, specs: Specs) -> Iterator[ProcessSpec]:
         yield specs.one("prepare", trainers[0][0], trainers[0][1][:1])
     if isinstance(cfg, PlayRoot) and cfg.plays:  # the rollouts of a replay are already on disk
         yield from specs.servers(cfg, inference)
-    rendezvous = {"rendezvous": 0} if cfg.trainer_ranks > 1 else None
     if isinstance(cfg, SftRoot) and cfg.plays:
         yield specs.one("evaluator", trainers[0][0])
     if cfg.has_orchestrator:
         yield specs.one("orchestrator", trainers[0][0])  # on the host of the trainer, which reads its batches
-    if len(trainers) == 1 and (cfg.trainer_ranks == 1 or cfg.launcher.name == "local"):
-        module = "shared_trainer" if isinstance(cfg, Config) and cfg.hosts else None
-        yield specs.one("trainer", *trainers[0], ranks=cfg.trainer_ranks, ports=rendezvous, module=module)
+    module = "shared_trainer" if isinstance(cfg, Config) and cfg.hosts else None
+    if cfg.trainer_ranks == 1:
+        yield specs.one("trainer", *trainers[0], module=module)
         return
     ranks_per_host = cfg.trainer_ranks // len(trainers)
-    # No torchrun here: it would need a port before its host is known, and would stop its ranks on SLURM's SIGTERM.
     for rank in range(cfg.trainer_ranks):
         node, gpus = trainers[rank // ranks_per_host]
         mine = gpus[rank % ranks_per_host :][:1]
         world = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(cfg.trainer_ranks)}
-        yield specs.one("trainer", node, mine, replica=rank, ports=rendezvous if rank == 0 else None, env=world)
+        ports = {"rendezvous": 0} if rank == 0 else None
+        yield specs.one("trainer", node, mine, replica=rank, ports=ports, env=world, module=module)

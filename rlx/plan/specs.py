@@ -11,8 +11,6 @@ from rlx.config.schema import CommandConfig, PlayRoot
 from rlx.plan.place import Place
 from rlx.plan.record import ProcessSpec
 
-LOOPBACK = "127.0.0.1"
-
 
 @dataclass(frozen=True)
 class Specs:
@@ -30,12 +28,11 @@ class Specs:
         *,
         replica: int = 0,
         ports: dict | None = None,
-        ranks: int = 1,
         env: dict[str, str] | None = None,
         service: bool = False,
         module: str | None = None,
     ) -> ProcessSpec:
-        """A process of `rlx/roles/<role>.py` on a host, with GPUs of that host. `ranks`: under torchrun, if more than one.
+        """A process of `rlx/roles/<role>.py` on a host, with GPUs of that host.
 
         `module`: another file in `rlx/roles/` for this role.
         """
@@ -56,7 +53,7 @@ class Specs:
             gpus=gpus,
             ports=ports or {},
             env=common | (env or {}),
-            argv=(self.python, *_torchrun(ranks), *command, *(("--replica", str(replica)) if service else ())),
+            argv=(self.python, *command, *(("--replica", str(replica)) if service else ())),
             service=service,
         )
 
@@ -65,11 +62,3 @@ class Specs:
         for replica, (node, gpus) in enumerate(places):
             port = cfg.inference.port + replica if cfg.inference.port else 0
             yield self.one("inference", node, gpus, replica=replica, ports={"http": port}, service=True)
-
-
-def _torchrun(ranks: int) -> tuple[str, ...]:
-    """The torchrun arguments that start several trainer processes on one host; its rendezvous binds a free port."""
-    if ranks == 1:
-        return ()
-    rendezvous = ("--rdzv-backend=c10d", f"--rdzv-endpoint={LOOPBACK}:0", f"--local-addr={LOOPBACK}", "--max-restarts=0")
-    return ("-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}", *rendezvous)

@@ -5,16 +5,14 @@
 It also writes a checkpoint of version n when one is due and before a preemption ends the run. `rlx.train.watch` sends heartbeats and
 notices a preemption. `rlx.parallel.mesh` divides the work among ranks. `rlx.weights.broadcast` brings versions to the servers.
 
-Start one rank as `python -m rlx.roles.trainer --run-dir D`, several ranks of one host under `python -m torch.distributed.run`, and
-ranks on several hosts as one process each, with RANK and WORLD_SIZE.
-The exit code is 0 after `max_steps` steps and 75 after a preemption (0 under torchrun). Any other code is an error.
+Start a single rank as `python -m rlx.roles.trainer --run-dir D`, and each of several with RANK and WORLD_SIZE.
+The exit code is 0 after `max_steps` steps and 75 after a preemption. Any other code is an error.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -221,7 +219,7 @@ class Trainer:
         log.info("preempted after %d steps", step)
         if self.mesh.first:
             write_text(self.paths.preempted, json.dumps({"step": step}) + "\n")
-        return 0 if "TORCHELASTIC_RUN_ID" in os.environ else LEFT  # torchrun treats any other code as a failure
+        return LEFT
 
     def between_micro_batches(self) -> None:
         """Send a heartbeat. Raises Preempted if the step should be abandoned; this is possible only before it changes the weights."""
@@ -241,7 +239,7 @@ def main() -> int:
         trainer = Trainer(cfg, paths, place, watch)
     except Preempted:  # there is no state to save yet
         return LEFT
-    with tracked(cfg, paths, place.name or ""):
+    with tracked(cfg, paths, place.name):
         try:
             code = trainer.run()
         except Exception:

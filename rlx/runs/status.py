@@ -161,7 +161,7 @@ def last_lines(log: Path, count: int) -> tuple[str, ...]:
     except FileNotFoundError:
         return ()
     lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n")]
-    return tuple(_from_the_engine(_without_torchrun([line for line in lines if line]))[-count:]) if count > 0 else ()
+    return tuple(_from_the_engine([line for line in lines if line])[-count:]) if count > 0 else ()
 
 
 def _from_the_engine(lines: list[str]) -> list[str]:
@@ -178,31 +178,3 @@ def _from_the_engine(lines: list[str]) -> list[str]:
     summary = [line for line in lines[-3:] if "See root cause above" in line]
     known = bool(said) and re.search(r"error|exception", said[-1], flags=re.IGNORECASE) and not re.search(r": -\d+", summary[0])
     return said if known else said + summary
-
-
-def _without_torchrun(lines: list[str]) -> list[str]:
-    """Replace the forty or so lines that torchrun prints after a rank's own error by one for each rank that failed by itself.
-
-    A killed rank stands last, and before it one that aborted, as NCCL's watchdog does if a peer is gone. When a rank dies, the collectives
-    of its peers fail, and torchrun, which looks ten times a second, names whichever rank has the lowest number.
-    """
-    for number, line in enumerate(lines):
-        if "torch/distributed/elastic/" in line and ("closing signal" in line or "failed (exitcode" in line):
-            report = "\n".join(lines[number:])
-            stopped = set(re.findall(r"Sending process (\d+) closing signal", report))  # those end because another failed
-            ranks = {
-                pid: (rank, int(code), f", {name}" if name else "")
-                for rank, code, pid, name in re.findall(
-                    r"^ *rank *: (\d+) .*\n *exitcode *: (-?\d+) \(pid: (\d+)\) *(?:\((\w+)\))?", report, flags=re.MULTILINE
-                )
-                if pid not in stopped
-            }
-            if not ranks:  # its report is missing, if it was killed, too
-                first = re.search(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)", report)
-                ranks = {first[3]: (first[2], int(first[1]), "")} if first else {}
-            aborted = -signal.SIGABRT
-            worst_last = sorted(ranks.items(), key=lambda rank: (rank[1][1] < 0, rank[1][1] != aborted))
-            return lines[:number] + [
-                f"torchrun: rank {rank} (pid {pid}) failed (exitcode {code}{name})" for pid, (rank, code, name) in worst_last
-            ]
-    return lines

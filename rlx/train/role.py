@@ -53,7 +53,7 @@ def begin(name: str, doc: str | None, read: Callable[[Path], C]) -> tuple[C, Run
         signal.signal(number, stop)
     cfg = read(paths.root)
     place = Place.of(os.environ)
-    answer(paths, place.name or f"trainer_rank_{place.rank}")
+    answer(paths, place.name)
     logging.basicConfig(level="WARNING" if place.rank else "INFO", format="%(asctime)s trainer %(message)s", stream=sys.stdout)
     set_cpu_threads(cfg.hardware.cpu_threads)
     if place.world_size != cfg.trainer_ranks:

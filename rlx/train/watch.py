@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from rlx.heartbeat import Heartbeat
@@ -26,45 +26,42 @@ LOOK = 0.25  # seconds between two looks for the notice while waiting
 class Watch:
     """Heartbeats and preemption of one rank."""
 
-    def __init__(self, paths: RunPaths, name: str | None, *, first: bool, grace: float) -> None:
-        """`name` is this process's name in the plan, or None if rank 0 reports for it. `first` marks rank 0. `grace` is how many seconds
-        after the notice a step may still end."""
+    def __init__(self, paths: RunPaths, name: str, *, first: bool, grace: float) -> None:
+        """`name` is this process's name in the plan. `first` marks rank 0. `grace` is how many seconds after the notice a step may still
+        end."""
         self.paths, self.first, self.grace = paths, first, grace
-        self.heartbeat = Heartbeat(paths, name) if name is not None else None
+        self.heartbeat = Heartbeat(paths, name)
         self.checks: list[Callable[[], None]] = []  # of background threads; each raises the error of its thread
         self._noticed: float | None = None  # when the notice was first seen, by this host's own clock
         self._looked = -LOOK
 
     def beat(self, phase: str, step: int | None = None) -> None:
         """Report the current phase."""
-        if self.heartbeat is not None:
-            self.heartbeat.beat(phase, step)
+        self.heartbeat.beat(phase, step)
 
     @property
     def phase(self) -> str:
-        """The current phase; empty without a heartbeat."""
-        return self.heartbeat.phase if self.heartbeat is not None else ""
+        """The current phase."""
+        return self.heartbeat.phase
 
     def beat_on(self) -> None:
         """Report the same phase again while waiting. Raises errors of background threads."""
-        if self.heartbeat is not None:
-            self.heartbeat.beat(self.heartbeat.phase)
+        self.heartbeat.beat(self.heartbeat.phase)
         for check in self.checks:
             check()
 
     def progressed(self) -> None:
         """Like `beat_on`, after a part of the phase's work is done."""
-        if self.heartbeat is not None:
-            self.heartbeat.progress += 1
+        self.heartbeat.progress += 1
         self.beat_on()
 
     def working(self, phase: str, step: int | None = None) -> AbstractContextManager[None]:
         """A context for long work that cannot send heartbeats: a thread sends them."""
-        return self.heartbeat.during(phase, step) if self.heartbeat is not None else nullcontext()
+        return self.heartbeat.during(phase, step)
 
     def waiting(self) -> AbstractContextManager[None]:
         """Like `working`, in the current phase."""
-        return self.working(self.heartbeat.phase) if self.heartbeat is not None else nullcontext()
+        return self.working(self.heartbeat.phase)
 
     def tick(self) -> None:
         """Call it while waiting, where leaving is safe. Raises Preempted on rank 0 if the run is preempted."""

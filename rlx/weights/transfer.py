@@ -33,7 +33,7 @@ from vllm.distributed.weight_transfer import ParamMeta, WeightSource, WeightTran
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-from rlx.parallel.rendezvous import TOKEN
+from rlx.parallel.rendezvous import LOOPBACK, TOKEN
 from rlx.paths import RunPaths, arrived, write_text
 from rlx.process import host_name
 
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from rlx.parallel.mesh import Mesh
     from rlx.weights.export import Export
 
-LOOPBACK = "127.0.0.1"
 GOODBYE = 10.0  # seconds for a server to leave a group; one that hangs in NCCL never does
 Record = dict[str, Any]  # of one server: {"url": "http://host:port", "api_key": …}
 
