@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import xxhash
 from checkpoint_worker import UPDATES, Job, full, make_trainer, run
 from forked import run_ranks
@@ -26,7 +28,7 @@ from transformers.models.qwen3_moe import Qwen3MoeConfig
 
 from rlx.data.packing import pack
 from rlx.parallel.mesh import join, one_process
-from rlx.train.checkpoint import Progress, Saver, load
+from rlx.train.checkpoint import Progress, Saver, _state_of, load
 from rlx.train.reference import Reference
 from rlx.train.step import PolicyTrainer
 
@@ -390,3 +392,27 @@ def test_a_checkpoint_of_another_model_is_refused(model: str, tmp_path: Path) ->
             load(tmp_path / "saved", make_trainer(str(tmp_path / name)))
     with pytest.raises(ValueError, match="does not fit this model and optimizer"):
         load(tmp_path / "saved", make_trainer(model, "Adagrad"))
+
+
+class Evil:
+    """Unpickling it makes a folder."""
+
+    def __init__(self, made: Path) -> None:
+        self.made = made
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.made),)
+
+
+@pytest.mark.parametrize("place", ["record", "value"])
+def test_what_a_strangers_checkpoint_would_execute_is_not_read(model: str, tmp_path: Path, place: str) -> None:
+    folder, made = tmp_path / "theirs", tmp_path / "made"
+    state = _state_of(make_trainer(model), Progress(1, 1))
+    if place == "value":
+        state["progress"]["step"] = Evil(made)
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    if place == "record":
+        (folder / ".metadata").write_bytes(pickle.dumps(Evil(made)))
+    with pytest.raises(pickle.UnpicklingError, match="mkdir"):
+        load(folder, make_trainer(model))
+    assert not made.exists()

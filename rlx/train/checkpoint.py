@@ -36,6 +36,7 @@ from rlx.models.load import check_packed_forward
 from rlx.parallel.mesh import Mesh
 from rlx.paths import listed
 from rlx.train.step import PolicyTrainer
+from rlx.train.stored import Planner, Reader
 from rlx.waiting import wait_for
 
 # DCP warns about a single process without a process group; here that is a normal case.
@@ -154,7 +155,7 @@ def load(folder: Path, trainer: PolicyTrainer, *, alone: bool = True) -> Progres
     Raises ValueError if the state belongs to another model or optimizer, if it holds a moved reference that this trainer
     would ignore, or if the model fails `check_packed_forward`.
     """
-    reader = dcp.FileSystemReader(folder)
+    reader = Reader(folder)
     stored = reader.read_metadata().state_dict_metadata
     state = _state_of(trainer, Progress(0, 0))
     stateless = _without_state(state, stored)
@@ -176,7 +177,7 @@ def load(folder: Path, trainer: PolicyTrainer, *, alone: bool = True) -> Progres
         state["random"] = {}
     try:
         with _plain_errors(mesh):
-            dcp.load(state, storage_reader=reader, no_dist=not mesh.grouped)
+            dcp.load(state, storage_reader=reader, planner=Planner(), no_dist=not mesh.grouped)
     except (RuntimeError, ValueError, KeyError) as error:
         raise ValueError(
             f"the checkpoint {folder} does not fit this model and optimizer: {error}. "
