@@ -95,7 +95,7 @@ def compose_tree(argv: list[str], environ: Mapping[str, str], root: Root = TRAIN
         raise ConfigError(refused)
     again = _compose(argv, environ, root, found, kept, layout)
     for each in found:
-        again.notes += _differing(each, again)
+        again.notes += [*filter(None, [each.note]), *_differing(each, again)]
     return again
 
 

@@ -5,6 +5,8 @@ They stand in the defaults list before environment variables, so everything that
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 import yaml
 
 from rlx.config.errors import ConfigError, may_read
+from rlx.config.strangers import executing, is_mine, said
 
 OF_THE_RUN = ("seed", "seq_len", "model", "lora", "sampling", "inference.max_model_len", "orchestrator.trajectory_strategy", "chat", "envs")
 """What evaluation and synthesis take from the run whose weights they use; `envs` only if no environment is chosen.
@@ -34,6 +37,7 @@ class Inherited:
     values: dict[str, Any] = field(default_factory=dict)  # nested like the configuration
     groups: dict[str, str] = field(default_factory=dict)  # options for groups that the user has not chosen
     refuses: dict[str, str] = field(default_factory=dict)  # group -> why the user's choice of it cannot be
+    note: str = ""  # for the user
     literal: bool = False  # `${` in a value is text, as in a run's `config.yaml`; in a file of the user's it is a reference
 
 
@@ -84,6 +88,9 @@ def _of_run(run: Path, *, envs: bool) -> Inherited:
         data = yaml.load((run / "config.yaml").read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"weights_dir: {run / 'config.yaml'} cannot be read: {error}") from error
+    left = {} if is_mine(run) else dict(executing(data))
+    for *above, last in left:
+        del functools.reduce(operator.getitem, above, data)[last]
     values: dict[str, Any] = {}
     for key in OF_THE_RUN:
         *above, last = key.split(".")
@@ -98,7 +105,8 @@ def _of_run(run: Path, *, envs: bool) -> Inherited:
     values.get("sampling", {}).pop("allow_biased_ratio", None)
     name = values.get("model", {}).get("name")
     refuses = {"model": f"the weights are those of {run}, and its model is {name}"}
-    return Inherited(f"the run {run}", values, refuses=refuses, literal=True)
+    note = f"not taken from the run {run} of another user, because it makes code run: {said(left)}" if left else ""
+    return Inherited(f"the run {run}", values, refuses=refuses, note=note, literal=True)
 
 
 def _endpoint(client: Mapping[str, Any]) -> Inherited | None:

@@ -20,6 +20,7 @@ from rlx.config.load import compose
 from rlx.config.objectives import advantage_of, loss_of
 from rlx.config.rules import declared, target_name
 from rlx.config.schema import Config, LossTerms
+from rlx.config.strangers import executing, is_mine, said
 from rlx.runs.compare import flat
 from rlx.runs.run import Run
 from rlx.started import program
@@ -55,6 +56,12 @@ def other_objective(run: Run, overrides: Sequence[str]) -> tuple[Config, Config,
         raise ConfigError(f"{run.root} has no config.yaml, so nothing is known of its objective.\n  fix: name another run")
     if not isinstance(recorded, Config):
         raise ConfigError(f"{run.root} is no training run, so it has no recorded batches.\n  fix: name a directory of rlx train")
+    left = {} if is_mine(run.root) else dict(executing(asdict(recorded)))
+    if left:
+        raise ConfigError(
+            f"{run.root} is a run of another user, and would execute code here: {said(left)}.\n"
+            "  fix: read that code; then copy the run (cp -r), and replay your copy"
+        )
     flags, lines = _split(overrides)
     if not lines:
         raise ConfigError("give another objective to compare with, such as loss=gspo or loss.eps_high=0.3.")

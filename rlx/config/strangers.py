@@ -1,0 +1,43 @@
+"""What may execute: code that the command line names, or that a run of the caller's own names. Runs of others are data.
+
+A run's configuration can make code run by a model's own code (`model.trust_remote_code`), an environment's interpreter (`envs.X.python`)
+and the target of a node (`loss._target_`). Of somebody else's run, commands that look read none of these, an evaluation leaves them out,
+and `rlx replay` refuses them. docs/trust.md
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlx.config.signatures import READABLE
+from rlx.config.tree import show
+
+OPEN = ("loss", "advantage", "optim")
+
+
+def is_mine(run: Path) -> bool:
+    """Whether a run's configuration belongs to the caller, or to root."""
+    return (run / "config.yaml").stat().st_uid in (os.geteuid(), 0)
+
+
+def executing(data: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The keys of a run's configuration that would make code run which is not rlx's, and their values."""
+    model, envs = data.get("model") or {}, data.get("envs") or {}
+    if model.get("trust_remote_code"):
+        yield ("model", "trust_remote_code"), True
+    for name, env in envs.items():
+        if "/" in str(env.get("python") or ""):  # else it is one of the caller's own, by its name
+            yield ("envs", str(name), "python"), env["python"]
+    nodes = {(key,): data.get(key) for key in OPEN} | {("envs", str(name), key): env.get(key) for name, env in envs.items() for key in OPEN}
+    for place, node in nodes.items():
+        target = node.get("_target_") if isinstance(node, Mapping) else None
+        if target is not None and str(target).partition(".")[0] not in READABLE:
+            yield (*place, "_target_"), target
+
+
+def said(found: Mapping[tuple[str, ...], Any]) -> str:
+    """Keys and values in words."""
+    return ", ".join(f"{'.'.join(key)}={show(value)}" for key, value in found.items())

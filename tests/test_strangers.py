@@ -1,0 +1,73 @@
+"""A run directory of somebody else: looking at it imports nothing of theirs, and what it would execute is left out or refused."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rlx.cli import main
+from rlx.config.errors import ConfigError
+from rlx.config.load import compose, load_command, to_yaml
+from rlx.config.roots import EVAL
+from rlx.metrics import MetricsWriter
+from rlx.paths import COMPLETE, RunPaths
+from rlx.runs.one_step import other_objective
+from rlx.runs.status import Status
+
+EVIL = "from pathlib import Path\nfrom rlx.losses.grpo import grpo\nPath(__file__).with_name('executed').touch()\n"
+
+
+@pytest.fixture
+def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Their run, in a folder that has the module of its loss, which is the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "evil.py").write_text(EVIL)
+    argv = ["model=qwen3_0_6b", "env=math", "model.trust_remote_code=true", f"envs.math.python={sys.executable}", "envs.math.workers=1"]
+    paths = RunPaths(tmp_path / "theirs")
+    paths.root.mkdir()
+    text = to_yaml(compose([*argv, "launcher.check_envs=false", "dry_run=true"], {}).cfg).replace("rlx.losses.grpo.grpo", "evil.grpo")
+    paths.config.write_text(text)
+    status = Status(state="running")
+    status.finish("completed")
+    status.write(paths)
+    MetricsWriter(paths.metrics, "trainer").write(0, {"loss/total": 1.0})
+    (paths.weights_of(1)).mkdir(parents=True)
+    (paths.weights_of(1) / COMPLETE).touch()
+    return paths.root
+
+
+@pytest.mark.parametrize(
+    "command", ["watch theirs", "diff theirs copy", "report theirs", "runs .", "show theirs", "replay theirs --step 0"]
+)
+def test_a_command_that_looks_imports_nothing(theirs: Path, command: str) -> None:
+    shutil.copytree(theirs, "copy")
+    main(command.split())
+    assert load_command(theirs).loss["_target_"] == "evil.grpo"
+    assert not Path("executed").exists()
+    assert "evil" not in sys.modules
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_an_evaluation_of_another_users_weights_takes_over_nothing_that_executes(theirs: Path) -> None:
+    argv = ["dry_run=true", "launcher.check_envs=false", "weights_dir=theirs", "eval_base=false"]
+    assert compose(argv, {}, EVAL).cfg.model.trust_remote_code, "it is the caller's own"
+    os.chown(theirs / "config.yaml", 12345, 12345)
+    composed = compose(argv, {}, EVAL)
+    assert (composed.cfg.model.trust_remote_code, composed.cfg.envs["math"].python) == (False, None)
+    assert any("of another user, because it makes code run: model.trust_remote_code=true, envs.math.python=" in n for n in composed.notes)
+    assert compose([*argv, "model.trust_remote_code=true"], {}, EVAL).cfg.model.trust_remote_code
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_a_step_of_another_users_run_is_not_replayed_with_its_own_loss(theirs: Path) -> None:
+    os.chown(theirs / "config.yaml", 12345, 12345)
+    run = SimpleNamespace(root=theirs, config=load_command(theirs))
+    with pytest.raises(ConfigError, match=r"loss\._target_=evil\.grpo\.\n  fix: read that code"):
+        other_objective(run, ["loss=gspo"])
+    assert not Path("executed").exists()
