@@ -7,11 +7,14 @@ here, so `rlx --help` and `rlx COMMAND --help` answer in a fraction of a second.
 from __future__ import annotations
 
 import gc
+import locale
 import os
 import pkgutil
 import select
 import sys
 from pathlib import Path
+
+from rlx.terminal import safe_output
 
 COMMANDS = {  # in the order of the help text
     "train": "rlx.cli.train",
@@ -46,10 +49,13 @@ def main(argv: list[str] | None = None) -> int:
 
     0 done, 1 a role failed, 2 nothing was started, 130 interrupted, 141 the reader of its output left (`rlx … | head`).
     """
+    if argv is None and not sys.flags.utf8_mode and locale.getencoding().lower() not in ("utf-8", "utf8"):  # of all files, too
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {"PYTHONUTF8": "1"})
     gc.set_threshold(20_000)  # what composing makes stays; looking through it again and again was a twentieth of a dry run
     try:
-        code = _main(argv)
-        sys.stdout.flush()
+        with safe_output():
+            code = _main(argv)
+            sys.stdout.flush()
         return code
     except BrokenPipeError:
         if not _stdout_is_closed():

@@ -14,6 +14,7 @@ from rlx.config.schema import EvaluatedRun
 from rlx.rollout.failures import in_words
 from rlx.runs.measured import STAGES
 from rlx.started import program
+from rlx.terminal import shown
 
 STOPPED = ("interrupted", "preempted")  # states of a run that was stopped from outside
 WAITS = 0.15  # share of its time above which one side is said to wait for the other
@@ -44,7 +45,7 @@ class Console(Display):
             eta,
         )
         lines = [self._stages(), self._balance()]
-        return [head, Text.from_markup(self._numbers(markup=True)), Text("\n".join(filter(None, lines)), style="dim")]
+        return [head, Text.from_markup(self._numbers(markup=True)), Text(shown("\n".join(filter(None, lines))), style="dim")]
 
     def _numbers(self, markup: bool = False) -> str:
         """Reward, lag and speed of the last steps."""

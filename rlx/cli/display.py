@@ -22,6 +22,7 @@ from rlx.paths import listed
 from rlx.runs.history import History
 from rlx.runs.run import Run
 from rlx.runs.status import Restart, last_lines
+from rlx.terminal import raw, shown
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 # Suggested commands omit these: they belong to one run. The API key is omitted because the output may be saved in a public place.
@@ -90,9 +91,10 @@ class Display(ABC):
         self._attempt: str | None = None  # target of the link logs/latest
         self._live: Any = None
         if sys.stdout.isatty():
+            from rich.console import Console
             from rich.live import Live
 
-            self._live = Live(auto_refresh=False, transient=True)
+            self._live = Live(console=Console(file=raw(sys.stdout)), auto_refresh=False, transient=True)
             self._live.start()
         else:
             tell(f"run {self.paths.root}")
@@ -176,20 +178,20 @@ class Display(ABC):
         beats = self._beats()
         ages = self._ages.look(beats, time.monotonic())
         for name, beat in beats.items():
-            now.add_row(Text(name, style="cyan"), Text(beat["phase"]), Text(clock(in_phase(beat, ages[name])), style="dim"))
-        rows = [*([Text(self.note, style="yellow")] if self.note else []), *self._head(), now]
+            now.add_row(Text(shown(name), style="cyan"), Text(shown(beat["phase"])), Text(clock(in_phase(beat, ages[name])), style="dim"))
+        rows = [*([Text(shown(self.note), style="yellow")] if self.note else []), *self._head(), now]
         if self._stall:
-            rows.append(Text(self._stall, style="yellow" if "\nprogress again" not in self._stall else "dim"))
+            rows.append(Text(shown(self._stall), style="yellow" if "\nprogress again" not in self._stall else "dim"))
         if self._restarts:
-            rows.append(Text("started again: " + self._restarted(), style="yellow"))
+            rows.append(Text(shown("started again: " + self._restarted()), style="yellow"))
         if self._ends:
             ends = Table.grid(padding=(0, 2))
             ends.add_column(style="cyan", no_wrap=True)
             ends.add_column(style="dim", no_wrap=True, overflow="ellipsis")
             for name, line in self._ends.items():
-                ends.add_row(Text(f"{name}.log"), Text(line))
+                ends.add_row(Text(shown(f"{name}.log")), Text(shown(line)))
             rows += [Text(""), ends]
-        title = f"{self.paths.root.name}  {clock(time.time() - self.started)}"
+        title = Text(shown(f"{self.paths.root.name}  {clock(time.time() - self.started)}"))
         return Panel(Group(*rows), title=title, title_align="left", border_style="blue")
 
     def _beats(self) -> dict[str, dict]:

@@ -11,6 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlx.terminal import raw
+
 if TYPE_CHECKING:
     from rlx.preflight.doctor import Finding
 
@@ -66,9 +68,9 @@ def run(argv: list[str]) -> int:
         for each in examine(examined, CHECKS):
             found.append(each)
             if waits:
-                print(f"\r{len(found)} of {len(CHECKS)} checks", end="", file=sys.stderr, flush=True)
+                print(f"\r{len(found)} of {len(CHECKS)} checks", end="", file=raw(sys.stderr), flush=True)
         if waits:
-            print("\r" + " " * 30 + "\r", end="", file=sys.stderr, flush=True)
+            print("\r" + " " * 30 + "\r", end="", file=raw(sys.stderr), flush=True)
     failed = sum(each.state == FAILED for each in found)
     if "--json" in flags:
         print(json.dumps({"host": host, "failed": failed, "findings": [asdict(each) for each in found]}, indent=1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -10,21 +11,23 @@ import sys
 
 from rlx.config.errors import ConfigError
 from rlx.runs.run import Run
+from rlx.terminal import shown
 
 MOST = 9  # panes; more cannot be read on one screen
-# `tail -F` does not notice that a folder in the path was replaced, so the loop follows the link to the newest attempt.
-FOLLOW = """\
+# `tail -F` does not notice that a folder in the path was replaced, so the loop follows the link to the newest attempt. What steers a
+# terminal is taken out of the log.
+FOLLOW = r"""
 while :; do
   at=$(readlink "$1")
   tail -n 200 -F "$(dirname "$1")/$at/$2" &
   while [ "$(readlink "$1")" = "$at" ]; do sleep 1; done
   kill $!
-done"""
+done | LC_ALL=C sed -u 's/[\x00-\x08\x0b-\x1f\x7f]//g; s/\xc2[\x80-\x9f]//g'"""
 
 
 def session_of(run: Run) -> str:
-    """The session's name. tmux allows neither a dot nor a colon."""
-    return f"rlx-{run.name}".replace(".", "_").replace(":", "_")
+    """The session's name. tmux allows neither a dot nor a colon, and executes `#(…)`."""
+    return re.sub(r"[^\w-]", "_", f"rlx-{run.name}")
 
 
 def logs_of(run: Run) -> list[str]:
@@ -43,11 +46,11 @@ def make(run: Run, session: str) -> list[str]:
     pane = _tmux("new-session", "-d", "-P", "-F", "#{pane_id}", "-s", session, "-x", "200", "-y", "60", watch, *keep)
     for option, value in (("pane-border-status", "top"), ("pane-border-format", " #{pane_title} ")):
         _tmux("set-option", "-w", "-t", f"={session}:", option, value)
-    _tmux("select-pane", "-t", pane, "-T", run.name)
+    _tmux("select-pane", "-t", pane, "-T", _text(run.name))
     for name in names[: MOST - 1]:
         log = shlex.join(["sh", "-c", FOLLOW, "sh", str(run.paths.latest_logs.absolute()), f"{name}.log"])
         new = _tmux("split-window", "-P", "-F", "#{pane_id}", "-t", pane, log)
-        _tmux("select-pane", "-t", new, "-T", name)
+        _tmux("select-pane", "-t", new, "-T", _text(name))
         _tmux("select-layout", "-t", f"={session}:", "tiled")
     _tmux("select-pane", "-t", pane)
     return names[MOST - 1 :]
@@ -68,6 +71,11 @@ def show(run: Run) -> int:
         print(f"no pane for {', '.join(left)}: see {run.paths.latest_logs}", file=sys.stderr)
     command = ["tmux", "switch-client" if os.environ.get("TMUX") else "attach-session", "-t", f"={session}"]
     return subprocess.run(command, check=False).returncode
+
+
+def _text(name: str) -> str:
+    """A title that tmux shows as it is: it would execute `#(…)`."""
+    return shown(name).replace("#", "##")
 
 
 def _tmux(*arguments: str) -> str:

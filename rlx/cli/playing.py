@@ -10,6 +10,7 @@ from typing import Any
 
 from rlx.cli.display import Display, clock, count, tell
 from rlx.plan.explain import table
+from rlx.terminal import shown
 
 SLOW = 10.0  # seconds between two plain lines while nothing is finished
 
@@ -52,9 +53,9 @@ class PlayDisplay(Display):
         head = Table.grid(padding=(0, 2))
         total, done = max(now["total"], 1), now["done"]
         head.add_row(
-            f"[bold]{now['what']}[/]  {done}/{now['total']} rollouts", ProgressBar(total=total, completed=done, width=30), eta_of(now)
+            Text(shown(f"{now['what']}  {done}/{now['total']} rollouts")), ProgressBar(total=total, completed=done, width=30), eta_of(now)
         )
-        return [head, Text(self._details(now), style="dim")]
+        return [head, Text(shown(self._details(now)), style="dim")]
 
     def _details(self, now: Mapping[str, Any]) -> str:
         parts = [f"{self._finished()} of {self.cfg.total_steps} done"] if self.cfg.total_steps > 1 else []

@@ -39,6 +39,7 @@ class Specs:
         hardware = self.cfg.hardware
         common = {
             "PYTHONUNBUFFERED": "1",
+            "PYTHONUTF8": "1",  # whatever the locale of the host
             "PYTHONHASHSEED": str(self.cfg.seed % 2**32),
             "OMP_NUM_THREADS": str(hardware.cpu_threads),
             "MKL_NUM_THREADS": str(hardware.cpu_threads),

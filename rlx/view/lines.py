@@ -7,11 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Control characters of a policy's text must not reach the terminal: an escape sequence could do anything.
-_CONTROL = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {0x7F: "␡"} | dict.fromkeys(range(128, 160), "�")
-_BIDI = {ord(char): "�" for char in "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"}
-_PRINTABLE = {**_CONTROL, **_BIDI, ord("\t"): "    "}
-
+from rlx.terminal import shown
 
 IN_WORDS = {
     "max_turns_reached": "the environment's last turn was played (max_turns_reached)",
@@ -21,8 +17,8 @@ IN_WORDS = {
 
 
 def printable(text: str) -> str:
-    """The text without characters that steer a terminal; line breaks stay."""
-    return text.translate(_PRINTABLE)
+    """The text as `shown` leaves it, with spaces for tabs, so that its length is its width."""
+    return shown(text).replace("\t", "    ")
 
 
 @dataclass(frozen=True, slots=True)
