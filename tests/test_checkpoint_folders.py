@@ -158,3 +158,18 @@ def test_a_state_that_cannot_be_read_says_why_and_where(tmp_path: Path) -> None:
     file.write_bytes(content)
     with pytest.raises(ValueError, match=r"this is a tests\.Number/1, but a rlx\.OrchestratorState/\d was requested"):
         read_state(folder, OrchestratorState)
+
+
+def test_of_a_checkpoint_that_a_user_has_moved_and_linked_only_the_link_goes(tmp_path: Path) -> None:
+    paths, elsewhere = RunPaths(tmp_path / "run"), tmp_path / "elsewhere"
+    for step in (5, 10, 15):
+        write(paths, step)
+    paths.checkpoint_of(5).rename(elsewhere)
+    paths.checkpoint_of(5).symlink_to(elsewhere)
+    assert folders.prune(paths, 1, None) == [5, 10]
+    assert folders.steps(paths) == [15]
+    assert (elsewhere / "trainer" / "shard").exists()
+    paths.checkpoint_of(20).symlink_to(elsewhere)
+    write(paths, 20)
+    assert not paths.checkpoint_of(20).is_symlink()
+    assert (elsewhere / COMPLETE).exists()

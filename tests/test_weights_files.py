@@ -174,3 +174,15 @@ def test_old_versions_are_deleted_but_not_the_protected_ones(paths):
     assert latest_version(paths) == 11
     assert prune(paths, keep_last=2, protect={2}) == [1, 9]
     assert sorted(path.name for path in paths.weights.iterdir()) == ["step_10", "step_11", "step_12", "step_2"]
+
+
+def test_of_a_version_that_a_user_has_moved_and_linked_only_the_link_goes(paths, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    for version in range(3):
+        paths.weights_of(version).mkdir(parents=True)
+        (paths.weights_of(version) / COMPLETE).write_text("{}")
+    paths.weights_of(0).rename(elsewhere)
+    paths.weights_of(0).symlink_to(elsewhere)
+    prune(paths, keep_last=1)
+    assert not paths.weights_of(0).is_symlink()
+    assert (elsewhere / COMPLETE).exists()

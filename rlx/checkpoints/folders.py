@@ -143,7 +143,7 @@ def finish(paths: RunPaths, step: int, files: Manifest, facts: Mapping[str, Any]
     for part in (folder / TRAINER, folder / ORCHESTRATOR, folder):
         if part.is_dir():
             sync(part)
-    if final.exists():
+    if final.exists() or final.is_symlink():
         _delete(final)
     folder.rename(final)
     sync(final.parent)
@@ -207,7 +207,10 @@ def discard_after(paths: RunPaths, step: int, *, keep_as_damaged: bool) -> list[
 
 
 def _delete(path: Path) -> None:
-    """Delete a folder. It is renamed first, so no reader finds half of it."""
+    """Delete a folder. It is renamed first, so no reader finds half of it. Of a link, which a user has made, the target stays."""
+    if path.is_symlink():
+        path.unlink()
+        return
     doomed = path.with_name(f".{path.name}{DELETED}")
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)

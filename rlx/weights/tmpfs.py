@@ -60,9 +60,11 @@ def real(folder: Path) -> Path:
 
 
 def delete(folder: Path) -> None:
-    """Delete a version's folder, if there is one; of a link also its target."""
+    """Delete a version's folder, if there is one; of a link also its target in memory. Any other target is where a user has moved it."""
     if folder.is_symlink():
-        shutil.rmtree(folder.readlink(), ignore_errors=True)
+        target, own = folder.readlink(), folder.parent / RECORD
+        if own.is_symlink() and target.parent == own.readlink():
+            shutil.rmtree(target, ignore_errors=True)
         folder.unlink()
     else:
         shutil.rmtree(folder, ignore_errors=True)
