@@ -129,8 +129,9 @@ class RunPaths:
     def make_folders(self) -> None:
         """Create the folders in which a host looks for what others write, before any looks: a network file system may tell a host for a
         minute that a folder does not exist which it has asked for too early."""
-        for folder in (self.weights, self.batches, self.checkpoints, self.endpoints, self.heartbeats, self.stalls):
+        for folder in (self.weights, self.batches, self.checkpoints, self.heartbeats, self.stalls):
             folder.mkdir(parents=True, exist_ok=True)
+        self.endpoints.mkdir(mode=0o700, exist_ok=True)  # it has the servers' secret
 
     def ask_to_give_way(self) -> None:
         """Create the file `preempt`. An existing file keeps its time, that of the first notice."""

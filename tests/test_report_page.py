@@ -259,7 +259,7 @@ def test_runs_whose_configuration_is_not_readable_are_not_lumped_together(tmp_pa
 def test_runs_that_only_repeat_a_seed_are_told_apart(tmp_path: Path) -> None:
     for name in ("a", "b"):
         make(tmp_path / "folder" / name, [0.5] * 6, seed=3)
-    assert "Runs with the same seed are not independent" in page_of(tmp_path / "folder")
+    assert "Runs of one seed are one draw" in page_of(tmp_path / "folder")
 
 
 def test_curves_meet_on_common_steps_and_a_missing_run_is_noticed() -> None:

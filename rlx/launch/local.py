@@ -62,6 +62,7 @@ def _launch(paths: RunPaths, limits: Limits, lock: RunLock, observer: Observer |
     token = secrets.token_hex(16)
     launcher = (os.getpid(), start_time(os.getpid()))
     job_command = shlex.join([sys.executable, "-m", "rlx.launch.job", *map(str, launcher)])
+    (paths.root / ".submitit").mkdir(mode=0o700, exist_ok=True)  # its pickle is executed
     executor = LocalExecutor(paths.root / ".submitit", python=job_command)
     executor.update_parameters(timeout_min=YEAR, stderr_to_stdout=True)
     requests: list[int] = []

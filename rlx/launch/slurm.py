@@ -71,6 +71,7 @@ def submit(runs: Sequence[tuple[RunPaths, CommandConfig]], name: str, folder: Pa
     The caller holds the runs' locks meanwhile. A job that starts at once waits for the lock, and by then its id is recorded.
     Raises RuntimeError with SLURM's message if SLURM rejects the job.
     """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # its pickle is executed
     code = take_snapshot(folder) if runs[0][1].launcher.code_changes == "snapshot" else None
     roots = [paths.root for paths, _ in runs]
     script = sbatch_script(runs[0][1], name, folder, roots, code)

@@ -24,6 +24,7 @@ from rlx.config.schema import TrainingRoot
 from rlx.config.secret import hidden
 from rlx.runs.compare import flat
 from rlx.runs.history import History
+from rlx.runs.own_code import recorded
 from rlx.runs.run import Run
 from rlx.runs.status import Status
 
@@ -99,6 +100,9 @@ def gather(run: Run, jobs: Mapping[str, str] | None = None) -> Facts:
     facts.overrides = attempt(lambda: [str(each) for each in run.overrides], [])
     provenance = attempt(lambda: run.provenance, None)
     facts.provenance = provenance if isinstance(provenance, Mapping) else None
+    if facts.config is not None and facts.provenance is not None:  # runs of other own code are another setting
+        own: dict[str, str] = attempt(partial(recorded, facts.provenance), {})
+        facts.config |= {f"code of {name}": digest for name, digest in own.items()}
     return facts
 
 

@@ -29,8 +29,12 @@ class Setting:
 
     @property
     def scored(self) -> list[float]:
-        """Final scores of the completed runs."""
-        return [facts.score for facts in self.runs if facts.ended_well and facts.score is not None]
+        """Final scores of the completed runs, one for each seed: runs of one seed and one code are one draw, of which this is the mean."""
+        found: dict[Any, list[float]] = {}
+        for place, facts in enumerate(self.runs):
+            if facts.ended_well and facts.score is not None:
+                found.setdefault(facts.config[SEED] if facts.config is not None else f"run {place}", []).append(facts.score)
+        return [sum(scores) / len(scores) for scores in found.values()]
 
     @property
     def iqm(self) -> Interval | None:

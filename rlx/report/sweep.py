@@ -103,7 +103,9 @@ def _final(sweep: Sweep) -> str:
     for place, setting in enumerate(sweep.settings):
         found = setting.iqm
         key = f'<span class="key {colour_of(place)}"></span>'
-        of = f"{len(setting.scored)} of {len(setting.runs)}"
+        ended = sum(facts.ended_well and facts.score is not None for facts in setting.runs)
+        seeds = f", {len(setting.scored)} seed{'s' * (len(setting.scored) > 1)}" * (len(setting.scored) != ended)
+        of = f"{ended} of {len(setting.runs)}{seeds}"
         if found is None:
             rows.append([f"{key}{text(setting.label)}", of, "–", "", ""])
             continue
@@ -112,15 +114,15 @@ def _final(sweep: Sweep) -> str:
     fewest = min(len(setting.scored) for setting in scored)
     about = (
         "A run's score is the mean of its reward/mean over the last five steps. IQM: the mean of the middle half of the runs' scores; "
-        "in brackets its 95 % bootstrap interval over runs. Rings are runs."
+        "in brackets its 95 % bootstrap interval over seeds. Rings are seeds."
     )
     lines = []
     if fewest < FEW:
-        what = "intervals of so few runs are too narrow, and of a single run there is none"
-        lines.append(f"A setting has only {fewest} completed run{'' if fewest == 1 else 's'}: {what}.")
+        what = "intervals of so few are too narrow, and of a single one there is none"
+        lines.append(f"A setting has completed runs of only {fewest} seed{'' if fewest == 1 else 's'}: {what}.")
     repeated = [setting.label for setting in sweep.settings if setting.repeated_seeds]
     if repeated:
-        lines.append(f"Runs with the same seed are not independent; the intervals treat them as if they were: {'; '.join(repeated[:5])}")
+        lines.append(f"Runs of one seed are one draw, so the mean of their scores counts once: {'; '.join(repeated[:5])}")
     head = ["setting", "completed", "IQM [95 %]", f"{number(low)} … {number(high)}", "scores"]
     return f'<div class="card">{table(head, rows, "scores")}<p class="about">{about}</p></div>{note(lines)}'
 

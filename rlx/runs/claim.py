@@ -30,6 +30,7 @@ from rlx.config.secret import hide_lines, secrets_of
 from rlx.paths import RunPaths, listed, write_text
 from rlx.plan.record import ProcessSpec, write_plan
 from rlx.process import full_disk
+from rlx.runs import own_code
 from rlx.runs.differences import NOT_COMPARED, change_note, changed_keys, differences, differing
 from rlx.runs.jobs import is_alive, job_of
 from rlx.runs.lock import RunLock
@@ -173,7 +174,7 @@ def _rewind_for(paths: RunPaths, cfg: CommandConfig, overrides: Sequence[str], p
         say(f"{paths.root}: resuming after {start.step} steps" if start else f"{paths.root} has no checkpoint: starting from step 0")
     else:
         say(f"{paths.root}: continuing with what is not done yet")
-    if changed := changed_keys(before, cfg):
+    if changed := [*changed_keys(before, cfg), *own_code.changed(paths, cfg)]:
         say(change_note(paths.root, changed))
     write_provenance(paths, cfg, again=True)
     _keep_secrets(paths, cfg)
@@ -186,7 +187,7 @@ def changes(cfg: CommandConfig) -> list[str]:
     if cfg.resume is None or is_fork(cfg.resume) or not paths.config.is_file() or not looks_like_run(paths):
         return []
     before = load_command(paths.root, secrets=False)
-    return changed_keys(before, cfg) if type(before) is type(cfg) else []
+    return [*changed_keys(before, cfg), *own_code.changed(paths, cfg)] if type(before) is type(cfg) else []
 
 
 def join(cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> tuple[RunPaths, RunLock]:

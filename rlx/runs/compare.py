@@ -13,6 +13,7 @@ from typing import Any
 
 from rlx.config.errors import ConfigError
 from rlx.metrics import read_metrics
+from rlx.runs.own_code import recorded
 from rlx.runs.run import Run
 
 NOT_COMPARED = ("run", "dry_run", "clean", "resume")  # they do not change what a run computes
@@ -70,7 +71,8 @@ def _code(run: Run, provenance: Mapping[str, Any]) -> dict[str, Any]:
     source = provenance["source"]
     diff = run.root / source["diff"] if source["diff"] else None
     changes = f"digest {hashlib.sha256(diff.read_bytes()).hexdigest()[:12]}" if diff is not None and diff.exists() else "none"
-    return {"rlx": provenance["rlx"], "commit": source["commit"], "uncommitted changes": changes}
+    own = {f"own {name}": digest for name, digest in recorded(provenance).items()}
+    return {"rlx": provenance["rlx"], "commit": source["commit"], "uncommitted changes": changes, **own}
 
 
 def _packages(provenance: Mapping[str, Any]) -> dict[str, Any]:

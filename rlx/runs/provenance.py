@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import socket
@@ -31,11 +32,20 @@ from rlx.config.roots import root_of
 from rlx.config.schema import CommandConfig
 from rlx.config.secret import conceal, hide_lines, secrets_of
 from rlx.paths import RunPaths, write_text
+from rlx.runs import own_code
 from rlx.started import SOURCE
 
 PARTS = ("rlx", "environments")  # the folders there whose code runs
 BLOCK = 1 << 20  # bytes of a file that are hashed at a time
 DIFF = "uncommitted.diff"
+CODE = ("*.py", "*.yaml", "*.yml", "*.toml", "*.cfg", "*.ini", "*.sh", "*.jinja", "*.tpl", "Makefile", "Dockerfile")
+"""The files whose uncommitted changes are kept. Notebooks, data and notes are nobody's record."""
+LIKE_A_SECRET = re.compile(
+    r"""(?imx) (\b\w*(?:api_?key|secret|passwd|password|_token)\b["']?\s*[:=]\s*["']) [\w./+-]{8,} (?=["'])  # a text
+    | (\b\w*(?:api_?key|passwd|password)\s*[:=]\s*) [\w./+-]{8,} $  # in YAML or a shell
+    | () \b(?:hf_|sk-|ghp_|github_pat_|xox[bp]-|AKIA)[\w-]{16,}  # by its prefix"""
+)
+LEAST = 8  # characters of a secret that is looked for in text
 SECRET = ("KEY", "TOKEN", "SECRET")  # environment variables with one of these in their name are not recorded
 
 
@@ -53,7 +63,7 @@ def write_provenance(paths: RunPaths, cfg: CommandConfig, *, again: bool = False
     if again:
         diff = f"uncommitted_{len(earlier.get('later_attempts', [])) + 1}.diff"
     if source["diff"]:
-        write_text(paths.root / diff, source["diff"])
+        write_text(paths.root / diff, _without_secrets(source["diff"], [str(secret) for secret in secrets]), 0o600)
     record: dict[str, Any] = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": hide_lines(sys.argv, cfg),
@@ -62,6 +72,7 @@ def write_provenance(paths: RunPaths, cfg: CommandConfig, *, again: bool = False
         "rlx": rlx.__version__,
         "source": {**source, "diff": diff if source["diff"] else None},
         "python": {"version": platform.python_version(), "executable": sys.executable},
+        "own": own_code.record(paths, cfg, copy=not again),
         "packages": packages(),
         "pythons": pythons(paths, cfg),
         "machine": machine(gpus=cfg.hardware.device != "cpu"),
@@ -100,6 +111,14 @@ def pythons(paths: RunPaths, cfg: CommandConfig) -> dict[str, Any]:
     return found
 
 
+def _without_secrets(text: str, secrets: Sequence[str]) -> str:
+    """The text with `<secret>` for the run's secrets, for values of variables that hold one, and for what is assigned to such a name."""
+    known = [value for name, value in os.environ.items() if any(word in name.upper() for word in SECRET) and len(value) >= LEAST]
+    for value in sorted({*known, *secrets}, key=len, reverse=True):
+        text = text.replace(value, HIDDEN)
+    return LIKE_A_SECRET.sub(lambda found: f"{found[1] or found[2] or ''}{HIDDEN}", text)
+
+
 @functools.cache
 def packages() -> dict[str, str]:
     """Installed packages and their versions. Cached, because a sweep asks once per run."""
@@ -121,7 +140,7 @@ def source_state() -> dict[str, Any]:
         "folder": str(SOURCE),
         "code": code_digest(),
         "commit": (git("rev-parse", "HEAD") or "").strip() or None,
-        "diff": git("diff", "HEAD"),
+        "diff": git("diff", "HEAD", "--", *CODE),
         "untracked": untracked.splitlines(),
     }
 
@@ -222,6 +241,9 @@ now=$(git -C "$source" rev-parse HEAD 2>/dev/null || echo none)
 if [ "$now" != "$recorded" ]; then
     echo "reproduce: the run used commit $recorded, but $source is at $now" >&2
 fi
+if [ -d "$here/{own_code.FOLDER}" ]; then
+    echo "reproduce: runs the copies of the run's own code in $here/{own_code.FOLDER}" >&2
+fi
 if [ -f "$here/{DIFF}" ]; then
     echo "reproduce: the run used uncommitted changes, saved in $here/{DIFF}" >&2
 fi
@@ -229,7 +251,7 @@ fi
 quoted=$(printf %s "$new" | sed "s/'/\\\\\\\\'/g")
 cd {shlex.quote(os.getcwd())} 2>/dev/null || echo "reproduce: the run's working directory is gone; starting here" >&2
 # With -m, Python searches the working directory first, and that may be another checkout. rlx itself adds that folder, last.
-export PYTHONPATH="$source${{PYTHONPATH:+:$PYTHONPATH}}" PYTHONSAFEPATH=1
+export PYTHONPATH="$source:$here/{own_code.FOLDER}${{PYTHONPATH:+:$PYTHONPATH}}" PYTHONSAFEPATH=1
 exec "$python" -m rlx.cli {command} \\
     --config-dir "$here" --config-name config run.name=null "run.dir='$quoted'" clean=false dry_run=false "$@"
 """

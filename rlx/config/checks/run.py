@@ -248,6 +248,14 @@ def gpus_present(cfg: Config, of: Show) -> Iterator[str]:
 # the run
 
 
+@rule("run.name", "run.dir")
+def printable_names(cfg: Any, of: Show) -> Iterator[str]:
+    """Scripts are written with them, and they are shown."""
+    for key, value in (("run.name", cfg.run.name), ("run.dir", cfg.run.dir)):
+        if value is not None and not str(value).isprintable():
+            yield f"a line break or another character that steers a terminal is no part of a name: {of(key)}. Choose another."
+
+
 @rule("scheduler", "optim")
 def learning_rates(cfg: TrainingRoot, of: Show) -> Iterator[str]:
     schedule, peak = cfg.scheduler, cfg.optim.get("lr")

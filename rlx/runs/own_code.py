@@ -1,0 +1,103 @@
+"""The researcher's own code in a run's record: modules behind `_target_` that are not rlx's, reward functions, and environments.
+
+    provenance.json  "own": {"my_losses": {"path": "/home/me/my_losses.py", "code": "3f9a2c1b04d5e6f7", "copy": "code/my_losses.py"}}
+    run.dir/code/    the copies, which `reproduce.sh` runs
+
+Packages from an index are known by name and version (`packages`, `pythons`); those of environments are recorded here all the same.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from rlx.config.evaluated import environments
+from rlx.config.pythons import python_of, shipped, sources_of
+from rlx.config.schema import CommandConfig
+from rlx.config.signatures import FUNCTION, READABLE, module_of
+from rlx.config.targets import all_nodes_of
+from rlx.paths import RunPaths
+
+FOLDER = "code"
+LARGEST = 32 << 20  # bytes of a package that are copied; a larger one is only hashed
+INSTALLED = {"site-packages", "dist-packages"}
+
+
+def record(paths: RunPaths, cfg: CommandConfig, copy: bool) -> dict[str, dict[str, Any]]:
+    """What the record says of each module. `copy`: into the run directory."""
+    found = {}
+    for name, place in modules(cfg):
+        files = files_of(place)
+        target = paths.root / FOLDER / place.name
+        copied = copy and sum(file.stat().st_size for file in files) <= LARGEST
+        for file in files if copied else ():
+            to = target / file.relative_to(place) if place.is_dir() else target
+            to.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, to)
+        found[name] = {"path": str(place), "code": digest_of(place, files), "copy": f"{FOLDER}/{place.name}" if copied else None}
+    return found
+
+
+def modules(cfg: CommandConfig) -> Iterator[tuple[str, Path]]:
+    """Names and files, or folders, of the modules and packages."""
+    named = [str(node.get("_target_")) for node, _ in all_nodes_of(cfg).values()]
+    played = environments(cfg)
+    named += [str(env.args["reward"]) for env in played.values() if env.id == FUNCTION and "reward" in env.args]
+    for name in dict.fromkeys(target.partition(".")[0] for target in named):
+        place = None if name in READABLE or name in sys.stdlib_module_names else _place(name)
+        if place is not None and not INSTALLED & {*place.parts}:
+            yield name, place
+    for env in {env.id: env for env in played.values()}.values():
+        module = module_of(env.id)
+        if module.partition(".")[0] not in READABLE and shipped(module) is None:
+            place = sources_of(env.id, python_of(env.id, env.python))
+            if place is not None and place.exists():
+                yield module, place
+
+
+def _place(module: str) -> Path | None:
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    if spec is None or not (spec.submodule_search_locations or spec.origin):
+        return None
+    return Path(next(iter(spec.submodule_search_locations or [str(spec.origin)])))
+
+
+def files_of(place: Path) -> list[Path]:
+    """A file alone, or all files of a package that do not come from running it."""
+    if not place.is_dir():
+        return [place]
+    return sorted(file for file in place.rglob("*") if file.is_file() and not {"__pycache__", ".git", ".venv"} & {*file.parts})
+
+
+def digest_of(place: Path, files: list[Path]) -> str:
+    """A hash of names and contents."""
+    digest = xxhash.xxh3_64()
+    for file in files:
+        digest.update(f"{file.relative_to(place.parent)}\0".encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def recorded(provenance: Mapping[str, Any]) -> dict[str, str]:
+    """Digests by module, of a run's newest attempt. Empty for runs of before there was such a record."""
+    newest = [provenance, *provenance.get("later_attempts", [])][-1]
+    return {name: str(each["code"]) for name, each in newest.get("own", {}).items()}
+
+
+def changed(paths: RunPaths, cfg: CommandConfig) -> list[str]:
+    """What of the own code is not what it was when the run last started: `code of my_losses: 3f9a… → 77ab…`."""
+    if not paths.provenance.is_file():
+        return []
+    before = recorded(json.loads(paths.provenance.read_text()))
+    now = {name: str(each["code"]) for name, each in record(paths, cfg, copy=False).items()}
+    return [f"code of {name}: {before[name]} → {now[name]}" for name in now if before.get(name, now[name]) != now[name]]

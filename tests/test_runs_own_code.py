@@ -1,0 +1,81 @@
+"""The researcher's own code is in a run's record: diff, resume, reproduce and report tell when it changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from rlx.config.load import compose, load_command
+from rlx.paths import RunPaths
+from rlx.plan.make import make_plan
+from rlx.report.gather import gather
+from rlx.report.settings import arrange
+from rlx.runs import own_code
+from rlx.runs.claim import changes, create
+from rlx.runs.compare import compare
+from rlx.runs.run import Run
+
+SAYS = "import mine_losses, sys\nprint(mine_losses.__file__)\n"
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`made("name")`: the directory of a run that was claimed, with a loss of the user's own in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "mine_losses.py").write_text("from rlx.losses.grpo import grpo\n")
+    (tmp_path / "mine_rewards.py").write_text("def exact(completion, row):\n    return 1.0\n")
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
+
+    def make(name: str, seed: int = 0) -> RunPaths:
+        argv = ["env=function", "envs.function.args.data=rows.jsonl", "envs.function.args.reward=mine_rewards.exact"]
+        argv += [f"run.dir={tmp_path / name}", "loss._target_=mine_losses.grpo", f"seed={seed}", "launcher.check_envs=false"]
+        cfg = compose(argv, {}).cfg
+        paths, lock = create(cfg, argv, make_plan(cfg, tmp_path / name))
+        lock.close()
+        return paths
+
+    return make
+
+
+def test_a_changed_loss_is_seen_by_diff_resume_and_report_and_its_copy_is_run_again(made, tmp_path: Path) -> None:
+    a = made("a")
+    assert set(own_code.recorded(json.loads(a.provenance.read_text()))) == {"mine_losses", "mine_rewards"}
+    assert (a.root / "code" / "mine_losses.py").read_text() == (tmp_path / "mine_losses.py").read_text()
+    assert own_code.changed(a, load_command(a.root)) == []
+
+    (tmp_path / "mine_losses.py").write_text("from rlx.losses.grpo import grpo\n\nCHANGED = True\n")
+    b = made("b")
+    (code,) = [section for section in compare(Run(a.root), Run(b.root)) if section.title == "code"]
+    assert [line.partition(":")[0] for line in code.lines] == ["own mine_losses"]
+    cfg = compose(["--config-dir", str(a.root), "--config-name", "config", "resume=latest"], {}).cfg
+    assert [line.partition(":")[0] for line in changes(cfg)] == ["code of mine_losses"]
+    assert len(arrange([gather(Run(paths.root)) for paths in (a, b, made("c", seed=1))]).settings) == 2
+
+    stub = tmp_path / "stub" / "rlx" / "cli"
+    stub.mkdir(parents=True)
+    (stub.parent / "__init__.py").touch()
+    (stub / "__init__.py").touch()
+    (stub / "__main__.py").write_text(SAYS)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"RLX_SOURCE": str(tmp_path / "stub")}
+    done = subprocess.run(["sh", a.reproduce], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(a.root / "code" / "mine_losses.py")
+    assert "runs the copies of the run's own code" in done.stderr
+
+
+def test_an_environments_package_is_recorded_whole(made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "my_env"
+    package.mkdir()
+    (package / "__init__.py").write_text("def load_environment(): ...\n")
+    (package / "words.txt").write_text("one")
+    cfg = compose(["env=[]", "+envs.mine.id=my-env", "launcher.check_envs=false"], {}).cfg
+    paths = RunPaths(tmp_path / "run")
+    first = own_code.record(paths, cfg, copy=True)
+    assert (paths.root / "code" / "my_env" / "words.txt").read_text() == "one"
+    (package / "words.txt").write_text("two")
+    second = own_code.record(paths, cfg, copy=False)
+    assert first["my_env"]["code"] != second["my_env"]["code"]
