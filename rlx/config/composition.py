@@ -27,7 +27,7 @@ from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError, InterpolationToMissingValueError, OmegaConfBaseException
 
-from rlx.config import written
+from rlx.config import fork, written
 from rlx.config.again import ambiguous, with_all_values, without_effect
 from rlx.config.env_nodes import as_presets, fill_in
 from rlx.config.environment import Variable, read_variables
@@ -38,7 +38,7 @@ from rlx.config.overrides import LATE, Groups, expand_env_keys, line_of, parse, 
 from rlx.config.roots import ROOTS, TRAIN, Root, elsewhere, has_key, root_named
 from rlx.config.saved import escaped
 from rlx.config.schema import MISSING
-from rlx.config.sources import WRITTEN, Repository, copied, is_shipped, label, make_loader
+from rlx.config.sources import SAVED, WRITTEN, Repository, copied, is_shipped, label, make_loader
 from rlx.config.tree import Origins, Problem, merge, optional_sections, secret_keys, show, split_optional, type_at
 
 SCHEMA = "rlx_schema"  # every key with its default; first in the defaults list
@@ -77,6 +77,9 @@ def compose_tree(argv: list[str], environ: Mapping[str, str], root: Root = TRAIN
     Raises ConfigError when no tree can be composed. All other problems are listed in the result.
     """
     kept = {} if kept is None else kept
+    request = read_request(argv, environ, root)
+    if request.config_name == root.command and (source := fork.source_of(request.overrides, root)) is not None:
+        return fork.forked(source, request, argv, environ, root, lambda argv, environ: _compose(argv, environ, root, (), kept))
     tree = _compose(argv, environ, root, (), kept)
     layout = None
     if tree.choices.get("hardware") == "auto" and tree.data["launcher"]["name"] == "slurm":
@@ -192,6 +195,8 @@ def _compose(
     data = {str(key): value for key, value in resolved.items()}
     written.keep(root.schema, data, origins)
     _drop_of_other_commands(root, data, origins)
+    if primary is not None and SAVED in primary.header and data.get("launcher", {}).get("name") != "kubernetes":
+        data.pop("kubernetes", None)  # a section of earlier versions, in every run's file
     notes += without_effect(primary, name, ignored, data, origins, secret_keys(root.schema))
     may_inherit = any(default.config_path == INHERITED for default in defaults)
     choices = _find_choices(defaults, groups.names)

@@ -108,7 +108,10 @@ def note_fork(paths: RunPaths, start: Start, cfg: CommandConfig) -> RunPaths:
         found = None
     before = found if isinstance(found, TrainingRoot) else None
     write_forked(paths, source, start.step, before)
-    if before is not None and (other := [line for line in changed_keys(before, cfg) if OF_DATA.match(line)]):
+    if before is not None:
+        changed = changed_keys(before, cfg)
+        say(f"{paths.root}: starts from step {start.step} of {source.root}, with {', '.join(changed) or 'the same configuration'}")
+    if before is not None and (other := [line for line in changed if OF_DATA.match(line)]):
         say(
             f"{paths.root}: other data than in {source.root}: {', '.join(other)}\n"
             "  what has other rows, or another order, starts at its beginning; the rest goes on where that run was (docs/resume.md)"
