@@ -32,7 +32,7 @@ PYTEST = .venv/bin/python -m pytest
 PROCESSES := $(shell cores=$$(getconf _NPROCESSORS_ONLN || echo 2); echo $$((cores < 3 ? 3 : cores > 8 ? 8 : cores)))
 FAST = $(PYTEST) $(patsubst %,--ignore=%,$(shell grep -lE '^pytestmark = .*mark\.(slow|slurm)' tests/test_*.py)) -n $(PROCESSES) --dist worksteal -m "not slow and not slurm and not gpu"
 # A file's tests run in one process, so the longest files begin: at the end both processes then have something to do.
-LONGEST = $(patsubst %,tests/test_%.py,examples run_weights run_resume run_main_job train_ranks run_env_faults sft_run eval_command run_teachers run_failures acceptance)
+LONGEST = $(patsubst %,tests/test_%.py,examples engine_damage engine_flight run_weights run_resume run_main_job train_ranks run_env_faults sft_run eval_command run_teachers run_failures acceptance)
 # Of the other tiers only their own files are read: collecting all of them takes ten seconds.
 SLOW = $(PYTEST) --durations=15 $(LONGEST) $(filter-out $(LONGEST),$(shell grep -l 'mark\.slow' tests/test_*.py)) -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not slurm and not gpu
 SLURM = $(PYTEST) $(shell grep -l 'mark\.slurm' tests/test_*.py) -m "slurm and not gpu

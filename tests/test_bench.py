@@ -276,8 +276,8 @@ def test_a_real_benchmark_of_the_trainer_has_speed_stages_and_memory(tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize("role", [pytest.param("rl", marks=pytest.mark.nightly), "inference"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("role", ["rl", "inference"])
 def test_a_real_benchmark_with_servers_writes_its_numbers(tmp_path: Path, role: str) -> None:
     found, _ = benchmark(tmp_path, role, "max_steps=4", "orchestrator.batch_size=32")
     assert (found["steps"], found["warmup"]) == (1, 3)

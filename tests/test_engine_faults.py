@@ -176,7 +176,7 @@ def part_of(run: Run, name: str) -> psutil.Process:
     return server if name == "server" else next(one for one in server.children(recursive=True) if name in "".join(one.cmdline()))
 
 
-@pytest.mark.parametrize(("kind", "name"), [("tied", "EngineCore"), ("split", "server")])
+@pytest.mark.parametrize(("kind", "name"), [("tied", "EngineCore"), pytest.param("split", "server", marks=pytest.mark.nightly)])
 def test_a_killed_process_ends_the_whole_server_and_is_a_failure(engines: Engines, kind: str, name: str) -> None:
     """vLLM itself exits with code 0 when its engine dies. No request gets a part of a completion."""
     run = engines(kind)

@@ -19,7 +19,10 @@ MOST, LEAST = CONTEXT - 40, BETWEEN * (UPDATES + 1)  # tokens of a completion
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(params=["tied", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("untied", "experts", "split", "adapters"))])
+OTHERS = [pytest.param(kind, marks=pytest.mark.long) for kind in ("experts", "split", "adapters")]
+
+
+@pytest.fixture(params=["tied", pytest.param("untied", marks=pytest.mark.nightly), *OTHERS])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -13,7 +13,7 @@ from rlx.heartbeat import read_heartbeats
 from rlx.paths import RunPaths
 from rlx.weights.files import verify, versions
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 
 def trained(run: Path) -> dict[int, dict]:

@@ -13,7 +13,7 @@ from recorded import check_recorded, normalised
 from rlx.config.schema import WarmStartConfig
 from rlx.models import tiny
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 CLASSIC = "classic-2026-01"
 NAMES = ("games", "words", "sums")
 STEPS, CONTEXT = 2, 2048

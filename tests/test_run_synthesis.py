@@ -61,7 +61,7 @@ def synthesize(tmp_path: Path, model_cache: Path) -> Iterator[Callable[..., Synt
         job.destroy()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_killed_synthesis_writes_the_same_data_and_plays_nothing_twice(synthesize: Callable[..., Synthesis]):
     whole = synthesize("whole", *MIX)
     assert whole.wait() == 0, whole.text()

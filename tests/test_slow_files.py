@@ -90,7 +90,7 @@ def test_a_file_of_another_host_is_seen_before_its_absence_is_forgotten_and_a_lo
 
 
 @pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_run_on_three_hosts_trains_on_such_a_file_system(tmp_path: Path, model_cache: Path) -> None:
     shared, mount = tmp_path / "shared", tmp_path / "mount"
     shared.mkdir()

@@ -22,6 +22,7 @@ def run(argv: list[str], command: Command) -> int:
     from rlx.preflight.probes import environments_of, lines_of
     from rlx.runs.claim import changes, create, settle, sources, write_description
     from rlx.runs.differences import change_note
+    from rlx.runs.rewind import is_fork
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # exit code 130, as after Ctrl-C
     if is_sweep(argv):
@@ -59,7 +60,8 @@ def run(argv: list[str], command: Command) -> int:
         explained = explain(cfg, plan, composed.choices, composed.notes, cfg.run.dir, environments)
         print(explained)
         if changed := changes(cfg):
-            print("\n" + change_note(Path(cfg.run.dir), changed))
+            fork = f"starts from {cfg.resume}, with {', '.join(changed)}"
+            print("\n" + (fork if is_fork(cfg.resume) else change_note(Path(cfg.run.dir), changed)))
         script = None
         if cfg.launcher.name == "slurm":
             from rlx.launch.slurm import FOLDER, sbatch_script

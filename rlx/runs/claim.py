@@ -37,7 +37,19 @@ from rlx.runs.lock import RunLock
 from rlx.runs.members import check_shared, member_of, members_in, wait_until_let_go
 from rlx.runs.provenance import write_provenance
 from rlx.runs.replay import check_replay
-from rlx.runs.rewind import LATEST, Found, check_fork, find_fork, is_fork, lacks_last_evaluation, note_fork, refuse_ended, rewind, say
+from rlx.runs.rewind import (
+    LATEST,
+    Found,
+    check_fork,
+    find_fork,
+    is_fork,
+    lacks_last_evaluation,
+    note_fork,
+    refuse_ended,
+    rewind,
+    say,
+    source_of,
+)
 from rlx.runs.run import PATIENCE, Run
 from rlx.runs.status import FINAL, read_status
 from rlx.runs.weights import initial_model
@@ -182,9 +194,11 @@ def _rewind_for(paths: RunPaths, cfg: CommandConfig, overrides: Sequence[str], p
 
 
 def changes(cfg: CommandConfig) -> list[str]:
-    """What resuming changes in the run's own configuration, `max_steps: 40 → 100`; empty if there is no run to resume."""
+    """What resuming changes in the run's configuration, or a fork in that of its source, `max_steps: 40 → 100`; empty without a run."""
     paths = _paths(cfg)
-    if cfg.resume is None or is_fork(cfg.resume) or not paths.config.is_file() or not looks_like_run(paths):
+    if is_fork(cfg.resume):
+        paths = source_of(find_fork(str(cfg.resume), digests=False))
+    if cfg.resume is None or not paths.config.is_file() or not looks_like_run(paths):
         return []
     before = load_command(paths.root, secrets=False)
     return [*changed_keys(before, cfg), *own_code.changed(paths, cfg)] if type(before) is type(cfg) else []

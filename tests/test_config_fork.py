@@ -1,0 +1,70 @@
+"""A fork starts from the configuration of its source, and the command line changes only what it says."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rlx.config.errors import ConfigError
+from rlx.config.load import compose, to_yaml
+from rlx.config.roots import SFT
+
+SOURCE = (
+    "env=sums",
+    "loss=gspo",
+    "advantage=leave_one_out",
+    "optim.lr=3e-4",
+    "orchestrator.batch_size=64",
+    "envs.sums.args.level=2",
+    "max_steps=40",
+)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    run = tmp_path / "mine"
+    (run / "checkpoints" / "step_20").mkdir(parents=True)
+    (run / "config.yaml").write_text(to_yaml(compose([*SOURCE, f"run.dir={run}", "run.name=mine", "hardware=cpu"], {}).cfg))
+    return run
+
+
+@pytest.mark.parametrize("place", ["", "checkpoints/step_20"])
+def test_a_fork_changes_what_the_command_line_says_and_nothing_else(source: Path, place: str) -> None:
+    before = compose([*SOURCE, "hardware=cpu"], {}).cfg
+    cfg = compose([f"resume={source / place}", "run.name=branch", "optim.lr=1e-5"], {}).cfg
+    assert (cfg.loss, cfg.advantage, cfg.envs, cfg.orchestrator) == (before.loss, before.advantage, before.envs, before.orchestrator)
+    assert (cfg.optim["lr"], cfg.max_steps, cfg.run.name, cfg.run.dir) == (1e-5, 40, "branch", None)
+    assert compose([f"resume={source / place}", "envs.sums.args.level=1"], {}).cfg.envs["sums"].args["level"] == 1
+
+
+def test_another_option_of_a_group_replaces_its_section(source: Path) -> None:
+    other = compose([f"resume={source}", "loss=dapo", "loss.eps_high=0.3", "env=reverse_text"], {}).cfg
+    here = compose(["loss=dapo", "loss.eps_high=0.3", "env=reverse_text", "hardware=cpu"], {}).cfg
+    assert (other.loss, other.advantage, other.envs) == (here.loss, here.advantage, here.envs)
+    assert (other.optim["lr"], other.orchestrator.batch_size, other.max_steps) == (3e-4, 64, 40)
+
+
+def test_what_a_fork_cannot_take_is_refused_or_left_alone(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"experiment=sums_tiny has no effect: .*\n  fix: set its keys instead"):
+        compose([f"resume={source}", "experiment=sums_tiny"], {})
+    named = compose(["--config-dir", str(source), "--config-name", "config", f"resume={source}", "run.name=x"], {}).cfg
+    assert named.loss["_target_"] == "rlx.losses.gspo.gspo"
+    assert compose([f"resume={tmp_path / 'gone'}"], {}).cfg.max_steps == 100, "that it is not there is said when it is looked for"
+    assert compose([f"resume={source}", "data=fake"], {}, SFT).cfg.loss["_target_"] == "rlx.losses.sft.sft", "a run of another command"
+
+
+def test_a_run_of_before_the_kubernetes_launcher_went_is_still_a_source(source: Path) -> None:
+    with (source / "config.yaml").open("a") as file:
+        file.write("kubernetes:\n  image: null\n")
+    assert compose([f"resume={source}"], {}).cfg.max_steps == 40
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_the_run_of_another_user_does_not_execute_code(source: Path) -> None:
+    file = source / "config.yaml"
+    file.write_text(file.read_text().replace("rlx.losses.gspo.gspo", "evil.loss"))
+    os.chown(file, 12345, 12345)
+    with pytest.raises(ConfigError, match=r"loss\._target_=evil\.loss\.\n  fix: read that code"):
+        compose([f"resume={source}"], {})
