@@ -8,6 +8,7 @@ loop. It is thread-safe.
 from __future__ import annotations
 
 import contextlib
+import errno
 import html
 import importlib
 import json
@@ -15,7 +16,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from types import ModuleType
 from typing import Any, Protocol
@@ -37,6 +38,10 @@ DISTRIBUTIONS = {  # field of a rollout record -> histogram over all rollouts th
 }
 BINS = 30
 INTERVAL = 1.0  # seconds between two looks for new records
+
+
+class MissingPackage(ValueError):
+    """A service's package is not installed. The message says how to install it."""
 
 
 class Sink(Protocol):
@@ -91,11 +96,11 @@ class Progress:
 
 
 class Tracker:
-    """All services of a run."""
+    """All services of a run. None of them ever ends it: one that fails is left alone until the next attempt, and the files go on."""
 
     def __init__(self, paths: RunPaths, sinks: Sequence[Sink]) -> None:
         self.paths = paths
-        self.sinks = sinks
+        self.sinks = list(sinks)
         self._progress = Progress(paths)
         self._alone = threading.Lock()  # a thread whose task was cancelled may still be forwarding when another starts
 
@@ -105,43 +110,69 @@ class Tracker:
 
     def rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Forward the rollouts of a training step (records of `rlx.rollout.record`): all as distributions, some as samples."""
-        with self._alone:
-            for sink in self.sinks:
-                if step % sink.interval != 0 or not records:
-                    continue
+
+        def send(sink: Sink) -> None:
+            if step % sink.interval == 0 and records:
                 values = {name: np.array([r[field] for r in records], dtype=float) for field, name in DISTRIBUTIONS.items()}
                 sink.distributions(step, values)
                 if sink.samples:
                     sink.rollouts(step, records[: sink.samples])
 
+        self._each(send)
+
     def forward(self) -> None:
         """Forward the new records of `metrics.jsonl`, including those that an earlier attempt could not forward."""
-        with self._alone:
-            for sink in self.sinks:
-                offset = self._progress.offset(sink.name)
-                for record, after in read_metrics(self.paths.metrics, offset):
-                    step, source, seconds = record.pop("step"), record.pop("source"), record.pop("time")
-                    # Roles share stage names (time/step), so the source is added as a prefix.
-                    values = {f"{source}/{name}" if name.startswith(("time/", "perf/")) else name: value for name, value in record.items()}
-                    sink.scalars(step, values, seconds)
-                    offset = after
-                self._progress.forwarded(sink.name, offset)  # only after forwarding: a crash may repeat records but not lose them
+
+        def send(sink: Sink) -> None:
+            offset = self._progress.offset(sink.name)
+            for record, after in read_metrics(self.paths.metrics, offset):
+                step, source, seconds = record.pop("step"), record.pop("source"), record.pop("time")
+                # Roles share stage names (time/step), so the source is added as a prefix.
+                values = {f"{source}/{name}" if name.startswith(("time/", "perf/")) else name: value for name, value in record.items()}
+                sink.scalars(step, values, seconds)
+                offset = after
+            self._progress.forwarded(sink.name, offset)  # only after forwarding: a crash may repeat records but not lose them
+
+        self._each(send)
 
     def close(self) -> None:
         """Forward the remaining records and flush; returns when the services have them."""
         self.forward()
+        self._each(lambda sink: sink.close())
+
+    def _each(self, work: Callable[[Sink], None]) -> None:
         with self._alone:
-            for sink in self.sinks:
-                sink.close()
+            for sink in list(self.sinks):
+                try:
+                    work(sink)
+                except Exception as error:
+                    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                        continue  # writers of important files report a full disk; the next round forwards the same records
+                    self.sinks.remove(sink)
+                    log.warning(
+                        "%s failed, and gets no more metrics in this attempt (%s: %s); they are in %s, and the next attempt forwards them",
+                        sink.name,
+                        type(error).__name__,
+                        error,
+                        self.paths.metrics,
+                    )
 
 
 def open_tracker(config: TrainingRoot, paths: RunPaths) -> Tracker | None:
-    """The tracker for the services in `logger`; `None` if there are none. Raises ValueError if a package is missing."""
-    sinks: list[Sink] = []
-    if config.logger.wandb is not None:
-        sinks.append(Wandb(config.logger.wandb, config, paths))
-    if config.logger.tensorboard is not None:
-        sinks.append(Tensorboard(config.logger.tensorboard, paths))
+    """The tracker for the services in `logger`; `None` if there are none. Raises MissingPackage if a package is missing."""
+    wandb, tensorboard = config.logger.wandb, config.logger.tensorboard
+    makers: dict[str, Callable[[], Sink] | None] = {
+        "wandb": None if wandb is None else lambda: Wandb(wandb, config, paths),
+        "tensorboard": None if tensorboard is None else lambda: Tensorboard(tensorboard, paths),
+    }
+    sinks = []
+    for name, make in makers.items():
+        try:
+            sinks += [] if make is None else [make()]
+        except MissingPackage:
+            raise
+        except Exception as error:
+            log.warning("%s cannot be used, so the run's metrics are in its files only: %s: %s", name, type(error).__name__, error)
     return Tracker(paths, sinks) if sinks else None
 
 
@@ -167,12 +198,7 @@ def tracked(config: CommandConfig, paths: RunPaths, role: str) -> Iterator[None]
 
     def forward_on() -> None:
         while not ended.wait(INTERVAL):
-            try:
-                tracker.forward()
-            except OSError:  # writers of important files report a full disk; the next round forwards the same records
-                pass
-            except Exception:
-                log.warning("metrics could not be forwarded; the next try is in %g s", INTERVAL, exc_info=True)
+            tracker.forward()
 
     thread = threading.Thread(target=forward_on, name="tracker", daemon=True)
     thread.start()
@@ -285,7 +311,7 @@ def _import(module: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ValueError(
+        raise MissingPackage(
             f"logger={extra} needs a package that is not installed ({error}); install it with: pip install 'rlx[{extra}]'"
         ) from error
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rlx.config.load import compose
@@ -349,3 +350,47 @@ def test_a_missing_package_is_named_with_the_remedy(service: str, tmp_path: Path
     setattr(config.logger, service, WandbConfig() if service == "wandb" else TensorboardConfig())
     with pytest.raises(ValueError, match=rf"logger={service} needs a package.*pip install 'rlx\[{service}\]'"):
         open_tracker(config, RunPaths(tmp_path))
+
+
+@pytest.mark.parametrize("when", ["while it forwards", "before it closes"])
+def test_a_tracker_that_is_killed_ends_nothing_and_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, when: str
+) -> None:
+    pytest.importorskip("wandb")
+    for name in ("HOME", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "home"))
+    before = psutil.Process().children(recursive=True)
+    config, paths, beside = Config(max_steps=2), RunPaths(tmp_path / "run"), Recorder()
+    paths.root.mkdir()
+    config.logger.wandb = WandbConfig(mode="offline", samples=0)
+    tracker = open_tracker(config, paths)
+    assert tracker is not None
+    tracker.sinks.append(beside)
+    writer = MetricsWriter(paths.metrics, "trainer")
+    writer.write(0, {"loss/total": 0.0})
+    tracker.forward()
+    for process in set(psutil.Process().children(recursive=True)) - {*before}:
+        process.kill()
+        process.wait(10)
+    for step in (1, 2, 3) if when == "while it forwards" else ():
+        writer.write(step, {"loss/total": 0.0})
+        tracker.forward()
+    tracker.close()
+    assert len([record for record in caplog.records if "wandb failed" in record.message]) == 1
+    assert beside.closed
+    assert len(beside.seen) == (4 if when == "while it forwards" else 1)
+
+
+def test_a_service_that_cannot_begin_leaves_the_run_to_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wandb = pytest.importorskip("wandb")
+
+    def refuse(**_: Any) -> None:
+        raise PermissionError(13, "Permission denied", "/root/.config")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    config = Config(max_steps=2)
+    config.logger.wandb = WandbConfig(mode="offline")
+    assert open_tracker(config, RunPaths(tmp_path)) is None
+    assert "wandb cannot be used, so the run's metrics are in its files only: PermissionError" in caplog.text
