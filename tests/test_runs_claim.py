@@ -22,7 +22,7 @@ from rlx.config.secret import hide_lines
 from rlx.heartbeat import Heartbeat
 from rlx.paths import RunPaths
 from rlx.plan.make import make_plan
-from rlx.runs import claim, provenance
+from rlx.runs import claim
 from rlx.runs.claim import RunLock, create, join, looks_like_run, settle, write_description
 from rlx.runs.status import Status
 from rlx.waiting import wait_for
@@ -412,23 +412,3 @@ def test_choosing_again_from_nothing_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"play=false needs resume=latest of a synthesis that has played"):
             create(SynthesizeRoot(run=run, resume=resume, play=False), [], [])
     assert not (tmp_path / "run").exists()
-
-
-def test_what_a_stranger_on_this_machine_must_not_read_is_the_owners_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = provenance.source_state() | {"diff": f'+key = "{KEY}-of-a-service"\n+api_key: 0123456789abcdef\n+tokens = 16384\n'}
-    monkeypatch.setattr(provenance, "source_state", lambda: source)
-    monkeypatch.setenv("SERVICE_TOKEN", f"{KEY}-of-a-service")
-    umask = os.umask(0)
-    try:
-        paths, lock = make(settled(tmp_path / "run"))
-    finally:
-        os.umask(umask)
-    lock.close()
-    diff = paths.root / "uncommitted.diff"
-    assert diff.read_text() == '+key = "<secret>"\n+api_key: <secret>\n+tokens = 16384\n'
-    assert [oct(path.stat().st_mode & 0o777) for path in (diff, paths.endpoints)] == ["0o600", "0o700"]
-
-
-def test_a_name_that_would_break_a_script_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no part of a name: run\.dir="):
-        compose([f"run.dir='{tmp_path}/a\nb'", "dry_run=true"], {})

@@ -9,16 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from rlx.config.errors import ConfigError
 from rlx.config.load import compose, load_command
 from rlx.paths import RunPaths
 from rlx.plan.make import make_plan
 from rlx.report.gather import gather
 from rlx.report.settings import arrange
-from rlx.runs import own_code
+from rlx.runs import own_code, provenance
 from rlx.runs.claim import changes, create
 from rlx.runs.compare import compare
 from rlx.runs.run import Run
 
+KEY = "-".join(("sesame", "open"))  # joined at run time: a run saves the uncommitted source changes, which must not contain the key
 SAYS = "import mine_losses, sys\nprint(mine_losses.__file__)\n"
 
 
@@ -79,3 +81,22 @@ def test_an_environments_package_is_recorded_whole(made, tmp_path: Path, monkeyp
     (package / "words.txt").write_text("two")
     second = own_code.record(paths, cfg, copy=False)
     assert first["my_env"]["code"] != second["my_env"]["code"]
+
+
+def test_what_a_stranger_on_this_machine_must_not_read_is_the_owners_alone(made, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = provenance.source_state() | {"diff": f'+key = "{KEY}-of-a-service"\n+api_key: 0123456789abcdef\n+tokens = 16384\n'}
+    monkeypatch.setattr(provenance, "source_state", lambda: source)
+    monkeypatch.setenv("SERVICE_TOKEN", f"{KEY}-of-a-service")
+    umask = os.umask(0)
+    try:
+        paths = made("run")
+    finally:
+        os.umask(umask)
+    diff = paths.root / "uncommitted.diff"
+    assert diff.read_text() == '+key = "<secret>"\n+api_key: <secret>\n+tokens = 16384\n'
+    assert [oct(path.stat().st_mode & 0o777) for path in (diff, paths.endpoints)] == ["0o600", "0o700"]
+
+
+def test_a_name_that_would_break_a_script_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no part of a name: run\.dir="):
+        compose([f"run.dir='{tmp_path}/a\nb'", "dry_run=true"], {})

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -11,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from rlx.config.load import compose
@@ -352,33 +353,39 @@ def test_a_missing_package_is_named_with_the_remedy(service: str, tmp_path: Path
         open_tracker(config, RunPaths(tmp_path))
 
 
-@pytest.mark.parametrize("when", ["while it forwards", "before it closes"])
-def test_a_tracker_that_is_killed_ends_nothing_and_is_named_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, when: str
-) -> None:
-    pytest.importorskip("wandb")
-    for name in ("HOME", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
-        monkeypatch.setenv(name, str(tmp_path / "home"))
-    before = psutil.Process().children(recursive=True)
-    config, paths, beside = Config(max_steps=2), RunPaths(tmp_path / "run"), Recorder()
-    paths.root.mkdir()
-    config.logger.wandb = WandbConfig(mode="offline", samples=0)
-    tracker = open_tracker(config, paths)
-    assert tracker is not None
-    tracker.sinks.append(beside)
-    writer = MetricsWriter(paths.metrics, "trainer")
-    writer.write(0, {"loss/total": 0.0})
+KILLED = """
+import sys, psutil
+from pathlib import Path
+from rlx.config.schema import Config, WandbConfig
+from rlx.metrics import MetricsWriter
+from rlx.paths import RunPaths
+from rlx.tracking import open_tracker
+config, paths = Config(max_steps=2), RunPaths(Path(sys.argv[1]))
+config.logger.wandb = WandbConfig(mode="offline", samples=0)
+tracker, writer = open_tracker(config, paths), MetricsWriter(paths.metrics, "trainer")
+writer.write(0, {"loss/total": 0.0})
+tracker.forward()
+for process in psutil.Process().children(recursive=True):
+    process.kill()
+    process.wait(10)
+for step in range(int(sys.argv[2])):
+    writer.write(step, {"loss/total": 0.0})
     tracker.forward()
-    for process in set(psutil.Process().children(recursive=True)) - {*before}:
-        process.kill()
-        process.wait(10)
-    for step in (1, 2, 3) if when == "while it forwards" else ():
-        writer.write(step, {"loss/total": 0.0})
-        tracker.forward()
-    tracker.close()
-    assert len([record for record in caplog.records if "wandb failed" in record.message]) == 1
-    assert beside.closed
-    assert len(beside.seen) == (4 if when == "while it forwards" else 1)
+tracker.close()
+print("the run goes on")
+"""
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_tracker_that_is_killed_ends_nothing_and_is_named_once(tmp_path: Path, steps: int) -> None:
+    """As an OOM killer does, between two steps or at the end."""
+    pytest.importorskip("wandb")
+    home = {name: str(tmp_path / "home") for name in ("HOME", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR")}
+    (tmp_path / "run").mkdir()
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "run"), str(steps)]
+    done = subprocess.run(command, env=os.environ | home, capture_output=True, text=True, timeout=120, check=False)
+    assert "the run goes on" in done.stdout, done.stderr
+    assert done.stderr.count("wandb failed, and gets no more metrics in this attempt") == 1
 
 
 def test_a_service_that_cannot_begin_leaves_the_run_to_its_files(

@@ -14,11 +14,10 @@ from rlx.config.load import load_command
 from rlx.launch.local import launch
 from rlx.launch.supervisor import Limits
 from rlx.paths import RunPaths
-from rlx.runs.claim import new_attempt
 from rlx.runs.completed import has_done
 from rlx.runs.lock import RunLock
 from rlx.runs.rewind import has_begun, rewind
-from rlx.runs.status import Cause, Status, read_status
+from rlx.runs.status import Cause, Status, new_attempt, read_status
 
 
 def main(run_dir: str) -> int:

@@ -19,9 +19,8 @@ from rlx.launch.supervisor import Limits, Supervisor
 from rlx.paths import RunPaths
 from rlx.plan.environment import DEVICES
 from rlx.process import disk_is_full, full_disk
-from rlx.runs.claim import new_attempt
 from rlx.runs.lock import RunLock
-from rlx.runs.status import FINAL, Cause, Status, last_lines, read_status
+from rlx.runs.status import FINAL, Cause, Status, last_lines, new_attempt, read_status
 
 POLL = 0.1  # seconds between two checks of the job
 UPDATE = 0.2  # seconds between two calls of the observer

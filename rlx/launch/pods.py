@@ -25,11 +25,11 @@ from rlx.launch.starters import AgentStarter
 from rlx.launch.supervisor import Limits, Supervisor
 from rlx.paths import RunPaths, write_text
 from rlx.plan.record import ProcessSpec
-from rlx.runs.claim import RunLock, create, new_attempt
+from rlx.runs.claim import RunLock, create
 from rlx.runs.differences import changed_keys
 from rlx.runs.jobs import note_missed, note_progress, saved_of, unit_of
 from rlx.runs.rewind import has_begun, rewind
-from rlx.runs.status import Cause, Status, read_status
+from rlx.runs.status import Cause, Status, new_attempt, read_status
 from rlx.waiting import LEFT
 
 OLD_ATTEMPT = 120.0  # seconds to wait for the processes of an earlier attempt, whose pod may still end

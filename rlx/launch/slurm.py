@@ -31,7 +31,6 @@ from rlx.launch.supervisor import Limits, Supervisor
 from rlx.paths import RunPaths, write_text
 from rlx.process import full_disk
 from rlx.runs import outside
-from rlx.runs.claim import new_attempt
 from rlx.runs.history import final_reward
 from rlx.runs.jobs import (
     ask,
@@ -50,7 +49,7 @@ from rlx.runs.lock import RunLock
 from rlx.runs.provenance import code_change
 from rlx.runs.rewind import has_begun, rewind
 from rlx.runs.snapshot import take_snapshot
-from rlx.runs.status import Cause, Status, read_status
+from rlx.runs.status import Cause, Status, new_attempt, read_status
 
 __all__ = ["FOLDER", "Attempt", "check_directory", "sbatch_options", "sbatch_script", "submit"]
 

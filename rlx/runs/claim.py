@@ -6,7 +6,6 @@ moment, so two runs never share one directory.
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 import shutil
@@ -51,7 +50,7 @@ from rlx.runs.rewind import (
     source_of,
 )
 from rlx.runs.run import PATIENCE, Run
-from rlx.runs.status import FINAL, read_status
+from rlx.runs.status import FINAL, new_attempt, read_status
 from rlx.runs.weights import initial_model
 from rlx.waiting import WaitTimeout, wait_for
 from rlx.weights import tmpfs
@@ -289,19 +288,6 @@ def writing(directory: Path) -> Iterator[None]:
             raise ConfigError(line) from error
         what = f"{error.strerror}: {error.filename}" if error.strerror else str(error)
         raise ConfigError(f"the run directory {directory} cannot be written: {what}\n  fix: give another run.dir=") from error
-
-
-def new_attempt(paths: RunPaths) -> int:
-    """Create the next folder of log files, point `logs/latest` to it, and return its number."""
-    number = 0
-    while listed(paths.logs(number)):
-        number += 1
-    paths.logs(number).mkdir(parents=True)
-    link = paths.latest_logs.with_name(".latest")
-    link.unlink(missing_ok=True)
-    link.symlink_to(paths.logs(number).name)
-    os.replace(link, paths.latest_logs)
-    return number
 
 
 def looks_like_run(paths: RunPaths) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import signal
 import time
@@ -11,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rlx.paths import RunPaths, write_text
+from rlx.paths import RunPaths, listed, write_text
 from rlx.process import FULL
 from rlx.waiting import LEFT
 
@@ -178,3 +179,16 @@ def _from_the_engine(lines: list[str]) -> list[str]:
     summary = [line for line in lines[-3:] if "See root cause above" in line]
     known = bool(said) and re.search(r"error|exception", said[-1], flags=re.IGNORECASE) and not re.search(r": -\d+", summary[0])
     return said if known else said + summary
+
+
+def new_attempt(paths: RunPaths) -> int:
+    """Create the next folder of log files, point `logs/latest` to it, and return its number."""
+    number = 0
+    while listed(paths.logs(number)):
+        number += 1
+    paths.logs(number).mkdir(parents=True)
+    link = paths.latest_logs.with_name(".latest")
+    link.unlink(missing_ok=True)
+    link.symlink_to(paths.logs(number).name)
+    os.replace(link, paths.latest_logs)
+    return number

@@ -38,14 +38,25 @@ EVAL_SEED = 1_000_003  # added to the seed for the evaluation dialogues
 OTHERS_SEED = 3_000_017  # and for the dialogues that take the places of held-out ones
 HELD_OUT = 4  # one in so many first turns
 GIVE_UP = 10_000  # draws in a row without a new dialogue, after which there are no more
-_TAG = re.compile(r"<sorted>(.*?)</sorted>", re.DOTALL | re.IGNORECASE)
+_TAG = re.compile(r"<(/?)sorted>", re.IGNORECASE)
+
+
+def _tagged(text: str) -> str | None:
+    """What the last pair of tags holds; None without one. Looks at each tag once: a model may write thousands that never end."""
+    start, found = None, None
+    for tag in _TAG.finditer(text):
+        if not tag[1]:
+            start = tag.end()
+        elif start is not None:
+            found, start = text[start : tag.start()], None
+    return found
 
 
 def read_words(text: str) -> list[str]:
     """The words of a reply: what the last tags hold, or the whole reply, in lower case."""
     text = text.rpartition("</think>")[2]
-    tagged = _TAG.findall(text)
-    return re.findall(r"[a-z]+", (tagged[-1] if tagged else text).lower())
+    tagged = _tagged(text)
+    return re.findall(r"[a-z]+", (text if tagged is None else tagged).lower())
 
 
 def ordered(turns: list[list[str]]) -> list[str]:

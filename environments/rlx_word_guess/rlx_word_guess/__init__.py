@@ -30,7 +30,7 @@ SYSTEM_PROMPT = (
     "Think shortly, then write each guess between <guess> and </guess>."
 )
 MAX_CANDIDATES = 20_000  # words of an alphabet, because the teacher looks at them all
-_TAG = re.compile(r"<guess>(.*?)</guess>", re.DOTALL | re.IGNORECASE)
+_TAG = re.compile(r"<(/?)guess>", re.IGNORECASE)
 
 
 def feedback(guess: str, word: str) -> str:
@@ -48,11 +48,22 @@ def feedback(guess: str, word: str) -> str:
     return "".join(signs)
 
 
+def _tagged(text: str) -> str | None:
+    """What the last pair of tags holds; None without one. Looks at each tag once: a model may write thousands that never end."""
+    start, found = None, None
+    for tag in _TAG.finditer(text):
+        if not tag[1]:
+            start = tag.end()
+        elif start is not None:
+            found, start = text[start : tag.start()], None
+    return found
+
+
 def read_guess(text: str) -> str:
     """The guess in a reply: what the last tags hold, or the whole reply, in lower case."""
     text = text.rpartition("</think>")[2]
-    tagged = _TAG.findall(text)
-    return (tagged[-1] if tagged else text).strip().lower()
+    tagged = _tagged(text)
+    return (text if tagged is None else tagged).strip().lower()
 
 
 class WordGuess(vf.MultiTurnEnv):
