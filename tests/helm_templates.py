@@ -34,7 +34,7 @@ class Chart:
         for file in sorted(self.root.glob("templates/*.yaml")):
             text = self._run(self._parse(file.read_text()), dot, {"$": dot})
             objects += [each for each in yaml.safe_load_all(text) if each]
-        order = ["PersistentVolumeClaim", "ConfigMap", "Service", "Job"]
+        order = ["NetworkPolicy", "PersistentVolumeClaim", "ConfigMap", "Service", "Job"]
         return sorted(objects, key=lambda each: order.index(each["kind"]))
 
     # parsing: a list of texts and (action, words, branches)

@@ -46,7 +46,7 @@ def container_of(objects: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_host_of_the_layout_is_a_pod_with_its_gpus_and_a_name_that_the_others_find():
     objects = rendered(**LARGE)
-    assert set(objects) == {"PersistentVolumeClaim", "ConfigMap", "Service", "Job"}
+    assert set(objects) == {"NetworkPolicy", "PersistentVolumeClaim", "ConfigMap", "Service", "Job"}
     spec, service = objects["Job"]["spec"], objects["Service"]
     pod, container = spec["template"]["spec"], container_of(objects)
     assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 2, 2)
@@ -67,7 +67,7 @@ def test_a_host_of_the_layout_is_a_pod_with_its_gpus_and_a_name_that_the_others_
 
 def test_without_values_a_pod_asks_for_nothing_and_composes_its_arguments():
     objects = rendered(arguments=["loss=gspo", "env=[math,sums]"], persistence={"existingClaim": "theirs"})
-    assert set(objects) == {"Service", "Job"}
+    assert set(objects) == {"NetworkPolicy", "Service", "Job"}
     container = container_of(objects)
     assert "resources" not in container
     assert container["args"][-3:] == ["train", "loss=gspo", "env=[math,sums]"]
@@ -75,6 +75,13 @@ def test_without_values_a_pod_asks_for_nothing_and_composes_its_arguments():
     assert {"name": "runs", "persistentVolumeClaim": {"claimName": "theirs"}} in volumes
     with pytest.raises(ValueError, match="image: build one"):
         CHART.render("mine", {})
+
+
+def test_only_the_runs_own_pods_reach_its_pods():
+    objects = rendered()
+    policy, labels = objects["NetworkPolicy"]["spec"], objects["Job"]["spec"]["template"]["metadata"]["labels"]
+    assert policy["podSelector"]["matchLabels"].items() <= labels.items()
+    assert policy["ingress"] == [{"from": [{"podSelector": policy["podSelector"]}]}]
 
 
 def test_a_failed_run_is_not_repeated_and_a_preempted_one_is():
