@@ -303,3 +303,9 @@ def test_a_role_by_hand_is_not_of_a_group_that_the_users_environment_names(tmp_p
     assert main(["trainer", f"run.dir={tmp_path / 'mine'}"]) == 0
     assert not {"WORLD_SIZE", "RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"} & set(seen)
     assert seen["PYTHONHASHSEED"] == "0"
+
+
+@pytest.mark.parametrize("role", ["trainer", "orchestrator"])
+def test_a_role_that_would_be_alone_is_refused(role: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([role]) == 2
+    assert "fix: run.dir=PATH" in capsys.readouterr().err

@@ -86,7 +86,7 @@ CASES = [
     ("SLURM's notice killed the server", seen(inference=-15, spare=2), {"remote": True, **LATE}, Verdict(give_way=True, say=WANTED_BACK)),
     ("a server killed by SIGTERM on this machine", seen(inference=-15, spare=2), {}, AGAIN),
     ("told to leave: no server is needed", seen(inference=-9, spare=2), {"told": True}, GO_ON),
-    ("Ctrl-C, while a server is dead", seen(inference=-9, spare=2), {"sigterm": "interrupted"}, Verdict(state="interrupted")),
+    ("Ctrl-C, while a server is dead", seen(inference=-9, spare=2), {"sigterm": "interrupted"}, Verdict(give_way=True)),
     # in a SLURM job, SLURM may be the cause
     ("a step fails: is SLURM stopping the job?", seen(1), {"remote": True}, SETTLING),
     ("a step's server fails: the same question", seen(inference=-9), {"remote": True}, SETTLING),
@@ -108,8 +108,17 @@ CASES = [
     ),
     ("a local process is killed by SIGTERM", seen(-15), {}, failed("trainer", -15, "killed by SIGTERM")),
     # signals and files that ask the run to stop
-    ("Ctrl-C", seen(), {"sigterm": "interrupted"}, Verdict(state="interrupted")),
-    ("Ctrl-C, while something fails", seen(1), {"sigterm": "interrupted"}, Verdict(state="interrupted")),
+    ("Ctrl-C", seen(), {"sigterm": "interrupted"}, Verdict(give_way=True)),
+    ("Ctrl-C before the first step", seen(), {"sigterm": "interrupted", "begun": False}, Verdict(state="interrupted")),
+    ("Ctrl-C, and the checkpoint is being written", seen(), {"sigterm": "interrupted", "told": True}, GO_ON),
+    ("Ctrl-C, and all have left", seen(LEFT, LEFT), {"sigterm": "interrupted", "told": True}, Verdict(state="interrupted")),
+    ("Ctrl-C, and the run had just ended", seen(0, 0), {"sigterm": "interrupted", "told": True}, COMPLETED),
+    (
+        "Ctrl-C, and no checkpoint in time",
+        seen(),
+        {"sigterm": "interrupted", "told": True, "overdue": 9.0},
+        Verdict(state="interrupted", say="inference_0, orchestrator, trainer did not leave in 9 s"),
+    ),
     ("SIGTERM because of a requeue", seen(), {"sigterm": "preempted"}, Verdict(give_way=True, comes_back=True)),
     ("the same, after the notice", seen(), {"sigterm": "preempted", "told": True}, Verdict(comes_back=True)),
     ("the notice", seen(), {"notice": True}, Verdict(give_way=True)),

@@ -63,13 +63,19 @@ def test_a_killed_launcher_leaves_nothing_behind(start):
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
-def test_an_interrupted_run_ends_cleanly(start, number):
-    job = start("run", *LONG)
+def test_an_interrupted_run_keeps_what_it_has_trained_and_ends_cleanly(start, number):
+    job = start("run", *LONG, "ckpt.interval=50")
     job.until_step(1)
     os.kill(job.process.pid, number)
     assert job.wait() == 130
     job.wait_until_nothing_is_left()
-    assert job.status()["state"] == "interrupted"
+    status = job.status()
+    assert status["state"] == "interrupted"
+    (kept,) = (job.run_dir / "checkpoints").iterdir()
+    assert kept.name == f"step_{status['step']}"
+    assert (kept / "COMPLETE").exists()
+    assert f"the newest checkpoint is step {status['step']}" in job.text()
+    assert "resume=latest" in job.text()
 
 
 @pytest.mark.long

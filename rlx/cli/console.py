@@ -207,6 +207,7 @@ class Console(Display):
             return self._unfinished("train")
         train = program()
         kept = [part for part in self.argv if part.lstrip("+").partition("=")[0] not in OF_ONE_RUN or _is_fork(part)]
+        kept += ["run.name=null", "run.dir=null"] if "--config-name" in kept else []  # that of a run has both
         suggestions = [
             (f"{train} {shlex.join([*kept, f'seed={self.cfg.seed + 1}'])}", "another seed"),
             (f"bash {shlex.quote(str(root / 'reproduce.sh'))}", "the same run again"),

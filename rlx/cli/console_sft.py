@@ -82,6 +82,7 @@ class SftConsole(Console):
         if exit_code != 0:
             return self._unfinished("sft")
         kept = [part for part in self.argv if part.lstrip("+").partition("=")[0] not in OF_ONE_RUN]
+        kept += ["run.name=null", "run.dir=null"] if "--config-name" in kept else []  # that of a run has both
         sft, train = (program(command) for command in ("sft", "train"))
         weights = shlex.quote(f"model.name={self.paths.weights_of(self.cfg.max_steps)}")
         learn = (f"{train} {self._learner(kept)} {weights}", "reinforcement learning from the result")

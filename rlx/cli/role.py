@@ -76,6 +76,11 @@ def _run(role: str, argv: list[str]) -> int:
 
     replica, overrides = _replica(role, argv)
     composed = compose(overrides, without=[gpus_present])  # which is about all processes of the run, and others may be on other hosts
+    if composed.cfg.run.dir is None and composed.cfg.run.name is None and role in ("orchestrator", "trainer") and not composed.cfg.dry_run:
+        raise ConfigError(
+            f"`rlx {role}` would wait for ever: in a directory of its own it meets no other role.\n"
+            "  fix: run.dir=PATH, the same for all roles"
+        )
     cfg = settle(composed.cfg, composed.label)
     assert cfg.run.dir is not None
     plan = make_plan(cfg, Path(cfg.run.dir))

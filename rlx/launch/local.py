@@ -42,7 +42,7 @@ class Observer(Protocol):
 def launch(paths: RunPaths, limits: Limits, lock: RunLock, observer: Observer | None = None) -> int:
     """Run the plan in `paths.plan` and return the run's exit code: 0, 1 or 130. Call it on the main thread.
 
-    While it waits, SIGINT, SIGTERM and SIGHUP stop the run; a second one kills it at once.
+    While it waits, SIGINT, SIGTERM and SIGHUP stop the run, which first writes a checkpoint; a second one kills it at once.
     The run also stops when this process dies.
     """
     try:
@@ -123,8 +123,8 @@ def _follow(limits: Limits, job: LocalJob[int], token: str, requests: list[int],
         now = time.monotonic()
         if requests and now - asked > 0.5:  # send SIGTERM repeatedly: a job that is just starting may miss the first
             if not asked:
-                print("stopping the run; a second signal kills it at once", file=sys.stderr, flush=True)
-                deadline = now + limits.grace + MARGIN
+                print("stopping the run after a checkpoint; a second signal kills it at once", file=sys.stderr, flush=True)
+                deadline = now + limits.preempt_grace + limits.grace + MARGIN
             asked = now
             os.kill(int(job.job_id), signal.SIGTERM)
         if len(requests) > 1:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlx.heartbeat import SERVING
@@ -91,6 +91,11 @@ def may_start_again(process: Process, view: View) -> bool:
 
 def decide(view: View) -> Verdict:
     """The verdict on a view. If several cases apply, the first one below wins."""
+    if view.sigterm == "interrupted" and view.begun and not view.remote:  # a user's: keep what was trained, as a preemption does
+        if not view.told:
+            return Verdict(give_way=True)
+        found = decide(replace(view, sigterm=None))
+        return replace(found, state="interrupted") if found.state == "preempted" else found
     workers = [process for process in view.processes if not process.service]
     codes = [process.code for process in workers]
     all_done = bool(workers) and None not in codes
