@@ -1,4 +1,4 @@
-"""A trial construction of the open nodes of a configuration (`loss`, `advantage`, `optim`), before anything starts."""
+"""A trial of the open nodes (`loss`, `advantage`, `optim`) before anything starts: all are built, a user's own called once."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import torch
 
 from rlx.config.errors import ConfigError
 from rlx.config.schema import CommandConfig, split_terms
+from rlx.config.signatures import READABLE
 from rlx.config.targets import all_nodes_of, instantiate
+from rlx.train.trial import problem_of_advantage, problem_of_loss
 
 
 def check_built(cfg: CommandConfig) -> None:
-    """Build every open node once, as the roles will. A constructor that refuses a value then fails before anything has started.
+    """Build every open node once, as the roles will, and call a loss or an advantage of the user's own on made-up numbers.
 
     Raises ConfigError with the nodes and their targets' errors.
     """
@@ -24,9 +26,15 @@ def check_built(cfg: CommandConfig) -> None:
         node = dict(whole) if terms is None else split_terms(dict(whole), terms)[1]
         try:
             with _without_compiler():
-                instantiate(node, **({"params": [torch.nn.Parameter(torch.zeros(1))]} if name == "optim" else {}))
+                built = instantiate(node, **({"params": [torch.nn.Parameter(torch.zeros(1))]} if name == "optim" else {}))
         except Exception as error:
             problems.append(f"{node['_target_']} cannot build `{name}`: {type(error).__name__}: {error}\n  fix: change {name}.*")
+            continue
+        kind = name.rpartition(".")[2]
+        if kind in ("loss", "advantage") and node["_target_"].partition(".")[0] not in READABLE:  # what ships is tested
+            wrong = problem_of_loss(built) if kind == "loss" else problem_of_advantage(built, getattr(cfg, "envs", ()))
+            if wrong is not None:
+                problems.append(f"{node['_target_']} ({name}) fails on made-up numbers:\n  {wrong}")
     if problems:
         raise ConfigError(problems)
 
