@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-import rlx
 from rlx.advantages.base import GroupScores
 from rlx.losses.tokens import TokenBatch, TokenLoss
 
 GROUP, TOKENS = 4, 3  # rollouts, and tokens of each
-NOT_THEIRS = (Path(rlx.__file__).parent, Path(torch.__file__).parent, Path(np.__file__).parent)
+NOT_THEIRS = (Path(__file__).parents[1], Path(torch.__file__).parent, Path(np.__file__).parent)
 
 
 def problem_of_loss(function: Callable[[TokenBatch], TokenLoss]) -> str | None:
