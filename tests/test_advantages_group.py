@@ -169,3 +169,13 @@ def test_one_advantage_is_itself_and_its_state_has_no_number():
     other.load_state_dict(mix.state_dict())
     assert other(scores([[1.0]]))[0].tolist() == [0.5]
     assert AdvantageMix([group_mean], {}).state_dict() is None
+
+
+@pytest.mark.parametrize("function", [group_mean, group_norm, leave_one_out, opo, max_rl])
+@pytest.mark.parametrize("rewards", [[0.1 + 0.2, 0.3, 0.3, 0.3], [0.7, 0.1 * 7, 0.7, 1.4 / 2], [1e6, 1e6 + 1e-9, 1e6, 1e6]])
+def test_rewards_that_are_equal_up_to_rounding_train_nothing(function, rewards: list[float]) -> None:
+    lengths = [np.array([1, 2, 3, 4])]
+    scores = GroupScores(rewards=[np.array(rewards, dtype=np.float64)], lengths=lengths, longest_turns=lengths, envs=["a"])
+    assert not np.any(function(scores)[0])
+    close = GroupScores(rewards=[np.array([1.0, 1.0, 1.0, 1.001])], lengths=lengths, longest_turns=lengths, envs=["a"])
+    assert np.any(function(close)[0])

@@ -8,6 +8,8 @@ from numpy.typing import NDArray
 from rlx.advantages.base import Advantages, GroupScores
 from rlx.config.declared import declares
 
+ROUNDING = 1e-12  # of the largest reward of a group: sums of a few terms in float64 differ by less
+
 
 @declares(is_reward=True)
 def none(groups: GroupScores) -> Advantages:
@@ -66,8 +68,13 @@ def max_rl(groups: GroupScores) -> Advantages:
 
 
 def centred(rewards: NDArray, name: str) -> NDArray[np.float64]:
-    """R − mean(R) in float64, exactly 0 if all rewards are equal (a rounded mean would leave residues)."""
+    """R − mean(R) in float64, exactly 0 if all rewards are equal up to rounding.
+
+    0.1 + 0.2 and 0.3 differ by 6e-17. Divided by their own spread, such residues would train as rewards do; so would those of a rounded mean.
+    """
     if len(rewards) < 2:
         raise ValueError(f"the advantage {name} compares the rollouts of a group, but this group has {len(rewards)}; use advantage=none")
     shifted = np.asarray(rewards, dtype=np.float64) - np.float64(rewards[0])
+    if np.abs(shifted).max() <= ROUNDING * np.abs(np.asarray(rewards, dtype=np.float64)).max():
+        return np.zeros_like(shifted)
     return shifted - shifted.mean()
