@@ -70,7 +70,7 @@ def max_rl(groups: GroupScores) -> Advantages:
 def centred(rewards: NDArray, name: str) -> NDArray[np.float64]:
     """R − mean(R) in float64, exactly 0 if all rewards are equal up to rounding.
 
-    0.1 + 0.2 and 0.3 differ by 6e-17. Divided by their own spread, such residues would train as rewards do; so would those of a rounded mean.
+    0.1 + 0.2 and 0.3 differ by 6e-17. Divided by their spread, such residues would train as rewards do; so would those of a rounded mean.
     """
     if len(rewards) < 2:
         raise ValueError(f"the advantage {name} compares the rollouts of a group, but this group has {len(rewards)}; use advantage=none")
