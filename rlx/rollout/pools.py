@@ -117,6 +117,9 @@ class Examples:
         """Rank of each row by the column; equal values have equal ranks."""
         path, falling = column.removeprefix("-"), column.startswith("-")
         values = [self._value(row, path) for row in self.rows]
+        for row, value in zip(self.rows, values, strict=True):
+            if value is None or value != value:  # NaN is neither smaller nor larger than any
+                raise ValueError(f"envs.{self.name}.curriculum={column}: example {row['example_id']} has {value} in this column")
         try:
             ranks = {value: rank for rank, value in enumerate(sorted(set(values), reverse=falling))}
         except TypeError as error:
