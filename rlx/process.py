@@ -18,6 +18,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import NoReturn
 
@@ -30,6 +31,7 @@ KEPT = 2**30  # bytes: larger allocations, and more free memory than this at the
 RETURNED = 2**20  # bytes: while freed memory is returned, allocations of this size and larger are their own, outside of the heap
 MOST = 2**25  # bytes: the largest size of the kind that every version of the library accepts, and that its own rule ends at
 HOST = "RLX_HOST"  # environment variable: the name by which other hosts of the run reach this one; set only in steps of a SLURM job
+TODAY = "RLX_TODAY"  # environment variable: an ISO date
 SUPERVISOR = "RLX_SUPERVISOR_PID"  # environment variable: the supervisor's process id, for its descendants on the same host
 
 _keeps = False  # whether `keep_freed_memory` was called
@@ -50,6 +52,12 @@ def die_with_parent() -> None:
     if os.getppid() == 1 if supervisor is None else not _lives(int(supervisor)):
         print("the parent process is gone; leaving", file=sys.stderr, flush=True)
         os._exit(ORPHANED)
+
+
+def today() -> datetime:
+    """The day that a template may put into a prompt (`strftime_now`): that on which the run began, in all its attempts; else this one."""
+    begun = os.environ.get(TODAY)
+    return datetime.fromisoformat(begun) if begun else datetime.now()
 
 
 def host_name() -> str:

@@ -128,3 +128,14 @@ def test_without_a_template_a_conversation_is_refused_as_by_the_tokenizer_itself
     for tokenizer in (own, loaded(described(own))):
         with pytest.raises(ValueError, match=r"chat.template"):
             tokenizer.apply_chat_template(TALK, tokenize=False)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["transformers", "written"])
+def test_a_template_sees_the_day_on_which_the_run_began(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama 3.2's template begins every prompt with the date: two days would be two data sets."""
+    monkeypatch.setenv("RLX_TODAY", "2024-02-29")
+    tokenizer: Any = build_tokenizer(64)
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }} " + str(tokenizer.chat_template)
+    if own:
+        tokenizer = WrittenTokenizer(described(tokenizer))
+    assert load_chat(tokenizer, model_config()).show([{"role": "user", "content": "hello"}]).startswith("29 Feb 2024")

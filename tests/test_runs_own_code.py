@@ -100,3 +100,13 @@ def test_what_a_stranger_on_this_machine_must_not_read_is_the_owners_alone(made,
 def test_a_name_that_would_break_a_script_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no part of a name: run\.dir="):
         compose([f"run.dir='{tmp_path}/a\nb'", "dry_run=true"], {})
+
+
+def test_the_day_that_templates_see_stays_that_of_the_first_attempt(made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLX_TODAY", "2024-02-29")
+    paths = made("run")
+    monkeypatch.delenv("RLX_TODAY")
+    assert provenance.begun_on(paths) == {"RLX_TODAY": "2024-02-29"}
+    provenance.write_provenance(paths, load_command(paths.root), again=True)
+    assert provenance.begun_on(paths) == {"RLX_TODAY": "2024-02-29"}
+    assert 'export RLX_TODAY="${RLX_TODAY-2024-02-29}"' in paths.reproduce.read_text()

@@ -73,6 +73,7 @@ def _run(role: str, argv: list[str]) -> int:
     from rlx.preflight.probes import environments_of, lines_of
     from rlx.process import SUPERVISOR
     from rlx.runs.claim import join, settle
+    from rlx.runs.provenance import begun_on
 
     replica, overrides = _replica(role, argv)
     composed = compose(overrides, without=[gpus_present])  # which is about all processes of the run, and others may be on other hosts
@@ -116,7 +117,7 @@ def _run(role: str, argv: list[str]) -> int:
     print(f"{spec.name} of the run in {paths.root}", flush=True)
     os.set_inheritable(lock.fd, True)  # the role holds the directory's lock while it is alive
     # The terminal or service manager stays the role's parent, so the role must die with it.
-    return os.execve(spec.argv[0], list(spec.argv), {**environment, SUPERVISOR: str(os.getppid())})
+    return os.execve(spec.argv[0], list(spec.argv), {**environment, **begun_on(paths), SUPERVISOR: str(os.getppid())})
 
 
 def _absent(role: str, replica: int, cfg: Config, plan: Sequence[ProcessSpec]) -> str:

@@ -21,6 +21,7 @@ RESERVED = {
     "RLX_PYTHONS": "where `rlx env install` makes Pythons; default `.pythons` of the checkout, else `~/.local/share/rlx/pythons`",
     "RLX_NEW_DIR": "read by a run's `reproduce.sh`: the directory of the new run",
     "RLX_SOURCE": "read by a run's `reproduce.sh`: the checkout to run instead of the recorded one",
+    "RLX_TODAY": "the day (2026-11-30) that a chat template sees as today's; default: that on which the run began",
     "RLX_REQUIRE_SLURM": "read by the tests: when set, SLURM tests fail where SLURM cannot be started, instead of being skipped",
     "RLX_REQUIRE_NAMESPACES": "the same for the test of two hosts in network namespaces",
     "RLX_HOST": "the name or address by which other hosts reach this one; the supervisor sets it, for roles by hand you do",

@@ -35,6 +35,7 @@ from rlx.paths import RunPaths, listed
 from rlx.plan.record import read_plan
 from rlx.process import disk_is_full, full_disk
 from rlx.runs.outside import is_inside
+from rlx.runs.provenance import begun_on
 from rlx.runs.status import Cause, Restart, Status, describe_returncode, last_lines, read_status
 from rlx.waiting import LEFT
 from rlx.weights import tmpfs
@@ -202,7 +203,7 @@ class Supervisor:
         self.specs = {spec.name: spec for spec in read_plan(self.paths.plan)}
         for spec in self.specs.values():
             try:
-                child = self.children.start(spec, os.environ | {TOKEN: self.token}, self.paths.log(self.status.attempt, spec.name))
+                child = self.children.start(spec, self._environment(), self.paths.log(self.status.attempt, spec.name))
             except (OSError, ValueError) as error:
                 return self._not_started(spec.name, error)
             self.selector.register(child.pidfd, selectors.EVENT_READ, None)
@@ -212,6 +213,9 @@ class Supervisor:
             self.status.processes.append({"role": spec.role, "replica": spec.replica, "host": host, "pid": pid})
         self._write_status()
         return None
+
+    def _environment(self) -> dict[str, str]:
+        return os.environ | {TOKEN: self.token} | begun_on(self.paths)
 
     def _not_started(self, name: str, error: Exception) -> Verdict:
         return Verdict(state="failed", blamed=name, reason=full_disk(error, self.paths.root) or f"could not be started: {error}")
@@ -227,7 +231,7 @@ class Supervisor:
         self.selector.unregister(old.pidfd)
         (self.paths.heartbeats / f"{name}.json").unlink(missing_ok=True)  # its silence counts from now
         try:
-            child = self.children.start_again(old, os.environ | {TOKEN: self.token}, log)
+            child = self.children.start_again(old, self._environment(), log)
         except (OSError, ValueError) as error:
             return self._not_started(name, error)
         self.selector.register(child.pidfd, selectors.EVENT_READ, None)

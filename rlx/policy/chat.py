@@ -17,6 +17,7 @@ from rlx.plain import utf8
 from rlx.policy.base import Call, Message, PolicyError, Reply
 from rlx.policy.parsers import CLOSE, OPEN, TOOL_PARSERS, UNREADABLE, arguments_as_json, read_reasoning
 from rlx.policy.templates import REMEDIES, decoded, problems, traits_of
+from rlx.process import today
 from rlx.trace import TraceBuilder, Turn
 
 TAGS = (OPEN, CLOSE, "<tool_call>", "</tool_call>")  # special tokens of some tokenizers, but part of what the model says
@@ -126,7 +127,7 @@ class Chat:
         if self._decodes_arguments:
             messages = [decoded(message) for message in messages]
         try:
-            options = {"add_generation_prompt": answer, "tokenize": False, **self._arguments}
+            options = {"add_generation_prompt": answer, "tokenize": False, "strftime_now": today().strftime, **self._arguments}
             return self.encode(self.tokenizer.apply_chat_template(messages, tools=tools, **options))  # in two calls: a quarter cheaper
         except Exception as error:  # a template is a program of the model's makers and may raise anything
             raise PolicyError(f"the chat template cannot show this conversation: {type(error).__name__}: {error}") from error

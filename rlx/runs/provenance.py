@@ -32,6 +32,7 @@ from rlx.config.roots import root_of
 from rlx.config.schema import CommandConfig
 from rlx.config.secret import conceal, hide_lines, secrets_of
 from rlx.paths import RunPaths, write_text
+from rlx.process import TODAY, today
 from rlx.runs import own_code
 from rlx.started import SOURCE
 
@@ -67,6 +68,7 @@ def write_provenance(paths: RunPaths, cfg: CommandConfig, *, again: bool = False
     record: dict[str, Any] = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": hide_lines(sys.argv, cfg),
+        "today": today().date().isoformat(),  # what templates see, in every attempt
         "cwd": os.getcwd(),
         "user": os.environ.get("USER"),
         "rlx": rlx.__version__,
@@ -90,8 +92,14 @@ def write_provenance(paths: RunPaths, cfg: CommandConfig, *, again: bool = False
     write_text(paths.provenance, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     if again:
         return
-    write_text(paths.reproduce, reproduce_script(root_of(cfg).command, source["commit"], list(secrets_of(cfg))))
+    write_text(paths.reproduce, reproduce_script(root_of(cfg).command, source["commit"], list(secrets_of(cfg)), record["today"]))
     paths.reproduce.chmod(0o755)
+
+
+def begun_on(paths: RunPaths) -> dict[str, str]:
+    """The variable by which a run's processes know the day on which it began (`rlx.process.today`); earlier versions have none."""
+    record = json.loads(paths.provenance.read_text()) if paths.provenance.is_file() else {}
+    return {TODAY: record["today"]} if record.get("today") else {}
 
 
 def pythons(paths: RunPaths, cfg: CommandConfig) -> dict[str, Any]:
@@ -218,11 +226,11 @@ def machine(*, gpus: bool) -> dict[str, Any]:
     return found
 
 
-def reproduce_script(command: str, commit: str | None, secrets: Sequence[str] = ()) -> str:
+def reproduce_script(command: str, commit: str | None, secrets: Sequence[str] = (), day: str = "") -> str:
     """The text of `reproduce.sh`, which runs the saved configuration again in a new directory.
 
     The variables RLX_NEW_DIR, RLX_SOURCE and PYTHON select that directory, another checkout and another interpreter.
-    `secrets`: keys whose values are not in the saved configuration; the user must give them again.
+    `secrets`: keys whose values are not in the saved configuration; the user must give them again. `day`: the one that templates saw.
     """
     given = "".join(f"\n# A secret value, so it is not saved: add {key}=VALUE, or {key}=null if it is not needed." for key in secrets)
     return f"""#!/bin/sh
@@ -252,6 +260,7 @@ quoted=$(printf %s "$new" | sed "s/'/\\\\\\\\'/g")
 cd {shlex.quote(os.getcwd())} 2>/dev/null || echo "reproduce: the run's working directory is gone; starting here" >&2
 # With -m, Python searches the working directory first, and that may be another checkout. rlx itself adds that folder, last.
 export PYTHONPATH="$source:$here/{own_code.FOLDER}${{PYTHONPATH:+:$PYTHONPATH}}" PYTHONSAFEPATH=1
+export {TODAY}="${{{TODAY}-{day}}}"
 exec "$python" -m rlx.cli {command} \\
     --config-dir "$here" --config-name config run.name=null "run.dir='$quoted'" clean=false dry_run=false "$@"
 """
