@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import zstandard
 
 from rlx.cli import main
 from rlx.config.errors import ConfigError
@@ -71,3 +72,23 @@ def test_a_step_of_another_users_run_is_not_replayed_with_its_own_loss(theirs: P
     with pytest.raises(ConfigError, match=r"loss\._target_=evil\.grpo\.\n  fix: read that code"):
         other_objective(run, ["loss=gspo"])
     assert not Path("executed").exists()
+
+
+@pytest.mark.parametrize("kind", ["a line without end", "a value nested without end"])
+@pytest.mark.parametrize("command", ["show theirs", "report theirs"])
+def test_rollouts_that_would_fill_the_memory_or_the_stack_are_refused(
+    theirs: Path, kind: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("rlx.runs.rollouts.LONGEST", 1 << 20)
+    monkeypatch.setattr("rlx.rollout.record.LARGEST", 1 << 22)
+    content = (
+        b"a" * (1 << 24) if kind == "a line without end" else b'{"env":"math","reward":1.0,"prompt":' + b"[" * 100_000 + b"]" * 100_000
+    )
+    file = theirs / "rollouts" / "step_000000.jsonl.zst"
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(zstandard.ZstdCompressor().compress(content + b"}\n"))
+    main(command.split())
+    out, err = capsys.readouterr()
+    assert "Traceback" not in out + err
+    text = out + err + (theirs / "report.html").read_text() if command.startswith("report") else out + err
+    assert any(words in text for words in ("is no rollout", "no rollout is that long", "no step is that large", "nested too deeply"))

@@ -106,6 +106,8 @@ def decoded(line: bytes) -> Any:
             return json.loads(line)
         except ValueError:
             raise error from None
+    except RecursionError:
+        raise ValueError("a value in it is nested too deeply to be read") from None
 
 
 def _line(line: bytes) -> _Line:
@@ -114,7 +116,7 @@ def _line(line: bytes) -> _Line:
         return _DECODER.decode(line)
     except msgspec.ValidationError:
         raise
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return msgspec.convert(decoded(line), _Line)
 
 

@@ -157,6 +157,9 @@ def index_source(source: Source) -> Iterator[RolloutIndex]:
         raise ConfigError(f"{source.path} cannot be read: {error}") from error
 
 
+LONGEST = 256 << 20  # bytes of a line
+
+
 def _is_compressed(path: Path) -> bool:
     with path.open("rb") as file:
         return file.read(4) == zstandard.FRAME_HEADER
@@ -173,6 +176,8 @@ def _lines(path: Path) -> Iterator[bytes]:
             raise ValueError("it is no zstd file")
         for block in _decompressed(file) if packed else iter(partial(file.read, 1 << 20), b""):
             *whole, rest = (rest + block).split(b"\n")
+            if len(rest) > LONGEST:
+                raise ValueError(f"it has a line of more than {LONGEST >> 20} MiB, and no rollout is that long")
             yield from (line + b"\n" for line in whole)
         if rest and packed:
             yield rest
@@ -181,7 +186,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 def _decompressed(file: BinaryIO) -> Iterator[bytes]:
     """The content of all frames of a file. Raises ValueError if the file ends within one."""
     frame: Any = None  # None: between two frames
-    while packed := file.read(1 << 16):
+    while packed := file.read(1 << 12):  # of which zstd can make 128 MiB
         while packed:
             frame = frame or zstandard.ZstdDecompressor().decompressobj()
             yield frame.decompress(packed)
