@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import verifiers as vf
 from datasets import Dataset
+from verifiers.types import Tool
 
 from rlx.config.schema import EnvConfig
 from rlx.envs.answers import answer_text, conversations, last_question
+from rlx.envs.verifiers_client import function_of
 from rlx.envs.verifiers_v0 import VerifiersEnvironment, load_environment
 
 WORDS = ["abc", "hello", "word", "xyzzy"]
@@ -141,3 +143,15 @@ def test_answers_that_are_no_text_are_unknown():
     assert answer_text(environment, environment.rows[0]) == environment.rows[0]["answer"]
     for answer in (None, "", 7):
         assert answer_text(environment, {"answer": answer}) is None
+
+
+def test_the_tools_of_a_row_do_not_show_those_of_other_rows() -> None:
+    """Arrow gives all rows the fields of each, as nulls."""
+    add = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    look = {"type": "object", "properties": {"page": {"type": "string", "enum": ["a"]}, "deep": {"type": "boolean"}}}
+    rows = Dataset.from_list([{"tools": [{"name": "add", "parameters": add}]}, {"tools": [{"name": "look", "parameters": look}]}])
+    assert rows[0]["tools"][0]["parameters"] != add
+    tools = [Tool(description="", **row["tools"][0]) for row in rows]
+    assert [function_of(tool)["function"]["parameters"] for tool in tools] == [add, look]
+    kept = {"type": "object", "properties": {"x": {"type": "integer", "default": None}}}
+    assert function_of(Tool(name="f", description="", parameters=kept))["function"]["parameters"] == kept

@@ -93,7 +93,15 @@ class EpisodeClient(Client):
 
 def function_of(tool: Tool) -> dict[str, Any]:
     """A tool as a function in OpenAI's form."""
-    return {"type": "function", "function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters}}
+    parameters = _without_filled(tool.parameters)
+    return {"type": "function", "function": {"name": tool.name, "description": tool.description, "parameters": parameters}}
+
+
+def _without_filled(schema: Any) -> Any:
+    """A schema without the nulls that Arrow puts into a row's tools for what only other rows' tools have, such as their parameters."""
+    if isinstance(schema, Mapping):
+        return {name: _without_filled(value) for name, value in schema.items() if value is not None or name in ("default", "const")}
+    return [_without_filled(value) for value in schema] if isinstance(schema, list) else schema
 
 
 def offered_tools(env: vf.Environment, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
