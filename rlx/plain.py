@@ -8,10 +8,15 @@ from __future__ import annotations
 import base64
 import datetime
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
+
+
+def one_text(parts: Iterable[str]) -> str:
+    """The parts of a message's content as one text, in data sets as in environments: with line breaks, as vLLM's chat route joins them."""
+    return "\n".join(parts)
 
 
 class CodecError(ValueError):

@@ -126,7 +126,7 @@ def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
 )
 def test_the_forms_of_a_row(row: dict[str, Any], messages: list | None, first: int) -> None:
     conversation = read_conversation(row)
-    assert conversation.messages == (messages or [{"role": "system", "content": "be kind"}])
+    assert conversation.messages == (messages or [{"role": "system", "content": "be\n kind"}])
     assert (conversation.first, conversation.tools) == (first, None)
 
 

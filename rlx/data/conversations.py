@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from rlx.plain import one_text
+
 Message = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
 AS_SYSTEM = "developer"  # OpenAI's name for the system's role since 2024
@@ -133,7 +135,7 @@ def _text(content: Any) -> str:
         if not isinstance(part, str) and not (isinstance(part, Mapping) and part.get("type") in PARTS):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise RowError(f"a message has content of type {kind!r}; only text can be trained")
-    return "".join(part if isinstance(part, str) else part.get("text") or "" for part in content)
+    return one_text(part if isinstance(part, str) else part.get("text") or "" for part in content)
 
 
 def _call(call: Any, fills: bool) -> dict[str, Any]:

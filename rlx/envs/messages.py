@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlx.plain import utf8
+from rlx.plain import one_text, utf8
 from rlx.policy.base import Message
 
 
@@ -34,7 +34,7 @@ def text_of(content: Any) -> str:
     parts = [part if isinstance(part, Mapping) else part.model_dump() for part in content]
     if others := sorted({str(part.get("type")) for part in parts if part.get("type") != "text"}):
         raise ValueError(f"a message of the conversation has parts of the type {', '.join(others)}, but rlx trains on text alone")
-    return "\n".join(part["text"] for part in parts)
+    return one_text(part["text"] for part in parts)
 
 
 def recorded(message: Any) -> Message:
