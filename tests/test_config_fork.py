@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
+from given_away import give_away
 
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose, to_yaml
@@ -61,10 +61,9 @@ def test_a_run_of_before_the_kubernetes_launcher_went_is_still_a_source(source: 
     assert compose([f"resume={source}"], {}).cfg.max_steps == 40
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
-def test_the_run_of_another_user_does_not_execute_code(source: Path) -> None:
+def test_the_run_of_another_user_does_not_execute_code(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = source / "config.yaml"
     file.write_text(file.read_text().replace("rlx.losses.gspo.gspo", "evil.loss"))
-    os.chown(file, 12345, 12345)
+    give_away(file, monkeypatch)
     with pytest.raises(ConfigError, match=r"loss\._target_=evil\.loss\.\n  fix: read that code"):
         compose([f"resume={source}"], {})

@@ -70,8 +70,9 @@ def test_a_changed_loss_is_seen_by_diff_resume_and_report_and_its_copy_is_run_ag
 
 
 def test_an_environments_package_is_recorded_whole(made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "my_env"
-    package.mkdir()
+    package = tmp_path / ".venv" / "my_env"  # where an installed one lies
+    package.mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(package.parent))
     (package / "__init__.py").write_text("def load_environment(): ...\n")
     (package / "words.txt").write_text("one")
     cfg = compose(["env=[]", "+envs.mine.id=my-env", "launcher.check_envs=false"], {}).cfg

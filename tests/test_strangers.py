@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import zstandard
+from given_away import give_away
 
 from rlx.cli import main
 from rlx.config.errors import ConfigError
@@ -54,20 +54,18 @@ def test_a_command_that_looks_imports_nothing(theirs: Path, command: str) -> Non
     assert "evil" not in sys.modules
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
-def test_an_evaluation_of_another_users_weights_takes_over_nothing_that_executes(theirs: Path) -> None:
+def test_an_evaluation_of_another_users_weights_takes_over_nothing_that_executes(theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     argv = ["dry_run=true", "launcher.check_envs=false", "weights_dir=theirs", "eval_base=false"]
     assert compose(argv, {}, EVAL).cfg.model.trust_remote_code, "it is the caller's own"
-    os.chown(theirs / "config.yaml", 12345, 12345)
+    give_away(theirs / "config.yaml", monkeypatch)
     composed = compose(argv, {}, EVAL)
     assert (composed.cfg.model.trust_remote_code, composed.cfg.envs["math"].python) == (False, None)
     assert any("of another user, because it makes code run: model.trust_remote_code=true, envs.math.python=" in n for n in composed.notes)
     assert compose([*argv, "model.trust_remote_code=true"], {}, EVAL).cfg.model.trust_remote_code
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
-def test_a_step_of_another_users_run_is_not_replayed_with_its_own_loss(theirs: Path) -> None:
-    os.chown(theirs / "config.yaml", 12345, 12345)
+def test_a_step_of_another_users_run_is_not_replayed_with_its_own_loss(theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    give_away(theirs / "config.yaml", monkeypatch)
     run = SimpleNamespace(root=theirs, config=load_command(theirs))
     with pytest.raises(ConfigError, match=r"loss\._target_=evil\.grpo\.\n  fix: read that code"):
         other_objective(run, ["loss=gspo"])

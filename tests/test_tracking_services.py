@@ -394,7 +394,7 @@ def test_a_service_that_cannot_begin_leaves_the_run_to_its_files(
     wandb = pytest.importorskip("wandb")
 
     def refuse(**_: Any) -> None:
-        raise PermissionError(13, "Permission denied", "/root/.config")
+        raise PermissionError(13, "Permission denied", "settings")
 
     monkeypatch.setattr(wandb, "init", refuse)
     config = Config(max_steps=2)

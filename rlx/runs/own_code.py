@@ -8,6 +8,7 @@ Packages from an index are known by name and version (`packages`, `pythons`); th
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import shutil
@@ -26,23 +27,31 @@ from rlx.config.targets import all_nodes_of
 from rlx.paths import RunPaths
 
 FOLDER = "code"
+BLOCK = 1 << 20  # bytes of a file that are hashed at a time
 LARGEST = 32 << 20  # bytes of a package that are copied; a larger one is only hashed
+NOT_WRITTEN = {"__pycache__", ".git", ".venv"}
 INSTALLED = {"site-packages", "dist-packages"}
 
 
 def record(paths: RunPaths, cfg: CommandConfig, copy: bool) -> dict[str, dict[str, Any]]:
-    """What the record says of each module. `copy`: into the run directory."""
-    found = {}
+    """What the record says of each module. `copy`: into the run directory. Of one that cannot be read, its path alone."""
+    found: dict[str, dict[str, Any]] = {}
     for name, place in modules(cfg):
-        files = files_of(place)
-        target = paths.root / FOLDER / place.name
-        copied = copy and sum(file.stat().st_size for file in files) <= LARGEST
-        for file in files if copied else ():
-            to = target / file.relative_to(place) if place.is_dir() else target
-            to.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, to)
-        found[name] = {"path": str(place), "code": digest_of(place, files), "copy": f"{FOLDER}/{place.name}" if copied else None}
+        found[name] = {"path": str(place), "code": None, "copy": None}
+        with contextlib.suppress(OSError):
+            found[name] |= _read(paths, place, copy)
     return found
+
+
+def _read(paths: RunPaths, place: Path, copy: bool) -> dict[str, Any]:
+    files = files_of(place)
+    target = paths.root / FOLDER / place.name
+    copied = copy and sum(file.stat().st_size for file in files) <= LARGEST
+    for file in files if copied else ():
+        to = target / file.relative_to(place) if place.is_dir() else target
+        to.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, to)
+    return {"code": digest_of(place, files), "copy": f"{FOLDER}/{place.name}" if copied else None}
 
 
 def modules(cfg: CommandConfig) -> Iterator[tuple[str, Path]]:
@@ -76,7 +85,8 @@ def files_of(place: Path) -> list[Path]:
     """A file alone, or all files of a package that do not come from running it."""
     if not place.is_dir():
         return [place]
-    return sorted(file for file in place.rglob("*") if file.is_file() and not {"__pycache__", ".git", ".venv"} & {*file.parts})
+    found = (file for file in place.rglob("*") if not NOT_WRITTEN & {*file.relative_to(place).parts})  # the package may lie in a .venv
+    return sorted(file for file in found if file.is_file())
 
 
 def digest_of(place: Path, files: list[Path]) -> str:
@@ -84,7 +94,9 @@ def digest_of(place: Path, files: list[Path]) -> str:
     digest = xxhash.xxh3_64()
     for file in files:
         digest.update(f"{file.relative_to(place.parent)}\0".encode())
-        digest.update(file.read_bytes())
+        with file.open("rb") as opened:
+            while block := opened.read(BLOCK):
+                digest.update(block)
     return digest.hexdigest()
 
 
