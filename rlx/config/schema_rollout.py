@@ -35,6 +35,43 @@ class EnvSampling:
 
 
 @dataclass
+class BoxConfig:
+    """What a sandbox holds, and what it may use. Only environments whose agents run in one read it."""
+
+    image: str | None = key(
+        None,
+        "its file system: an image's name (podman, docker), a folder with a Dockerfile, a root file system's folder or its .tar (bwrap: "
+        "unpacked; podman, docker: imported); null: this machine's /usr (bwrap). A column `image` of a task comes before it",
+    )
+    folders: list[str] = key([], "folders of this machine that it can read at the same path, as programs and data sets")
+    network: bool = key(False, "whether it reaches the network; without it reaches the gateway alone")
+    cpus: float | None = key(None, "processors that it may use together; null: no bound", above=0)
+    memory_gb: float | None = key(
+        4.0, "GiB for all its processes and files together; without control groups, for each process; null: no bound", above=0
+    )
+    processes: int | None = key(512, "processes and threads at a time; null: no bound", low=1)
+    disk_gb: float = key(1.0, "GiB of files in its folder /work, which is in memory", above=0)
+
+
+@dataclass
+class HarnessConfig:
+    """The program that plays an environment of programs, or a v1 taskset."""
+
+    command: list[str] = key(
+        [],
+        "the program and its arguments; {prompt}, {base_url}, {key}, {python} (that of the environment) and columns of the task are filled "
+        "in, and the box can read the files that it names; empty: no program, the model has a shell in the box",
+    )
+    variables: dict[str, str] = key({}, "environment variables of the program, beside those that name the gateway")
+    install: list[str] = key(
+        [], "a command that fills the folder {folder} once on this machine; each box can read it at the same path, as `command` names it"
+    )
+    timeout: float | None = key(None, "seconds for the program; what it has done by then is scored; null: the rollout's time", above=0)
+    max_turns: int | None = key(None, "answers of the model in a rollout; null: no bound", low=1)
+    max_tokens: int | None = key(None, "sampled tokens of all answers in a rollout; null: no bound", low=1)
+
+
+@dataclass
 class EnvConfig:
     id: str = key(MISSING, "verifiers environment: module name or `owner/name`")
     args: dict[str, Any] = key({}, "arguments of its `load_environment`; of a v1 taskset: verifiers' `env` block without `taskset.id`")
@@ -72,6 +109,14 @@ class EnvConfig:
         None,
         "the Python that its workers use, a path or a name of `rlx env list`; null: the one that `rlx env install` has made for it",
     )
+    sandbox: str = key(
+        "auto",
+        "where the agents' programs and commands run: `bwrap` (bubblewrap: no daemon, no root), `podman`, `docker`, `apptainer` (v1 "
+        "tasksets); `none`: on this machine without isolation; `auto`: what is there, never without isolation and never what costs money",
+        choices=("auto", "bwrap", "podman", "docker", "apptainer", "none"),
+    )
+    box: BoxConfig = section(BoxConfig)
+    harness: HarnessConfig = section(HarnessConfig)
     sampling: EnvSampling = section(EnvSampling)
 
 

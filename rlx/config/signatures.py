@@ -80,8 +80,8 @@ def _is_declaration(decorator: ast.expr) -> bool:
     return isinstance(decorator, ast.Call) and isinstance(decorator.func, ast.Name) and decorator.func.id == declares.__name__
 
 
-FUNCTION = "rlx.envs.function"
-"""The id of the environment that is a reward function over rows."""
+OWN_KINDS = {"rlx.envs.function": "function", "rlx.agents.program": "program", "rlx.agents.outside": "gateway"}
+"""The environments that are modules of rlx and need no verifiers, by their ids: a reward function, programs, programs elsewhere."""
 
 
 def module_of(environment: str) -> str:

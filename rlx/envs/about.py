@@ -31,7 +31,7 @@ def about(config: EnvConfig) -> About:
     found = About()
     try:
         found = replace(found, kind=kind_of(config.id))
-        found = {"v1": _v1, "classic": _classic, "function": _function}[found.kind](config, found)
+        found = {"v1": _v1, "classic": _classic}.get(found.kind, _own)(config, found)
         return found if found.needs else _checked(config, found)
     except KeyboardInterrupt:
         raise
@@ -127,12 +127,13 @@ def _tools(env: Any) -> tuple[Entry, ...]:
     return tuple(Entry(name=str(one["name"]), doc=paragraph(str(one.get("description") or ""))) for one in functions)
 
 
-# a reward function over rows
+# rlx's own kinds
 
 
-def _function(config: EnvConfig, found: About) -> About:
-    from rlx.envs.function import function_of, load_environment
+def _own(config: EnvConfig, found: About) -> About:
+    from rlx.envs.function import function_of
 
+    load_environment = importlib.import_module(config.id).load_environment
     documented = arguments_in(inspect.getdoc(load_environment) or "")
     arguments = tuple(
         Entry(
@@ -143,7 +144,12 @@ def _function(config: EnvConfig, found: About) -> About:
         )
         for name, parameter in inspect.signature(load_environment).parameters.items()
     )
-    found = replace(found, arguments=arguments, doc=paragraph(inspect.getdoc(load_environment) or ""), type="reward function")
+    found = replace(
+        found,
+        arguments=arguments,
+        doc=paragraph(inspect.getdoc(load_environment) or ""),
+        type={"function": "reward function", "program": "programs", "gateway": "programs elsewhere"}[found.kind],
+    )
     if (path := config.args.get("reward")) is None:
         raise _Known(found)  # there is nothing to load yet
     return replace(found, rewards=(Entry(name=str(path), doc=paragraph(inspect.getdoc(function_of(str(path))) or ""), weight=1.0),))

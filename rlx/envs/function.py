@@ -20,7 +20,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -31,14 +31,14 @@ from rlx.envs.errors import FailureLog, failure_of
 from rlx.envs.stacks import waits_at
 from rlx.envs.together import abandon, raised_by, run_for, together
 from rlx.plain import CodecError, to_json
-from rlx.policy.base import Message, Policy, PromptTooLong, Reply
+from rlx.policy.base import Message, Policy, PromptTooLong
 from rlx.stacks import rollout_name
 from rlx.trace import Trace
 from rlx.types import Rollout, Task
 
 log = logging.getLogger(__name__)
 
-Reward = Callable[[str, dict[str, Any]], Any]
+Reward = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,17 @@ class Source:
     prompt: str
     answer: str | None
     system: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """An episode that has ended, and what the function says of it: a number, or the exception that it raised."""
+
+    trace: Trace
+    completion: list[Message]
+    reward: Any
+    stop: str
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def load_environment(
@@ -77,13 +88,19 @@ def load_environment(
         eval_split: its split; None: `split`.
     """
 
+    return Source(opened(data, subset, split, eval_data, eval_split), function_of(reward), prompt, answer, system)
+
+
+def opened(data: str, subset: str | None, split: str, eval_data: str | None, eval_split: str | None) -> Callable[[bool], Rows]:
+    """Opens the rows for evaluation, or those for training."""
+
     def rows(evaluates: bool) -> Rows:
         if evaluates and eval_data is None and eval_split is None:
             log.warning("%s: neither eval_data nor eval_split names rows for evaluation; those of training are evaluated", data)
         name, part = (eval_data or data, eval_split or split) if evaluates else (data, split)
         return open_rows(name, subset=subset, split=part)
 
-    return Source(rows, function_of(reward), prompt, answer, system)
+    return rows
 
 
 def function_of(path: str) -> Reward:
@@ -176,12 +193,14 @@ class FunctionEnvironment:
     scores_groups = False
     env = None  # nothing of another library
 
+    failures_of: Mapping[type[BaseException], str] = {}  # causes of a rollout that has failed, by what it raised; else model_error
+
     def __init__(self, name: str, source: Source, config: EnvConfig, timeout: float) -> None:
         self.name, self.reward, self.timeout, self.reward_raises = name, source.reward, timeout, config.reward_raises
         self.policy: Policy | None = None
         self.scores: Callable[[Trace], None] | None = None  # called before rewards compute, with what is trained if it has any
         self.rows = TaskRows(source, config.split == "eval", config.num_tasks)
-        file = getattr(sys.modules.get(str(config.args["reward"]).rpartition(".")[0]), "__file__", None)
+        file = getattr(sys.modules.get(str(config.args.get("reward")).rpartition(".")[0]), "__file__", None)
         self.sources = Path(file) if file else None
         self.failures = FailureLog(log)
         self._label = str(getattr(source.reward, "__name__", "reward"))
@@ -212,42 +231,46 @@ class FunctionEnvironment:
                 return failed(task, member, episode, "error", "prompt_too_long", filled(self.policy), timing)
             failure = failure_of(raised, self.sources)
             self.failures.note(self.name, f"example {task.example_id}", failure)
-            return failed(task, member, episode, "error", "model_error", failure.text, timing)
-        reply, reward = playing.result()
+            cause = next((cause for kind, cause in self.failures_of.items() if isinstance(raised, kind)), "model_error")
+            return failed(task, member, episode, "error", cause, failure.text, timing)
+        ended = playing.result()
         rollout = Rollout(
             task=task,
             member=member,
-            trace=episode.trace,
+            trace=ended.trace,
             prompt=task.row["prompt"],
-            completion=[reply.message],
+            completion=ended.completion,
             reward=0.0,
             rewards={},
-            metrics={REWARD_ERROR: 0.0},
+            metrics={REWARD_ERROR: 0.0, **ended.metrics},
             status="ok",
-            stop="length" if reply.truncated else "answered",
-            is_truncated=reply.truncated,
+            stop=ended.stop,
+            is_truncated=any(node.finish_reason == "length" for node in ended.trace.nodes),
             timing=timing,
         )
-        return self._scored(rollout, reward)
+        return self._scored(rollout, ended.reward)
 
-    async def _episode(self, task: Task, episode: Any, timing: dict[str, float]) -> tuple[Reply, Any]:
-        """The answer, and what the function says of it: a number, or the exception that it raised."""
+    async def _episode(self, task: Task, episode: Any, timing: dict[str, float]) -> Ended:
+        """Play and score."""
         began = time.monotonic()
         reply = await episode.respond(task.row["prompt"])
         timing["generation"] = time.monotonic() - began
-        if self.scores is not None:
-            self.scores(episode.trace)
-        try:
-            call = functools.partial(self.reward, reply.content, dict(task.row))
-            if inspect.iscoroutinefunction(self.reward):
-                reward = await call()
-            else:
-                reward = await asyncio.get_running_loop().run_in_executor(None, call)
-                reward = await reward if inspect.isawaitable(reward) else reward
-        except (Exception, SystemExit) as error:  # a reward that runs what the model wrote may meet `exit()`
-            reward = error
+        reward = await self._score(episode.trace, reply.content, dict(task.row))
         timing["scoring"] = time.monotonic() - began - timing["generation"]
-        return reply, reward
+        return Ended(episode.trace, [reply.message], reward, "length" if reply.truncated else "answered")
+
+    async def _score(self, trace: Trace, *arguments: Any) -> Any:
+        """What the function says, or the exception that it raised."""
+        if self.scores is not None:
+            self.scores(trace)
+        try:
+            call = functools.partial(self.reward, *arguments)
+            if inspect.iscoroutinefunction(self.reward):
+                return await call()
+            reward = await asyncio.get_running_loop().run_in_executor(None, call)
+            return await reward if inspect.isawaitable(reward) else reward
+        except (Exception, SystemExit) as error:  # a reward that runs what the model wrote may meet `exit()`
+            return error
 
     def _scored(self, rollout: Rollout, reward: Any) -> Rollout:
         if isinstance(reward, BaseException):

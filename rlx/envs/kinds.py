@@ -1,4 +1,4 @@
-"""Which kind of environment a name stands for: classic (`load_environment`), a v1 taskset (a `Taskset` in `__all__`), or our function."""
+"""Which kind of environment a name stands for: classic (`load_environment`), a v1 taskset (a `Taskset` in `__all__`), or one of ours."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
-from rlx.config.signatures import FUNCTION, module_of
+from rlx.config.signatures import OWN_KINDS, module_of
 
-Kind = Literal["classic", "v1", "function"]
+Kind = Literal["classic", "v1", "function", "program", "gateway"]
 
 
 def kind_of(env_id: str) -> Kind:
@@ -24,8 +24,8 @@ def kind_of(env_id: str) -> Kind:
     A package that offers both kinds is classic, unless the installed verifiers has only v1 (from 0.4 on).
     Raises ValueError, with a sentence for people, if no such package is installed or if it is no environment, and what importing it raises.
     """
-    if env_id == FUNCTION:
-        return "function"
+    if env_id in OWN_KINDS:
+        return OWN_KINDS[env_id]  # type: ignore[return-value]
     module = module_of(env_id)
     if not module.isidentifier():
         raise ValueError(f"{env_id!r} is not the name of an environment: write the name of an installed module, or owner/name")

@@ -6,6 +6,7 @@ the function, because the import takes seconds: a run whose environments all hav
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rlx.config.evaluated import played
 from rlx.config.pythons import shipped
 from rlx.config.schema import Config, EnvConfig, PlayRoot
-from rlx.config.signatures import FUNCTION, module_of
+from rlx.config.signatures import OWN_KINDS, module_of
 from rlx.envs.base import Environment, Local, sampling_of
 from rlx.envs.wire import Settings
 from rlx.process import hidden, importing
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 def load_one(name: str, config: EnvConfig, settings: Settings) -> Local:
     """Load `config.id` in this process as the environment `name`. Call it on the main thread.
 
-    Imports verifiers, unless it is a reward function. Raises ValueError or RuntimeError with a sentence for people, or what the
+    Imports verifiers, unless it is one of rlx's own kinds. Raises ValueError or RuntimeError with a sentence for people, or what the
     environment's own `load_environment` raises.
     """
     from rlx.envs.kinds import kind_of
@@ -42,13 +43,13 @@ def load_one(name: str, config: EnvConfig, settings: Settings) -> Local:
     # A job that runs a snapshot sets it for `python -m rlx…`. A script that the environment starts must find the modules beside it.
     os.environ.pop("PYTHONSAFEPATH", None)
     load: Callable[..., Local]
-    if config.id != FUNCTION and importlib.util.find_spec("verifiers") is None:
+    if config.id not in OWN_KINDS and importlib.util.find_spec("verifiers") is None:
         what = "rlx" if shipped(module_of(config.id)) else config.id
         raise RuntimeError(f"{config.id} needs verifiers, and this Python ({sys.executable}) has none. Install it: rlx env install {what}")
     with importing():
         kind = kind_of(config.id)
-        if kind == "function":
-            from rlx.envs.function import load  # type: ignore[assignment]
+        if config.id in OWN_KINDS:
+            load = importlib.import_module(config.id).load
         elif kind == "v1":
             from rlx.envs.verifiers_v1 import load_environment as load
         else:

@@ -131,6 +131,10 @@ class TokenEpisode(ObservationRecorder):
             self.answered(number)
         return reply
 
+    def count(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> int:
+        """How many tokens the prompt of a request has."""
+        return len(self.policy.chat.render(list(messages), [dict(tool) for tool in tools] if tools else None))
+
     def keep(self, request_ids: Sequence[str]) -> Trace:
         """See `rlx.policy.base.Episode.keep`. Warns of those that cannot be trained; requests beside the trajectory may ask anything."""
         for request_id in request_ids:

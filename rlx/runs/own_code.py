@@ -22,7 +22,7 @@ import xxhash
 from rlx.config.evaluated import environments
 from rlx.config.pythons import python_of, shipped, sources_of
 from rlx.config.schema import CommandConfig
-from rlx.config.signatures import FUNCTION, READABLE, module_of
+from rlx.config.signatures import OWN_KINDS, READABLE, module_of
 from rlx.config.targets import all_nodes_of
 from rlx.paths import RunPaths
 
@@ -58,7 +58,7 @@ def modules(cfg: CommandConfig) -> Iterator[tuple[str, Path]]:
     """Names and files, or folders, of the modules and packages."""
     named = [str(node.get("_target_")) for node, _ in all_nodes_of(cfg).values()]
     played = environments(cfg)
-    named += [str(env.args["reward"]) for env in played.values() if env.id == FUNCTION and "reward" in env.args]
+    named += [str(env.args["reward"]) for env in played.values() if env.id in OWN_KINDS and env.args.get("reward")]
     for name in dict.fromkeys(target.partition(".")[0] for target in named):
         place = None if name in READABLE or name in sys.stdlib_module_names else _place(name)
         if place is not None and not INSTALLED & {*place.parts}:

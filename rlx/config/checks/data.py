@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from rlx.config.rules import Show, rule
 from rlx.config.schema import Config
-from rlx.config.signatures import FUNCTION, is_installed, module_of
+from rlx.config.signatures import OWN_KINDS, is_installed, module_of
 
 # environments
 
@@ -28,7 +28,7 @@ def environments(cfg: Config, of: Show) -> Iterator[str]:
 def module_problems(key: str, env_id: str, installed: bool, of: Show) -> Iterator[str]:
     """Whether a key names an environment. `installed`: it must be installed here."""
     module = module_of(env_id)
-    if module != FUNCTION and not module.isidentifier():
+    if module not in OWN_KINDS and not module.isidentifier():
         yield f"{of(key)} is not the name of a Python module. Write the name of an installed environment, or owner/name."
     elif installed and not is_installed(module):
         yield (

@@ -1,0 +1,395 @@
+"""Boxes: where the programs and commands of a rollout run, away from the host's files, from its network and from each other.
+
+    box = await open_box(kind, config); result = await box.run(["sh", "-c", "make test"], {}, timeout=60); await box.close()
+
+A box is one process that holds namespaces (bubblewrap) or a container (podman, docker); commands enter it. It lives as long as a pipe to
+this process: however this process ends, the kernel ends all that is in the box, and its files, which are in memory, are gone with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlx.agents.cgroups import Group
+from rlx.config.schema_rollout import BoxConfig
+
+HOME = "/work"  # the folder of a box, and its programs' home
+PORT = 4000  # of the gateway in a box without network
+MOST_OUTPUT = 2**20  # bytes of a command's output that are kept, half from its beginning and half from its end
+START = 60.0  # seconds to start a box
+HOST_ETC = ("alternatives", "ssl", "ca-certificates", "ld.so.cache", "passwd", "group", "localtime", "nsswitch.conf")
+LISTEN = (
+    "import socket, sys; s = socket.socket(); s.bind(('127.0.0.1', int(sys.argv[2]))); s.listen(128); "
+    "socket.send_fds(socket.socket(fileno=int(sys.argv[1])), [b'1'], [s.fileno()])"
+)
+NUMBERS = itertools.count()
+
+
+class BoxError(RuntimeError):
+    """A box that cannot be started or used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a command left."""
+
+    code: int  # negative: the signal that ended it
+    stdout: str
+    stderr: str
+    late: bool = False  # it ran out of time and was ended
+
+
+class Box:
+    """A folder of this machine, without isolation. Subclasses isolate."""
+
+    def __init__(self, config: BoxConfig, image: str | None) -> None:
+        self.config, self.image, self.number = config, image, next(NUMBERS)
+        self.home = HOME
+        self.group = Group()
+        self._running: set[asyncio.subprocess.Process] = set()
+
+    async def start(self) -> None:
+        """Make it. Raises BoxError."""
+        self.home = tempfile.mkdtemp(prefix=f"rlx-box-{os.getpid()}-")
+        os.mkdir(f"{self.home}/tmp")
+        self.group = Group.make(self.number, self.config)
+
+    def command(self, argv: Sequence[str], variables: Mapping[str, str]) -> list[str]:
+        """The command of this machine that runs a command in the box."""
+        return ["env", "-i", f"--chdir={self.home}", *(f"{name}={value}" for name, value in variables.items()), *argv]
+
+    async def listening(self) -> socket.socket | None:
+        """A socket at PORT of the box's own network; None: the box has this machine's."""
+        return None
+
+    def variables(self, more: Mapping[str, str]) -> dict[str, str]:
+        """The environment of a command: nothing of this process but its language."""
+        path = f"{Path(sys.executable).parent}:" if self.home != HOME else ""
+        own = {"HOME": self.home, "TMPDIR": f"{self.home}/tmp", "PATH": f"{path}/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"}
+        return {**own, "LANG": "C.UTF-8", **more}
+
+    async def run(
+        self, argv: Sequence[str], variables: Mapping[str, str] | None = None, *, timeout: float | None = None, given: bytes = b""
+    ) -> Result:
+        """Run a command in the box's folder. `given`: its standard input. Without control groups it gets the bounds for itself alone."""
+        command = [*self._bounds(), *self.command(argv, self.variables(variables or {}))]
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+        self._running.add(process)
+        assert process.stdin is not None
+        late = False
+        try:
+            outputs = asyncio.gather(_bounded(process.stdout), _bounded(process.stderr), _give(process.stdin, given))
+            done, _ = await asyncio.wait({outputs}, timeout=timeout)
+            if not done:
+                late = True
+                _end(process)
+                done, _ = await asyncio.wait({outputs}, timeout=5.0)  # what it left behind may hold the pipes
+            out, err = outputs.result()[:2] if done else ("", "")
+            outputs.cancel()
+            return Result(await process.wait(), out, err, late)
+        finally:
+            _end(process)
+            self._running.discard(process)
+
+    async def write(self, files: Mapping[str, str | bytes]) -> None:
+        """Write files below the box's folder. Raises BoxError."""
+        for name, content in files.items():
+            data = content.encode() if isinstance(content, str) else content
+            script = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1"'
+            result = await self.run(["sh", "-c", script, "sh", name], given=data, timeout=START)
+            if result.code:
+                raise BoxError(f"the file {name} cannot be written in the box: {result.stderr.strip()[-300:]}")
+
+    async def read(self, name: str) -> str | None:
+        """The text of a file, at most MOST_OUTPUT bytes; None: there is none."""
+        result = await self.run(["cat", "--", name], timeout=START)
+        return None if result.code else result.stdout
+
+    async def close(self) -> None:
+        """End everything in it, and remove it."""
+        for process in self._running:
+            _end(process)
+        await asyncio.to_thread(shutil.rmtree, self.home, True)
+        self.group.remove()
+
+    def _bounds(self) -> list[str]:
+        limits, has = self.config, self.group.bounds
+        bounds = ["--core=0", *([f"--fsize={int(limits.disk_gb * 2**30)}"] if type(self) is Box else [])]
+        bounds += [f"--nproc={limits.processes}"] if limits.processes and "pids" not in has and type(self) is not Box else []
+        bounds += [f"--as={int(limits.memory_gb * 2**30)}"] if limits.memory_gb and "memory" not in has else []
+        return ["sh", "-c", f'{self.group.enter()}exec "$@"', "sh", "prlimit", *bounds]
+
+
+class Held(Box):
+    """A box that one process holds, whose standard input is its life."""
+
+    own_network = True
+
+    async def start(self) -> None:
+        self.group = Group.make(self.number, self.config)
+        pipe = asyncio.subprocess.PIPE
+        status, theirs = os.pipe()
+        command = ["sh", "-c", f'{self.group.enter()}exec "$@"', "sh", *self.starting(theirs)]
+        try:
+            self._holder = await asyncio.create_subprocess_exec(
+                *command, stdin=pipe, stdout=pipe, stderr=pipe, pass_fds=(theirs,), start_new_session=True
+            )
+            os.close(theirs)
+            theirs = -1
+            assert self._holder.stdout is not None
+            async with asyncio.timeout(START):
+                line = await self._holder.stdout.readline()
+            if not line:
+                raise BoxError(await self._words())
+            self.pid = await self.first(os.read(status, 4096) if isinstance(self, Bubblewrap) else b"")
+        except TimeoutError:
+            raise BoxError(f"the box did not start within {START:g} s") from None
+        except OSError as error:
+            raise BoxError(f"the box cannot start: {error}") from error
+        finally:
+            os.close(status)
+            if theirs >= 0:
+                os.close(theirs)
+
+    async def _words(self) -> str:
+        assert self._holder.stderr is not None
+        said = (await self._holder.stderr.read()).decode(errors="replace").strip()
+        return f"the box cannot start: {said[-500:] or f'exit code {await self._holder.wait()}'}"
+
+    def starting(self, status: int) -> list[str]:
+        """The command that makes it. `status`: a file descriptor for what it says of itself."""
+        raise NotImplementedError
+
+    async def first(self, said: bytes) -> int:
+        """The process id, on this machine, of its first process."""
+        raise NotImplementedError
+
+    async def listening(self) -> socket.socket | None:
+        if not self.own_network:
+            return None
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            script = [sys.executable, "-I", "-S", "-c", LISTEN, str(theirs.fileno()), str(PORT)]
+            enter = ["nsenter", f"--target={self.pid}", *self.user(), "--net", "--preserve-credentials", "--", *script]
+            helper = await asyncio.create_subprocess_exec(*enter, pass_fds=(theirs.fileno(),), stderr=asyncio.subprocess.PIPE)
+            _, said = await helper.communicate()
+            if helper.returncode:
+                raise BoxError(f"the gateway cannot listen in the box: {said.decode(errors='replace').strip()[-300:]}")
+            _, (fd,), _, _ = socket.recv_fds(ours, 1, 1)
+        return socket.socket(fileno=fd)
+
+    def user(self) -> list[str]:
+        """The option of nsenter for the box's user namespace, if it has one of its own."""
+        own = os.readlink(f"/proc/{self.pid}/ns/user") != os.readlink("/proc/self/ns/user")
+        return ["--user"] if own else []
+
+    async def close(self) -> None:
+        for process in self._running:
+            _end(process)
+        holder = getattr(self, "_holder", None)
+        if holder is not None:
+            _end(holder)
+            await holder.wait()
+        await self.remove()
+        for _ in range(50):  # the kernel ends its processes a moment later
+            self.group.remove()
+            if not any(folder.exists() for folder in self.group.folders):
+                break
+            await asyncio.sleep(0.02)
+
+    async def remove(self) -> None:
+        """Remove what its process does not take with it."""
+
+
+class Bubblewrap(Held):
+    """Namespaces made by bubblewrap. Its user is nobody that this machine knows, and has no capability."""
+
+    @property
+    def own_network(self) -> bool:  # type: ignore[override]
+        """Whether it has one, with its own loopback."""
+        return not self.config.network
+
+    def starting(self, status: int) -> list[str]:
+        size = str(int(self.config.disk_gb * 2**30))
+        sized = ["--size", size] if "--size" in _bwrap_help() else []
+        argv = ["bwrap", "--unshare-all", "--unshare-user", "--uid", "1000", "--gid", "1000", "--hostname", "box", "--die-with-parent"]
+        argv += [
+            "--new-session",
+            "--cap-drop",
+            "ALL",
+            "--clearenv",
+            "--info-fd",
+            str(status),
+            *(["--share-net"] if self.config.network else []),
+        ]
+        argv += ["--disable-userns"] if "--disable-userns" in _bwrap_help() else []
+        argv += _root(Path(self.image)) if self.image else _host_root(self.config.network)
+        argv += ["--proc", "/proc", "--dev", "/dev", *sized, "--tmpfs", "/dev/shm"]
+        for folder in self.config.folders:
+            argv += ["--ro-bind", folder, folder]
+        argv += [*sized, "--tmpfs", HOME, "--dir", f"{HOME}/tmp", "--symlink", "work/tmp", "/tmp", "--chdir", HOME]
+        return [*argv, "--remount-ro", "/dev", "--remount-ro", "/", "--", "sh", "-c", "echo ready; read -r _"]
+
+    async def first(self, said: bytes) -> int:
+        return int(json.loads(said)["child-pid"])
+
+    def command(self, argv: Sequence[str], variables: Mapping[str, str]) -> list[str]:
+        enter = [
+            "nsenter",
+            f"--target={self.pid}",
+            "--user",
+            "--mount",
+            "--net",
+            "--pid",
+            "--ipc",
+            "--uts",
+            "--root",
+            "--preserve-credentials",
+        ]
+        inside = ["sh", "-c", f'cd {HOME} && exec "$@"', "sh", *argv]
+        return [*enter, "--", "env", "-i", *(f"{name}={value}" for name, value in variables.items()), *inside]
+
+
+class Container(Held):
+    """A container of podman or docker."""
+
+    engine = "podman"
+
+    @property
+    def name(self) -> str:
+        """The container's name."""
+        return f"rlx-{os.getpid()}-{self.number}"
+
+    def starting(self, status: int) -> list[str]:
+        limits = self.config
+        argv = [self.engine, "run", "--rm", "--interactive", "--name", self.name, "--cap-drop=ALL", "--security-opt=no-new-privileges"]
+        argv += [] if limits.network else ["--network=none"]
+        argv += [f"--cpus={limits.cpus}"] if limits.cpus else []
+        argv += [f"--memory={int(limits.memory_gb * 2**30)}"] if limits.memory_gb else []
+        argv += [f"--pids-limit={limits.processes}"] if limits.processes else []
+        for folder in limits.folders:
+            argv += ["--volume", f"{folder}:{folder}:ro"]
+        argv += ["--tmpfs", f"{HOME}:rw,exec,mode=1777,size={int(limits.disk_gb * 2**30)}", "--workdir", HOME, "--entrypoint", ""]
+        return [*argv, str(self.image), "sh", "-c", f"mkdir -p {HOME}/tmp; echo ready; read -r _"]
+
+    async def first(self, said: bytes) -> int:
+        code, out = await _output([self.engine, "inspect", "--format", "{{.State.Pid}}", self.name])
+        if code:
+            raise BoxError(out)
+        return int(out)
+
+    def command(self, argv: Sequence[str], variables: Mapping[str, str]) -> list[str]:
+        own = [part for name, value in variables.items() if name != "PATH" for part in ("--env", f"{name}={value}")]
+        return [self.engine, "exec", "--interactive", "--workdir", HOME, *own, self.name, *argv]
+
+    def _bounds(self) -> list[str]:
+        return ["env"]  # the engine has them
+
+    async def remove(self) -> None:
+        await _output([self.engine, "rm", "--force", *(["--time", "0"] if self.engine == "podman" else []), self.name])
+
+
+class Docker(Container):
+    engine = "docker"
+
+
+KINDS: dict[str, type[Box]] = {"none": Box, "bwrap": Bubblewrap, "podman": Container, "docker": Docker}
+
+
+async def open_box(kind: str, config: BoxConfig, image: str | None = None) -> Box:
+    """A box of a kind that `rlx.agents.images.choose` has found, from an image that `prepared` has made. Raises BoxError."""
+    box = KINDS[kind](config, image)
+    try:
+        await box.start()
+    except BaseException:
+        await box.close()
+        raise
+    return box
+
+
+def sweep() -> None:
+    """Remove the folders of boxes without isolation whose worker was killed."""
+    for folder in Path(tempfile.gettempdir()).glob("rlx-box-*-*"):
+        if not Path(f"/proc/{folder.name.split('-')[2]}").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@functools.cache
+def _bwrap_help() -> str:
+    return os.popen("bwrap --help 2>&1").read()
+
+
+def _host_root(network: bool) -> list[str]:
+    """This machine's programs, without its data."""
+    argv = ["--ro-bind", "/usr", "/usr"]
+    for name in ("bin", "lib", "lib64", "lib32", "sbin"):
+        path = Path("/", name)
+        if path.is_symlink():
+            argv += ["--symlink", os.readlink(path), str(path)]
+        elif path.is_dir():
+            argv += ["--ro-bind", str(path), str(path)]
+    for name in (*HOST_ETC, *(("resolv.conf", "hosts") if network else ())):
+        argv += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
+    return argv
+
+
+def _root(folder: Path) -> list[str]:
+    """A root file system that a folder holds."""
+    argv = []
+    for path in sorted(folder.iterdir()):
+        if path.name in ("proc", "dev", "sys", "tmp", HOME[1:]):
+            continue
+        argv += ["--symlink", os.readlink(path), f"/{path.name}"] if path.is_symlink() else ["--ro-bind", str(path), f"/{path.name}"]
+    return argv
+
+
+async def _bounded(stream: asyncio.StreamReader | None) -> str:
+    """What a stream has, with a note in place of its middle where it has more than MOST_OUTPUT bytes."""
+    assert stream is not None
+    half, head, tail, left_out = MOST_OUTPUT // 2, bytearray(), bytearray(), 0
+    while data := await stream.read(2**16):
+        room = half - len(head)
+        head += data[:room] if room > 0 else b""
+        tail += data[max(room, 0) :]
+        if (more := len(tail) - half) > half:
+            del tail[:more]
+            left_out += more
+    if (more := len(tail) - half) > 0:
+        del tail[:more]
+        left_out += more
+    note = f"\n[{left_out:,} bytes left out]\n".encode() if left_out else b""
+    return (head + note + tail).decode(errors="replace")
+
+
+async def _give(stream: asyncio.StreamWriter, data: bytes) -> None:
+    with contextlib.suppress(ConnectionError):
+        stream.write(data)
+        await stream.drain()
+    stream.close()
+
+
+def _end(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+async def _output(command: Sequence[str]) -> tuple[int, str]:
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    out, _ = await process.communicate()
+    return process.returncode or 0, out.decode(errors="replace").strip()

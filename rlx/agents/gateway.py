@@ -1,0 +1,315 @@
+"""A server for programs that know only a base URL and a key: each request is answered by the policy and stands in a rollout's trace.
+
+    gateway = Gateway(); await gateway.start()
+    session = gateway.open(episode)            one rollout: session.key opens it and nothing else
+    …the program asks {gateway.url}/v1/chat/completions, /v1/responses or /v1/messages (or {gateway.url}/s/KEY/v1/… without a key)
+    await gateway.close(session)
+    trace = episode.keep(session.delivered)    the answers that the program has received
+
+A program sends its whole history each time. Where that repeats what was sampled, it stands for the sampled tokens; where the program
+writes it otherwise, the request begins a branch of the trace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from rlx.agents.dialects import DIALECTS, MESSAGES, BadRequest, Dialect, Request
+from rlx.envs.errors import in_one_line
+from rlx.policy.base import Episode, Message, PromptTooLong, Reply
+
+log = logging.getLogger(__name__)
+
+UNTRAINED = "untrained"  # the model's name in requests that are answered, but do not belong to the rollout
+PARALLEL = 16  # requests of one session that are answered at the same time; others wait
+LARGEST = 64 * 2**20  # bytes of a request
+QUIET = 15.0  # seconds without an answer after which a stream begins, so that no client gives up; until then errors keep their status
+
+
+class Ended(Exception):
+    """A request that its session no longer answers."""
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One rollout: what a program may ask, and what it was answered."""
+
+    episode: Episode
+    deadline: float = float("inf")  # of the monotonic clock
+    max_turns: int | None = None  # answered requests
+    max_tokens: int | None = None  # sampled tokens of all answers
+    key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
+    delivered: list[str] = field(default_factory=list)  # request ids of answers that the program has received and that count
+    turns: int = 0
+    tokens: int = 0
+    stop: str = ""  # why it answers no more
+    ended: asyncio.Event = field(default_factory=asyncio.Event)  # it answers no more
+    failure: Exception | None = None  # of the last request, if the policy could not answer it
+    _said: dict[str, list[tuple[Any, Message]]] = field(default_factory=dict)  # answers by what a program repeats of them
+    _stored: dict[str, list[Message]] = field(default_factory=dict)  # conversations by the id of their last answer
+    _asked: dict[str, asyncio.Task[Reply]] = field(default_factory=dict)  # requests by what identifies a second try of them
+    _room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(PARALLEL))
+
+    def ask(self, request: Request, identity: str, again: bool) -> asyncio.Task[Reply]:
+        """The answer to a request. `again`: the client says that it has sent it before; an answer that it never read is then its own."""
+        known = self._asked.get(identity)
+        if again and known is not None and not (known.done() and (known.cancelled() or known.exception())):
+            return known
+        self._asked[identity] = task = asyncio.create_task(self._answer(request))
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # whoever asked may have hung up
+        return task
+
+    async def _answer(self, request: Request) -> Reply:
+        async with self._room:
+            sampling = request.sampling
+            if self.max_tokens is not None:
+                sampling = {**sampling, "max_tokens": min(sampling.get("max_tokens", self.max_tokens), self.max_tokens - self.tokens)}
+            self._check()
+            self.turns += 1
+            told = [*self._stored.get(request.previous, ()), *map(self._as_sampled, request.messages)]
+            if request.previous and request.previous not in self._stored:
+                raise BadRequest(f"previous_response_id: there is no answer {request.previous}")
+            try:
+                reply = await self.episode.respond(
+                    [*request.system, *told], request.tools or None, sampling, trained=request.model != UNTRAINED
+                )
+            except Exception as error:
+                self.failure = error
+                raise
+            self.failure = None
+            self.tokens += reply.num_tokens
+            self._said.setdefault(_content(reply.message), []).append((_repeated(reply.message), reply.message))
+            self._stored[reply.request_id] = [*told, reply.message]
+            return reply
+
+    def _check(self) -> None:
+        """Raise Ended if the session answers no more."""
+        if not self.stop:
+            if time.monotonic() >= self.deadline:
+                self.stop = "timeout"
+            elif self.max_turns is not None and self.turns >= self.max_turns:
+                self.stop = "max_turns"
+            elif self.max_tokens is not None and self.tokens >= self.max_tokens:
+                self.stop = "max_tokens"
+        if self.stop:
+            self.ended.set()
+            raise Ended(f"this session has ended: {self.stop}")
+
+    def _as_sampled(self, message: Message) -> Message:
+        """A message of the history: the answer that it repeats, as it was sampled, or itself."""
+        if message["role"] != "assistant":
+            return message
+        shown, reasoning = _repeated(message), message.get("reasoning_content")
+        for own, answer in self._said.get(_content(message), ()):
+            if own == shown and reasoning in (None, answer.get("reasoning_content")):  # many programs drop what they cannot show
+                return answer
+        return message
+
+    def received(self, reply: Reply, request: Request) -> None:
+        """The program has the answer."""
+        if request.model != UNTRAINED and reply.request_id not in self.delivered:
+            self.delivered.append(reply.request_id)
+
+    async def close(self, why: str) -> None:
+        """Answer no more, and give up what is being answered."""
+        self.stop = self.stop or why
+        self.ended.set()
+        for task in self._asked.values():
+            task.cancel()
+        await asyncio.gather(*self._asked.values(), return_exceptions=True)
+
+
+def _content(message: Message) -> str:
+    return str(message["content"]).strip()
+
+
+def _repeated(message: Message) -> list[Any]:
+    """What a program repeats of an answer's calls, whatever JSON it writes."""
+    return [(call["id"], call["function"]["name"], _value(call["function"]["arguments"])) for call in message.get("tool_calls") or ()]
+
+
+def _value(arguments: str) -> Any:
+    try:
+        value = json.loads(arguments or "{}")
+    except ValueError:
+        return {"arguments": arguments}
+    return value if isinstance(value, dict) else {"arguments": arguments}
+
+
+class Gateway:
+    """The server. Belongs to one event loop."""
+
+    def __init__(self, routes: Callable[[web.UrlDispatcher], None] = lambda router: None) -> None:
+        """`routes`: adds routes of its owner's."""
+        self.sessions: dict[str, Session] = {}
+        self.url = ""
+        app = web.Application(client_max_size=LARGEST)
+        for prefix in ("/v1", "/s/{key}/v1", "/s/{key}"):
+            for dialect in DIALECTS:
+                app.router.add_post(prefix + dialect.route, self._answering(dialect))
+                if dialect.counts:
+                    app.router.add_post(prefix + dialect.counts, self._counting(dialect))
+            app.router.add_get(prefix + "/models", self._models)
+            app.router.add_get(prefix + "/models/{model}", self._models)
+        routes(app.router)
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        """Listen. Raises OSError."""
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port)
+        await site.start()
+        own = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+        self.url = f"http://{own}:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[union-attr]
+
+    async def listen(self, sock: socket.socket) -> web.BaseSite:
+        """Answer on a socket as well, which may belong to another network. `stop` of what is returned ends it."""
+        site = web.SockSite(self._runner, sock)
+        await site.start()
+        return site
+
+    def open(self, episode: Episode, **limits: Any) -> Session:
+        """A session of a rollout. `limits`: fields of `Session`."""
+        session = Session(episode, **limits)
+        self.sessions[session.key] = session
+        return session
+
+    async def close(self, session: Session, why: str = "closed") -> None:
+        """End a session. Its key opens nothing from now on."""
+        self.sessions.pop(session.key, None)
+        await session.close(why)
+
+    async def stop(self) -> None:
+        """Close all."""
+        for session in list(self.sessions.values()):
+            await self.close(session)
+        await self._runner.cleanup()
+
+    # routes
+
+    def _session(self, request: web.Request) -> Session | None:
+        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        return self.sessions.get(request.match_info.get("key") or request.headers.get("x-api-key") or bearer)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        if self._session(request) is None:
+            return _refused(DIALECTS[0], 401, NO_SESSION)
+        name = request.match_info.get("model", "policy")
+        one = {"id": name, "object": "model", "type": "model", "display_name": name, "created": 0, "owned_by": "rlx"}
+        return web.json_response(one if "model" in request.match_info else {"object": "list", "data": [one], "has_more": False})
+
+    def _counting(self, dialect: Dialect) -> Any:
+        async def handle(request: web.Request) -> web.Response:
+            session = self._session(request)
+            if session is None:
+                return _refused(dialect, 401, NO_SESSION)
+            count = getattr(session.episode, "count", None)
+            if count is None:
+                return _refused(dialect, 404, "the number of tokens is not known: the policy is an endpoint")
+            try:
+                asked = dialect.read(json.loads(await request.read()))
+                tokens = count([*asked.system, *asked.messages], asked.tools or None)
+            except Exception as error:  # a body of any kind, a template of any kind
+                return _refused(dialect, 400, in_one_line(error))
+            return web.json_response({"input_tokens": tokens, **({} if dialect is MESSAGES else {"object": "response.input_tokens"})})
+
+        return handle
+
+    def _answering(self, dialect: Dialect) -> Any:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            session = self._session(request)
+            if session is None:
+                return _refused(dialect, 401, NO_SESSION)
+            raw = await request.read()
+            try:
+                asked = dialect.read(json.loads(raw))
+            except BadRequest as error:
+                return _refused(dialect, 400, str(error))
+            except Exception as error:  # whatever a program can send
+                return _refused(dialect, 400, f"the request cannot be read: {in_one_line(error)}")
+            own = request.headers.get("Idempotency-Key", "")
+            identity = own or hashlib.blake2b(request.path.encode() + raw, digest_size=16).hexdigest()
+            again = bool(own) or request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
+            task = session.ask(asked, identity, again)
+            stream: web.StreamResponse | None = None
+            try:
+                while not (await asyncio.wait({task}, timeout=QUIET))[0]:
+                    if asked.stream:
+                        stream = stream or await _begun(request)
+                        await stream.write(b'event: ping\ndata: {"type": "ping"}\n\n' if dialect is MESSAGES else b": waiting\n\n")
+                reply = await asyncio.shield(task)
+            except ConnectionResetError:
+                return stream or web.Response()
+            except asyncio.CancelledError:
+                if not task.cancelled():
+                    raise  # the program has hung up; the answer goes on for a second try
+                return await _failed(stream, dialect, 403, "this session has ended")
+            except Ended as error:
+                return await _failed(stream, dialect, 403, str(error))
+            except PromptTooLong as error:
+                return await _failed(
+                    stream, dialect, 400, f"prompt is too long: maximum context length: {error}", "context_length_exceeded"
+                )
+            except BadRequest as error:
+                return await _failed(stream, dialect, 400, str(error))
+            except Exception as error:
+                log.warning("a program's request failed: %s", in_one_line(error))
+                return await _failed(stream, dialect, 502, in_one_line(error))
+            return await self._deliver(request, session, dialect, asked, reply, stream)
+
+        return handle
+
+    async def _deliver(
+        self, request: web.Request, session: Session, dialect: Dialect, asked: Request, reply: Reply, stream: web.StreamResponse | None
+    ) -> web.StreamResponse:
+        body = dialect.answer(reply, asked)
+        if asked.stream:
+            with contextlib.suppress(ConnectionResetError):
+                stream = stream or await _begun(request)
+                await stream.write(b"".join(dialect.events(body, asked.usage)))
+                await stream.write_eof()
+                session.received(reply, asked)
+            return stream or web.Response()
+        response = web.json_response(body)
+        with contextlib.suppress(ConnectionResetError):
+            await response.prepare(request)
+            await response.write_eof()
+            session.received(reply, asked)
+        return response
+
+
+NO_SESSION = "this key opens no session, or its session has ended"
+
+
+async def _begun(request: web.Request) -> web.StreamResponse:
+    stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await stream.prepare(request)
+    return stream
+
+
+def _refused(dialect: Dialect, status: int, text: str, code: str = "") -> web.Response:
+    headers = {"x-should-retry": "false"} if status < 500 else {}
+    return web.json_response(dialect.error(status, text, code), status=status, headers=headers)
+
+
+async def _failed(stream: web.StreamResponse | None, dialect: Dialect, status: int, text: str, code: str = "") -> web.StreamResponse:
+    """An error, in the stream if that has begun."""
+    if stream is None:
+        return _refused(dialect, status, text, code)
+    body: Mapping[str, Any] = dialect.error(status, text, code)
+    with contextlib.suppress(ConnectionResetError):
+        await stream.write(f"event: error\ndata: {json.dumps(body)}\n\n".encode())
+        await stream.write_eof()
+    return stream

@@ -1,0 +1,128 @@
+"""Which boxes this machine can make, and the file systems that they get: chosen and prepared once, before the first rollout."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlx.config.schema_rollout import BoxConfig
+
+PULL = 3600.0  # seconds for a command that fetches or builds
+ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.xz")
+ENGINES = ("podman", "docker")
+BWRAP = "bwrap --unshare-all --unshare-user --uid 1000 --gid 1000 --die-with-parent --ro-bind / / --proc /proc --dev /dev true"
+TESTS = {"bwrap": BWRAP, "podman": "podman info", "docker": "docker info", "apptainer": "apptainer --version"}
+MISSING = {
+    "bwrap": "install bubblewrap (apt-get install bubblewrap), and nsenter and prlimit of util-linux",
+    "podman": "install podman",
+    "docker": "install docker, and start its daemon",
+    "apptainer": "install apptainer",
+}
+
+
+def cache_folder() -> Path:
+    """Where images are unpacked and programs installed: `$RLX_CACHE`, or `~/.cache/rlx`."""
+    return Path(os.environ.get("RLX_CACHE") or Path.home() / ".cache" / "rlx")
+
+
+@functools.cache
+def problem_of(kind: str) -> str | None:
+    """Why this machine cannot make boxes of a kind, in the words of the program that makes them; None: it can."""
+    if kind == "none":
+        return None
+    needed = ("bwrap", "nsenter", "prlimit") if kind == "bwrap" else (kind,)
+    if lacking := [name for name in needed if shutil.which(name) is None]:
+        return f"{', '.join(lacking)} is not installed"
+    tried = subprocess.run(shlex.split(TESTS[kind]), capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+    return (tried.stderr.strip() or tried.stdout.strip() or "it fails").splitlines()[-1] if tried.returncode else None
+
+
+def choose(kind: str, image: str | None) -> str:
+    """The kind of box for `envs.NAME.sandbox`. Raises ValueError with what to do if there is none."""
+    named = image is not None and not os.path.exists(image)
+    if kind == "auto":
+        wanted: Sequence[str] = ENGINES if named else ("bwrap",) if image is None else ("bwrap", *ENGINES)
+        found = next((each for each in wanted if problem_of(each) is None), None)
+        if found is None:
+            why = "; ".join(f"{each}: {problem_of(each)}" for each in wanted)
+            raise ValueError(f"no sandbox can be made here ({why}). {MISSING[wanted[0]]}, or run without isolation: sandbox=none")
+        return found
+    if (problem := problem_of(kind)) is not None:
+        raise ValueError(f"sandbox={kind}: {problem}. {MISSING[kind]}; rlx doctor says what this machine can do")
+    if kind in ENGINES and image is None:
+        raise ValueError(f"sandbox={kind} needs an image: set box.image to a name, an archive or a folder with a Dockerfile")
+    if kind == "bwrap" and named:
+        raise ValueError(
+            f"sandbox=bwrap has no images by name: {image}. Set box.image to a root file system (a folder or its .tar), or null"
+        )
+    return kind
+
+
+def prepared(kind: str, image: str | None) -> str | None:
+    """What `open_box` makes boxes from: pulled, built, imported or unpacked, once. Raises ValueError."""
+    if image is None or kind == "none":
+        return None
+    path = Path(image)
+    if not path.exists():
+        if _call([kind, "image", "inspect", image], check=False):
+            return image
+        _call([kind, "pull", image], f"the image {image} is not on this machine and cannot be pulled")
+        return image
+    if kind == "bwrap":
+        return str(path.resolve() if path.is_dir() else _unpacked(path))
+    stamp = path.stat()
+    name = "rlx-" + hashlib.blake2b(f"{path.resolve()} {stamp.st_mtime_ns} {stamp.st_size}".encode(), digest_size=6).hexdigest()
+    if not _call([kind, "image", "inspect", name], check=False):
+        if path.is_dir():
+            _call([kind, "build", "--tag", name, str(path)], f"the image of {path} cannot be built")
+        else:
+            _call([kind, "import", str(path), name], f"{path} cannot be imported")
+    return name
+
+
+def _unpacked(archive: Path) -> Path:
+    if not archive.name.endswith(ARCHIVES):
+        raise ValueError(f"box.image={archive} is neither a folder nor a tar archive")
+    stamp = archive.stat()
+    name = hashlib.blake2b(f"{archive.resolve()} {stamp.st_mtime_ns} {stamp.st_size}".encode(), digest_size=6).hexdigest()
+    folder = cache_folder() / "images" / name
+    if not folder.exists():
+        parts = folder.with_name(f"{name}.{os.getpid()}")
+        parts.mkdir(parents=True)
+        with tarfile.open(archive) as file:
+            file.extractall(parts, filter="tar")
+        try:
+            parts.rename(folder)
+        except OSError:  # another worker was first
+            shutil.rmtree(parts)
+    return folder
+
+
+def installed(command: Sequence[str]) -> str:
+    """The folder that a program's `install` command has filled. It runs once on this machine, with the network. Raises ValueError."""
+    folder = cache_folder() / "programs" / hashlib.blake2b("\0".join(command).encode(), digest_size=8).hexdigest()
+    if not (folder / ".ready").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        _call([part.replace("{folder}", str(folder)) for part in command], "harness.install has failed", cwd=folder)
+        (folder / ".ready").touch()
+    return str(folder)
+
+
+def _call(command: Sequence[str], what: str = "", *, check: bool = True, cwd: Path | None = None) -> bool:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PULL, stdin=subprocess.DEVNULL, cwd=cwd)
+    if done.returncode and check:
+        raise ValueError(f"{what}: {' '.join(command)}: {(done.stderr or done.stdout).strip()[-500:]}")
+    return done.returncode == 0
+
+
+async def prepare(kind: str, config: BoxConfig, image: str | None) -> str | None:
+    """`prepared`, for a task's own image, while other rollouts go on."""
+    return await asyncio.to_thread(prepared, kind, image or config.image)

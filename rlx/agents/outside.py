@@ -1,0 +1,240 @@
+"""Programs that run elsewhere, as an environment: `env=gateway`. They ask for a session, play it, and say what it was worth.
+
+    POST /sessions                → {"id", "key", "base_url", "task", "member", "model"}; waits until the run wants a rollout
+    …the program asks {base_url}/chat/completions, /responses or /messages with its key
+    POST /sessions/ID/end {"reward": 0.5, "metrics": {}, "info": ""}, or {"error": "…"} for one that has failed
+
+Both routes are opened by the run's own key, which `args.key_file` holds; a session's key opens that session alone. `rlx gateway` serves a
+model in this way without training it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import os
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from rlx.agents.gateway import Gateway, Session
+from rlx.config.schema import EnvConfig
+from rlx.envs.function import Ended, FunctionEnvironment, Source, opened
+from rlx.policy.base import PolicyError
+from rlx.types import Task
+
+log = logging.getLogger(__name__)
+
+WAITING = 1e7  # seconds
+LONGEST_WAIT = 30.0  # seconds for which a request for a session waits; then 204, and the program asks again
+
+
+class ProgramFailed(PolicyError):
+    """A program said that its rollout has failed, or ended it before it had an answer."""
+
+
+@dataclass(slots=True, eq=False)
+class Offered:
+    """A rollout that waits for a program, or that one plays."""
+
+    task: Task
+    member: int
+    episode: Any
+    number: str = field(default_factory=lambda: secrets.token_hex(8))
+    session: Session | None = None  # None: nobody has taken it
+    ended: asyncio.Future[Mapping[str, Any]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+def load_environment(
+    data: str | None = None,
+    host: str = "127.0.0.1",
+    port: int = 8765,
+    key_file: str = "gateway.key",
+    prompt: str = "question",
+    answer: str | None = None,
+    system: str | None = None,
+    subset: str | None = None,
+    split: str = "train",
+    eval_data: str | None = None,
+    eval_split: str | None = None,
+) -> Source:
+    """Programs elsewhere.
+
+    Args:
+        data: the tasks that programs are given, as of env=function; None: sessions without a task, for programs that bring their own.
+        host: the address to listen at; 0.0.0.0 for programs on other machines.
+        port: the port to listen at.
+        key_file: the file that gets the key for sessions, in the folder where the run starts.
+        prompt: the column with the task: a text, or messages.
+        answer: the column that `row["answer"]` is to have, if it has another name.
+        system: the system message before a prompt that is a text.
+        subset: configuration of a data set on the hub.
+        split: of the data, or a part of it: `train[:1000]`.
+        eval_data: the data for evaluation; None: `data` with `eval_split`.
+        eval_split: its split; None: `split`.
+    """
+
+    def nothing(evaluates: bool) -> Any:
+        return Numbers()
+
+    rows = nothing if data is None else opened(data, subset, split, eval_data, eval_split)
+    return Source(rows, lambda *_: 0.0, prompt if data else "question", answer, system)
+
+
+class Numbers(Sequence[dict[str, Any]]):
+    """Tasks that say nothing: the programs have their own."""
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: Any) -> Any:
+        return {"question": [{"role": "user", "content": ""}]}
+
+    def where(self, index: int) -> str:
+        """Where a row is, for people."""
+        return f"task {index}"
+
+
+def load(name: str, config: EnvConfig, sampling: dict[str, Any], timeout: float, concurrency: int = 1) -> OutsideEnvironment:
+    """Load the rlx environment `name`. Raises ValueError with a sentence for people. `sampling`, `concurrency`: of the protocol."""
+    try:
+        env = OutsideEnvironment(name, load_environment(**config.args), config, config.rollout_timeout or timeout)
+        env.rows[0]
+    except ValueError as error:
+        raise ValueError(f"envs.{name}: {error}") from error
+    return env
+
+
+class OutsideEnvironment(FunctionEnvironment):
+    """See `rlx.envs.base.Environment`."""
+
+    failures_of: Mapping[type[BaseException], str] = {ProgramFailed: "program_error"}
+
+    def __init__(self, name: str, source: Source, config: EnvConfig, timeout: float) -> None:
+        super().__init__(name, source, config, WAITING)  # a rollout may wait for a program as long as it takes
+        self.harness, self.limit = config.harness, timeout
+        args = config.args
+        self.host, self.port = str(args.get("host", "127.0.0.1")), int(args.get("port", 8765))
+        self.key_file = Path(str(args.get("key_file", "gateway.key")))
+        self.key = secrets.token_urlsafe(24)
+        self._offered: dict[str, Offered] = {}
+        self._more = asyncio.Condition()
+        self._gateway: asyncio.Task[Gateway] | None = None
+
+    async def close(self) -> None:
+        """Stop the gateway."""
+        await super().close()
+        self.key_file.unlink(missing_ok=True)
+        if self._gateway is not None:
+            await (await self._gateway).stop()
+
+    async def _gate(self) -> Gateway:
+        async def begin() -> Gateway:
+            gateway = Gateway(self._routes)
+            await gateway.start(self.host, self.port)
+            with open(os.open(self.key_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+                file.write(self.key)
+            log.warning(
+                "envs.%s: programs ask for sessions at %s/sessions; the key is in %s", self.name, gateway.url, self.key_file.resolve()
+            )
+            return gateway
+
+        if self._gateway is None:
+            self._gateway = asyncio.create_task(begin())
+        return await asyncio.shield(self._gateway)
+
+    def _routes(self, router: web.UrlDispatcher) -> None:
+        router.add_post("/sessions", self._take)
+        router.add_post("/sessions/{number}/end", self._end)
+
+    async def _episode(self, task: Task, episode: Any, timing: dict[str, float]) -> Ended:
+        gateway, offered, began = await self._gate(), Offered(task, 0, episode), time.monotonic()
+        offered.member = getattr(episode, "member", 0)
+        self._offered[offered.number] = offered
+        async with self._more:
+            self._more.notify()
+        try:
+            said = await offered.ended
+        finally:
+            del self._offered[offered.number]
+            if offered.session is not None:
+                await gateway.close(offered.session, "ended")
+        timing["generation"] = time.monotonic() - began
+        session = offered.session
+        if said.get("error"):
+            raise ProgramFailed(f"the program says: {str(said['error'])[:500]}")
+        if session is None or not session.delivered:
+            raise ProgramFailed("the program ended its session before it had an answer of the model")
+        trace = episode.keep(session.delivered)
+        told = trace.conversation(trace.answers[-1])
+        first = next(place for place, message in enumerate(told) if message["role"] == "assistant")
+        metrics = {str(name): float(value) for name, value in (said.get("metrics") or {}).items()}
+        return Ended(trace, told[first:], await self._score_given(trace, said["reward"]), "ended", metrics)
+
+    async def _score_given(self, trace: Any, reward: float) -> float:
+        if self.scores is not None:
+            self.scores(trace)
+        return reward
+
+    def _may(self, request: web.Request) -> bool:
+        return secrets.compare_digest(request.headers.get("Authorization", "").removeprefix("Bearer "), self.key)
+
+    async def _take(self, request: web.Request) -> web.Response:
+        """Hand a program the rollout that has waited longest."""
+        if not self._may(request):
+            return web.json_response({"error": "this is not the key of the run"}, status=401)
+        gateway = await self._gate()
+        try:
+            async with asyncio.timeout(LONGEST_WAIT), self._more:
+                await self._more.wait_for(lambda: self._next() is not None)
+        except TimeoutError:
+            return web.Response(status=204)
+        offered = self._next()
+        if offered is None:
+            return web.Response(status=204)
+        limits = {"max_turns": self.harness.max_turns, "max_tokens": self.harness.max_tokens}
+        offered.session = gateway.open(offered.episode, deadline=time.monotonic() + self.limit, **limits)
+        asyncio.get_running_loop().call_later(self.limit, self._expire, offered)
+        task = {name: value for name, value in offered.task.row.items() if name != "prompt" or any(m["content"] for m in value)}
+        return web.json_response(
+            {
+                "id": offered.number,
+                "key": offered.session.key,
+                "base_url": f"{request.scheme}://{request.host}/v1",
+                "model": "policy",
+                "member": offered.member,
+                "task": task,
+            }
+        )
+
+    def _expire(self, offered: Offered) -> None:
+        if not offered.ended.done():
+            offered.ended.set_result({"error": f"nothing: its session did not end within {self.limit:g} s (rollout_timeout)"})
+
+    def _next(self) -> Offered | None:
+        return next((one for one in self._offered.values() if one.session is None and not one.ended.done()), None)
+
+    async def _end(self, request: web.Request) -> web.Response:
+        """A program's verdict on its rollout."""
+        offered = self._offered.get(request.match_info["number"])
+        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        own = offered is not None and offered.session is not None and secrets.compare_digest(key, offered.session.key)
+        if not own and not self._may(request):
+            return web.json_response({"error": "this key does not open the session"}, status=401)
+        if offered is None or offered.session is None or offered.ended.done():
+            return web.json_response({"error": "there is no such session; it may have run out of time"}, status=404)
+        try:
+            said = json.loads(await request.read())
+            if not said.get("error") and not math.isfinite(float(said["reward"])):
+                raise ValueError("a reward is a finite number")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return web.json_response({"error": f'send {{"reward": NUMBER}} or {{"error": TEXT}}: {error}'}, status=400)
+        offered.ended.set_result(said)
+        return web.json_response({"answers": len(offered.session.delivered)})

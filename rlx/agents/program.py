@@ -1,0 +1,324 @@
+"""Programs, or the model itself with a shell, as an environment: `env=program`. It needs no verifiers.
+
+    rlx train env=program env.args.data=tasks.jsonl env.args.test='python -m pytest -q' env.harness.command='[python,agent.py]'
+
+Each rollout gets a box with the task's files; the program in it finds the policy at $OPENAI_BASE_URL and $ANTHROPIC_BASE_URL, and nothing
+else. When it has ended, a command in the box or a function scores what it left. Without a command the model plays itself: it is offered
+one tool, a shell in the box.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import re
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlx.agents import cgroups
+from rlx.agents.box import PORT, Box, BoxError, Result, open_box, sweep
+from rlx.agents.dialects import function
+from rlx.agents.gateway import UNTRAINED, Gateway, Session
+from rlx.agents.images import choose, installed, prepare, prepared
+from rlx.config.schema import EnvConfig
+from rlx.envs.function import Ended, FunctionEnvironment, Source, function_of, opened
+from rlx.plain import one_text
+from rlx.policy.base import PolicyError, Reply
+from rlx.trace import Trace
+from rlx.types import Task
+
+GRACE = 10.0  # seconds that a program gets to end after the policy answers it no more
+COMMAND = 60.0  # seconds for one command of the model in its shell
+SHOWN = 16_384  # characters of a command's output that the model sees
+SHELL = function(
+    "shell",
+    "Run a command in a shell and read what it prints.",
+    {"type": "object", "properties": {"command": {"type": "string", "description": "the command"}}, "required": ["command"]},
+)
+
+
+class ProgramError(PolicyError):
+    """A program that played nothing, or a test that could not run."""
+
+
+def load_environment(
+    data: str,
+    reward: str | None = None,
+    test: str | None = None,
+    prompt: str = "question",
+    answer: str | None = None,
+    system: str | None = None,
+    files: str = "files",
+    test_files: str = "test_files",
+    subset: str | None = None,
+    split: str = "train",
+    eval_data: str | None = None,
+    eval_split: str | None = None,
+) -> Source:
+    """Tasks for programs in boxes.
+
+    Args:
+        data: a JSONL or Parquet file, a pattern of files, a folder, or a data set's name on the hub.
+        reward: dotted path of `function(completion, row[, box]) -> float`, which may be a coroutine.
+        test: a shell command that scores in the box: 1 if it ends with 0, otherwise 0; a column `test` of a task comes before it.
+        prompt: the column with the task: a text, or messages.
+        answer: the column that `row["answer"]` is to have, if it has another name.
+        system: the system message before a prompt that is a text.
+        files: the column with the files of the box, a mapping of names to texts.
+        test_files: the column with files that are written when the program has ended, before the test.
+        subset: configuration of a data set on the hub.
+        split: of the data, or a part of it: `train[:1000]`.
+        eval_data: the data for evaluation; None: `data` with `eval_split`.
+        eval_split: its split; None: `split`.
+    """
+    if (reward is None) == (test is None):
+        raise ValueError("one of args.reward=MODULE.FUNCTION and args.test=COMMAND scores what the program left; set one of them")
+    score = Test(str(test)) if reward is None else function_of(reward)
+    return Source(opened(data, subset, split, eval_data, eval_split), Scoring(score, test_files), prompt, answer, system)
+
+
+class Test:
+    """Scores by a command in the box."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    async def __call__(self, completion: str, row: Mapping[str, Any], box: Box) -> float:
+        """1 if the command ends with 0. Raises ProgramError if it could not run."""
+        command = str(row.get("test") or self.command)
+        result = await box.run(["sh", "-c", command])
+        if result.code in (126, 127):  # as a shell says that there is no such command: not a task that was failed
+            raise ProgramError(f"the test `{command}` cannot run in the box: {_last(result)}")
+        return float(result.code == 0)
+
+
+class Scoring:
+    """A reward function that may take the box, and the column with the files of its test."""
+
+    def __init__(self, score: Any, test_files: str) -> None:
+        self.score, self.test_files = score, test_files
+        self.__name__ = "test" if isinstance(score, Test) else getattr(score, "__name__", "reward")
+        self.takes_box = isinstance(score, Test) or len(inspect.signature(score).parameters) > 2
+
+    async def __call__(self, completion: str, row: dict[str, Any], box: Box) -> Any:
+        """The score. A function that is no coroutine runs in a thread."""
+        await box.write(row.get(self.test_files) or {})
+        arguments = (completion, row, box) if self.takes_box else (completion, row)
+        if inspect.iscoroutinefunction(self.score) or isinstance(self.score, Test):
+            return await self.score(*arguments)
+        value = await asyncio.to_thread(self.score, *arguments)
+        return await value if inspect.isawaitable(value) else value
+
+
+def load(name: str, config: EnvConfig, sampling: dict[str, Any], timeout: float, concurrency: int = 1) -> ProgramEnvironment:
+    """Load the rlx environment `name`: its tasks, the boxes' image, the program. `sampling` and `concurrency` belong to the protocol.
+
+    Raises ValueError with a sentence for people, or what the module of the function raises.
+    """
+    try:
+        kind = choose(config.sandbox, config.box.image)
+        if kind == "apptainer":
+            raise ValueError("sandbox=apptainer runs v1 tasksets; use bwrap, podman or docker for programs")
+        image = prepared(kind, config.box.image)
+        folder = installed(config.harness.install) if config.harness.install else ""
+        env = ProgramEnvironment(name, load_environment(**config.args), config, config.rollout_timeout or timeout)
+        env.rows[0]
+    except ValueError as error:
+        raise ValueError(f"envs.{name}: {error}") from error
+    env.kind, env.image, env.folder = kind, image, folder
+    sweep()
+    cgroups.sweep()
+    return env
+
+
+class ProgramEnvironment(FunctionEnvironment):
+    """See `rlx.envs.base.Environment`."""
+
+    failures_of: Mapping[type[BaseException], str] = {BoxError: "sandbox_error", ProgramError: "program_error"}
+
+    def __init__(self, name: str, source: Source, config: EnvConfig, timeout: float) -> None:
+        super().__init__(name, source, config, timeout)
+        self.harness, self.config = config.harness, config.box
+        self.files = str(config.args.get("files", "files"))
+        self.kind, self.image, self.folder = "none", config.box.image, ""
+        self.tools = () if config.harness.command else (SHELL,)
+        files = [str(Path(part).resolve()) if Path(part).is_file() else part for part in config.harness.command]
+        self.command = [part.replace("{python}", sys.executable) for part in files]
+        self.readable = sorted({path for part in self.command for path in readable(part)})
+        self._gateway: asyncio.Task[Gateway] | None = None
+
+    def rehearse(self) -> None:
+        """Open a box once, to see that it opens. Raises RuntimeError."""
+
+        async def tried() -> None:
+            box = await self._open(self.image)
+            await box.close()
+
+        try:
+            asyncio.run(tried())
+        except BoxError as error:
+            raise RuntimeError(f"envs.{self.name}: {error}") from error
+
+    async def _open(self, image: str | None) -> Box:
+        folders = [*self.config.folders, *([self.folder] if self.folder else []), *self.readable]
+        config = type(self.config)(**{**vars(self.config), "folders": folders})
+        return await open_box(self.kind, config, image)
+
+    async def close(self) -> None:
+        """Stop the gateway."""
+        await super().close()
+        if self._gateway is not None:
+            await (await self._gateway).stop()
+
+    async def _gate(self) -> Gateway:
+        async def begin() -> Gateway:
+            gateway = Gateway()
+            await gateway.start()
+            return gateway
+
+        if self._gateway is None:
+            self._gateway = asyncio.create_task(begin())
+        return await asyncio.shield(self._gateway)
+
+    async def _episode(self, task: Task, episode: Any, timing: dict[str, float]) -> Ended:
+        row, began = dict(task.row), time.monotonic()
+        image = await prepare(self.kind, self.config, row["image"]) if row.get("image") else self.image
+        box = await self._open(image)
+        try:
+            await box.write(row.get(self.files) or {})
+            timing["setup"] = time.monotonic() - began
+            if self.harness.command:
+                trace, completion, stop, code = await self._program(task, row, box, episode)
+            else:
+                trace, completion, stop, code = await self._shell(row, box, episode)
+            timing["generation"] = time.monotonic() - began - timing["setup"]
+            reward = await self._score(trace, completion, row, box)
+            if isinstance(reward, BoxError | ProgramError):
+                raise reward
+            timing["scoring"] = time.monotonic() - began - timing["setup"] - timing["generation"]
+        finally:
+            await box.close()
+        said = trace.conversation(trace.answers[-1])
+        first = next(place for place, message in enumerate(said) if message["role"] == "assistant")
+        return Ended(trace, said[first:], reward, stop, {"turns": float(len(trace.answers)), "exit_code": float(code)})
+
+    async def _shell(self, row: Mapping[str, Any], box: Box, episode: Any) -> tuple[Trace, str, str, int]:
+        """The model with a shell: (trace, its last words, why it ended, exit code of its last command)."""
+        messages, code, tokens = list(row["prompt"]), 0, 0
+        for _ in range(self.harness.max_turns or 2**31):
+            sampling = {} if self.harness.max_tokens is None else {"max_tokens": self.harness.max_tokens - tokens}
+            reply: Reply = await episode.respond(messages, [SHELL], sampling)
+            tokens += reply.num_tokens
+            messages.append(reply.message)
+            if not reply.calls:
+                return episode.trace, reply.content, "length" if reply.truncated else "answered", code
+            for call in reply.calls:
+                code, text = await self._called(box, call.name, call.arguments)
+                messages.append({"role": "tool", "content": text, "tool_call_id": call.id, "name": call.name})
+            if tokens >= (self.harness.max_tokens or 2**62):
+                return episode.trace, reply.content, "max_tokens", code
+        return episode.trace, reply.content, "max_turns", code
+
+    async def _called(self, box: Box, name: str, arguments: str) -> tuple[int, str]:
+        try:
+            command = json.loads(arguments or "{}")["command"]
+        except (ValueError, KeyError, TypeError):
+            return 2, "error: the arguments must be a JSON object with `command`"
+        if name != "shell":
+            return 2, f"error: there is no tool {name}; the only one is shell"
+        result = await box.run(["sh", "-c", str(command)], timeout=COMMAND)
+        said = result.stdout + result.stderr + (f"\nended after {COMMAND:g} seconds" if result.late else "")
+        return result.code, said[:SHOWN].strip() or f"(exit code {result.code})"
+
+    async def _program(self, task: Task, row: Mapping[str, Any], box: Box, episode: Any) -> tuple[Trace, str, str, int]:
+        """A program: (trace of the answers that it has received, what it printed, why it ended, its exit code)."""
+        gateway = await self._gate()
+        limit = self.timeout if self.harness.timeout is None else min(self.timeout, self.harness.timeout)
+        deadline = time.monotonic() + limit
+        session = gateway.open(episode, deadline=deadline, max_turns=self.harness.max_turns, max_tokens=self.harness.max_tokens)
+        site = None
+        try:
+            sock = await box.listening()
+            if sock is not None:
+                site = await gateway.listen(sock)
+            url = gateway.url if sock is None else f"http://127.0.0.1:{PORT}"
+            result = await self._run(box, session, self._filled(row, url, session.key), self._variables(row, url, session.key), limit)
+        finally:
+            await gateway.close(session, "ended")
+            if site is not None:
+                await site.stop()
+        if not session.delivered:
+            if session.failure is not None:
+                raise session.failure
+            raise ProgramError(f"the program ended with exit code {result.code} before it had an answer of the model: {_last(result)}")
+        if result.code and session.failure is not None:
+            raise session.failure
+        stop = session.stop if session.stop not in ("", "ended") else "timeout" if result.late else "ended"
+        return episode.keep(session.delivered), result.stdout.strip(), f"program_{stop}", result.code
+
+    async def _run(self, box: Box, session: Session, argv: list[str], variables: dict[str, str], limit: float) -> Result:
+        """Run the program; once the policy answers no more, it gets a little time to end by itself."""
+        running = asyncio.ensure_future(box.run(argv, variables, timeout=limit))
+        ended = asyncio.ensure_future(session.ended.wait())
+        try:
+            await asyncio.wait({running, ended}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({running}, timeout=GRACE if ended.done() else None)
+            if not running.done():
+                running.cancel()
+                await asyncio.wait({running})
+                return Result(-9, "", f"it went on for {GRACE:g} s after its last answer", late=True)
+            return running.result()
+        finally:
+            ended.cancel()
+            running.cancel()
+            await asyncio.wait({running, ended})
+
+    def _words(self, row: Mapping[str, Any], url: str, key: str) -> dict[str, str]:
+        users = one_text(str(message["content"]) for message in row["prompt"] if message["role"] != "system")
+        systems = one_text(str(message["content"]) for message in row["prompt"] if message["role"] == "system")
+        own = {name: value for name, value in row.items() if isinstance(value, str)}
+        return {**own, "prompt": users, "system": systems, "base_url": f"{url}/v1", "key": key, "folder": self.folder}
+
+    def _filled(self, row: Mapping[str, Any], url: str, key: str) -> list[str]:
+        words = self._words(row, url, key)
+        return [re.sub(r"\{(\w+)\}", lambda found: words.get(found[1], found[0]), part) for part in self.command]
+
+    def _variables(self, row: Mapping[str, Any], url: str, key: str) -> dict[str, str]:
+        """What programs of the field read to find a model, and the task."""
+        words = self._words(row, url, key)
+        return {
+            "OPENAI_BASE_URL": f"{url}/v1",
+            "OPENAI_API_BASE": f"{url}/v1",
+            "OPENAI_API_KEY": key,
+            "OPENAI_MODEL": "policy",
+            "ANTHROPIC_BASE_URL": url,
+            "ANTHROPIC_API_KEY": key,
+            "ANTHROPIC_MODEL": "policy",
+            "ANTHROPIC_SMALL_FAST_MODEL": UNTRAINED,
+            "ANTHROPIC_DEFAULT_HAIKU_MODEL": UNTRAINED,
+            "TASK": words["prompt"],
+            "TASK_SYSTEM": words["system"],
+            **{name: value.replace("{folder}", self.folder) for name, value in self.harness.variables.items()},
+        }
+
+
+def readable(part: str) -> list[str]:
+    """What a box must see for a part of a command: a file, and of a Python in a virtual environment what belongs to it."""
+    path = Path(part)
+    if not path.is_absolute() or not path.is_file():
+        return []
+    own = path.parent.parent
+    if not (own / "pyvenv.cfg").is_file():
+        return [] if path.is_relative_to("/usr") else [part]
+    settings = dict(line.split(" = ", 1) for line in (own / "pyvenv.cfg").read_text().splitlines() if " = " in line)
+    base = Path(settings["home"]).resolve().parent
+    return [str(own), *([] if base.is_relative_to("/usr") else [str(base)])]
+
+
+def _last(result: Result) -> str:
+    lines = [line for line in (result.stderr or result.stdout).splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "it printed nothing"
