@@ -14,11 +14,12 @@ from policy_stand_in import InTurn, policy_of, task_of
 
 from rlx.cli import main
 from rlx.config.schema import EnvConfig
-FUNCTION = "rlx.envs.function"
 from rlx.envs.answers import conversations
 from rlx.envs.load import load_one
 from rlx.envs.wire import Settings
 from rlx.types import Rollout
+
+FUNCTION = "rlx.envs.function"
 
 REWARDS = """
 import asyncio, time

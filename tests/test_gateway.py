@@ -1,4 +1,4 @@
-"""The gateway: programs that know a base URL and a key ask in their service's own language, and every sampled token is in the trace once."""
+"""The gateway: programs ask in the language of the service that they know, and every sampled token is in the trace once."""
 
 from __future__ import annotations
 
@@ -159,6 +159,7 @@ def test_every_sampled_token_stands_in_the_trace_once(program: Program, stream: 
     asyncio.run(run())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_sixty_four_programs_at_once_keep_their_own_traces(program: Program):
     engines = [Engine(CALL, f"It is number {number}.", delay=0.01) for number in range(64)]

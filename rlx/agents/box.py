@@ -14,6 +14,7 @@ import functools
 import itertools
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -25,11 +26,14 @@ from pathlib import Path
 
 from rlx.agents.cgroups import Group
 from rlx.config.schema_rollout import BoxConfig
+from rlx.descendants import kill_all
 
+TOKEN = "RLX_BOX"  # the variable by which the processes of a box without isolation are found
 HOME = "/work"  # the folder of a box, and its programs' home
 PORT = 4000  # of the gateway in a box without network
 MOST_OUTPUT = 2**20  # bytes of a command's output that are kept, half from its beginning and half from its end
 START = 60.0  # seconds to start a box
+LINGERING = 0.5  # seconds to read what a command has said when it has ended and something that it started holds its pipes
 HOST_ETC = ("alternatives", "ssl", "ca-certificates", "ld.so.cache", "passwd", "group", "localtime", "nsswitch.conf")
 LISTEN = (
     "import socket, sys; s = socket.socket(); s.bind(('127.0.0.1', int(sys.argv[2]))); s.listen(128); "
@@ -60,6 +64,7 @@ class Box:
         self.home = HOME
         self.group = Group()
         self._running: set[asyncio.subprocess.Process] = set()
+        self._token = secrets.token_hex(8)
 
     async def start(self) -> None:
         """Make it. Raises BoxError."""
@@ -79,7 +84,7 @@ class Box:
         """The environment of a command: nothing of this process but its language."""
         path = f"{Path(sys.executable).parent}:" if self.home != HOME else ""
         own = {"HOME": self.home, "TMPDIR": f"{self.home}/tmp", "PATH": f"{path}/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"}
-        return {**own, "LANG": "C.UTF-8", **more}
+        return {**own, "LANG": "C.UTF-8", **({TOKEN: self._token} if self.home != HOME else {}), **more}
 
     async def run(
         self, argv: Sequence[str], variables: Mapping[str, str] | None = None, *, timeout: float | None = None, given: bytes = b""
@@ -90,19 +95,21 @@ class Box:
         process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
         self._running.add(process)
         assert process.stdin is not None
-        late = False
+        out, err = Kept(), Kept()
+        reading = [asyncio.create_task(out.read(process.stdout)), asyncio.create_task(err.read(process.stderr))]
+        giving = asyncio.create_task(_give(process.stdin, given))
         try:
-            outputs = asyncio.gather(_bounded(process.stdout), _bounded(process.stderr), _give(process.stdin, given))
-            done, _ = await asyncio.wait({outputs}, timeout=timeout)
-            if not done:
-                late = True
+            ending = asyncio.ensure_future(_exit_code(process))
+            late = not (await asyncio.wait({ending}, timeout=timeout))[0]
+            if late:
                 _end(process)
-                done, _ = await asyncio.wait({outputs}, timeout=5.0)  # what it left behind may hold the pipes
-            out, err = outputs.result()[:2] if done else ("", "")
-            outputs.cancel()
-            return Result(await process.wait(), out, err, late)
+            code = await ending
+            await asyncio.wait(reading, timeout=LINGERING)  # what it has left behind may hold the pipes
+            return Result(code, out.text(), err.text(), late)
         finally:
             _end(process)
+            for task in (*reading, giving):
+                task.cancel()
             self._running.discard(process)
 
     async def write(self, files: Mapping[str, str | bytes]) -> None:
@@ -123,6 +130,7 @@ class Box:
         """End everything in it, and remove it."""
         for process in self._running:
             _end(process)
+        await asyncio.to_thread(kill_all, (), self._token, variable=TOKEN)  # those that have left their groups
         await asyncio.to_thread(shutil.rmtree, self.home, True)
         self.group.remove()
 
@@ -238,10 +246,10 @@ class Bubblewrap(Held):
         ]
         argv += ["--disable-userns"] if "--disable-userns" in _bwrap_help() else []
         argv += _root(Path(self.image)) if self.image else _host_root(self.config.network)
-        argv += ["--proc", "/proc", "--dev", "/dev", *sized, "--tmpfs", "/dev/shm"]
+        argv += ["--proc", "/proc", "--dev", "/dev", *sized, "--tmpfs", "/dev/shm", *sized, "--tmpfs", "/tmp"]
         for folder in self.config.folders:
             argv += ["--ro-bind", folder, folder]
-        argv += [*sized, "--tmpfs", HOME, "--dir", f"{HOME}/tmp", "--symlink", "work/tmp", "/tmp", "--chdir", HOME]
+        argv += [*sized, "--tmpfs", HOME, "--dir", f"{HOME}/tmp", "--chdir", HOME]
         return [*argv, "--remount-ro", "/dev", "--remount-ro", "/", "--", "sh", "-c", "echo ready; read -r _"]
 
     async def first(self, said: bytes) -> int:
@@ -357,22 +365,48 @@ def _root(folder: Path) -> list[str]:
     return argv
 
 
-async def _bounded(stream: asyncio.StreamReader | None) -> str:
-    """What a stream has, with a note in place of its middle where it has more than MOST_OUTPUT bytes."""
-    assert stream is not None
-    half, head, tail, left_out = MOST_OUTPUT // 2, bytearray(), bytearray(), 0
-    while data := await stream.read(2**16):
-        room = half - len(head)
-        head += data[:room] if room > 0 else b""
-        tail += data[max(room, 0) :]
-        if (more := len(tail) - half) > half:
-            del tail[:more]
-            left_out += more
-    if (more := len(tail) - half) > 0:
-        del tail[:more]
-        left_out += more
-    note = f"\n[{left_out:,} bytes left out]\n".encode() if left_out else b""
-    return (head + note + tail).decode(errors="replace")
+class Kept:
+    """What a stream has said, without its middle where that is more than MOST_OUTPUT bytes."""
+
+    def __init__(self) -> None:
+        self.head, self.tail, self.left_out = bytearray(), bytearray(), 0
+
+    async def read(self, stream: asyncio.StreamReader | None) -> None:
+        """Read a stream to its end."""
+        assert stream is not None
+        while data := await stream.read(2**16):
+            room = max(MOST_OUTPUT // 2 - len(self.head), 0)
+            self.head += data[:room]
+            self.tail += data[room:]
+            if len(self.tail) > MOST_OUTPUT:
+                self._cut()
+
+    def _cut(self) -> None:
+        if (more := len(self.tail) - MOST_OUTPUT // 2) > 0:
+            del self.tail[:more]
+            self.left_out += more
+
+    def text(self) -> str:
+        """What is kept, with a note of what is not."""
+        self._cut()
+        note = f"\n[{self.left_out:,} bytes left out]\n".encode() if self.left_out else b""
+        return (self.head + note + self.tail).decode(errors="replace")
+
+
+async def _exit_code(process: asyncio.subprocess.Process) -> int:
+    """The exit code as soon as there is one. `Process.wait` would wait for whoever holds its pipes."""
+    over = asyncio.Event()
+    with contextlib.suppress(ProcessLookupError):  # it was quicker
+        fd = os.pidfd_open(process.pid)
+        asyncio.get_running_loop().add_reader(fd, over.set)
+        try:
+            await over.wait()
+        finally:
+            asyncio.get_running_loop().remove_reader(fd)
+            os.close(fd)
+    while process.returncode is None:
+        await asyncio.sleep(0.001)
+    return process.returncode
 
 
 async def _give(stream: asyncio.StreamWriter, data: bytes) -> None:

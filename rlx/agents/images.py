@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlx.config.schema_rollout import BoxConfig
+from rlx.paths import cache_root
 
 PULL = 3600.0  # seconds for a command that fetches or builds
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.xz")
@@ -26,11 +27,6 @@ MISSING = {
     "docker": "install docker, and start its daemon",
     "apptainer": "install apptainer",
 }
-
-
-def cache_folder() -> Path:
-    """Where images are unpacked and programs installed: `$RLX_CACHE`, or `~/.cache/rlx`."""
-    return Path(os.environ.get("RLX_CACHE") or Path.home() / ".cache" / "rlx")
 
 
 @functools.cache
@@ -93,7 +89,7 @@ def _unpacked(archive: Path) -> Path:
         raise ValueError(f"box.image={archive} is neither a folder nor a tar archive")
     stamp = archive.stat()
     name = hashlib.blake2b(f"{archive.resolve()} {stamp.st_mtime_ns} {stamp.st_size}".encode(), digest_size=6).hexdigest()
-    folder = cache_folder() / "images" / name
+    folder = cache_root() / "images" / name
     if not folder.exists():
         parts = folder.with_name(f"{name}.{os.getpid()}")
         parts.mkdir(parents=True)
@@ -108,7 +104,7 @@ def _unpacked(archive: Path) -> Path:
 
 def installed(command: Sequence[str]) -> str:
     """The folder that a program's `install` command has filled. It runs once on this machine, with the network. Raises ValueError."""
-    folder = cache_folder() / "programs" / hashlib.blake2b("\0".join(command).encode(), digest_size=8).hexdigest()
+    folder = cache_root() / "programs" / hashlib.blake2b("\0".join(command).encode(), digest_size=8).hexdigest()
     if not (folder / ".ready").exists():
         folder.mkdir(parents=True, exist_ok=True)
         _call([part.replace("{folder}", str(folder)) for part in command], "harness.install has failed", cwd=folder)

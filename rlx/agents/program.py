@@ -151,6 +151,15 @@ class ProgramEnvironment(FunctionEnvironment):
         self.readable = sorted({path for part in self.command for path in readable(part)})
         self._gateway: asyncio.Task[Gateway] | None = None
 
+    @property
+    def env(self) -> Any:  # type: ignore[override]
+        """What teaches the warm start of a model without training."""
+        return self
+
+    def demonstration(self, row: Mapping[str, Any], errs: bool, state: Any) -> Any:
+        """The messages of a row's column `demonstration`, if it has one."""
+        return None if errs else row.get("demonstration")
+
     def rehearse(self) -> None:
         """Open a box once, to see that it opens. Raises RuntimeError."""
 

@@ -19,8 +19,8 @@ from rlx.config.schema_rollout import EnvConfig
 from rlx.config.signatures import module_of
 from rlx.envs import verifiers_mcp
 from rlx.envs.kinds import kind_of
-from rlx.envs.probe import answer_requests, probe, why
-from rlx.envs.probed import FIELDS, About, Entry
+from rlx.envs.probe import answer_requests, config_of, probe, why
+from rlx.envs.probed import About, Entry
 
 LONGEST = 400  # characters of a text that are shown
 NAME = "custom"
@@ -273,7 +273,7 @@ def main() -> None:
     """Answer the request on the standard input."""
 
     def answer(entry: Mapping[str, Any]) -> dict[str, Any]:
-        return {"key": entry["key"], "about": asdict(about(EnvConfig(**{key: entry[key] for key in FIELDS if key in entry})))}
+        return {"key": entry["key"], "about": asdict(about(config_of(entry)))}
 
     answer_requests(answer)
 

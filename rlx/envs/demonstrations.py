@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
+import msgspec
+
 from rlx.config.pythons import python_of
 from rlx.config.schema import Config, EnvConfig, PlayRoot
 from rlx.data.demonstrations import choose, counts_by_weight
@@ -35,7 +37,7 @@ def demonstrations_of(config: PlayRoot, envs: Mapping[str, EnvConfig]) -> dict[s
     counts = counts_by_weight(settings.num_examples, {name: env.weight for name, env in envs.items()})
     asked: dict[str, list[dict[str, Any]]] = {}
     for name, env in envs.items():
-        about = {field.name: getattr(env, field.name) for field in fields(EnvConfig) if field.name != "sampling"}
+        about = {field.name: msgspec.to_builtins(getattr(env, field.name)) for field in fields(EnvConfig) if field.name != "sampling"}
         if not isinstance(config, Config):
             about["split"] = "train"  # the model is the same for every command
         entry = {"key": name, "name": name, "env": about, "settings": asdict(settings_of(config, env)), "count": counts[name]}
@@ -65,10 +67,12 @@ def _ask(python: str, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def answer(entry: Mapping[str, Any]) -> dict[str, Any]:
     """The answer to one entry of a request."""
-    name, config = entry["name"], EnvConfig(**entry["env"])
+    name, config = entry["name"], msgspec.convert(entry["env"], EnvConfig)
     try:
         environment = load_one(name, config, Settings(**entry["settings"]))
-        if kind_of(config.id) != "classic" and all(answer_text(environment, row) is None for row in environment.rows):
+        if kind_of(config.id) != "classic" and not any(
+            row.get("demonstration") or answer_text(environment, row) for row in environment.rows
+        ):
             raise ValueError(
                 f"envs.{name}: the warm start (model.warm_start) learns from answers, and no row of {config.id} has a field `answer` with "
                 "a text; choose a model that is trained already"

@@ -22,6 +22,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rlx.config.evaluated import section_of
 from rlx.config.pythons import shipped, sources_of
 from rlx.config.schema import EnvConfig
@@ -154,9 +156,14 @@ def _below(sources: Path) -> Iterable[Path]:
     return [path for _, path in zip(range(MOST_FILES), files, strict=False)]
 
 
+def config_of(entry: Mapping[str, Any]) -> EnvConfig:
+    """The configuration that an entry of a request has."""
+    return msgspec.convert({key: entry[key] for key in FIELDS if key in entry}, EnvConfig)
+
+
 def answer(entry: Mapping[str, Any]) -> dict[str, Any]:
     """The answer to one entry of a request."""
-    probed = probe(entry["name"], EnvConfig(**{key: entry[key] for key in FIELDS if key in entry}))
+    probed = probe(entry["name"], config_of(entry))
     folders = {path: packages_digest(path) for path in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}}
     return {"key": entry["key"], "probed": asdict(probed), "files": files_of(entry["id"]), "folders": folders}
 

@@ -21,6 +21,9 @@ FIELDS = (
     "agents_per_group",
     "num_tasks",
     "reward_raises",
+    "sandbox",
+    "box",
+    "harness",
 )  # of an environment's configuration, that loading it needs
 
 

@@ -21,6 +21,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rlx.config.errors import ConfigError
 from rlx.config.evaluated import environments, section_of
 from rlx.config.pythons import python_of, sources_of
@@ -105,8 +107,13 @@ def identity(env: EnvConfig) -> Identity:
     return (
         python_of(env.id, env.python) or sys.executable,
         env.id,
-        json.dumps([getattr(env, field) for field in FIELDS[1:]], sort_keys=True, default=repr),
+        json.dumps(asked(env), sort_keys=True, default=repr),
     )
+
+
+def asked(env: EnvConfig) -> dict[str, Any]:
+    """What loading an environment needs of its configuration."""
+    return {field: msgspec.to_builtins(getattr(env, field)) for field in FIELDS}
 
 
 # the cache
@@ -146,10 +153,7 @@ def _ask(python: str, wanted: Mapping[Identity, tuple[str, EnvConfig]]) -> dict[
     left = list(wanted)
     while left:
         named = {str(number): each for number, each in enumerate(left)}
-        entries = [
-            {"key": key, "name": wanted[each][0]} | {field: getattr(wanted[each][1], field) for field in FIELDS}
-            for key, each in named.items()
-        ]
+        entries = [{"key": key, "name": wanted[each][0]} | asked(wanted[each][1]) for key, each in named.items()]
         answers, loading, ending = _run(python, entries)
         for key, answer in answers.items():
             each = named[key]
@@ -172,7 +176,7 @@ def _ask(python: str, wanted: Mapping[Identity, tuple[str, EnvConfig]]) -> dict[
 def about_of(env: EnvConfig) -> About:
     """An environment for people: its arguments, data, rewards and tools. It is loaded in a process of its own, in its own Python."""
     python = identity(env)[0]
-    entry = {"key": "0", "name": "custom"} | {field: getattr(env, field) for field in FIELDS}
+    entry = {"key": "0", "name": "custom"} | asked(env)
     answers, _, ending = _run(python, [entry], "about")
     if "0" in answers:
         return about_from_json(answers["0"]["about"])

@@ -1,0 +1,216 @@
+"""Boxes: what is in one stays in it, and nothing of it is left when it is closed or when its worker is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlx.agents import cgroups
+from rlx.agents.box import MOST_OUTPUT, Box, BoxError, open_box
+from rlx.agents.gateway import Gateway
+from rlx.agents.images import choose, prepared, problem_of
+from rlx.config.schema_rollout import BoxConfig
+
+pytestmark = pytest.mark.skipif(problem_of("bwrap") is not None, reason="bubblewrap is not installed here")
+SMALL = {"disk_gb": 0.05, "memory_gb": 0.5, "processes": 40}
+
+
+def inside(work: Callable[[Box], Awaitable[Any]], kind: str = "bwrap", **keys: Any) -> Any:
+    async def run() -> Any:
+        box = await open_box(kind, BoxConfig(**{**SMALL, **keys}))
+        try:
+            return await work(box)
+        finally:
+            await box.close()
+
+    return asyncio.run(run())
+
+
+def shell(script: str, timeout: float = 20, **keys: Any) -> Any:
+    return inside(lambda box: box.run(["sh", "-c", script], timeout=timeout), **keys)
+
+
+def left(marker: str) -> list[str]:
+    """Processes with a marker in their command, control groups and folders of boxes of this process."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            text = path.read_bytes().decode(errors="replace").replace("\0", " ")
+        except OSError:
+            continue
+        if marker in text and int(path.parent.name) != os.getpid():
+            found.append(text)
+    own = f"rlx-{os.getpid()}-"
+    return found + [str(one) for tree in cgroups.trees().values() for one in tree.glob(f"{own}*")]
+
+
+def test_a_box_shows_nothing_of_this_machine_but_its_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "secret").write_text("the run's key")
+    monkeypatch.setenv("RLX_API_KEY", "the run's key")
+    said = shell(f"env; ls / /home /root /work {tmp_path}; cat {tmp_path}/secret /etc/shadow; ls /proc | grep -c '^[0-9]'; id -u")
+    assert "the run's key" not in said.stdout + said.stderr
+    assert "RLX" not in said.stdout
+    assert f"cannot access '{tmp_path}'" in said.stderr
+    assert "/etc/shadow: No such file" in said.stderr
+    lines = said.stdout.splitlines()
+    assert int(lines[-2]) < 8, "it sees its own processes alone"
+    assert lines[-1] == "1000"
+
+
+def test_a_box_cannot_write_outside_its_folder():
+    said = shell("echo x > /usr/x; echo x > /etc/x; echo x > /x; mount -t tmpfs x /mnt; touch ok; ls")
+    assert said.stdout.split() == ["ok", "tmp"]
+    assert said.stderr.count("Read-only file system") == 3
+
+
+def test_a_box_reaches_the_gateway_and_no_other_port_of_this_machine():
+    async def run() -> None:
+        gateway = Gateway()
+        await gateway.start()
+        outer = gateway.url.rpartition(":")[2]
+        box = await open_box("bwrap", BoxConfig(**SMALL))
+        sock = await box.listening()
+        assert sock is not None
+        site = await gateway.listen(sock)
+        script = "import urllib.request, sys; print(urllib.request.urlopen(f'http://127.0.0.1:{sys.argv[1]}/v1/models', timeout=5).status)"
+        ours, theirs = [await box.run(["python3", "-c", script, port]) for port in ("4000", outer)]
+        assert "401" in ours.stderr, "the gateway answers: this is no session's key"
+        assert "Connection refused" in theirs.stderr
+        other = await open_box("bwrap", BoxConfig(**SMALL))
+        assert "Connection refused" in (await other.run(["python3", "-c", script, "4000"])).stderr
+        await site.stop()
+        await asyncio.gather(box.close(), other.close(), gateway.stop())
+
+    asyncio.run(run())
+
+
+def test_two_boxes_do_not_see_each_other():
+    async def run() -> None:
+        one, other = await asyncio.gather(*(open_box("bwrap", BoxConfig(**SMALL)) for _ in range(2)))
+        await one.write({"mine.txt": "mine"})
+        assert (await one.read("mine.txt"), await other.read("mine.txt")) == ("mine", None)
+        await asyncio.gather(one.close(), other.close())
+
+    asyncio.run(run())
+
+
+def test_much_output_is_cut_in_its_middle():
+    said = shell("echo begin; yes | head -c 200000000; echo end")
+    assert len(said.stdout) < MOST_OUTPUT + 100
+    assert said.stdout.startswith("begin")
+    assert said.stdout.endswith("end\n")
+    assert "bytes left out" in said.stdout
+
+
+def test_a_full_disk_is_the_boxs_own():
+    said = shell("dd if=/dev/zero of=big bs=1M count=100; dd if=/dev/zero of=/dev/shm/big bs=1M count=100; df -m /work | tail -1")
+    assert said.stderr.count("No space left on device") == 2
+    assert said.stdout.split()[1] in ("51", "52")
+
+
+@pytest.mark.slow
+def test_a_fork_bomb_and_a_hungry_process_meet_their_bounds():
+    said = shell("bash -c 'f() { f | f & }; f' 2>&1 | head -c 300; sleep 1; echo still there", timeout=15)
+    assert "still there" in said.stdout or "fork" in said.stdout + said.stderr
+    assert shell("python3 -c 'bytearray(2 << 30)'").code != 0
+    assert left("f | f") == []
+
+
+@pytest.mark.parametrize("kind", ["bwrap", "none"])
+def test_what_ignores_its_end_is_gone_with_the_box(kind: str):
+    marker = f"6{os.getpid()}"
+
+    async def work(box: Box) -> Any:
+        return await box.run(["sh", "-c", f"trap '' TERM INT HUP; sleep {marker} & sleep {marker}"], timeout=0.5)
+
+    began = time.monotonic()
+    said = inside(work, kind)
+    assert (said.late, said.code) == (True, -signal.SIGKILL)
+    assert time.monotonic() - began < 5
+    assert left(marker) == []
+
+
+@pytest.mark.parametrize("kind", ["bwrap", "none"])
+def test_a_process_that_leaves_its_group_ends_with_the_box(kind: str):
+    marker = f"7{os.getpid()}"
+    said = inside(lambda box: box.run(["sh", "-c", f"setsid -f sleep {marker}; echo begun"], timeout=20), kind)
+    assert said.stdout == "begun\n"
+    assert left(marker) == []
+
+
+def test_nothing_is_left_of_the_boxes_of_a_killed_worker(tmp_path: Path):
+    marker = f"8{os.getpid()}"
+    worker = f"""
+import asyncio
+from rlx.agents.box import open_box
+from rlx.config.schema_rollout import BoxConfig
+async def main():
+    box = await open_box("bwrap", BoxConfig())
+    asyncio.ensure_future(box.run(["sh", "-c", "setsid -f sleep {marker}; echo x > /work/{marker}; sleep {marker}"]))
+    await asyncio.sleep(0.5)
+    print("ready", flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", worker], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        assert left(f"sleep {marker}") != []
+        process.kill()
+    deadline = time.monotonic() + 5
+    while left(f"sleep {marker}") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert left(f"sleep {marker}") == []
+    assert marker not in Path("/proc/mounts").read_text()
+    cgroups.sweep()  # as the next worker does
+    assert [one for tree in cgroups.trees().values() for one in tree.glob(f"rlx-{process.pid}-*")] == []
+
+
+def test_an_image_is_a_folder_or_an_archive_that_is_unpacked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RLX_CACHE", str(tmp_path / "cache"))
+    root = tmp_path / "root"
+    root.mkdir()
+    for name in ("bin", "lib", "lib64", "sbin"):
+        (root / name).symlink_to(f"usr/{name}")
+    (root / "data").mkdir()
+    (root / "data" / "own.txt").write_text("of the image")
+    subprocess.run(["tar", "-cf", str(tmp_path / "root.tar"), "-C", str(root), "."], check=True)
+    folder = prepared("bwrap", str(tmp_path / "root.tar"))
+    assert folder == prepared("bwrap", str(tmp_path / "root.tar"))
+    assert (Path(str(folder)) / "data" / "own.txt").read_text() == "of the image"
+
+    async def run() -> str | None:
+        box = await open_box("bwrap", BoxConfig(**SMALL, folders=["/usr"]), folder)
+        try:
+            return await box.read("/data/own.txt")
+        finally:
+            await box.close()
+
+    assert asyncio.run(run()) == "of the image"
+
+
+@pytest.mark.parametrize(
+    ("kind", "image", "said"),
+    [
+        ("bwrap", "debian:12", "sandbox=bwrap has no images by name: debian:12"),
+        ("docker", None, "sandbox=docker: "),
+        ("apptainer", None, "sandbox=apptainer: "),
+    ],
+)
+def test_a_sandbox_that_cannot_be_is_refused_with_what_to_do(kind: str, image: str | None, said: str):
+    with pytest.raises(ValueError, match=said):
+        choose(kind, image)
+
+
+def test_a_box_that_cannot_start_says_why():
+    with pytest.raises(BoxError, match="no-such-folder"):
+        inside(lambda box: box.run(["true"]), folders=["/no-such-folder"])

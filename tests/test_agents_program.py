@@ -1,0 +1,156 @@
+"""`env=program`: programs in boxes, and the model with a shell in one, scored by what they leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from policy_stand_in import InTurn, policy_of, task_of
+
+from rlx.agents.images import problem_of
+from rlx.config.schema import EnvConfig
+from rlx.config.schema_rollout import BoxConfig, HarnessConfig
+from rlx.envs.load import load_one
+from rlx.envs.wire import Settings
+from rlx.types import Rollout
+
+AGENT = """
+import json, os, sys, urllib.request
+def ask(text):
+    body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": text}]}).encode()
+    asked = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body,
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"})
+    return json.load(urllib.request.urlopen(asked))["choices"][0]["message"]["content"]
+"""
+TASKS = [
+    {
+        "question": "Write 7 into answer.txt.",
+        "files": {"notes/a.txt": "seven is 7\n"},
+        "test_files": {"check.sh": "grep -qx 7 answer.txt"},
+    },
+    {"question": "Say hello.", "files": {}, "test": "false"},
+]
+BWRAP = pytest.mark.skipif(problem_of("bwrap") is not None, reason="bubblewrap is not installed here")
+BOXES = [pytest.param("none", id="none"), pytest.param("bwrap", id="bwrap", marks=BWRAP)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in TASKS))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def load(kind: str, *command: str, timeout: float = 60.0, args: dict[str, Any] | None = None, box: Any = None, **harness: Any) -> Any:
+    config = EnvConfig(
+        id="rlx.agents.program",
+        args={"data": "tasks.jsonl", **(args or {"test": "sh check.sh"})},
+        sandbox=kind,
+        box=box or BoxConfig(memory_gb=1.0),
+        harness=HarnessConfig(command=list(command), **harness),
+    )
+    return load_one("e", config, Settings(timeout=timeout))
+
+
+def play(env: Any, *texts: str, index: int = 0) -> Rollout:
+    async def run() -> Rollout:
+        env.policy = policy_of(InTurn(*texts), context_length=8192)
+        (rollout,) = await env.play(task_of(env, index), [0], 0)
+        await env.close()
+        return rollout
+
+    return asyncio.run(run())
+
+
+def call(command: str) -> str:
+    return f'<tool_call>\n{{"name": "shell", "arguments": {json.dumps({"command": command})}}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("kind", BOXES)
+def test_a_program_plays_in_its_box_and_a_test_scores_what_it_left(folder: Path, kind: str):
+    (folder / "agent.py").write_text(AGENT + 'open("answer.txt", "w").write(ask(os.environ["TASK"]) + "\\n"); print("done", sys.argv[1])')
+    env = load(kind, "python3", "agent.py", "{prompt}")
+    right, wrong = play(env, "7"), play(load(kind, "python3", "agent.py", "{prompt}"), "8")
+    assert [right.reward, wrong.reward] == [1.0, 0.0], (right.error, wrong.error)
+    assert (right.stop, right.metrics["exit_code"], right.metrics["turns"]) == ("program_ended", 0.0, 1.0)
+    assert right.completion == [{"role": "assistant", "content": "7"}]
+    assert right.trace.num_sampled == 2
+    assert play(env, "x", index=1).reward == 0.0, "a task's own test"
+
+
+@pytest.mark.parametrize("kind", BOXES)
+def test_a_model_with_a_shell_edits_a_file(folder: Path, kind: str):
+    env = load(kind)
+    rollout = play(env, call("cat notes/a.txt"), call("echo 7 > answer.txt"), "Done.")
+    assert rollout.reward == 1.0, rollout.error
+    assert [message["role"] for message in rollout.completion] == ["assistant", "tool", "assistant", "tool", "assistant"]
+    assert rollout.completion[1]["content"] == "seven is 7"
+    assert len(rollout.trace.branches()) == 1
+
+
+def test_a_reward_function_may_look_into_the_box(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    (folder / "box_rewards.py").write_text(
+        "async def lines(completion, row, box):\n    return float(len((await box.read('answer.txt') or '').split()))\n"
+    )
+    monkeypatch.syspath_prepend(str(folder))
+    env = load("none", args={"reward": "box_rewards.lines"})
+    assert play(env, call("echo a b c > answer.txt"), "Done.").reward == 3.0
+
+
+@pytest.mark.parametrize(
+    ("body", "cause", "said"),
+    [
+        ("sys.exit('no such flag')", "program_error", "exit code 1 before it had an answer of the model: no such flag"),
+        ("pass", "program_error", "exit code 0 before it had an answer"),
+        ("ask('x' * 40000)", "prompt_too_long", "fills the context"),
+    ],
+)
+def test_a_program_that_plays_nothing_has_failed(folder: Path, body: str, cause: str, said: str):
+    (folder / "agent.py").write_text(AGENT + body)
+    rollout = play(load("none", "python3", "agent.py"), "7")
+    assert (rollout.status, rollout.stop) == ("error", cause)
+    assert said in (rollout.error or "")
+
+
+def test_a_program_that_crashes_after_an_answer_is_scored(folder: Path):
+    (folder / "agent.py").write_text(AGENT + "ask('one'); sys.exit(3)")
+    rollout = play(load("none", "python3", "agent.py"), "7")
+    assert (rollout.status, rollout.reward, rollout.metrics["exit_code"]) == ("ok", 0.0, 3.0)
+
+
+def test_a_program_that_floods_the_policy_is_ended_after_its_turns(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("rlx.agents.program.GRACE", 0.5)
+    (folder / "agent.py").write_text(AGENT + "while True:\n  try: ask('again')\n  except Exception: pass\n")
+    rollout = play(load("none", "python3", "agent.py", max_turns=3), *["7"] * 3)
+    assert (rollout.status, rollout.stop, rollout.metrics["turns"]) == ("ok", "program_max_turns", 3.0)
+
+
+def test_a_program_that_does_not_end_is_scored_at_its_time(folder: Path):
+    (folder / "agent.py").write_text(AGENT + "open('answer.txt', 'w').write(ask('one') + '\\n')\nimport time; time.sleep(60)")
+    rollout = play(_timed("none", "agent.py"), "7")
+    assert (rollout.status, rollout.stop, rollout.reward) == ("ok", "program_timeout", 1.0)
+
+
+def _timed(kind: str, file: str) -> Any:
+    config = EnvConfig(
+        id="rlx.agents.program",
+        args={"data": "tasks.jsonl", "test": "sh check.sh"},
+        sandbox=kind,
+        harness=HarnessConfig(command=["python3", file], timeout=1.5),
+    )
+    return load_one("e", config, Settings(timeout=30))
+
+
+def test_a_test_that_cannot_run_is_a_failure_not_a_zero(folder: Path):
+    rollout = play(load("none", args={"test": "no-such-checker"}), "Done.")
+    assert (rollout.status, rollout.stop) == ("error", "program_error")
+    assert "no-such-checker" in (rollout.error or "")
+
+
+def test_no_sandbox_is_a_sentence_with_what_to_do(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("rlx.agents.images.problem_of", lambda kind: f"{kind} is not installed")
+    with pytest.raises(ValueError, match=r"envs\.e: no sandbox can be made here.*sandbox=none"):
+        load("auto")
