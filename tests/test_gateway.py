@@ -55,7 +55,7 @@ async def opened(engine: Engine, **limits: Any) -> AsyncIterator[tuple[Gateway, 
     await gateway.start()
     policy = policy_of(engine, context_length=8192, sampling={"max_tokens": 200})
     try:
-        yield gateway, gateway.open(policy.episode(Task(env="e", example_id=0, index=0, row={}), 0, 0), **limits)
+        yield gateway, gateway.open(policy.episode(Task(env="e", example_id=0, index=0, row={}), 0, 0), **{"longest": 200, **limits})
     finally:
         await gateway.stop()
 
@@ -298,6 +298,7 @@ def test_the_runs_own_sampling_stands_whatever_a_program_asks():
             await post(f"{gateway.url}/v1/messages", {**HELLO, "temperature": 0.0, "top_k": 1, "max_tokens": 32000}, session.key)
             asked = engine.requests[0]["sampling"]
             assert "top_k" not in asked
+            assert asked["max_tokens"] == 200, "the run bounds an answer, whatever a program asks for"
             assert asked.get("temperature", 1.0) == 1.0
 
     asyncio.run(run())

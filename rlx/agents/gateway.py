@@ -50,6 +50,7 @@ class Session:
     deadline: float = float("inf")  # of the monotonic clock
     max_turns: int | None = None  # answered requests
     max_tokens: int | None = None  # sampled tokens of all answers
+    longest: int | None = None  # sampled tokens of one answer
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     delivered: list[str] = field(default_factory=list)  # request ids of answers that the program has received and that count
     turns: int = 0
@@ -73,10 +74,10 @@ class Session:
 
     async def _answer(self, request: Request) -> Reply:
         async with self._room:
-            sampling = request.sampling
-            if self.max_tokens is not None:
-                sampling = {**sampling, "max_tokens": min(sampling.get("max_tokens", self.max_tokens), self.max_tokens - self.tokens)}
             self._check()
+            left = None if self.max_tokens is None else self.max_tokens - self.tokens
+            bounds = [bound for bound in (request.sampling.get("max_tokens"), self.longest, left) if bound is not None]
+            sampling = {**request.sampling, **({"max_tokens": min(bounds)} if bounds else {})}
             self.turns += 1
             told = [*self._stored.get(request.previous, ()), *map(self._as_sampled, request.messages)]
             if request.previous and request.previous not in self._stored:

@@ -103,12 +103,13 @@ class Numbers(Sequence[dict[str, Any]]):
 
 
 def load(name: str, config: EnvConfig, sampling: dict[str, Any], timeout: float, concurrency: int = 1) -> OutsideEnvironment:
-    """Load the rlx environment `name`. Raises ValueError with a sentence for people. `sampling`, `concurrency`: of the protocol."""
+    """Load the rlx environment `name`. Raises ValueError with a sentence for people. `concurrency` belongs to the protocol."""
     try:
         env = OutsideEnvironment(name, load_environment(**config.args), config, config.rollout_timeout or timeout)
         env.rows[0]
     except ValueError as error:
         raise ValueError(f"envs.{name}: {error}") from error
+    env.longest = sampling.get("max_tokens")
     return env
 
 
@@ -120,6 +121,7 @@ class OutsideEnvironment(FunctionEnvironment):
     def __init__(self, name: str, source: Source, config: EnvConfig, timeout: float) -> None:
         super().__init__(name, source, config, WAITING)  # a rollout may wait for a program as long as it takes
         self.harness, self.limit = config.harness, timeout
+        self.longest: int | None = None  # sampled tokens of one answer
         args = config.args
         self.host, self.port = str(args.get("host", "127.0.0.1")), int(args.get("port", 8765))
         self.key_file = Path(str(args.get("key_file", "gateway.key")))
@@ -199,7 +201,7 @@ class OutsideEnvironment(FunctionEnvironment):
         offered = self._next()
         if offered is None:
             return web.Response(status=204)
-        limits = {"max_turns": self.harness.max_turns, "max_tokens": self.harness.max_tokens}
+        limits = {"max_turns": self.harness.max_turns, "max_tokens": self.harness.max_tokens, "longest": self.longest}
         offered.session = gateway.open(offered.episode, deadline=time.monotonic() + self.limit, **limits)
         asyncio.get_running_loop().call_later(self.limit, self._expire, offered)
         task = {name: value for name, value in offered.task.row.items() if name != "prompt" or any(m["content"] for m in value)}

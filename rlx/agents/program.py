@@ -115,7 +115,7 @@ class Scoring:
 
 
 def load(name: str, config: EnvConfig, sampling: dict[str, Any], timeout: float, concurrency: int = 1) -> ProgramEnvironment:
-    """Load the rlx environment `name`: its tasks, the boxes' image, the program. `sampling` and `concurrency` belong to the protocol.
+    """Load the rlx environment `name`: its tasks, the boxes' image, the program. `concurrency` belongs to the protocol.
 
     Raises ValueError with a sentence for people, or what the module of the function raises.
     """
@@ -129,7 +129,7 @@ def load(name: str, config: EnvConfig, sampling: dict[str, Any], timeout: float,
         env.rows[0]
     except ValueError as error:
         raise ValueError(f"envs.{name}: {error}") from error
-    env.kind, env.image, env.folder = kind, image, folder
+    env.kind, env.image, env.folder, env.longest = kind, image, folder, sampling.get("max_tokens")
     sweep()
     cgroups.sweep()
     return env
@@ -145,8 +145,9 @@ class ProgramEnvironment(FunctionEnvironment):
         self.harness, self.config = config.harness, config.box
         self.files = str(config.args.get("files", "files"))
         self.kind, self.image, self.folder = "none", config.box.image, ""
+        self.longest: int | None = None  # sampled tokens of one answer
         self.tools = () if config.harness.command else (SHELL,)
-        files = [str(Path(part).resolve()) if Path(part).is_file() else part for part in config.harness.command]
+        files = [str(Path(part).absolute()) if Path(part).is_file() else part for part in config.harness.command]
         self.command = [part.replace("{python}", sys.executable) for part in files]
         self.readable = sorted({path for part in self.command for path in readable(part)})
         self._gateway: asyncio.Task[Gateway] | None = None
@@ -219,7 +220,8 @@ class ProgramEnvironment(FunctionEnvironment):
         """The model with a shell: (trace, its last words, why it ended, exit code of its last command)."""
         messages, code, tokens = list(row["prompt"]), 0, 0
         for _ in range(self.harness.max_turns or 2**31):
-            sampling = {} if self.harness.max_tokens is None else {"max_tokens": self.harness.max_tokens - tokens}
+            bounds = [self.longest, None if self.harness.max_tokens is None else self.harness.max_tokens - tokens]
+            sampling = {"max_tokens": min(bound for bound in bounds if bound is not None)} if any(bounds) else {}
             reply: Reply = await episode.respond(messages, [SHELL], sampling)
             tokens += reply.num_tokens
             messages.append(reply.message)
@@ -248,7 +250,8 @@ class ProgramEnvironment(FunctionEnvironment):
         gateway = await self._gate()
         limit = self.timeout if self.harness.timeout is None else min(self.timeout, self.harness.timeout)
         deadline = time.monotonic() + limit
-        session = gateway.open(episode, deadline=deadline, max_turns=self.harness.max_turns, max_tokens=self.harness.max_tokens)
+        bounds = {"max_turns": self.harness.max_turns, "max_tokens": self.harness.max_tokens, "longest": self.longest}
+        session = gateway.open(episode, deadline=deadline, **bounds)
         site = None
         try:
             sock = await box.listening()
