@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from rlx.agents import cgroups
-from rlx.agents.box import MOST_OUTPUT, Box, BoxError, open_box
+from rlx.agents.box import Box, BoxError, open_box
 from rlx.agents.gateway import Gateway
 from rlx.agents.images import choose, prepared, problem_of
+from rlx.agents.processes import MOST_OUTPUT
 from rlx.config.schema_rollout import BoxConfig
 
 pytestmark = pytest.mark.skipif(problem_of("bwrap") is not None, reason="bubblewrap is not installed here")
@@ -152,6 +153,7 @@ def test_nothing_is_left_of_the_boxes_of_a_killed_worker(tmp_path: Path):
     worker = f"""
 import asyncio
 from rlx.agents.box import open_box
+from rlx.agents.processes import MOST_OUTPUT
 from rlx.config.schema_rollout import BoxConfig
 async def main():
     box = await open_box("bwrap", BoxConfig())

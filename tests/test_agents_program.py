@@ -46,7 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def load(kind: str, *command: str, timeout: float = 60.0, args: dict[str, Any] | None = None, box: Any = None, **harness: Any) -> Any:
     config = EnvConfig(
-        id="rlx.agents.program",
+        id="rlx.envs.program",
         args={"data": "tasks.jsonl", **(args or {"test": "sh check.sh"})},
         sandbox=kind,
         box=box or BoxConfig(memory_gb=1.0),
@@ -122,7 +122,7 @@ def test_a_program_that_crashes_after_an_answer_is_scored(folder: Path):
 
 
 def test_a_program_that_floods_the_policy_is_ended_after_its_turns(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rlx.agents.program.GRACE", 0.5)
+    monkeypatch.setattr("rlx.envs.program.GRACE", 0.5)
     (folder / "agent.py").write_text(AGENT + "while True:\n  try: ask('again')\n  except Exception: pass\n")
     rollout = play(load("none", "python3", "agent.py", max_turns=3), *["7"] * 3)
     assert (rollout.status, rollout.stop, rollout.metrics["turns"]) == ("ok", "program_max_turns", 3.0)
@@ -136,7 +136,7 @@ def test_a_program_that_does_not_end_is_scored_at_its_time(folder: Path):
 
 def _timed(kind: str, file: str) -> Any:
     config = EnvConfig(
-        id="rlx.agents.program",
+        id="rlx.envs.program",
         args={"data": "tasks.jsonl", "test": "sh check.sh"},
         sandbox=kind,
         harness=HarnessConfig(command=["python3", file], timeout=1.5),

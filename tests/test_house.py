@@ -26,7 +26,7 @@ FLOORS = {
     ),
     **dict.fromkeys(("stacks", "tracking", "lock", "descendants", "started"), 1),
     **dict.fromkeys(("losses", "advantages", "kernels", "models", "data", "train", "parallel"), 2),
-    **dict.fromkeys(("rollout", "envs", "policy", "inference", "weights", "checkpoints", "shared"), 2),
+    **dict.fromkeys(("rollout", "envs", "agents", "policy", "inference", "weights", "checkpoints", "shared"), 2),
     "roles": 3,
     "plan": 4,
     "runs": 5,
@@ -60,7 +60,7 @@ OPTIONAL = {
     "rlx/data/scores.py": "zstandard",
     "rlx/data/source.py": "zstandard",  # inside the one method that reads a recording; only a run with an orchestrator writes one
 }
-ORDER = ("rollout", "envs", "policy", "inference")  # on one floor: each may import only those after it
+ORDER = ("rollout", "envs", "agents", "policy", "inference")  # on one floor: each may import only those after it
 VERSIONS = {  # what rooms that roll out or train may import of rlx.weights: policy versions as records, not their files
     "rlx.weights.subscribe": "for the orchestrator",
     "rlx.weights.broadcast": "for the trainer",

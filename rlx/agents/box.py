@@ -9,14 +9,12 @@ this process: however this process ends, the kernel ends all that is in the box,
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import itertools
 import json
 import os
 import secrets
 import shutil
-import signal
 import socket
 import sys
 import tempfile
@@ -25,13 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlx.agents.cgroups import Group
+from rlx.agents.processes import Kept, end, exit_code, give, output
 from rlx.config.schema_rollout import BoxConfig
 from rlx.descendants import kill_all
 
-TOKEN = "RLX_BOX"  # the variable by which the processes of a box without isolation are found
+TOKEN = "BOX_OF_RLX"  # the variable by which the processes of a box without isolation are found
 HOME = "/work"  # the folder of a box, and its programs' home
 PORT = 4000  # of the gateway in a box without network
-MOST_OUTPUT = 2**20  # bytes of a command's output that are kept, half from its beginning and half from its end
 START = 60.0  # seconds to start a box
 LINGERING = 0.5  # seconds to read what a command has said when it has ended and something that it started holds its pipes
 HOST_ETC = ("alternatives", "ssl", "ca-certificates", "ld.so.cache", "passwd", "group", "localtime", "nsswitch.conf")
@@ -76,8 +74,8 @@ class Box:
         """The command of this machine that runs a command in the box."""
         return ["env", "-i", f"--chdir={self.home}", *(f"{name}={value}" for name, value in variables.items()), *argv]
 
-    async def listening(self) -> socket.socket | None:
-        """A socket at PORT of the box's own network; None: the box has this machine's."""
+    async def listening(self, port: int = PORT) -> socket.socket | None:
+        """A socket at a port of the box's own network; None: the box has this machine's."""
         return None
 
     def variables(self, more: Mapping[str, str]) -> dict[str, str]:
@@ -97,17 +95,17 @@ class Box:
         assert process.stdin is not None
         out, err = Kept(), Kept()
         reading = [asyncio.create_task(out.read(process.stdout)), asyncio.create_task(err.read(process.stderr))]
-        giving = asyncio.create_task(_give(process.stdin, given))
+        giving = asyncio.create_task(give(process.stdin, given))
         try:
-            ending = asyncio.ensure_future(_exit_code(process))
+            ending = asyncio.ensure_future(exit_code(process))
             late = not (await asyncio.wait({ending}, timeout=timeout))[0]
             if late:
-                _end(process)
+                end(process)
             code = await ending
             await asyncio.wait(reading, timeout=LINGERING)  # what it has left behind may hold the pipes
             return Result(code, out.text(), err.text(), late)
         finally:
-            _end(process)
+            end(process)
             for task in (*reading, giving):
                 task.cancel()
             self._running.discard(process)
@@ -129,7 +127,7 @@ class Box:
     async def close(self) -> None:
         """End everything in it, and remove it."""
         for process in self._running:
-            _end(process)
+            end(process)
         await asyncio.to_thread(kill_all, (), self._token, variable=TOKEN)  # those that have left their groups
         await asyncio.to_thread(shutil.rmtree, self.home, True)
         self.group.remove()
@@ -186,12 +184,12 @@ class Held(Box):
         """The process id, on this machine, of its first process."""
         raise NotImplementedError
 
-    async def listening(self) -> socket.socket | None:
+    async def listening(self, port: int = PORT) -> socket.socket | None:
         if not self.own_network:
             return None
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            script = [sys.executable, "-I", "-S", "-c", LISTEN, str(theirs.fileno()), str(PORT)]
+            script = [sys.executable, "-I", "-S", "-c", LISTEN, str(theirs.fileno()), str(port)]
             enter = ["nsenter", f"--target={self.pid}", *self.user(), "--net", "--preserve-credentials", "--", *script]
             helper = await asyncio.create_subprocess_exec(*enter, pass_fds=(theirs.fileno(),), stderr=asyncio.subprocess.PIPE)
             _, said = await helper.communicate()
@@ -207,10 +205,10 @@ class Held(Box):
 
     async def close(self) -> None:
         for process in self._running:
-            _end(process)
+            end(process)
         holder = getattr(self, "_holder", None)
         if holder is not None:
-            _end(holder)
+            end(holder)
             await holder.wait()
         await self.remove()
         for _ in range(50):  # the kernel ends its processes a moment later
@@ -295,7 +293,7 @@ class Container(Held):
         return [*argv, str(self.image), "sh", "-c", f"mkdir -p {HOME}/tmp; echo ready; read -r _"]
 
     async def first(self, said: bytes) -> int:
-        code, out = await _output([self.engine, "inspect", "--format", "{{.State.Pid}}", self.name])
+        code, out = await output([self.engine, "inspect", "--format", "{{.State.Pid}}", self.name])
         if code:
             raise BoxError(out)
         return int(out)
@@ -308,7 +306,7 @@ class Container(Held):
         return ["env"]  # the engine has them
 
     async def remove(self) -> None:
-        await _output([self.engine, "rm", "--force", *(["--time", "0"] if self.engine == "podman" else []), self.name])
+        await output([self.engine, "rm", "--force", *(["--time", "0"] if self.engine == "podman" else []), self.name])
 
 
 class Docker(Container):
@@ -363,67 +361,3 @@ def _root(folder: Path) -> list[str]:
             continue
         argv += ["--symlink", os.readlink(path), f"/{path.name}"] if path.is_symlink() else ["--ro-bind", str(path), f"/{path.name}"]
     return argv
-
-
-class Kept:
-    """What a stream has said, without its middle where that is more than MOST_OUTPUT bytes."""
-
-    def __init__(self) -> None:
-        self.head, self.tail, self.left_out = bytearray(), bytearray(), 0
-
-    async def read(self, stream: asyncio.StreamReader | None) -> None:
-        """Read a stream to its end."""
-        assert stream is not None
-        while data := await stream.read(2**16):
-            room = max(MOST_OUTPUT // 2 - len(self.head), 0)
-            self.head += data[:room]
-            self.tail += data[room:]
-            if len(self.tail) > MOST_OUTPUT:
-                self._cut()
-
-    def _cut(self) -> None:
-        if (more := len(self.tail) - MOST_OUTPUT // 2) > 0:
-            del self.tail[:more]
-            self.left_out += more
-
-    def text(self) -> str:
-        """What is kept, with a note of what is not."""
-        self._cut()
-        note = f"\n[{self.left_out:,} bytes left out]\n".encode() if self.left_out else b""
-        return (self.head + note + self.tail).decode(errors="replace")
-
-
-async def _exit_code(process: asyncio.subprocess.Process) -> int:
-    """The exit code as soon as there is one. `Process.wait` would wait for whoever holds its pipes."""
-    over = asyncio.Event()
-    with contextlib.suppress(ProcessLookupError):  # it was quicker
-        fd = os.pidfd_open(process.pid)
-        asyncio.get_running_loop().add_reader(fd, over.set)
-        try:
-            await over.wait()
-        finally:
-            asyncio.get_running_loop().remove_reader(fd)
-            os.close(fd)
-    while process.returncode is None:
-        await asyncio.sleep(0.001)
-    return process.returncode
-
-
-async def _give(stream: asyncio.StreamWriter, data: bytes) -> None:
-    with contextlib.suppress(ConnectionError):
-        stream.write(data)
-        await stream.drain()
-    stream.close()
-
-
-def _end(process: asyncio.subprocess.Process) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-async def _output(command: Sequence[str]) -> tuple[int, str]:
-    process = await asyncio.create_subprocess_exec(
-        *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
-    )
-    out, _ = await process.communicate()
-    return process.returncode or 0, out.decode(errors="replace").strip()

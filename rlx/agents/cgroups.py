@@ -6,6 +6,7 @@ Both versions work: version 1, which has a tree for each controller, and version
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ PERIOD = 100_000  # microseconds over which CPU time is counted
 NAME = "rlx-{pid}-{number}"
 
 
+@functools.cache
 def trees(root: Path = ROOT) -> dict[str, Path]:
     """The folder below which this process may make groups, by controller: `pids`, `memory`, `cpu`."""
     found: dict[str, Path] = {}

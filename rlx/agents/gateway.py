@@ -26,8 +26,8 @@ from typing import Any
 
 from aiohttp import web
 
-from rlx.agents.dialects import DIALECTS, MESSAGES, BadRequest, Dialect, Request
-from rlx.envs.errors import in_one_line
+from rlx.agents.dialect import BadRequest, Dialect, Request
+from rlx.agents.dialects import DIALECTS, MESSAGES
 from rlx.policy.base import Episode, Message, PromptTooLong, Reply
 
 log = logging.getLogger(__name__)
@@ -289,6 +289,11 @@ class Gateway:
             await response.write_eof()
             session.received(reply, asked)
         return response
+
+
+def in_one_line(error: BaseException) -> str:
+    """What went wrong, for a program."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:1000]
 
 
 NO_SESSION = "this key opens no session, or its session has ended"

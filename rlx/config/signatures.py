@@ -80,7 +80,7 @@ def _is_declaration(decorator: ast.expr) -> bool:
     return isinstance(decorator, ast.Call) and isinstance(decorator.func, ast.Name) and decorator.func.id == declares.__name__
 
 
-OWN_KINDS = {"rlx.envs.function": "function", "rlx.agents.program": "program", "rlx.agents.outside": "gateway"}
+OWN_KINDS = {"rlx.envs.function": "function", "rlx.envs.program": "program", "rlx.envs.outside": "gateway"}
 """The environments that are modules of rlx and need no verifiers, by their ids: a reward function, programs, programs elsewhere."""
 
 

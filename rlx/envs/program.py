@@ -21,7 +21,7 @@ from typing import Any
 
 from rlx.agents import cgroups
 from rlx.agents.box import PORT, Box, BoxError, Result, open_box, sweep
-from rlx.agents.dialects import function
+from rlx.agents.dialect import function
 from rlx.agents.gateway import UNTRAINED, Gateway, Session
 from rlx.agents.images import choose, installed, prepare, prepared
 from rlx.config.schema import EnvConfig

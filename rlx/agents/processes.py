@@ -1,0 +1,75 @@
+"""Processes of this machine that run for a box: what they say, how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Sequence
+
+MOST_OUTPUT = 2**20  # bytes of a command's output that are kept, half from its beginning and half from its end
+
+
+class Kept:
+    """What a stream has said, without its middle where that is more than MOST_OUTPUT bytes."""
+
+    def __init__(self) -> None:
+        self.head, self.tail, self.left_out = bytearray(), bytearray(), 0
+
+    async def read(self, stream: asyncio.StreamReader | None) -> None:
+        """Read a stream to its end."""
+        assert stream is not None
+        while data := await stream.read(2**16):
+            room = max(MOST_OUTPUT // 2 - len(self.head), 0)
+            self.head += data[:room]
+            self.tail += data[room:]
+            if len(self.tail) > MOST_OUTPUT:
+                self._cut()
+
+    def _cut(self) -> None:
+        if (more := len(self.tail) - MOST_OUTPUT // 2) > 0:
+            del self.tail[:more]
+            self.left_out += more
+
+    def text(self) -> str:
+        """What is kept, with a note of what is not."""
+        self._cut()
+        note = f"\n[{self.left_out:,} bytes left out]\n".encode() if self.left_out else b""
+        return (self.head + note + self.tail).decode(errors="replace")
+
+
+async def exit_code(process: asyncio.subprocess.Process) -> int:
+    """The exit code as soon as there is one. `Process.wait` would wait for whoever holds its pipes."""
+    over = asyncio.Event()
+    with contextlib.suppress(ProcessLookupError):  # it was quicker
+        fd = os.pidfd_open(process.pid)
+        asyncio.get_running_loop().add_reader(fd, over.set)
+        try:
+            await over.wait()
+        finally:
+            asyncio.get_running_loop().remove_reader(fd)
+            os.close(fd)
+    while process.returncode is None:
+        await asyncio.sleep(0.001)
+    return process.returncode
+
+
+async def give(stream: asyncio.StreamWriter, data: bytes) -> None:
+    with contextlib.suppress(ConnectionError):
+        stream.write(data)
+        await stream.drain()
+    stream.close()
+
+
+def end(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+async def output(command: Sequence[str]) -> tuple[int, str]:
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    out, _ = await process.communicate()
+    return process.returncode or 0, out.decode(errors="replace").strip()
