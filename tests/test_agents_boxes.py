@@ -57,7 +57,7 @@ def left(marker: str) -> list[str]:
 def test_a_box_shows_nothing_of_this_machine_but_its_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "secret").write_text("the run's key")
     monkeypatch.setenv("RLX_API_KEY", "the run's key")
-    said = shell(f"env; ls / /home /root /work {tmp_path}; cat {tmp_path}/secret /etc/shadow; ls /proc | grep -c '^[0-9]'; id -u")
+    said = shell(f"env; ls / /home /root {tmp_path}; cat {tmp_path}/secret /etc/shadow; ls /proc | grep -c '^[0-9]'; id -u")
     assert "the run's key" not in said.stdout + said.stderr
     assert "RLX" not in said.stdout
     assert f"cannot access '{tmp_path}'" in said.stderr
@@ -113,7 +113,7 @@ def test_much_output_is_cut_in_its_middle():
 
 
 def test_a_full_disk_is_the_boxs_own():
-    said = shell("dd if=/dev/zero of=big bs=1M count=100; dd if=/dev/zero of=/dev/shm/big bs=1M count=100; df -m /work | tail -1")
+    said = shell("dd if=/dev/zero of=big bs=1M count=100; dd if=/dev/zero of=/dev/shm/big bs=1M count=100; df -m /box | tail -1")
     assert said.stderr.count("No space left on device") == 2
     assert said.stdout.split()[1] in ("51", "52")
 
@@ -157,7 +157,7 @@ from rlx.agents.processes import MOST_OUTPUT
 from rlx.config.schema_rollout import BoxConfig
 async def main():
     box = await open_box("bwrap", BoxConfig())
-    asyncio.ensure_future(box.run(["sh", "-c", "setsid -f sleep {marker}; echo x > /work/{marker}; sleep {marker}"]))
+    asyncio.ensure_future(box.run(["sh", "-c", "setsid -f sleep {marker}; echo x > /box/{marker}; sleep {marker}"]))
     await asyncio.sleep(0.5)
     print("ready", flush=True)
     await asyncio.sleep(60)

@@ -28,7 +28,7 @@ from rlx.config.schema_rollout import BoxConfig
 from rlx.descendants import kill_all
 
 TOKEN = "BOX_OF_RLX"  # the variable by which the processes of a box without isolation are found
-HOME = "/work"  # the folder of a box, and its programs' home
+HOME = "/box"  # the folder of a box, and its programs' home
 PORT = 4000  # of the gateway in a box without network
 START = 60.0  # seconds to start a box
 LINGERING = 0.5  # seconds to read what a command has said when it has ended and something that it started holds its pipes

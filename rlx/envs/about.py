@@ -162,7 +162,7 @@ def _v1(config: EnvConfig, found: About) -> About:
     from verifiers.v1.utils.loaders import load_environment as load_v1
     from verifiers.v1.utils.loaders import taskset_config_type
 
-    from rlx.envs.verifiers_v1 import V1Environment, block_of, tasks_of, trained_agents
+    from rlx.envs.verifiers_v1 import V1Environment, block_of, in_boxes, tasks_of, trained_agents
     from rlx.envs.verifiers_v1_needs import Needs, adapt_processes, hooks
 
     where = f"envs.{NAME}"
@@ -195,7 +195,7 @@ def _v1(config: EnvConfig, found: About) -> About:
             agents=tuple(Entry(name=name) for name in env._agent_specs),
             prompt=_text_of(tasks[0].data.prompt),
         )
-        needs = Needs(f"{where}.args", chosen)
+        needs = Needs(f"{where}.args", chosen | in_boxes(where, env, config, chosen))
         found = replace(found, needs=tuple(dict.fromkeys(needs.of(env, tasks[0]))))
         if not found.needs:
             trained = trained_agents(where, env, config.agents)

@@ -15,7 +15,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from rlx.agents.dialect import function
 from rlx.agents.gateway import UNTRAINED, Gateway, Session
 from rlx.agents.images import choose, installed, prepare, prepared
 from rlx.config.schema import EnvConfig
+from rlx.config.schema_rollout import HarnessConfig
 from rlx.envs.function import Ended, FunctionEnvironment, Source, function_of, opened
 from rlx.plain import one_text
 from rlx.policy.base import PolicyError, Reply
@@ -147,8 +148,7 @@ class ProgramEnvironment(FunctionEnvironment):
         self.kind, self.image, self.folder = "none", config.box.image, ""
         self.longest: int | None = None  # sampled tokens of one answer
         self.tools = () if config.harness.command else (SHELL,)
-        files = [str(Path(part).absolute()) if Path(part).is_file() else part for part in config.harness.command]
-        self.command = [part.replace("{python}", sys.executable) for part in files]
+        self.command = command_of(config.harness)
         self.readable = sorted({path for part in self.command for path in readable(part)})
         self._gateway: asyncio.Task[Gateway] | None = None
 
@@ -258,7 +258,9 @@ class ProgramEnvironment(FunctionEnvironment):
             if sock is not None:
                 site = await gateway.listen(sock)
             url = gateway.url if sock is None else f"http://127.0.0.1:{PORT}"
-            result = await self._run(box, session, self._filled(row, url, session.key), self._variables(row, url, session.key), limit)
+            words = self._words(row, url, session.key)
+            own = variables(words, url, session.key, self.harness, self.folder)
+            result = await self._run(box, session, filled(self.command, words), own, limit)
         finally:
             await gateway.close(session, "ended")
             if site is not None:
@@ -272,9 +274,9 @@ class ProgramEnvironment(FunctionEnvironment):
         stop = session.stop if session.stop not in ("", "ended") else "timeout" if result.late else "ended"
         return episode.keep(session.delivered), result.stdout.strip(), f"program_{stop}", result.code
 
-    async def _run(self, box: Box, session: Session, argv: list[str], variables: dict[str, str], limit: float) -> Result:
+    async def _run(self, box: Box, session: Session, argv: list[str], own: dict[str, str], limit: float) -> Result:
         """Run the program; once the policy answers no more, it gets a little time to end by itself."""
-        running = asyncio.ensure_future(box.run(argv, variables, timeout=limit))
+        running = asyncio.ensure_future(box.run(argv, own, timeout=limit))
         ended = asyncio.ensure_future(session.ended.wait())
         try:
             await asyncio.wait({running, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -295,27 +297,34 @@ class ProgramEnvironment(FunctionEnvironment):
         own = {name: value for name, value in row.items() if isinstance(value, str)}
         return {**own, "prompt": users, "system": systems, "base_url": f"{url}/v1", "key": key, "folder": self.folder}
 
-    def _filled(self, row: Mapping[str, Any], url: str, key: str) -> list[str]:
-        words = self._words(row, url, key)
-        return [re.sub(r"\{(\w+)\}", lambda found: words.get(found[1], found[0]), part) for part in self.command]
 
-    def _variables(self, row: Mapping[str, Any], url: str, key: str) -> dict[str, str]:
-        """What programs of the field read to find a model, and the task."""
-        words = self._words(row, url, key)
-        return {
-            "OPENAI_BASE_URL": f"{url}/v1",
-            "OPENAI_API_BASE": f"{url}/v1",
-            "OPENAI_API_KEY": key,
-            "OPENAI_MODEL": "policy",
-            "ANTHROPIC_BASE_URL": url,
-            "ANTHROPIC_API_KEY": key,
-            "ANTHROPIC_MODEL": "policy",
-            "ANTHROPIC_SMALL_FAST_MODEL": UNTRAINED,
-            "ANTHROPIC_DEFAULT_HAIKU_MODEL": UNTRAINED,
-            "TASK": words["prompt"],
-            "TASK_SYSTEM": words["system"],
-            **{name: value.replace("{folder}", self.folder) for name, value in self.harness.variables.items()},
-        }
+def filled(command: Sequence[str], words: Mapping[str, str]) -> list[str]:
+    """A command with the words that stand for its fields."""
+    return [re.sub(r"\{(\w+)\}", lambda found: words.get(found[1], found[0]), part) for part in command]
+
+
+def command_of(config: HarnessConfig) -> list[str]:
+    """The command with the whole paths of the files that it names."""
+    parts = [str(Path(part).absolute()) if Path(part).is_file() else part for part in config.command]
+    return [part.replace("{python}", sys.executable) for part in parts]
+
+
+def variables(words: Mapping[str, str], url: str, key: str, config: HarnessConfig, folder: str) -> dict[str, str]:
+    """What programs of the field read to find a model, and the task."""
+    return {
+        "OPENAI_BASE_URL": f"{url}/v1",
+        "OPENAI_API_BASE": f"{url}/v1",
+        "OPENAI_API_KEY": key,
+        "OPENAI_MODEL": "policy",
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_API_KEY": key,
+        "ANTHROPIC_MODEL": "policy",
+        "ANTHROPIC_SMALL_FAST_MODEL": UNTRAINED,
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL": UNTRAINED,
+        "TASK": words["prompt"],
+        "TASK_SYSTEM": words["system"],
+        **{name: value.replace("{folder}", folder) for name, value in config.variables.items()},
+    }
 
 
 def readable(part: str) -> list[str]:

@@ -31,19 +31,23 @@ import verifiers.v1 as vf
 from pydantic import ValidationError
 from verifiers.v1.configs.agent import AgentConfig
 from verifiers.v1.envs.single_agent import SingleAgentEnv
+from verifiers.v1.harnesses.null.harness import NullHarness
 from verifiers.v1.utils.loaders import default_harness_id, env_config_type, import_taskset
 from verifiers.v1.utils.loaders import load_environment as load_v1
 
+from rlx.agents.images import choose, installed, prepared, problem_of
 from rlx.config.pythons import sources_of
 from rlx.config.schema import EnvConfig
 from rlx.config.signatures import module_of
+from rlx.envs import verifiers_v1_boxes
 from rlx.envs.base import RAISED, REWARD_ERROR, failed, filled, finite, with_raised_reward
 from rlx.envs.errors import Failure, FailureLog, failure_of, in_one_line, snake
 from rlx.envs.messages import recorded
+from rlx.envs.program import command_of, readable
 from rlx.envs.stacks import waits_at
 from rlx.envs.together import CLEANUP_GRACE, abandon, raised_by, run_for, together
 from rlx.envs.verifiers_v1_client import PolicyClient, PolicyEndpoint, give_clients, loops, mark_of, offered_tools
-from rlx.envs.verifiers_v1_needs import Needs, adapt_processes
+from rlx.envs.verifiers_v1_needs import Needs, adapt_processes, hooks, reads
 from rlx.plain import utf8
 from rlx.policy.base import Episode, Message, Policy
 from rlx.stacks import rollout_name
@@ -72,6 +76,7 @@ def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], tim
     where = f"envs.{name}"
     block, chosen = block_of(where, config)
     adapt_processes()
+    verifiers_v1_boxes.install()
     try:
         env = load_v1(block)
     finally:
@@ -93,10 +98,13 @@ def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], tim
     if config.split == "eval":
         log.warning("%s: a v1 taskset has no data set for evaluation; its tasks are those of training, unless its args choose others", name)
     tasks = tasks_of(where, env, config.num_tasks)
-    needs = Needs(f"{where}.args", chosen)
+    boxed = in_boxes(where, env, config, chosen)
+    needs = Needs(f"{where}.args", chosen | boxed)
     for sentence in needs.of(env, tasks[0]):
         raise ValueError(f"{where}: the v1 environment {config.id} cannot run here: {sentence}")
-    return V1Environment(name, env, tasks, trained_agents(where, env, config.agents), config, config.rollout_timeout or timeout)
+    made = V1Environment(name, env, tasks, trained_agents(where, env, config.agents), config, config.rollout_timeout or timeout)
+    made.longest = sampling.get("max_tokens")
+    return made
 
 
 class V1Environment:
@@ -117,6 +125,7 @@ class V1Environment:
         self.reward_raises = config.reward_raises
         self.sources = sources_of(config.id)
         self.failures = FailureLog(log)
+        self.longest: int | None = None  # sampled tokens of one answer to a program
         self.rows: Sequence[dict[str, Any]] = [
             {"example_id": number, "prompt": _prompt(task.data), "task": task.data.model_dump(mode="json")}
             for number, task in enumerate(tasks)
@@ -184,7 +193,7 @@ class V1Environment:
     async def _rollout(self, task: Task, member: int, attempt: int) -> Rollout:
         assert self.policy is not None, "the environment has no policy; set it before the first play"
         episode = self.policy.episode(task, member, attempt)
-        client = PolicyClient(episode)
+        client = PolicyClient(episode, self.longest)
         started = time.monotonic()
         playing = await run_for(self.timeout, self._episode(task, client), rollout_name(task, member))
         timing = {"total": time.monotonic() - started, "generation": client.seconds, "scoring": 0.0}
@@ -324,7 +333,9 @@ def block_of(where: str, config: EnvConfig) -> tuple[Any, frozenset[str]]:
         if "harness" not in own and default.harness is None and bundled == "bash":
             own["harness"] = {"id": "null"}  # verifiers' default gives the model a shell in a sandbox
         if "runtime" not in own and "runtime" not in default.model_fields_set:
-            own["runtime"] = {"type": "subprocess"}  # verifiers' default is a sandbox; the chat loop runs nothing in it
+            own["runtime"] = runtime_of(where, config)  # verifiers' default costs money
+            if config.sandbox == "none":
+                chosen.add(name)
         elif (own.get("runtime") or default.runtime.model_dump()).get("type") == "subprocess":
             chosen.add(name)
         args[name] = own
@@ -335,6 +346,41 @@ def block_of(where: str, config: EnvConfig) -> tuple[Any, frozenset[str]]:
         first = error.errors(include_url=False)[0]
         key = ".".join(str(part) for part in first["loc"])
         raise ValueError(f"{where}.args.{key}: {first['msg']} (value: {first.get('input')!r:.80})") from error
+
+
+def runtime_of(where: str, config: EnvConfig) -> dict[str, Any]:
+    """verifiers' runtime for `sandbox`. `in_boxes` makes a box of a subprocess where something runs in it."""
+    if config.sandbox in ("auto", "bwrap", "none"):
+        return {"type": "subprocess"}
+    try:
+        choose(config.sandbox, config.box.image or "of the task")
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    return {"type": config.sandbox} | ({"image": config.box.image} if config.box.image else {})
+
+
+def in_boxes(where: str, env: vf.Env, config: EnvConfig, chosen: frozenset[str]) -> frozenset[str]:
+    """Put the agents that run something into boxes of bubblewrap, if `sandbox` is that; and give the policy's agents their program."""
+    folder = installed(config.harness.install) if config.harness.install else ""
+    command = command_of(config.harness)
+    for name, spec in env._agent_specs.items():
+        if command and spec.client is None:
+            env._harnesses[name] = verifiers_v1_boxes.CommandHarness(config.harness, command, folder)
+    uses = any(reads(hook, "runtime") for hook in hooks(type(env.taskset).task_type()))
+    names = [
+        name
+        for name, spec in env._agent_specs.items()
+        if spec.runtime.type == "subprocess" and name not in chosen and (uses or type(env._harnesses[name]) is not NullHarness)
+    ]
+    if not names or config.sandbox not in ("auto", "bwrap") or (config.sandbox == "auto" and problem_of("bwrap") is not None):
+        return frozenset()
+    try:
+        image = prepared(choose("bwrap", config.box.image), config.box.image)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    own = [*config.box.folders, *([folder] if folder else []), *(path for part in command for path in readable(part))]
+    verifiers_v1_boxes.put_into_boxes(where, env, names, type(config.box)(**{**vars(config.box), "folders": own}), image)
+    return frozenset(names)
 
 
 def tasks_of(where: str, env: vf.Env, limit: int | None) -> list[vf.Task]:
@@ -363,6 +409,9 @@ def trained_agents(where: str, env: vf.Env, asked: Sequence[str]) -> list[str]:
 
     def with_loops(*args: Any) -> Any:
         made = stock(*args)
+        for name in env._agent_specs:
+            if isinstance(env._harnesses[name], verifiers_v1_boxes.CommandHarness):
+                getattr(made, name).harness = env._harnesses[name]
         loops([getattr(made, name) for name in env._agent_specs], env._interception)
         return made
 

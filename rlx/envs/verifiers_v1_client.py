@@ -23,7 +23,7 @@ import verifiers.v1 as vf
 from multidict import CIMultiDict
 from pydantic import PrivateAttr
 from verifiers.v1 import errors
-from verifiers.v1.clients.client import Client
+from verifiers.v1.clients.client import Client, RelayReply
 from verifiers.v1.configs.client import TrainClientConfig
 from verifiers.v1.dialects import DIALECTS
 from verifiers.v1.dialects.chat import ChatDialect, message_to_wire
@@ -32,6 +32,8 @@ from verifiers.v1.interception.server import InterceptionServer
 from verifiers.v1.runtimes import ProgramResult
 from verifiers.v1.types import AssistantMessage, Response, Usage
 
+from rlx.agents.dialect import Dialect
+from rlx.agents.dialects import MESSAGES, RESPONSES
 from rlx.envs import verifiers_mcp
 from rlx.envs.errors import in_one_line
 from rlx.envs.messages import for_template
@@ -45,6 +47,7 @@ except ImportError:
 verifiers_mcp.install()
 log = logging.getLogger(__name__)
 
+LANGUAGES: dict[str, Dialect] = {"AnthropicDialect": MESSAGES, "ResponsesDialect": RESPONSES}
 CHAT: ChatDialect = next(dialect for dialect in DIALECTS if isinstance(dialect, ChatDialect))
 TOO_LONG: Any = getattr(errors, "OverlongPromptError", errors.ProviderError)  # 0.3 ends the rollout; 0.4 leaves it to the harness
 LIST_TOOLS_TIMEOUT = 60.0  # seconds
@@ -53,8 +56,9 @@ LIST_TOOLS_TIMEOUT = 60.0  # seconds
 class PolicyClient(Client):
     """A policy's episode with verifiers' v1 `Client` interface. One for each episode."""
 
-    def __init__(self, episode: Episode) -> None:
-        self.episode = episode
+    def __init__(self, episode: Episode, longest: int | None = None) -> None:
+        """`longest`: sampled tokens of an answer to a program that is not verifiers' own chat."""
+        self.episode, self.longest = episode, longest
         self.requests: dict[str, list[str]] = {}  # ids of the requests whose answers each trace has, by the trace's id
         self.failures: dict[str, Exception] = {}  # the last error of the policy in each trace
         self.seconds = 0.0  # spent waiting for answers; of requests at the same time, each counts
@@ -70,8 +74,8 @@ class PolicyClient(Client):
         headers: Mapping[str, str] | None = None,
     ) -> Response:
         """One request. `body` is the whole request: its own sampling parameters are honoured. Raises ProviderError."""
-        if not isinstance(dialect, ChatDialect):
-            raise errors.ProviderError(f"the policy answers chat completions, not {dialect.upstream_path}", status_code=400)
+        language = LANGUAGES.get(type(dialect).__name__)
+        asked = None if language is None else language.read(body)
         trace = session_id or ""
         request = dialect.parse_request(body) if turn is None else None
         prompt = turn.prompt if request is None else request.messages
@@ -83,6 +87,9 @@ class PolicyClient(Client):
         tools = None if choice == "none" else body.get("tools")
         if choice not in (None, "auto", "none"):
             _say_no_choice(json.dumps(choice))
+        if asked is not None:
+            bound = [each for each in (asked.sampling.get("max_tokens"), self.longest) if each is not None]
+            tools, settings = asked.tools, {**asked.sampling, **({"max_tokens": min(bound)} if bound else {})}
         began = time.monotonic()
         try:
             reply = await self.episode.respond([for_template(message) for message in prompt], tools, settings)
@@ -95,7 +102,28 @@ class PolicyClient(Client):
         finally:
             self.seconds += time.monotonic() - began
         _when_committed(turn, lambda: self.requests.setdefault(trace, []).append(reply.request_id))
-        return response_of(reply)
+        response = response_of(reply)
+        if language is not None and asked is not None:
+            response.raw = language.answer(reply, asked)
+        return response
+
+    async def relay(self, dialect: Any, body: dict, session_id: str | None = None, headers: Any = None) -> RelayReply:
+        """An answer as a stream; 0.3 asks for it."""
+        response = await self.get_response(dialect, body, None, session_id)
+
+        async def chunks() -> AsyncIterator[bytes]:
+            for event in dialect.stream_events(response.raw):
+                yield event
+
+        async def close() -> None:
+            """Nothing to close."""
+
+        return RelayReply("text/event-stream", chunks(), close)
+
+    async def relay_aux(self, dialect: Any, route: str, body: dict, headers: Any = None) -> dict:
+        """How many tokens a request has, for programs that ask."""
+        asked = LANGUAGES[type(dialect).__name__].read(body)
+        return {"input_tokens": self.episode.count([*asked.system, *asked.messages], asked.tools or None)}  # type: ignore[attr-defined]
 
     async def close(self) -> None:
         """Nothing to close: the policy belongs to the run."""

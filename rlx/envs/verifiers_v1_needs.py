@@ -1,7 +1,7 @@
 """What a v1 taskset needs that this machine's processes do not offer: said when it is loaded, before any server starts.
 
-Each need is one sentence with what to do about it. Agents run in this process (the chat loop) or, if their runtime is `subprocess`, in
-processes of this machine; sandboxes and containers are never started.
+Each need is one sentence with what to do about it. Agents run in this process (the chat loop), in boxes of bubblewrap, in
+containers, or, if somebody has said so, in processes of this machine.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ from verifiers.v1.harnesses.null.harness import NullHarness
 from verifiers.v1.mcp import launch
 from verifiers.v1.runtimes import SubprocessRuntime
 
+from rlx.agents.images import TESTS, problem_of
 from rlx.envs import verifiers_mcp
 from rlx.envs.verifiers_v1_client import PolicyEndpoint
 
 SCRIPT = re.compile(r"(?m)^# /// script$\s(?P<content>(^#(| .*)$\s)+)^# ///$")  # the form that PEP 723 gives
 HOOKS = ("setup", "finalize")
+NO_BOX = "this machine makes no sandbox (install bubblewrap; rlx doctor)"
 CONNECT_TIMEOUT = 3.0  # seconds
 _serve_in_runtime = launch.serve_in_runtime
 _run_background = SubprocessRuntime.run_background
@@ -44,8 +46,9 @@ class Needs:
     """The needs of one environment. `key` is the start of the configuration keys that a sentence names: `envs.NAME.args`."""
 
     def __init__(self, key: str, chosen: frozenset[str]) -> None:
-        """`chosen`: the agents whose runtime the user or the environment's author set to `subprocess`."""
+        """`chosen`: the agents that may run commands: in boxes, or because the user or the environment's author has said so."""
         self.key = key
+        self.sandbox = f"{key.removesuffix('.args')}.sandbox"
         self.chosen = chosen
 
     def of(self, env: vf.Env, first: vf.Task | None) -> Iterator[str]:
@@ -54,8 +57,8 @@ class Needs:
         for name, spec in env._agent_specs.items():
             yield from self._agent(name, spec, env._harnesses[name])
         task_type = type(env.taskset).task_type()
-        for name in env._agent_specs:
-            yield from self.task(task_type, name)
+        for name, spec in env._agent_specs.items():
+            yield from self.task(task_type, name, spec.runtime.type)
         for server in self._servers(env):
             yield from self._server(server)
         yield from self._resource_server(env)
@@ -68,38 +71,38 @@ class Needs:
         tasks = env.config.taskset
         return [*env.taskset.toolsets(tasks), *type(env.taskset).task_type().toolsets(tasks.task)]
 
-    def task(self, task_type: type[vf.Task], agent: str) -> Iterator[str]:
-        """The needs of the tasks of a class, if `agent` plays them."""
-        if task_type.NEEDS_CONTAINER:
-            yield f"its tasks ({task_type.__name__}) need a container, which rlx does not start"
+    def task(self, task_type: type[vf.Task], agent: str, runtime: str = "subprocess") -> Iterator[str]:
+        """The needs of the tasks of a class, if `agent` plays them in a runtime."""
+        if runtime != "subprocess":
             return
-        uses = [function.__qualname__ for function in hooks(task_type) if _reads(function, "runtime")]
+        if task_type.NEEDS_CONTAINER:
+            yield f"its tasks ({task_type.__name__}) need a container: {self.sandbox}=podman, docker or apptainer"
+            return
+        uses = [function.__qualname__ for function in hooks(task_type) if reads(function, "runtime")]
         if not uses:
             return
         if agent not in self.chosen:
             yield (
-                f"its tasks run commands in the agent's sandbox ({', '.join(sorted(uses))}), and rlx starts no sandbox; "
-                f"to run them as processes of this machine, without isolation: {self.key}.{agent}.runtime.type=subprocess"
+                f"its tasks run commands in the agent's sandbox ({', '.join(sorted(uses))}), and {NO_BOX}; "
+                f"to run them as processes of this machine, without isolation: {self.sandbox}=none"
             )
         yield from missing_packages(task_type, "its tasks run a script")
 
     def _agent(self, name: str, spec: Any, harness: Harness) -> Iterator[str]:
         where = f"{self.key}.{name}"
-        if spec.runtime.type != "subprocess":
-            yield (
-                f"its agent `{name}` is to run in a {spec.runtime.type} sandbox, and rlx starts no sandbox; "
-                f"if this machine may run it without isolation: {where}.runtime.type=subprocess"
-            )
-        elif type(harness) is not NullHarness:
+        if spec.runtime.type in TESTS:
+            if (problem := problem_of(spec.runtime.type)) is not None:
+                yield f"its agent `{name}` is to run in a {spec.runtime.type} sandbox, and {problem}; choose another: {self.sandbox}"
+        elif spec.runtime.type == "subprocess" and type(harness) is not NullHarness:
             if harness.NEEDS_CONTAINER:
                 yield (
-                    f"its agent `{name}` plays through the program {harness.config.id}, which must run in a container, and rlx starts "
-                    f"none; to play through the chat loop instead: {where}.harness.id='\"null\"'"
+                    f"its agent `{name}` plays through the program {harness.config.id}, which must run in a container: "
+                    f"{self.sandbox}=podman, docker or apptainer; to play through the chat loop instead: {where}.harness.id='\"null\"'"
                 )
             elif name not in self.chosen and _runs_programs(type(harness)):
                 yield (
-                    f"its agent `{name}` plays through the program {harness.config.id}, by default in a sandbox, and rlx starts none; to "
-                    f"run it as a process of this machine, without isolation: {where}.runtime.type=subprocess"
+                    f"its agent `{name}` plays through the program {harness.config.id}, by default in a sandbox, and {NO_BOX}; to "
+                    f"run it as a process of this machine, without isolation: {self.sandbox}=none"
                 )
             yield from missing_packages(type(harness), f"its agent `{name}` plays through a script")
         if spec.model is not None and spec.client is None:
@@ -284,7 +287,7 @@ def _names(code: CodeType | None) -> set[str]:
     return set(code.co_names).union(*map(_names, inner))
 
 
-def _reads(function: Callable, name: str) -> bool:
+def reads(function: Callable, name: str) -> bool:
     """Whether a function has a parameter of this name and reads it."""
     code = getattr(function, "__code__", None)
     if code is None or name not in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:

@@ -1,0 +1,94 @@
+"""v1 tasksets whose agents are programs in boxes: each language is recorded through verifiers' interception server."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from policy_stand_in import OUTSIDE, SAMPLING, policy_of, task_of
+from test_gateway import Engine, check
+
+from rlx.agents.images import problem_of
+from rlx.config.schema import EnvConfig
+from rlx.config.schema_rollout import HarnessConfig
+from rlx.envs.load import load_one
+from rlx.envs.wire import Settings
+from rlx.types import Rollout
+
+pytestmark = pytest.mark.skipif(problem_of("bwrap") is not None, reason="bubblewrap is not installed here")
+sys.path.insert(0, OUTSIDE) if OUTSIDE not in sys.path else None
+
+CHAT = """
+import os, openai
+client = openai.OpenAI()
+messages = [{"role": "user", "content": os.environ["TASK"]}]
+for _ in range(2):
+    said = client.chat.completions.create(model="policy", messages=messages).choices[0].message.content
+    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "go on"}]
+open("answer.txt", "w").write(said)
+"""
+MESSAGES = """
+import os, anthropic
+client = anthropic.Anthropic()
+messages = [{"role": "user", "content": os.environ["TASK"]}]
+tools = [{"name": "add", "description": "Adds.", "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}]
+for _ in range(2):
+    with client.messages.stream(model="policy", max_tokens=90, messages=messages, tools=tools) as events:
+        message = events.get_final_message()
+    messages += [{"role": "assistant", "content": message.content}]
+    calls = [part for part in message.content if part.type == "tool_use"]
+    messages += [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": calls[0].id, "content": "5"}] if calls else "go on"}]
+open("answer.txt", "w").write(message.content[0].text)
+print(client.messages.count_tokens(model="policy", messages=messages[:1]).input_tokens)
+"""
+RESPONSES = """
+import os, openai
+client = openai.OpenAI()
+items = [{"role": "user", "content": os.environ["TASK"]}]
+for _ in range(2):
+    with client.responses.stream(model="policy", input=items) as events:
+        response = events.get_final_response()
+    items += [item.model_dump(exclude_none=True) for item in response.output] + [{"role": "user", "content": "go on"}]
+open("answer.txt", "w").write(response.output_text)
+"""
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
+
+
+def play(env: Any, engine: Engine) -> Rollout:
+    async def run() -> Rollout:
+        env.policy = policy_of(engine, context_length=8192, sampling=SAMPLING)
+        try:
+            (rollout,) = await env.play(task_of(env), [0], 0)
+            return rollout
+        finally:
+            await env.close()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [CHAT, MESSAGES, RESPONSES], ids=["chat", "messages", "responses"])
+def test_a_program_in_a_box_plays_a_v1_taskset(tmp_path: Path, program: str):
+    (tmp_path / "agent.py").write_text(program)
+    harness = HarnessConfig(command=[sys.executable, str(tmp_path / "agent.py")])
+    env = load_one("e", EnvConfig(id="rlx_test_box", harness=harness), Settings(timeout=60, sampling=SAMPLING))
+    engine = Engine(CALL if program is MESSAGES else "One.", "7")
+    rollout = play(env, engine)
+    assert (rollout.status, rollout.reward) == ("ok", 1.0), rollout.error
+    check(rollout.trace, engine)
+
+
+def test_the_tasks_of_a_chat_use_a_box(monkeypatch: pytest.MonkeyPatch):
+    env = load_one("e", EnvConfig(id="rlx_test_box"), Settings(timeout=60, sampling=SAMPLING))
+    rollout = play(env, Engine("I cannot write."))
+    assert (rollout.status, rollout.reward) == ("ok", 0.0), rollout.error
+
+
+def test_without_a_sandbox_the_need_is_said(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("rlx.envs.verifiers_v1.problem_of", lambda kind: "bwrap is not installed")
+    with pytest.raises(ValueError, match=r"BoxTask\.setup, BoxTask\.wrote.*envs\.e\.sandbox=none"):
+        load_one("e", EnvConfig(id="rlx_test_box"), Settings())
+    load_one("e", EnvConfig(id="rlx_test_box", sandbox="none"), Settings())
