@@ -21,6 +21,7 @@ COMMANDS = {  # in the order of the help text
     "sft": "rlx.cli.sft",
     "eval": "rlx.cli.eval",
     "synthesize": "rlx.cli.synthesize",
+    "gateway": "rlx.cli.gateway",
     "fetch": "rlx.cli.fetch",
     "runs": "rlx.cli.runs",
     "watch": "rlx.cli.watch",
