@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlx.config import limits
+from rlx.config.evaluated import environments
 from rlx.config.kv_cache import kv_cache_bytes
 from rlx.config.memory import engine_memory, size, trained_parameters, trainer_memory, versions_in_memory
 from rlx.config.mounts import file_system
@@ -360,6 +361,25 @@ def clock(examined: Examined) -> Finding:
     return Finding(name="clock", state=OK, found=found)
 
 
+def sandboxes(examined: Examined) -> Finding:
+    """Which boxes for agents this machine can make, and what bounds them."""
+    from rlx.agents.cgroups import trees
+    from rlx.agents.images import MISSING, TESTS, choose, problem_of
+
+    bounds = ", ".join(sorted(trees())) or "none, so memory is bounded for each process alone"
+    able = {kind: problem_of(kind) for kind in TESTS}
+    found = f"{', '.join(kind for kind, problem in able.items() if problem is None) or 'none'}; control groups: {bounds}"
+    for name, env in environments(examined.cfg).items():
+        if env.id == "rlx.envs.program" or env.sandbox not in ("auto", "none"):
+            try:
+                choose(env.sandbox, env.box.image)
+            except ValueError as error:
+                return Finding(name="sandboxes", state=FAILED, found=found, remedy=f"envs.{name}: {error}")
+    usable = any(problem is None for problem in able.values())
+    remedy = "" if usable else MISSING["bwrap"]
+    return Finding(name="sandboxes", state=OK if usable else SKIPPED, found=found, remedy=remedy)
+
+
 MACHINE: tuple[tuple[str, Check], ...] = (
     ("python", python),
     ("open files", open_files),
@@ -371,6 +391,7 @@ MACHINE: tuple[tuple[str, Check], ...] = (
     ("processors", cores),
     ("C compiler", compiler),
     ("ports", loopback),
+    ("sandboxes", sandboxes),
     ("locale", language),
     ("clock", clock),
 )
