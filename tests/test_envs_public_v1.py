@@ -13,26 +13,30 @@ from typing import Any
 import pytest
 from policy_stand_in import SAMPLING, policy_of, task_of, tiny_chat
 from public_classic import check_tokens, judge
-from public_environments import KUHN, Answers, Case, check_as_stock, folder, local_data, on_path, one_of, played, stock
+from public_environments import CASES, KUHN, LOCAL, Answers, Case, check_as_stock, folder, local_data, on_path, one_of, played, stock
 from public_installed import installed
 from traces import merge, same, turns_of
 
+from rlx.agents.images import problem_of
 from rlx.config.schema import EnvConfig
 from rlx.envs.kinds import kind_of
 from rlx.types import Rollout
 
 REFUSED = {
-    "bash_interception": ({}, "its tasks run commands in the agent's sandbox (BashInterceptionTask.rewritten), and rlx starts no sandbox"),
-    "code_golf": ({}, "its tasks run commands in the agent's sandbox (CodeGolfTask.evaluate), and rlx starts no sandbox"),
+    "bash_interception": (
+        {},
+        "its tasks run commands in the agent's sandbox (BashInterceptionTask.rewritten), and this machine makes no sandbox",
+    ),
+    "code_golf": ({}, "its tasks run commands in the agent's sandbox (CodeGolfTask.evaluate), and this machine makes no sandbox"),
     "color_codeword": ({}, "its prompts have images, and rlx trains on text alone"),
     "deepwiki": ({}, "its tool server `deepwiki` is at https://mcp.deepwiki.com/mcp, which this machine does not reach"),
     "grayscale_interception": ({}, "its prompts have images, and rlx trains on text alone"),
-    "gsm8k": ({}, "its tasks run commands in the agent's sandbox (GSM8KTask.correct, GSM8KTask.setup), and rlx starts no sandbox"),
+    "gsm8k": ({}, "its tasks run commands in the agent's sandbox (GSM8KTask.correct, GSM8KTask.setup), and this machine makes no sandbox"),
     "interception": ({}, "(envs.e.args.taskset.task.judge), which needs a key, and PRIME_API_KEY is not set"),
     "nemo_gym_weather": ({}, "its resource server is part of the package nemo-gym, which this Python lacks"),
     "web_search_interception": (
         {},
-        "the program web_search_interception, which must run in a container, and rlx starts none",
+        "the program web_search_interception, which must run in a container: envs.e.sandbox=podman",
     ),
     "wordle": ({}, "textarena requires nltk and textarena. Install with"),
 }
@@ -121,12 +125,29 @@ def test_a_judge_that_a_task_asks_decides_the_reward_like_in_stock_verifiers(ver
 def test_an_environment_is_refused_by_one_sentence_when_it_is_loaded(name, monkeypatch):
     on_path(name, monkeypatch)
     args, sentence = REFUSED[name]
+    for module in ("verifiers_v1_boxes", "verifiers_v1_needs"):  # a machine that makes no sandbox
+        monkeypatch.setattr(f"rlx.envs.{module}.problem_of", lambda kind: f"{kind} is not there")
     for module in ("chromadb", "nemo_gym", "openenv", "nltk", "textarena"):
         monkeypatch.setitem(sys.modules, module, None)  # as where it is not installed
     with pytest.raises((ValueError, ImportError)) as caught:
         load(name, args, [])
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(problem_of("bwrap") is not None, reason="bubblewrap is not installed here")
+@pytest.mark.parametrize("name", ["gsm8k", "code_golf"])
+def test_commands_of_a_task_run_in_a_box_as_they_do_on_this_machine(name, monkeypatch):
+    on_path(name, monkeypatch)
+    (case,) = (one for one in CASES if one.name == name)
+    found = []
+    for args in (case.args, {key: value for key, value in case.args.items() if value is not LOCAL}):
+        env = load(name, args, [case.agent])
+        (rollout,) = asyncio.run(played(env, Answers(case.model), task_of(env), [0]))
+        assert rollout.status == "ok", rollout.error
+        found.append((rollout.reward, rollout.rewards, rollout.completion))
+    assert found[0] == found[1]
 
 
 @pytest.mark.slow

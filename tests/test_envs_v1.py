@@ -250,7 +250,7 @@ def test_a_server_that_fails_is_the_cause_that_is_said():
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        ({"left": {"runtime": {"type": "docker"}}}, "its agent `left` is to run in a docker sandbox, and rlx starts no sandbox"),
+        ({"left": {"runtime": {"type": "docker"}}}, "its agent `left` is to run in a docker sandbox, and docker is not there"),
         ({"left": {"harness": {"id": "bash"}}}, "plays through the program bash, by default in a sandbox"),
         ({"left": {"harness": {"id": "codex"}}}, "plays through the program codex, which must run in a container"),
         ({"left": {"model": "other"}}, "plays with the model other, but the run's servers have only the policy"),
@@ -259,6 +259,8 @@ def test_a_server_that_fails_is_the_cause_that_is_said():
     ],
 )
 def test_what_it_needs_is_said_when_it_is_loaded(args: dict, sentence: str, monkeypatch):
+    for module in ("verifiers_v1_boxes", "verifiers_v1_needs"):  # a machine that makes no sandbox
+        monkeypatch.setattr(f"rlx.envs.{module}.problem_of", lambda kind: f"{kind} is not there")
     monkeypatch.delenv("PRIME_API_KEY", raising=False)
     with pytest.raises(ValueError, match=r"^envs.e") as caught:
         load(**args)

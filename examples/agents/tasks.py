@@ -1,7 +1,7 @@
 """Writes the tasks of the two small examples of agents: python examples/agents/tasks.py FOLDER
 
 `files.jsonl`: put a word into a file, with a shell; a command in the box checks the file. `words.jsonl`: say a word backwards.
-The first has a column `demonstration` for the warm start of model=tiny; its other half, rows without one, is left to training.
+The first has a column `demonstration`, from which model=tiny learns before training.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main(folder: Path) -> None:
     with open(folder / "files.jsonl", "w", encoding="utf-8") as file:
         file.writelines(json.dumps(file_task(word)) + "\n" for word in short)
     with open(folder / "words.jsonl", "w", encoding="utf-8") as file:
-        file.writelines(json.dumps({"question": word, "answer": word[::-1]}) + "\n" for word in words)
+        file.writelines(json.dumps({"question": word, "answer": word[::-1], "test": f"grep -qx {word[::-1]} answer.txt"}) + "\n" for word in words)
 
 
 if __name__ == "__main__":

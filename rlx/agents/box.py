@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlx.agents.cgroups import Group
-from rlx.agents.processes import Kept, end, exit_code, give, output
+from rlx.agents.processes import Kept, end, exit_code, give, output, release
 from rlx.config.schema_rollout import BoxConfig
 from rlx.descendants import kill_all
 
@@ -108,6 +108,7 @@ class Box:
             end(process)
             for task in (*reading, giving):
                 task.cancel()
+            release(process)
             self._running.discard(process)
 
     async def write(self, files: Mapping[str, str | bytes]) -> None:
@@ -209,7 +210,8 @@ class Held(Box):
         holder = getattr(self, "_holder", None)
         if holder is not None:
             end(holder)
-            await holder.wait()
+            await exit_code(holder)
+            release(holder)
         await self.remove()
         for _ in range(50):  # the kernel ends its processes a moment later
             self.group.remove()

@@ -67,6 +67,11 @@ def end(process: asyncio.subprocess.Process) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
+def release(process: asyncio.subprocess.Process) -> None:
+    """Close the pipes of a process that has ended, though something that it started may hold their other ends."""
+    process._transport.close()  # type: ignore[attr-defined]
+
+
 async def output(command: Sequence[str]) -> tuple[int, str]:
     process = await asyncio.create_subprocess_exec(
         *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT

@@ -162,7 +162,8 @@ def _v1(config: EnvConfig, found: About) -> About:
     from verifiers.v1.utils.loaders import load_environment as load_v1
     from verifiers.v1.utils.loaders import taskset_config_type
 
-    from rlx.envs.verifiers_v1 import V1Environment, block_of, in_boxes, tasks_of, trained_agents
+    from rlx.envs.verifiers_v1 import V1Environment, block_of, tasks_of, trained_agents
+    from rlx.envs.verifiers_v1_boxes import in_boxes
     from rlx.envs.verifiers_v1_needs import Needs, adapt_processes, hooks
 
     where = f"envs.{NAME}"

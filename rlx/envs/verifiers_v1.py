@@ -31,11 +31,9 @@ import verifiers.v1 as vf
 from pydantic import ValidationError
 from verifiers.v1.configs.agent import AgentConfig
 from verifiers.v1.envs.single_agent import SingleAgentEnv
-from verifiers.v1.harnesses.null.harness import NullHarness
 from verifiers.v1.utils.loaders import default_harness_id, env_config_type, import_taskset
 from verifiers.v1.utils.loaders import load_environment as load_v1
 
-from rlx.agents.images import choose, installed, prepared, problem_of
 from rlx.config.pythons import sources_of
 from rlx.config.schema import EnvConfig
 from rlx.config.signatures import module_of
@@ -43,11 +41,10 @@ from rlx.envs import verifiers_v1_boxes
 from rlx.envs.base import RAISED, REWARD_ERROR, failed, filled, finite, with_raised_reward
 from rlx.envs.errors import Failure, FailureLog, failure_of, in_one_line, snake
 from rlx.envs.messages import recorded
-from rlx.envs.program import command_of, readable
 from rlx.envs.stacks import waits_at
 from rlx.envs.together import CLEANUP_GRACE, abandon, raised_by, run_for, together
 from rlx.envs.verifiers_v1_client import PolicyClient, PolicyEndpoint, give_clients, loops, mark_of, offered_tools
-from rlx.envs.verifiers_v1_needs import Needs, adapt_processes, hooks, reads
+from rlx.envs.verifiers_v1_needs import Needs, adapt_processes
 from rlx.plain import utf8
 from rlx.policy.base import Episode, Message, Policy
 from rlx.stacks import rollout_name
@@ -98,7 +95,7 @@ def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], tim
     if config.split == "eval":
         log.warning("%s: a v1 taskset has no data set for evaluation; its tasks are those of training, unless its args choose others", name)
     tasks = tasks_of(where, env, config.num_tasks)
-    boxed = in_boxes(where, env, config, chosen)
+    boxed = verifiers_v1_boxes.in_boxes(where, env, config, chosen)
     needs = Needs(f"{where}.args", chosen | boxed)
     for sentence in needs.of(env, tasks[0]):
         raise ValueError(f"{where}: the v1 environment {config.id} cannot run here: {sentence}")
@@ -333,7 +330,7 @@ def block_of(where: str, config: EnvConfig) -> tuple[Any, frozenset[str]]:
         if "harness" not in own and default.harness is None and bundled == "bash":
             own["harness"] = {"id": "null"}  # verifiers' default gives the model a shell in a sandbox
         if "runtime" not in own and "runtime" not in default.model_fields_set:
-            own["runtime"] = runtime_of(where, config)  # verifiers' default costs money
+            own["runtime"] = verifiers_v1_boxes.runtime_of(where, config)  # verifiers' default costs money
             if config.sandbox == "none":
                 chosen.add(name)
         elif (own.get("runtime") or default.runtime.model_dump()).get("type") == "subprocess":
@@ -346,41 +343,6 @@ def block_of(where: str, config: EnvConfig) -> tuple[Any, frozenset[str]]:
         first = error.errors(include_url=False)[0]
         key = ".".join(str(part) for part in first["loc"])
         raise ValueError(f"{where}.args.{key}: {first['msg']} (value: {first.get('input')!r:.80})") from error
-
-
-def runtime_of(where: str, config: EnvConfig) -> dict[str, Any]:
-    """verifiers' runtime for `sandbox`. `in_boxes` makes a box of a subprocess where something runs in it."""
-    if config.sandbox in ("auto", "bwrap", "none"):
-        return {"type": "subprocess"}
-    try:
-        choose(config.sandbox, config.box.image or "of the task")
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
-    return {"type": config.sandbox} | ({"image": config.box.image} if config.box.image else {})
-
-
-def in_boxes(where: str, env: vf.Env, config: EnvConfig, chosen: frozenset[str]) -> frozenset[str]:
-    """Put the agents that run something into boxes of bubblewrap, if `sandbox` is that; and give the policy's agents their program."""
-    folder = installed(config.harness.install) if config.harness.install else ""
-    command = command_of(config.harness)
-    for name, spec in env._agent_specs.items():
-        if command and spec.client is None:
-            env._harnesses[name] = verifiers_v1_boxes.CommandHarness(config.harness, command, folder)
-    uses = any(reads(hook, "runtime") for hook in hooks(type(env.taskset).task_type()))
-    names = [
-        name
-        for name, spec in env._agent_specs.items()
-        if spec.runtime.type == "subprocess" and name not in chosen and (uses or type(env._harnesses[name]) is not NullHarness)
-    ]
-    if not names or config.sandbox not in ("auto", "bwrap") or (config.sandbox == "auto" and problem_of("bwrap") is not None):
-        return frozenset()
-    try:
-        image = prepared(choose("bwrap", config.box.image), config.box.image)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
-    own = [*config.box.folders, *([folder] if folder else []), *(path for part in command for path in readable(part))]
-    verifiers_v1_boxes.put_into_boxes(where, env, names, type(config.box)(**{**vars(config.box), "folders": own}), image)
-    return frozenset(names)
 
 
 def tasks_of(where: str, env: vf.Env, limit: int | None) -> list[vf.Task]:

@@ -18,15 +18,20 @@ from verifiers.v1 import rollout
 from verifiers.v1.configs.harness import HarnessConfig as TheirHarnessConfig
 from verifiers.v1.dialects import DIALECTS
 from verifiers.v1.harness import Harness
+from verifiers.v1.harnesses.null.harness import NullHarness
 from verifiers.v1.runtimes import ProgramResult, SubprocessRuntime
 from verifiers.v1.runtimes.base import Runtime, register
 from verifiers.v1.runtimes.subprocess import SubprocessConfig, SubprocessProcess
 
 from rlx.agents.box import HOME, Box, open_box
+from rlx.agents.images import choose, installed, prepared, problem_of
 from rlx.agents.processes import end
+from rlx.config.schema import EnvConfig
 from rlx.config.schema_rollout import BoxConfig, HarnessConfig
-from rlx.envs.program import filled, readable, variables
+from rlx.envs import verifiers_mcp
+from rlx.envs.program import command_of, filled, readable, variables
 from rlx.envs.verifiers_v1_client import LANGUAGES
+from rlx.envs.verifiers_v1_needs import hooks, reads
 
 BOXES: dict[str, tuple[BoxConfig, str | None]] = {}
 """By the name of an environment and of its agent: what a box of it holds."""
@@ -56,7 +61,8 @@ class BoxRuntime(SubprocessRuntime):
     async def start(self) -> None:
         """See Runtime."""
         own, image = BOXES[self.config._of]
-        config = BoxConfig(**{**vars(own), "folders": [*own.folders, *readable(sys.executable)]})
+        mine = [*readable(sys.executable), *([verifiers_mcp.__file__] if verifiers_mcp.needed() else [])]
+        config = BoxConfig(**{**vars(own), "folders": [*own.folders, *mine]})
         self._box = await open_box("bwrap", config, image)
         self.workdir, self.info.id = HOME, self.name
 
@@ -180,3 +186,38 @@ def put_into_boxes(where: str, env: Any, agents: Sequence[str], config: BoxConfi
         BOXES[key] = config, image
         env._agent_specs[name].runtime = runtime = BoxedConfig()
         runtime._of = key
+
+
+def runtime_of(where: str, config: EnvConfig) -> dict[str, Any]:
+    """verifiers' runtime for `sandbox`. `in_boxes` makes a box of a subprocess where something runs in it."""
+    if config.sandbox in ("auto", "bwrap", "none"):
+        return {"type": "subprocess"}
+    try:
+        choose(config.sandbox, config.box.image or "of the task")
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    return {"type": config.sandbox} | ({"image": config.box.image} if config.box.image else {})
+
+
+def in_boxes(where: str, env: Any, config: EnvConfig, chosen: frozenset[str]) -> frozenset[str]:
+    """Put the agents that run something into boxes of bubblewrap, if `sandbox` is that; and give the policy's agents their program."""
+    folder = installed(config.harness.install) if config.harness.install else ""
+    command = command_of(config.harness)
+    for name, spec in env._agent_specs.items():
+        if command and spec.client is None:
+            env._harnesses[name] = CommandHarness(config.harness, command, folder)
+    uses = any(reads(hook, "runtime") for hook in hooks(type(env.taskset).task_type()))
+    names = [
+        name
+        for name, spec in env._agent_specs.items()
+        if spec.runtime.type == "subprocess" and name not in chosen and (uses or type(env._harnesses[name]) is not NullHarness)
+    ]
+    if not names or config.sandbox not in ("auto", "bwrap") or (config.sandbox == "auto" and problem_of("bwrap") is not None):
+        return frozenset()
+    try:
+        image = prepared(choose("bwrap", config.box.image), config.box.image)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    own = [*config.box.folders, *([folder] if folder else []), *(path for part in command for path in readable(part))]
+    put_into_boxes(where, env, names, type(config.box)(**{**vars(config.box), "folders": own}), image)
+    return frozenset(names)
