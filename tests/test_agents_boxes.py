@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sandboxes import NEEDS_BWRAP
 
 from rlx.agents import cgroups
 from rlx.agents.box import Box, BoxError, open_box
 from rlx.agents.gateway import Gateway
-from rlx.agents.images import choose, prepared, problem_of
+from rlx.agents.images import choose, prepared
 from rlx.agents.processes import MOST_OUTPUT
 from rlx.config.schema_rollout import BoxConfig
 
-pytestmark = pytest.mark.skipif(problem_of("bwrap") is not None, reason="bubblewrap is not installed here")
+pytestmark = NEEDS_BWRAP
 SMALL = {"disk_gb": 0.05, "memory_gb": 0.5, "processes": 40}
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from policy_stand_in import InTurn, policy_of, task_of
+from sandboxes import NEEDS_BWRAP
 
-from rlx.agents.images import problem_of
 from rlx.config.schema import EnvConfig
 from rlx.config.schema_rollout import BoxConfig, HarnessConfig
 from rlx.envs.load import load_one
@@ -33,8 +33,7 @@ TASKS = [
     },
     {"question": "Say hello.", "files": {}, "test": "false"},
 ]
-BWRAP = pytest.mark.skipif(problem_of("bwrap") is not None, reason="bubblewrap is not installed here")
-BOXES = [pytest.param("none", id="none"), pytest.param("bwrap", id="bwrap", marks=BWRAP)]
+BOXES = [pytest.param("none", id="none"), pytest.param("bwrap", id="bwrap", marks=NEEDS_BWRAP)]
 
 
 @pytest.fixture

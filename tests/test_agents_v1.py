@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 from policy_stand_in import OUTSIDE, SAMPLING, policy_of, task_of
+from sandboxes import NEEDS_BWRAP
 from test_gateway import Engine, check
 
-from rlx.agents.images import problem_of
 from rlx.config.schema import EnvConfig
 from rlx.config.schema_rollout import HarnessConfig
 from rlx.envs.load import load_one
 from rlx.envs.wire import Settings
 from rlx.types import Rollout
 
-pytestmark = pytest.mark.skipif(problem_of("bwrap") is not None, reason="bubblewrap is not installed here")
+pytestmark = NEEDS_BWRAP
 sys.path.insert(0, OUTSIDE) if OUTSIDE not in sys.path else None
 
 CHAT = """

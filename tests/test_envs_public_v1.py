@@ -15,9 +15,9 @@ from policy_stand_in import SAMPLING, policy_of, task_of, tiny_chat
 from public_classic import check_tokens, judge
 from public_environments import CASES, KUHN, LOCAL, Answers, Case, check_as_stock, folder, local_data, on_path, one_of, played, stock
 from public_installed import installed
+from sandboxes import NEEDS_BWRAP
 from traces import merge, same, turns_of
 
-from rlx.agents.images import problem_of
 from rlx.config.schema import EnvConfig
 from rlx.envs.kinds import kind_of
 from rlx.types import Rollout
@@ -136,7 +136,7 @@ def test_an_environment_is_refused_by_one_sentence_when_it_is_loaded(name, monke
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(problem_of("bwrap") is not None, reason="bubblewrap is not installed here")
+@NEEDS_BWRAP
 @pytest.mark.parametrize("name", ["gsm8k", "code_golf"])
 def test_commands_of_a_task_run_in_a_box_as_they_do_on_this_machine(name, monkeypatch):
     on_path(name, monkeypatch)

@@ -24,6 +24,7 @@ RESERVED = {
     "RLX_TODAY": "the day (2026-11-30) that a chat template sees as today's; default: that on which the run began",
     "RLX_REQUIRE_SLURM": "read by the tests: when set, SLURM tests fail where SLURM cannot be started, instead of being skipped",
     "RLX_REQUIRE_NAMESPACES": "the same for the test of two hosts in network namespaces",
+    "RLX_REQUIRE_SANDBOX": "the same for the tests of boxes, which take bubblewrap",
     "RLX_HOST": "the name or address by which other hosts reach this one; the supervisor sets it, for roles by hand you do",
     "RLX_SECRET": "set for a vLLM server: what every request must carry as its key; set it yourself for a server that you start by hand",
     "RLX_STALLS": "set by a role for the processes that it starts: the folder in which they answer the supervisor's questions",

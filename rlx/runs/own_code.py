@@ -63,6 +63,9 @@ def modules(cfg: CommandConfig) -> Iterator[tuple[str, Path]]:
         place = None if name in READABLE or name in sys.stdlib_module_names else _place(name)
         if place is not None and not INSTALLED & {*place.parts}:
             yield name, place
+    for file in dict.fromkeys(part for env in played.values() for part in env.harness.command if Path(part).is_file()):
+        if not Path(file).is_relative_to("/usr") and Path(file).parent.name != "bin":  # an interpreter is no code of the user's
+            yield Path(file).stem, Path(file).absolute()
     for env in {env.id: env for env in played.values()}.values():
         module = module_of(env.id)
         if module.partition(".")[0] not in READABLE and shipped(module) is None:
