@@ -151,6 +151,21 @@ def test_commands_of_a_task_run_in_a_box_as_they_do_on_this_machine(name, monkey
 
 
 @pytest.mark.slow
+def test_a_rollouts_own_tools_are_called_in_this_process(monkeypatch):
+    from verifiers.v1.mcp import launch
+
+    def started(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a process of its own for the tools of a rollout")
+
+    monkeypatch.setattr(launch, "serve", started)
+    on_path("scratchpad", monkeypatch)
+    (case,) = (one for one in CASES if one.name == "scratchpad")
+    env = load(case.name, case.args, [case.agent])
+    (rollout,) = asyncio.run(played(env, Answers(case.model), task_of(env), [0]))
+    assert (rollout.status, rollout.reward) == ("ok", 1.0), rollout.error
+
+
+@pytest.mark.slow
 def test_a_package_without_a_taskset_is_no_environment(monkeypatch):
     on_path("compact", monkeypatch)
     with pytest.raises(ValueError, match="the module compact is no verifiers environment"):

@@ -37,7 +37,7 @@ from verifiers.v1.utils.loaders import load_environment as load_v1
 from rlx.config.pythons import sources_of
 from rlx.config.schema import EnvConfig
 from rlx.config.signatures import module_of
-from rlx.envs import verifiers_v1_boxes
+from rlx.envs import verifiers_v1_boxes, verifiers_v1_tools
 from rlx.envs.base import RAISED, REWARD_ERROR, failed, filled, finite, with_raised_reward
 from rlx.envs.errors import Failure, FailureLog, failure_of, in_one_line, snake
 from rlx.envs.messages import recorded
@@ -74,6 +74,7 @@ def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], tim
     block, chosen = block_of(where, config)
     adapt_processes()
     verifiers_v1_boxes.install()
+    verifiers_v1_tools.install()
     try:
         env = load_v1(block)
     finally:

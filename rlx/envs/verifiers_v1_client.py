@@ -37,6 +37,7 @@ from rlx.agents.dialects import MESSAGES, RESPONSES
 from rlx.envs import verifiers_mcp
 from rlx.envs.errors import in_one_line
 from rlx.envs.messages import for_template
+from rlx.envs.verifiers_v1_tools import LOCAL, SERVERS, client_of, server_type
 from rlx.policy.base import Episode, Message, PromptTooLong, Reply
 
 try:  # 0.4
@@ -174,6 +175,7 @@ def _when_committed(turn: Any, note: Callable[[], None]) -> None:
 
 def give_clients(server: InterceptionServer) -> None:
     """Make `server` ask the episode's policy for agents without an endpoint of their own."""
+    SERVERS.append(server)
     stock = server._client
     server._client = lambda config: config.client if isinstance(config, PolicyEndpoint) else stock(config)
 
@@ -186,7 +188,8 @@ class ChatLoop(NullHarness):
         self.server = server
 
     async def setup(self, runtime: Any) -> None:
-        """Nothing to install."""
+        """Nothing to install. The tool servers of the rollout may stay in this process."""
+        runtime.loop_is_here = True
 
     async def launch(
         self,
@@ -242,6 +245,10 @@ class ChatLoop(NullHarness):
             return {**result, "content": f"error: tool arguments must be a JSON object, got {kind}; resend as an object"}
         if name not in dispatch:
             return {**result, "content": f"error: unknown tool {name!r}"}
+        server, raw = dispatch[name]
+        if server in LOCAL:
+            said = await servers[server].call_tool(raw, arguments)
+            return {**result, "content": tool_client.mcp_content_to_chat_content(said.content)}
         return {**result, "content": await tool_client.call_mcp(servers, dispatch, name, arguments)}
 
     async def _post(self, handler: Any, secret: str, body: dict) -> tuple[int, dict]:
@@ -269,27 +276,34 @@ class LocalRequest(dict):
 async def connected(urls: dict[str, str], timeout: float) -> AsyncIterator[tuple[list[dict], dict, dict]]:
     """(functions in OpenAI's form, tool name → (server, its own name), servers) of MCP servers, through verifiers' own client."""
     async with AsyncExitStack() as stack:
-        if not urls:
-            yield [], {}, {}
-            return
-        config = {"mcpServers": {name: {"url": url, "timeout": timeout} for name, url in urls.items()}}
-        more = (stack,) if "stack" in inspect.signature(tool_client.connect_mcp).parameters else ()
-        async with asyncio.timeout(LIST_TOOLS_TIMEOUT):
-            found = await tool_client.connect_mcp(config, *more)
-        yield found
+        tools, dispatch, servers = [], {}, {}
+        near = {name: url for name, url in urls.items() if url in LOCAL}
+        for name, url in near.items():
+            servers[url] = await stack.enter_async_context(client_of(LOCAL[url]))
+            for tool in (await servers[url].list_tools()).tools:
+                full = f"{name}_{tool.name}" if name else tool.name
+                about = {"name": full, "description": tool.description or "", "parameters": tool.input_schema}
+                tools.append({"type": "function", "function": about})
+                dispatch[full] = url, tool.name
+        if far := {name: url for name, url in urls.items() if name not in near}:
+            config = {"mcpServers": {name: {"url": url, "timeout": timeout} for name, url in far.items()}}
+            more = (stack,) if "stack" in inspect.signature(tool_client.connect_mcp).parameters else ()
+            try:
+                async with asyncio.timeout(LIST_TOOLS_TIMEOUT):
+                    found = await tool_client.connect_mcp(config, *more)
+            except TimeoutError as error:
+                places = ", ".join(f"{name} at {url}" for name, url in far.items())
+                raise RuntimeError(f"no answer within {LIST_TOOLS_TIMEOUT:g} s from the tool servers: {places}") from error
+            tools, dispatch, servers = [*tools, *found[0]], {**dispatch, **found[1]}, {**servers, **found[2]}
+        yield tools, dispatch, servers
 
 
 def offered_tools(env: vf.Env) -> list[dict[str, Any]]:
     """The functions of the environment's own tool servers, in OpenAI's form. Those of servers elsewhere are known when they are asked."""
-    try:
-        from mcp.server.fastmcp import FastMCP as Server  # type: ignore[attr-defined]  # the name of mcp 1, which verifiers 0.3 has
-    except ImportError:
-        from mcp.server.mcpserver import MCPServer as Server
-
     tasks = env.config.taskset
     tools = []
     for toolset in [*env.taskset.toolsets(tasks), *type(env.taskset).task_type().toolsets(tasks.task)]:
-        server: Any = Server(toolset.server_name or "tools")
+        server: Any = server_type()(toolset.server_name or "tools")
         toolset.register(server)
         for tool in server._tool_manager.list_tools():
             name = f"{toolset.server_name}_{tool.name}" if toolset.server_name else tool.name
