@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from policy_stand_in import InTurn, policy_of, task_of
 from sandboxes import NEEDS_BWRAP
+from served_stand_in import give, served
 
 from rlx.config.schema import EnvConfig
 from rlx.config.schema_rollout import BoxConfig, HarnessConfig
 from rlx.envs.load import load_one
+from rlx.envs.pool import WorkerPool
 from rlx.envs.wire import Settings
 from rlx.types import Rollout
 
@@ -153,3 +158,65 @@ def test_no_sandbox_is_a_sentence_with_what_to_do(folder: Path, monkeypatch: pyt
     monkeypatch.setattr("rlx.agents.images.problem_of", lambda kind: f"{kind} is not installed")
     with pytest.raises(ValueError, match=r"envs\.e: no sandbox can be made here.*sandbox=none"):
         load("auto")
+
+
+@NEEDS_BWRAP
+def test_tasks_in_harbors_folders_are_scored_by_what_their_verifier_writes(folder: Path):
+    for name, score in (("first", "0.25"), ("second", "much")):
+        task = folder / "harbor" / name
+        (task / "tests").mkdir(parents=True)
+        (task / "task.toml").write_text('version = "1.0"\n[metadata]\ndifficulty = "easy"\n')
+        (task / "instruction.md").write_text(f"Do the {name}.")
+        (task / "tests" / "test.sh").write_text(f"test -f answer.txt && echo {score} > /logs/verifier/reward.txt\n")
+    env = load("bwrap", args={"data": "harbor"})
+    assert [row["prompt"][0]["content"] for row in env.rows] == ["Do the first.", "Do the second."]
+    rollout = play(env, call("ls /tests /logs; touch answer.txt"), "Done.")
+    assert (rollout.status, rollout.reward) == ("ok", 0.25), rollout.error
+    assert rollout.completion[1]["content"] == "/logs:\n\n/tests:", "it sees the verifier's files only when it has ended"
+    rollout = play(load("bwrap", args={"data": "harbor"}), call("touch answer.txt"), "Done.", index=1)
+    assert (rollout.status, rollout.stop) == ("error", "program_error")
+    assert "left no number in /logs/verifier/reward.txt" in (rollout.error or "")
+    (folder / "harbor" / "first" / "environment").mkdir()
+    (folder / "harbor" / "first" / "environment" / "docker-compose.yaml").touch()
+    with pytest.raises(ValueError, match=r"envs\.e: .*first needs compose"):
+        load("bwrap", args={"data": "harbor"})
+
+
+@NEEDS_BWRAP
+@pytest.mark.slow
+def test_a_killed_worker_leaves_nothing_and_its_rollouts_are_played_again(folder: Path):
+    marker = f"9{os.getpid()}"
+    (folder / "agent.py").write_text(AGENT + f"ask('one'); os.system('sleep {marker} & sleep 2')\nopen('answer.txt', 'w').write('7\\n')")
+    config = EnvConfig(
+        id="rlx.envs.program",
+        args={"data": "tasks.jsonl", "test": "sh check.sh"},
+        sandbox="bwrap",
+        harness=HarnessConfig(command=["python3", "agent.py"]),
+    )
+
+    async def run() -> tuple[list[Rollout], int]:
+        pool = WorkerPool("e", config, Settings(timeout=60), 1)
+        pool.wait_loaded()
+        async with served(InTurn(*"7777")) as sampler:
+            give(pool, sampler, context_length=8192)
+            playing = asyncio.create_task(pool.play(task_of(pool), [0], 0))
+            while not living(marker):
+                await asyncio.sleep(0.05)
+            os.kill(pool._workers[0].child.pid, signal.SIGKILL)
+            rollouts = await asyncio.wait_for(playing, 60)
+            await pool.close()
+            return rollouts, pool.replayed
+
+    (rollout,), replayed = asyncio.run(run())
+    assert (rollout.status, rollout.reward) == ("ok", 1.0) or rollout.stop == "worker_died", rollout.error
+    assert replayed == 1 or rollout.stop == "worker_died"
+    assert not living(marker)
+
+
+def living(marker: str) -> bool:
+    """Whether a process with this argument lives."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if marker.encode() in path.read_bytes().split(b"\0"):
+                return True
+    return False

@@ -30,6 +30,7 @@ from rlx.descendants import kill_all
 TOKEN = "BOX_OF_RLX"  # the variable by which the processes of a box without isolation are found
 HOME = "/box"  # the folder of a box, and its programs' home
 PORT = 4000  # of the gateway in a box without network
+WRITABLE = ("/dev/shm", "/tmp", "/tests", "/logs")  # beside HOME; Harbor's tasks expect the last two
 START = 60.0  # seconds to start a box
 LINGERING = 0.5  # seconds to read what a command has said when it has ended and something that it started holds its pipes
 HOST_ETC = ("alternatives", "ssl", "ca-certificates", "ld.so.cache", "passwd", "group", "localtime", "nsswitch.conf")
@@ -246,7 +247,7 @@ class Bubblewrap(Held):
         ]
         argv += ["--disable-userns"] if "--disable-userns" in _bwrap_help() else []
         argv += _root(Path(self.image)) if self.image else _host_root(self.config.network)
-        argv += ["--proc", "/proc", "--dev", "/dev", *sized, "--tmpfs", "/dev/shm", *sized, "--tmpfs", "/tmp"]
+        argv += ["--proc", "/proc", "--dev", "/dev", *(part for name in WRITABLE for part in (*sized, "--tmpfs", name))]
         for folder in self.config.folders:
             argv += ["--ro-bind", folder, folder]
         argv += [*sized, "--tmpfs", HOME, "--dir", f"{HOME}/tmp", "--chdir", HOME]

@@ -27,6 +27,7 @@ from rlx.agents.images import choose, installed, prepare, prepared
 from rlx.config.schema import EnvConfig
 from rlx.config.schema_rollout import HarnessConfig
 from rlx.envs.function import Ended, FunctionEnvironment, Source, function_of, opened
+from rlx.envs.harbor import HarborRows, is_harbor
 from rlx.plain import one_text
 from rlx.policy.base import PolicyError, Reply
 from rlx.trace import Trace
@@ -63,7 +64,7 @@ def load_environment(
     """Tasks for programs in boxes.
 
     Args:
-        data: a JSONL or Parquet file, a pattern of files, a folder, or a data set's name on the hub.
+        data: a JSONL or Parquet file, a pattern of files, a folder (also of Harbor's tasks), or a data set's name on the hub.
         reward: dotted path of `function(completion, row[, box]) -> float`, which may be a coroutine.
         test: a shell command that scores in the box: 1 if it ends with 0, otherwise 0; a column `test` of a task comes before it.
         prompt: the column with the task: a text, or messages.
@@ -76,10 +77,12 @@ def load_environment(
         eval_data: the data for evaluation; None: `data` with `eval_split`.
         eval_split: its split; None: `split`.
     """
-    if (reward is None) == (test is None):
+    harbor = is_harbor(data)
+    if (reward is None) == (test is None) and not (harbor and reward is None):
         raise ValueError("one of args.reward=MODULE.FUNCTION and args.test=COMMAND scores what the program left; set one of them")
     score = Test(str(test)) if reward is None else function_of(reward)
-    return Source(opened(data, subset, split, eval_data, eval_split), Scoring(score, test_files), prompt, answer, system)
+    rows: Any = (lambda evaluates: HarborRows(data)) if harbor else opened(data, subset, split, eval_data, eval_split)
+    return Source(rows, Scoring(score, test_files), prompt, answer, system)
 
 
 class Test:
@@ -94,7 +97,13 @@ class Test:
         result = await box.run(["sh", "-c", command])
         if result.code in (126, 127):  # as a shell says that there is no such command: not a task that was failed
             raise ProgramError(f"the test `{command}` cannot run in the box: {_last(result)}")
-        return float(result.code == 0)
+        if (file := row.get("score_file")) is None:
+            return float(result.code == 0)
+        said = await box.read(str(file))
+        try:
+            return float(str(said).strip())
+        except ValueError:
+            raise ProgramError(f"the test left no number in {file}: {_last(result)}") from None
 
 
 class Scoring:
