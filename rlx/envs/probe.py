@@ -55,7 +55,7 @@ def probe(name: str, config: EnvConfig) -> Probed:
         to_json(first)
         try_first(env, first)
         return Probed(
-            kind=kind,
+            kind=f"{kind} in {box}" if (box := getattr(env, "sandbox", "")) else kind,
             examples=len(rows),
             tools=_tools_of(env),
             scores_groups=env.scores_groups,

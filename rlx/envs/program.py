@@ -162,6 +162,11 @@ class ProgramEnvironment(FunctionEnvironment):
         self._gateway: asyncio.Task[Gateway] | None = None
 
     @property
+    def sandbox(self) -> str:
+        """What its boxes are, for people."""
+        return "no sandbox" if self.kind == "none" else self.kind
+
+    @property
     def env(self) -> Any:  # type: ignore[override]
         """What teaches the warm start of a model without training."""
         return self

@@ -101,7 +101,7 @@ def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], tim
     for sentence in needs.of(env, tasks[0]):
         raise ValueError(f"{where}: the v1 environment {config.id} cannot run here: {sentence}")
     made = V1Environment(name, env, tasks, trained_agents(where, env, config.agents), config, config.rollout_timeout or timeout)
-    made.longest = sampling.get("max_tokens")
+    made.longest, made.sandbox = sampling.get("max_tokens"), "bwrap" if boxed else ""
     return made
 
 
@@ -109,6 +109,7 @@ class V1Environment:
     """See `rlx.envs.base.Environment`."""
 
     tools: Sequence[Mapping[str, Any]] = ()  # tool servers say theirs when they start; the policy then checks them at the first request
+    sandbox = ""  # what its agents' boxes are, for people
     scores_groups = False  # v1 compares the agents of an episode (in its `finalize`), never episodes
 
     def __init__(self, name: str, env: vf.Env, tasks: Sequence[vf.Task], agents: Sequence[str], config: EnvConfig, timeout: float) -> None:
