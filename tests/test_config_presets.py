@@ -39,6 +39,7 @@ PRESETS = [(group, file.stem) for group in GROUPS for file in sorted(shipped_gro
 NEEDED = {
     ("env", "custom"): ["env.id=rlx_sums"],
     ("env", "function"): ["env.args.data=rows.jsonl", "env.args.reward=rewards.exact"],
+    ("env", "program"): ["env.args.data=rows.jsonl", "env.args.reward=rewards.exact"],
     ("loss", "opd"): ["ref.name=a/teacher"],
     ("loss", "sdft"): ["teacher.demonstration=answer", "inference.max_model_len=128"],
     ("model", "endpoint"): ["model.name=x"],

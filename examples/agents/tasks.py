@@ -1,17 +1,17 @@
-"""Writes the tasks of the two small examples of agents: python examples/agents/tasks.py FOLDER
+"""Wrote the tasks of this folder: python examples/agents/tasks.py
 
-`files.jsonl`: put a word into a file, with a shell; a command in the box checks the file. `words.jsonl`: say a word backwards.
+`files.jsonl`: put a word into a file, with a shell; a command in the box tests the file. `words.jsonl`: say a word backwards.
 The first has a column `demonstration`, from which model=tiny learns before training.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
-import sys
 from pathlib import Path
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
+HERE = Path(__file__).parent
 
 
 def file_task(word: str) -> dict:
@@ -26,17 +26,21 @@ def file_task(word: str) -> dict:
     return {"question": word, "test": f"grep -qx {word} f", "demonstration": said}
 
 
-def main(folder: Path) -> None:
+def word_task(word: str) -> dict:
+    """Say a word backwards."""
+    return {"question": word, "answer": word[::-1], "test": f"grep -qx {word[::-1]} answer.txt"}
+
+
+def main() -> None:
     """Write both files."""
     draw = random.Random(0)
-    words = ["".join(draw.choices(LETTERS, k=draw.randint(2, 5))) for _ in range(4000)]
-    short = ["".join(draw.choices("abcdefgh", k=draw.randint(1, 3))) for _ in range(4000)]
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "files.jsonl", "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(file_task(word)) + "\n" for word in short)
-    with open(folder / "words.jsonl", "w", encoding="utf-8") as file:
-        file.writelines(json.dumps({"question": word, "answer": word[::-1], "test": f"grep -qx {word[::-1]} answer.txt"}) + "\n" for word in words)
+    short = ["".join(letters) for size in (1, 2, 3) for letters in itertools.product("abcdefgh", repeat=size)]
+    draw.shuffle(short)
+    words = sorted({"".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 5))) for _ in range(1100)})
+    draw.shuffle(words)
+    for name, tasks in (("files", map(file_task, short)), ("words", map(word_task, words))):
+        (HERE / f"{name}.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()
