@@ -204,7 +204,7 @@ def test_an_image_is_a_folder_or_an_archive_that_is_unpacked_once(tmp_path: Path
 @pytest.mark.parametrize(
     ("kind", "image", "said"),
     [
-        ("bwrap", "debian:12", "sandbox=bwrap has no images by name: debian:12"),
+        ("bwrap", "debian:12", "sandbox=bwrap has no images by name and builds none: debian:12"),
         ("docker", None, "sandbox=docker: "),
         ("apptainer", None, "sandbox=apptainer: "),
     ],
@@ -217,3 +217,32 @@ def test_a_sandbox_that_cannot_be_is_refused_with_what_to_do(kind: str, image: s
 def test_a_box_that_cannot_start_says_why():
     with pytest.raises(BoxError, match="no-such-folder"):
         inside(lambda box: box.run(["true"]), folders=["/no-such-folder"])
+
+
+def test_the_kernels_own_files_are_read_only_in_a_box():
+    names = ("sys/kernel/core_pattern", "sys/vm/drop_caches", "sysrq-trigger")
+    said = shell("; ".join(f"echo x > /proc/{name}" for name in names) + "; ls /etc/ssl/private; cat /etc/passwd")
+    assert said.stderr.count("cannot create /proc") == len(names)
+    assert "cannot access '/etc/ssl/private'" in said.stderr
+    assert said.stdout == "box:x:1000:1000:box:/box:/bin/sh\n", "not the accounts of this machine"
+
+
+@pytest.mark.parametrize("kind", ["bwrap", "none"])
+def test_nothing_of_a_program_runs_on_when_its_work_is_scored(kind: str):
+    async def work(box: Box) -> Any:
+        await box.run(["sh", "-c", "setsid -f sh -c 'while true; do echo exit 0 > check.sh; sleep 0.01; done'"], timeout=5)
+        await box.quiet()
+        await box.write({"check.sh": "exit 1\n"})
+        await asyncio.sleep(0.2)
+        return await box.read("check.sh")
+
+    assert inside(work, kind) == "exit 1\n"
+
+
+def test_a_file_of_a_test_takes_the_place_of_whatever_a_program_has_left_there():
+    async def work(box: Box) -> Any:
+        await box.run(["sh", "-c", "mkdir -p check.sh/deep; ln -s /etc/passwd link; mkfifo pipe"])
+        await box.write({"check.sh": "a", "link": "b", "pipe": "c"})
+        return [await box.read(name) for name in ("check.sh", "link", "pipe")]
+
+    assert inside(work) == ["a", "b", "c"]

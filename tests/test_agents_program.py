@@ -127,9 +127,12 @@ def test_a_program_that_crashes_after_an_answer_is_scored(folder: Path):
 
 def test_a_program_that_floods_the_policy_is_ended_after_its_turns(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("rlx.envs.program.GRACE", 0.5)
-    (folder / "agent.py").write_text(AGENT + "while True:\n  try: ask('again')\n  except Exception: pass\n")
-    rollout = play(load("none", "python3", "agent.py", max_turns=3), *["7"] * 3)
+    (folder / "agent.py").write_text(AGENT + "print('mine', flush=True)\nwhile True:\n  try: ask('again')\n  except Exception: pass\n")
+    (folder / "said_rewards.py").write_text("def mine(completion, row):\n    return float(completion == 'mine')\n")
+    monkeypatch.syspath_prepend(str(folder))
+    rollout = play(load("none", "python3", "agent.py", max_turns=3, args={"reward": "said_rewards.mine"}), *["7"] * 3)
     assert (rollout.status, rollout.stop, rollout.metrics["turns"]) == ("ok", "program_max_turns", 3.0)
+    assert rollout.reward == 1.0, "what it had printed is scored"
 
 
 def test_a_program_that_does_not_end_is_scored_at_its_time(folder: Path):
@@ -167,12 +170,17 @@ def test_tasks_in_harbors_folders_are_scored_by_what_their_verifier_writes(folde
         (task / "tests").mkdir(parents=True)
         (task / "task.toml").write_text('version = "1.0"\n[metadata]\ndifficulty = "easy"\n')
         (task / "instruction.md").write_text(f"Do the {name}.")
-        (task / "tests" / "test.sh").write_text(f"test -f answer.txt && echo {score} > /logs/verifier/reward.txt\n")
+        (task / "tests" / "test.sh").write_text(f"set -e -o pipefail\n[[ -f answer.txt ]]\necho {score} > /logs/verifier/reward.txt\n")
     env = load("bwrap", args={"data": "harbor"})
     assert [row["prompt"][0]["content"] for row in env.rows] == ["Do the first.", "Do the second."]
     rollout = play(env, call("ls /tests /logs; touch answer.txt"), "Done.")
     assert (rollout.status, rollout.reward) == ("ok", 0.25), rollout.error
     assert rollout.completion[1]["content"] == "/logs:\n\n/tests:", "it sees the verifier's files only when it has ended"
+    planted = call("mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt")
+    rollout = play(load("bwrap", args={"data": "harbor"}), planted, "Done.")
+    assert (rollout.status, rollout.stop) == ("error", "program_error"), "what the model has put there counts for nothing"
+    with pytest.raises(ValueError, match="sandbox=none cannot keep them apart"):
+        load("none", args={"data": "harbor"})
     rollout = play(load("bwrap", args={"data": "harbor"}), call("touch answer.txt"), "Done.", index=1)
     assert (rollout.status, rollout.stop) == ("error", "program_error")
     assert "left no number in /logs/verifier/reward.txt" in (rollout.error or "")

@@ -360,3 +360,54 @@ def test_what_a_program_asks_beside_its_session_waits_its_turn_and_is_answered()
             check(session.episode.keep(session.delivered), engine, branches=200)
 
     asyncio.run(run())
+
+
+def test_answers_with_the_same_words_keep_their_own_reasoning(monkeypatch: pytest.MonkeyPatch):
+    """A program drops reasoning; the same words at two places stand for two answers."""
+    monkeypatch.setattr(tiny_chat(), "reasoning_parser", "qwen3")
+    engine = Engine(*(f"<think>\nthought {number}\n</think>\n\nOK" for number in range(3)), "end")
+
+    async def run() -> None:
+        async with opened(engine) as (gateway, session):
+            url, history = f"{gateway.url}/v1/chat/completions", list[Any]()
+            for number in range(4):
+                history += [{"role": "user", "content": f"q{number}"}]
+                _, body = await post(url, {"model": "m", "messages": history}, session.key)
+                history += [{"role": "assistant", "content": body["choices"][0]["message"]["content"]}]
+            trace = session.episode.trace
+            said = [message for message in trace.conversation(trace.answers[-1]) if message["role"] == "assistant"]
+            assert [message["reasoning_content"].strip() for message in said[:3]] == ["thought 0", "thought 1", "thought 2"]
+
+    asyncio.run(run())
+
+
+def test_equal_requests_at_the_same_time_all_end_with_their_session():
+    engine = Engine(*("x" for _ in range(4)), delay=5)
+
+    async def run() -> None:
+        async with opened(engine) as (gateway, session):
+            asking = [asyncio.create_task(post(f"{gateway.url}/v1/messages", HELLO, session.key)) for _ in range(4)]
+            await asyncio.sleep(0.2)
+            await asyncio.wait_for(gateway.close(session), 2)
+            assert {status for status, _ in await asyncio.wait_for(asyncio.gather(*asking), 2)} == {403}
+            assert engine.turns == []
+
+    asyncio.run(run())
+
+
+PREFILLED = {**HELLO, "messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "{"}]}
+OLD_CALL = {"messages": [{"role": "assistant", "function_call": {"name": "f", "arguments": ""}}]}
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "said"),
+    [("messages", PREFILLED, "the last message is the model's own"), ("chat/completions", OLD_CALL, "write it as tool_calls")],
+)
+def test_a_request_that_cannot_be_answered_as_its_service_would_is_refused(route: str, body: Any, said: str):
+    async def run() -> None:
+        async with opened(Engine("x")) as (gateway, session):
+            status, answer = await post(f"{gateway.url}/v1/{route}", body, session.key)
+            assert (status, session.turns) == (400, 0)
+            assert said in answer["error"]["message"]
+
+    asyncio.run(run())

@@ -9,23 +9,27 @@ this process: however this process ends, the kernel ends all that is in the box,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import json
 import os
 import secrets
 import shutil
+import signal
 import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rlx.agents.cgroups import Group
 from rlx.agents.processes import Kept, end, exit_code, give, output, release
 from rlx.config.schema_rollout import BoxConfig
 from rlx.descendants import kill_all
+from rlx.paths import cache_root, write_text
 
 TOKEN = "BOX_OF_RLX"  # the variable by which the processes of a box without isolation are found
 HOME = "/box"  # the folder of a box, and its programs' home
@@ -33,12 +37,20 @@ PORT = 4000  # of the gateway in a box without network
 WRITABLE = ("/dev/shm", "/tmp", "/tests", "/logs")  # beside HOME; Harbor's tasks expect the last two
 START = 60.0  # seconds to start a box
 LINGERING = 0.5  # seconds to read what a command has said when it has ended and something that it started holds its pipes
-HOST_ETC = ("alternatives", "ssl", "ca-certificates", "ld.so.cache", "passwd", "group", "localtime", "nsswitch.conf")
+HOST_ETC = ("alternatives", "ssl/certs", "ssl/openssl.cnf", "ca-certificates", "ld.so.cache", "localtime")
+MASKED = tuple(f"/proc/{name}" for name in ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi", "scsi"))
+"""Of the kernel's, what its user could write where this machine's root makes the box."""
+QUIET = """
+for _ in 1 2 3 4 5 6 7 8 9 10; do
+  for path in /proc/[0-9]*; do case ${path#/proc/} in 1|2|$$) ;; *) kill -9 ${path#/proc/};; esac; done
+done
+"""
 LISTEN = (
     "import socket, sys; s = socket.socket(); s.bind(('127.0.0.1', int(sys.argv[2]))); s.listen(128); "
     "socket.send_fds(socket.socket(fileno=int(sys.argv[1])), [b'1'], [s.fileno()])"
 )
 NUMBERS = itertools.count()
+ACCOUNTS = {"passwd": f"box:x:1000:1000:box:{HOME}:/bin/sh\n", "group": "box:x:1000:\n"}  # programs look themselves up
 
 
 class BoxError(RuntimeError):
@@ -60,20 +72,20 @@ class Box:
 
     def __init__(self, config: BoxConfig, image: str | None) -> None:
         self.config, self.image, self.number = config, image, next(NUMBERS)
-        self.home = HOME
+        self.home = self.workdir = HOME  # its own folder, and where commands run
         self.group = Group()
         self._running: set[asyncio.subprocess.Process] = set()
         self._token = secrets.token_hex(8)
 
     async def start(self) -> None:
         """Make it. Raises BoxError."""
-        self.home = tempfile.mkdtemp(prefix=f"rlx-box-{os.getpid()}-")
+        self.home = self.workdir = tempfile.mkdtemp(prefix=f"rlx-box-{os.getpid()}-")
         os.mkdir(f"{self.home}/tmp")
         self.group = Group.make(self.number, self.config)
 
     def command(self, argv: Sequence[str], variables: Mapping[str, str]) -> list[str]:
         """The command of this machine that runs a command in the box."""
-        return ["env", "-i", f"--chdir={self.home}", *(f"{name}={value}" for name, value in variables.items()), *argv]
+        return ["env", "-i", f"--chdir={self.workdir}", *(f"{name}={value}" for name, value in variables.items()), *argv]
 
     async def listening(self, port: int = PORT) -> socket.socket | None:
         """A socket at a port of the box's own network; None: the box has this machine's."""
@@ -86,10 +98,20 @@ class Box:
         return {**own, "LANG": "C.UTF-8", **({TOKEN: self._token} if self.home != HOME else {}), **more}
 
     async def run(
-        self, argv: Sequence[str], variables: Mapping[str, str] | None = None, *, timeout: float | None = None, given: bytes = b""
+        self,
+        argv: Sequence[str],
+        variables: Mapping[str, str] | None = None,
+        *,
+        timeout: float | None = None,
+        given: bytes = b"",
+        until: asyncio.Event | None = None,
+        grace: float = 0.0,
     ) -> Result:
-        """Run a command in the box's folder. `given`: its standard input. Without control groups it gets the bounds for itself alone."""
-        command = [*self._bounds(), *self.command(argv, self.variables(variables or {}))]
+        """Run a command in the box's folder. `given`: its standard input. It is ended after `timeout`, or `grace` after `until` is set.
+
+        Without control groups it gets the bounds for itself alone.
+        """
+        command = [*self.bounds(), *self.command(argv, self.variables(variables or {}))]
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
         self._running.add(process)
@@ -99,8 +121,12 @@ class Box:
         giving = asyncio.create_task(give(process.stdin, given))
         try:
             ending = asyncio.ensure_future(exit_code(process))
-            late = not (await asyncio.wait({ending}, timeout=timeout))[0]
-            if late:
+            asked = asyncio.ensure_future((until or asyncio.Event()).wait())
+            await asyncio.wait({ending, asked}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if asked.done() and not ending.done():
+                await asyncio.wait({ending}, timeout=grace)
+            asked.cancel()
+            if late := not ending.done():
                 end(process)
             code = await ending
             await asyncio.wait(reading, timeout=LINGERING)  # what it has left behind may hold the pipes
@@ -116,7 +142,7 @@ class Box:
         """Write files below the box's folder. Raises BoxError."""
         for name, content in files.items():
             data = content.encode() if isinstance(content, str) else content
-            script = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1"'
+            script = 'rm -rf -- "$1"; mkdir -p -- "$(dirname -- "$1")" && cat > "$1"'
             result = await self.run(["sh", "-c", script, "sh", name], given=data, timeout=START)
             if result.code:
                 raise BoxError(f"the file {name} cannot be written in the box: {result.stderr.strip()[-300:]}")
@@ -126,6 +152,10 @@ class Box:
         result = await self.run(["cat", "--", name], timeout=START)
         return None if result.code else result.stdout
 
+    async def quiet(self) -> None:
+        """End all that runs in it, so that nothing of a program's is left when its work is scored."""
+        await asyncio.to_thread(kill_all, (), self._token, variable=TOKEN)
+
     async def close(self) -> None:
         """End everything in it, and remove it."""
         for process in self._running:
@@ -134,7 +164,8 @@ class Box:
         await asyncio.to_thread(shutil.rmtree, self.home, True)
         self.group.remove()
 
-    def _bounds(self) -> list[str]:
+    def bounds(self) -> list[str]:
+        """What stands before a command, so that it keeps to the limits."""
         limits, has = self.config, self.group.bounds
         bounds = ["--core=0", *([f"--fsize={int(limits.disk_gb * 2**30)}"] if type(self) is Box else [])]
         bounds += [f"--nproc={limits.processes}"] if limits.processes and "pids" not in has and type(self) is not Box else []
@@ -164,6 +195,7 @@ class Held(Box):
             if not line:
                 raise BoxError(await self._words())
             self.pid = await self.first(os.read(status, 4096) if isinstance(self, Bubblewrap) else b"")
+            self._own = self.group.processes()
         except TimeoutError:
             raise BoxError(f"the box did not start within {START:g} s") from None
         except OSError as error:
@@ -220,6 +252,18 @@ class Held(Box):
                 break
             await asyncio.sleep(0.02)
 
+    async def quiet(self) -> None:
+        if not self.group.folders:
+            await self.run(["sh", "-c", QUIET], timeout=START)
+        for _ in range(200):
+            if not (left := self.group.processes() - self._own):
+                return
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(0.005)
+        raise BoxError("what runs in the box cannot be ended")
+
     async def remove(self) -> None:
         """Remove what its process does not take with it."""
 
@@ -236,18 +280,12 @@ class Bubblewrap(Held):
         size = str(int(self.config.disk_gb * 2**30))
         sized = ["--size", size] if "--size" in _bwrap_help() else []
         argv = ["bwrap", "--unshare-all", "--unshare-user", "--uid", "1000", "--gid", "1000", "--hostname", "box", "--die-with-parent"]
-        argv += [
-            "--new-session",
-            "--cap-drop",
-            "ALL",
-            "--clearenv",
-            "--info-fd",
-            str(status),
-            *(["--share-net"] if self.config.network else []),
-        ]
+        argv += ["--new-session", "--cap-drop", "ALL", "--clearenv", "--info-fd", str(status)]
+        argv += ["--share-net"] if self.config.network else []
         argv += ["--disable-userns"] if "--disable-userns" in _bwrap_help() else []
         argv += _root(Path(self.image)) if self.image else _host_root(self.config.network)
-        argv += ["--proc", "/proc", "--dev", "/dev", *(part for name in WRITABLE for part in (*sized, "--tmpfs", name))]
+        argv += ["--proc", "/proc", *(part for name in MASKED for part in ("--ro-bind-try", name, name))]
+        argv += ["--dev", "/dev", *(part for name in WRITABLE for part in (*sized, "--tmpfs", name))]
         for folder in self.config.folders:
             argv += ["--ro-bind", folder, folder]
         argv += [*sized, "--tmpfs", HOME, "--dir", f"{HOME}/tmp", "--chdir", HOME]
@@ -257,20 +295,10 @@ class Bubblewrap(Held):
         return int(json.loads(said)["child-pid"])
 
     def command(self, argv: Sequence[str], variables: Mapping[str, str]) -> list[str]:
-        enter = [
-            "nsenter",
-            f"--target={self.pid}",
-            "--user",
-            "--mount",
-            "--net",
-            "--pid",
-            "--ipc",
-            "--uts",
-            "--root",
-            "--preserve-credentials",
-        ]
-        inside = ["sh", "-c", f'cd {HOME} && exec "$@"', "sh", *argv]
-        return [*enter, "--", "env", "-i", *(f"{name}={value}" for name, value in variables.items()), *inside]
+        enter = ["nsenter", f"--target={self.pid}", "--user", "--mount", "--net", "--pid", "--ipc", "--uts", "--root"]
+        inside = ["sh", "-c", 'cd "$0" && exec "$@"', self.workdir, *argv]
+        own = [f"{name}={value}" for name, value in variables.items()]
+        return [*enter, "--preserve-credentials", "--", "env", "-i", *own, *inside]
 
 
 class Container(Held):
@@ -286,6 +314,7 @@ class Container(Held):
     def starting(self, status: int) -> list[str]:
         limits = self.config
         argv = [self.engine, "run", "--rm", "--interactive", "--name", self.name, "--cap-drop=ALL", "--security-opt=no-new-privileges"]
+        argv += ["--http-proxy=false"] if self.engine == "podman" else []  # it would pass this process's on
         argv += [] if limits.network else ["--network=none"]
         argv += [f"--cpus={limits.cpus}"] if limits.cpus else []
         argv += [f"--memory={int(limits.memory_gb * 2**30)}"] if limits.memory_gb else []
@@ -303,10 +332,19 @@ class Container(Held):
 
     def command(self, argv: Sequence[str], variables: Mapping[str, str]) -> list[str]:
         own = [part for name, value in variables.items() if name != "PATH" for part in ("--env", f"{name}={value}")]
-        return [self.engine, "exec", "--interactive", "--workdir", HOME, *own, self.name, *argv]
+        return [self.engine, "exec", "--interactive", "--workdir", self.workdir, *own, self.name, *argv]
 
-    def _bounds(self) -> list[str]:
+    def bounds(self) -> list[str]:
         return ["env"]  # the engine has them
+
+    async def quiet(self) -> None:
+        await output([self.engine, "exec", self.name, "sh", "-c", "kill -9 -1"])  # but its first process, and this one
+
+    async def run(self, *arguments: Any, **named: Any) -> Result:
+        result = await super().run(*arguments, **named)
+        if result.late:  # the engine's client alone has ended
+            await self.quiet()
+        return result
 
     async def remove(self) -> None:
         await output([self.engine, "rm", "--force", *(["--time", "0"] if self.engine == "podman" else []), self.name])
@@ -351,8 +389,13 @@ def _host_root(network: bool) -> list[str]:
             argv += ["--symlink", os.readlink(path), str(path)]
         elif path.is_dir():
             argv += ["--ro-bind", str(path), str(path)]
-    for name in (*HOST_ETC, *(("resolv.conf", "hosts") if network else ())):
+    for name in (*HOST_ETC, *(("resolv.conf", "hosts", "nsswitch.conf") if network else ())):
         argv += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
+    for name, text in ACCOUNTS.items():
+        file = cache_root() / "box" / name
+        if not file.exists():
+            write_text(file, text)
+        argv += ["--ro-bind", str(file), f"/etc/{name}"]
     return argv
 
 

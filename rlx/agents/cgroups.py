@@ -62,6 +62,14 @@ class Group:
         """Shell commands with which a process enters the groups."""
         return "".join(f"echo 0 > {folder}/cgroup.procs; " for folder in self.folders)
 
+    def processes(self) -> set[int]:
+        """The processes in the groups."""
+        found: set[int] = set()
+        for folder in self.folders:
+            with contextlib.suppress(OSError):
+                found.update(map(int, (folder / "cgroup.procs").read_text().split()))
+        return found
+
     def remove(self) -> None:
         """Remove the groups, whose processes have ended."""
         for folder in self.folders:

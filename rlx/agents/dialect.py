@@ -119,6 +119,12 @@ def _say_once(text: str) -> None:
         log.warning("%s", text)
 
 
+def no_format(asked: Any) -> None:
+    """A form that an answer is to have is not enforced."""
+    if isinstance(asked, Mapping) and asked.get("type", "text") != "text":
+        _say_once(f"a program asks for answers of the form {asked['type']}; the model is not held to it")
+
+
 def not_offered(tools: Iterable[Any]) -> None:
     if names := sorted({str(tool.get("type")) for tool in tools}):
         _say_once(f"a program offers tools of its service ({', '.join(names)}), which do not exist here; the model is not shown them")

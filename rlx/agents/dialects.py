@@ -15,7 +15,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlx.agents.dialect import BadRequest, Dialect, Request, assistant, call, function, not_offered, offered, sampling_of, text_of
+from rlx.agents.dialect import (
+    BadRequest,
+    Dialect,
+    Request,
+    assistant,
+    call,
+    function,
+    no_format,
+    not_offered,
+    offered,
+    sampling_of,
+    text_of,
+)
 from rlx.plain import one_text, utf8
 from rlx.policy.base import Message, Reply
 
@@ -26,10 +38,13 @@ def read_chat(body: Mapping[str, Any]) -> Request:
     """A request of `/v1/chat/completions`."""
     if body.get("n") not in (None, 1):
         raise BadRequest("n: one answer a request is all that is served")
+    no_format(body.get("response_format"))
     messages: list[Message] = []
     for one in body["messages"]:
         role = {"developer": "system", "function": "tool"}.get(one["role"], one["role"])
         text = text_of(one.get("content"))
+        if one.get("function_call"):
+            raise BadRequest("function_call: write it as tool_calls, which have ids")
         if role == "assistant":
             calls = [call(each["id"], each["function"]["name"], each["function"]["arguments"]) for each in one.get("tool_calls") or ()]
             messages.append(assistant(text, one.get("reasoning_content") or one.get("reasoning") or "", calls))
@@ -187,6 +202,7 @@ class _Said:
 
 def read_responses(body: Mapping[str, Any]) -> Request:
     """A request of `/v1/responses`."""
+    no_format((body.get("text") or {}).get("format"))
     messages: list[Message] = []
     given, said = body.get("input") or [], _Said()
     items: list[Any] = [{"role": "user", "content": given}] if isinstance(given, str) else given

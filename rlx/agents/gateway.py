@@ -58,9 +58,10 @@ class Session:
     stop: str = ""  # why it answers no more
     ended: asyncio.Event = field(default_factory=asyncio.Event)  # it answers no more
     failure: Exception | None = None  # of the last request, if the policy could not answer it
-    _said: dict[str, list[tuple[Any, Message]]] = field(default_factory=dict)  # answers by what a program repeats of them
+    _said: dict[str, list[tuple[Any, Reply]]] = field(default_factory=dict)  # answers by what a program repeats of them
     _stored: dict[str, list[Message]] = field(default_factory=dict)  # conversations by the id of their last answer
     _asked: dict[str, asyncio.Task[Reply]] = field(default_factory=dict)  # requests by what identifies a second try of them
+    _tasks: set[asyncio.Task[Reply]] = field(default_factory=set)  # all that are being answered
     _room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(PARALLEL))
 
     def ask(self, request: Request, identity: str, again: bool) -> asyncio.Task[Reply]:
@@ -69,38 +70,48 @@ class Session:
         if again and known is not None and not (known.done() and (known.cancelled() or known.exception())):
             return known
         self._asked[identity] = task = asyncio.create_task(self._answer(request))
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # whoever asked may have hung up
+        self._tasks.add(task)
+        task.add_done_callback(self._over)
         return task
+
+    def _over(self, task: asyncio.Task[Reply]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever asked may have hung up
 
     async def _answer(self, request: Request) -> Reply:
         async with self._room:
-            self._check()
+            counts = request.model != UNTRAINED
+            self._check(counts)
             left = None if self.max_tokens is None else self.max_tokens - self.tokens
             bounds = [bound for bound in (request.sampling.get("max_tokens"), self.longest, left) if bound is not None]
             sampling = {**request.sampling, **({"max_tokens": min(bounds)} if bounds else {})}
-            self.turns += 1
-            told = [*self._stored.get(request.previous, ()), *map(self._as_sampled, request.messages)]
             if request.previous and request.previous not in self._stored:
                 raise BadRequest(f"previous_response_id: there is no answer {request.previous}")
+            told = list(self._stored.get(request.previous, ()))
+            for message in request.messages:
+                told.append(self._as_sampled(message, told))
+            if told and told[-1]["role"] == "assistant":
+                raise BadRequest("the last message is the model's own, and an answer that continues it cannot be sampled")
+            self.turns += counts  # those in flight count
             try:
-                reply = await self.episode.respond(
-                    [*request.system, *told], request.tools or None, sampling, trained=request.model != UNTRAINED
-                )
-            except Exception as error:
-                self.failure = error
+                reply = await self.episode.respond([*request.system, *told], request.tools or None, sampling, trained=counts)
+            except BaseException as error:
+                self.turns -= counts
+                self.failure = error if isinstance(error, Exception) else self.failure
                 raise
             self.failure = None
             self.tokens += reply.num_tokens
-            self._said.setdefault(_content(reply.message), []).append((_repeated(reply.message), reply.message))
+            self._said.setdefault(_content(reply.message), []).append((_repeated(reply.message), reply))
             self._stored[reply.request_id] = [*told, reply.message]
             return reply
 
-    def _check(self) -> None:
-        """Raise Ended if the session answers no more."""
+    def _check(self, counts: bool) -> None:
+        """Raise Ended if the session answers no more. `counts`: the request belongs to the rollout."""
         if not self.stop:
             if time.monotonic() >= self.deadline:
                 self.stop = "timeout"
-            elif self.max_turns is not None and self.turns >= self.max_turns:
+            elif counts and self.max_turns is not None and self.turns >= self.max_turns:
                 self.stop = "max_turns"
             elif self.max_tokens is not None and self.tokens >= self.max_tokens:
                 self.stop = "max_tokens"
@@ -108,15 +119,19 @@ class Session:
             self.ended.set()
             raise Ended(f"this session has ended: {self.stop}")
 
-    def _as_sampled(self, message: Message) -> Message:
-        """A message of the history: the answer that it repeats, as it was sampled, or itself."""
+    def _as_sampled(self, message: Message, before: list[Message]) -> Message:
+        """A message of the history: the answer that it repeats, as it was sampled, or itself. `before`: what stands before it.
+
+        Many programs drop the reasoning, which they cannot show. Of several answers with the same words, it is the one to this history.
+        """
         if message["role"] != "assistant":
             return message
         shown, reasoning = _repeated(message), message.get("reasoning_content")
-        for own, answer in self._said.get(_content(message), ()):
-            if own == shown and reasoning in (None, answer.get("reasoning_content")):  # many programs drop what they cannot show
-                return answer
-        return message
+        known = [reply for own, reply in self._said.get(_content(message), ()) if own == shown]
+        known = [reply for reply in known if reasoning in (None, reply.message.get("reasoning_content"))]
+        if any(reply.message != known[0].message for reply in known):
+            known = [reply for reply in known if self._stored[reply.request_id][:-1] == before]
+        return known[0].message if known else message
 
     def received(self, reply: Reply, request: Request) -> None:
         """The program has the answer."""
@@ -127,9 +142,10 @@ class Session:
         """Answer no more, and give up what is being answered."""
         self.stop = self.stop or why
         self.ended.set()
-        for task in self._asked.values():
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._asked.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _content(message: Message) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import functools
 import hashlib
 import os
@@ -10,7 +12,8 @@ import shlex
 import shutil
 import subprocess
 import tarfile
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rlx.config.schema_rollout import BoxConfig
@@ -43,7 +46,7 @@ def problem_of(kind: str) -> str | None:
 
 def choose(kind: str, image: str | None) -> str:
     """The kind of box for `envs.NAME.sandbox`. Raises ValueError with what to do if there is none."""
-    named = image is not None and not os.path.exists(image)
+    named = image is not None and (not os.path.exists(image) or os.path.exists(f"{image}/Dockerfile"))
     if kind == "auto":
         wanted: Sequence[str] = ENGINES if named else ("bwrap",) if image is None else ("bwrap", *ENGINES)
         found = next((each for each in wanted if problem_of(each) is None), None)
@@ -56,9 +59,7 @@ def choose(kind: str, image: str | None) -> str:
     if kind in ENGINES and image is None:
         raise ValueError(f"sandbox={kind} needs an image: set box.image to a name, an archive or a folder with a Dockerfile")
     if kind == "bwrap" and named:
-        raise ValueError(
-            f"sandbox=bwrap has no images by name: {image}. Set box.image to a root file system (a folder or its .tar), or null"
-        )
+        raise ValueError(f"sandbox=bwrap has no images by name and builds none: {image}. Set box.image to a root file system, or null")
     return kind
 
 
@@ -74,12 +75,13 @@ def prepared(kind: str, image: str | None) -> str | None:
         return image
     if kind == "bwrap":
         return str(path.resolve() if path.is_dir() else _unpacked(path))
-    stamp = path.stat()
-    name = "rlx-" + hashlib.blake2b(f"{path.resolve()} {stamp.st_mtime_ns} {stamp.st_size}".encode(), digest_size=6).hexdigest()
-    if not _call([kind, "image", "inspect", name], check=False):
-        if path.is_dir():
-            _call([kind, "build", "--tag", name, str(path)], f"the image of {path} cannot be built")
-        else:
+    if path.is_dir():  # the engine knows what of it has changed
+        name = f"rlx-{_digest(path)}"
+        _call([kind, "build", "--tag", name, str(path)], f"the image of {path} cannot be built")
+        return name
+    name = f"rlx-{_digest(path, path.stat())}"
+    with _alone(name):
+        if not _call([kind, "image", "inspect", name], check=False):
             _call([kind, "import", str(path), name], f"{path} cannot be imported")
     return name
 
@@ -87,28 +89,40 @@ def prepared(kind: str, image: str | None) -> str | None:
 def _unpacked(archive: Path) -> Path:
     if not archive.name.endswith(ARCHIVES):
         raise ValueError(f"box.image={archive} is neither a folder nor a tar archive")
-    stamp = archive.stat()
-    name = hashlib.blake2b(f"{archive.resolve()} {stamp.st_mtime_ns} {stamp.st_size}".encode(), digest_size=6).hexdigest()
-    folder = cache_root() / "images" / name
-    if not folder.exists():
-        parts = folder.with_name(f"{name}.{os.getpid()}")
-        parts.mkdir(parents=True)
-        with tarfile.open(archive) as file:
-            file.extractall(parts, filter="tar")
-        try:
+    folder = cache_root() / "images" / _digest(archive, archive.stat())
+    with _alone(folder.name):
+        if not folder.exists():
+            parts = Path(tempfile.mkdtemp(dir=folder.parent))
+            with tarfile.open(archive) as file:
+                file.extractall(parts, filter="tar")
+            parts.chmod(0o755)
             parts.rename(folder)
-        except OSError:  # another worker was first
-            shutil.rmtree(parts)
     return folder
+
+
+def _digest(path: Path, stamp: os.stat_result | None = None) -> str:
+    text = str(path.resolve()) if stamp is None else f"{path.resolve()} {stamp.st_mtime_ns} {stamp.st_size}"
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+@contextlib.contextmanager
+def _alone(name: str) -> Iterator[None]:
+    """What several workers and rollouts would do at the same time is done once."""
+    folder = cache_root() / "images"
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f"{name}.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def installed(command: Sequence[str]) -> str:
     """The folder that a program's `install` command has filled. It runs once on this machine, with the network. Raises ValueError."""
     folder = cache_root() / "programs" / hashlib.blake2b("\0".join(command).encode(), digest_size=8).hexdigest()
-    if not (folder / ".ready").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        _call([part.replace("{folder}", str(folder)) for part in command], "harness.install has failed", cwd=folder)
-        (folder / ".ready").touch()
+    with _alone(folder.name):
+        if not (folder / ".ready").exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            _call([part.replace("{folder}", str(folder)) for part in command], "harness.install has failed", cwd=folder)
+            (folder / ".ready").touch()
     return str(folder)
 
 

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-VERIFY = "mkdir -p /logs/verifier; sh /tests/test.sh"
+CLEAN = "rm -rf /tests/* /logs/verifier; mkdir -p /logs/verifier"
+VERIFY = "bash /tests/test.sh"
 SCORE = "/logs/verifier/reward.txt"
 
 
@@ -48,7 +49,15 @@ class HarborRows(Sequence[dict[str, Any]]):
             "question": (folder / "instruction.md").read_text(encoding="utf-8"),
             "name": folder.name,
             "image": settings.get("environment", {}).get("docker_image") or (None if built is None else str(built.absolute())),
+            "workdir": _workdir(built) or ("/app" if settings.get("environment", {}).get("docker_image") else None),
+            "before_test": CLEAN,
             "test": VERIFY,
             "score_file": SCORE,
             "test_files": {name: path.read_text(encoding="utf-8") for name, path in tests.items()},
         }
+
+
+def _workdir(built: Path | None) -> str | None:
+    """Where the image of a Dockerfile begins."""
+    lines = [] if built is None else (built / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    return next((line.split()[1] for line in reversed(lines) if line.upper().startswith("WORKDIR ")), None)

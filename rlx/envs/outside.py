@@ -234,8 +234,10 @@ class OutsideEnvironment(FunctionEnvironment):
             return web.json_response({"error": "there is no such session; it may have run out of time"}, status=404)
         try:
             said = json.loads(await request.read())
-            if not said.get("error") and not math.isfinite(float(said["reward"])):
-                raise ValueError("a reward is a finite number")
+            if not said.get("error"):
+                values = [said["reward"], *(said.get("metrics") or {}).values()]
+                if not all(math.isfinite(float(value)) for value in values):
+                    raise ValueError("rewards and metrics are finite numbers")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             return web.json_response({"error": f'send {{"reward": NUMBER}} or {{"error": TEXT}}: {error}'}, status=400)
         offered.ended.set_result(said)

@@ -22,7 +22,7 @@ from typing import Any
 from rlx.agents import cgroups
 from rlx.agents.box import PORT, Box, BoxError, Result, open_box, sweep
 from rlx.agents.dialect import function
-from rlx.agents.gateway import UNTRAINED, Gateway, Session
+from rlx.agents.gateway import UNTRAINED, Gateway
 from rlx.agents.images import choose, installed, prepare, prepared
 from rlx.config.schema import EnvConfig
 from rlx.config.schema_rollout import HarnessConfig
@@ -95,15 +95,15 @@ class Test:
         """1 if the command ends with 0. Raises ProgramError if it could not run."""
         command = str(row.get("test") or self.command)
         result = await box.run(["sh", "-c", command])
+        if (file := row.get("score_file")) is not None:
+            said = await box.read(str(file))
+            try:
+                return float(str(said).strip())
+            except ValueError:
+                raise ProgramError(f"the test left no number in {file}: {_last(result)}") from None
         if result.code in (126, 127):  # as a shell says that there is no such command: not a task that was failed
             raise ProgramError(f"the test `{command}` cannot run in the box: {_last(result)}")
-        if (file := row.get("score_file")) is None:
-            return float(result.code == 0)
-        said = await box.read(str(file))
-        try:
-            return float(str(said).strip())
-        except ValueError:
-            raise ProgramError(f"the test left no number in {file}: {_last(result)}") from None
+        return float(result.code == 0)
 
 
 class Scoring:
@@ -116,6 +116,8 @@ class Scoring:
 
     async def __call__(self, completion: str, row: dict[str, Any], box: Box) -> Any:
         """The score. A function that is no coroutine runs in a thread."""
+        if row.get("before_test"):
+            await box.run(["sh", "-c", str(row["before_test"])])
         await box.write(row.get(self.test_files) or {})
         arguments = (completion, row, box) if self.takes_box else (completion, row)
         if inspect.iscoroutinefunction(self.score) or isinstance(self.score, Test):
@@ -130,13 +132,15 @@ def load(name: str, config: EnvConfig, sampling: dict[str, Any], timeout: float,
     Raises ValueError with a sentence for people, or what the module of the function raises.
     """
     try:
-        kind = choose(config.sandbox, config.box.image)
+        env = ProgramEnvironment(name, load_environment(**config.args), config, config.rollout_timeout or timeout)
+        image = env.rows[0].get("image") or config.box.image
+        kind = choose(config.sandbox, image)
+        if kind == "none" and env.rows[0].get("score_file"):
+            raise ValueError("the verifiers of Harbor's tasks write outside the box's folder: sandbox=none cannot keep them apart")
         if kind == "apptainer":
             raise ValueError("sandbox=apptainer runs v1 tasksets; use bwrap, podman or docker for programs")
-        image = prepared(kind, config.box.image)
+        image = prepared(kind, image)
         folder = installed(config.harness.install) if config.harness.install else ""
-        env = ProgramEnvironment(name, load_environment(**config.args), config, config.rollout_timeout or timeout)
-        env.rows[0]
     except ValueError as error:
         raise ValueError(f"envs.{name}: {error}") from error
     env.kind, env.image, env.folder, env.longest = kind, image, folder, sampling.get("max_tokens")
@@ -213,6 +217,7 @@ class ProgramEnvironment(FunctionEnvironment):
         image = await prepare(self.kind, self.config, row["image"]) if row.get("image") else self.image
         box = await self._open(image)
         try:
+            box.workdir = row.get("workdir") or box.workdir
             await box.write(row.get(self.files) or {})
             timing["setup"] = time.monotonic() - began
             if self.harness.command:
@@ -274,7 +279,8 @@ class ProgramEnvironment(FunctionEnvironment):
             url = gateway.url if sock is None else f"http://127.0.0.1:{PORT}"
             words = self._words(row, url, session.key)
             own = variables(words, url, session.key, self.harness, self.folder)
-            result = await self._run(box, session, filled(self.command, words), own, limit)
+            result = await box.run(filled(self.command, words), own, timeout=limit, until=session.ended, grace=GRACE)
+            await box.quiet()
         finally:
             await gateway.close(session, "ended")
             if site is not None:
@@ -288,23 +294,6 @@ class ProgramEnvironment(FunctionEnvironment):
         stop = session.stop if session.stop not in ("", "ended") else "timeout" if result.late else "ended"
         return episode.keep(session.delivered), result.stdout.strip(), f"program_{stop}", result.code
 
-    async def _run(self, box: Box, session: Session, argv: list[str], own: dict[str, str], limit: float) -> Result:
-        """Run the program; once the policy answers no more, it gets a little time to end by itself."""
-        running = asyncio.ensure_future(box.run(argv, own, timeout=limit))
-        ended = asyncio.ensure_future(session.ended.wait())
-        try:
-            await asyncio.wait({running, ended}, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait({running}, timeout=GRACE if ended.done() else None)
-            if not running.done():
-                running.cancel()
-                await asyncio.wait({running})
-                return Result(-9, "", f"it went on for {GRACE:g} s after its last answer", late=True)
-            return running.result()
-        finally:
-            ended.cancel()
-            running.cancel()
-            await asyncio.wait({running, ended})
-
     def _words(self, row: Mapping[str, Any], url: str, key: str) -> dict[str, str]:
         users = one_text(str(message["content"]) for message in row["prompt"] if message["role"] != "system")
         systems = one_text(str(message["content"]) for message in row["prompt"] if message["role"] == "system")
@@ -317,9 +306,17 @@ def filled(command: Sequence[str], words: Mapping[str, str]) -> list[str]:
     return [re.sub(r"\{(\w+)\}", lambda found: words.get(found[1], found[0]), part) for part in command]
 
 
+def is_file(part: str) -> bool:
+    """Whether a part of a command names a file of this machine; it may be a whole script."""
+    try:
+        return Path(part).is_file()
+    except OSError:
+        return False
+
+
 def command_of(config: HarnessConfig) -> list[str]:
     """The command with the whole paths of the files that it names."""
-    parts = [str(Path(part).absolute()) if Path(part).is_file() else part for part in config.command]
+    parts = [str(Path(part).absolute()) if is_file(part) else part for part in config.command]
     return [part.replace("{python}", sys.executable) for part in parts]
 
 
@@ -344,7 +341,7 @@ def variables(words: Mapping[str, str], url: str, key: str, config: HarnessConfi
 def readable(part: str) -> list[str]:
     """What a box must see for a part of a command: a file, and of a Python in a virtual environment what belongs to it."""
     path = Path(part)
-    if not path.is_absolute() or not path.is_file():
+    if not path.is_absolute() or not is_file(part):
         return []
     own = path.parent.parent
     if not (own / "pyvenv.cfg").is_file():

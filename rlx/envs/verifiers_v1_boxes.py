@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from verifiers.v1.runtimes.base import Runtime, register
 from verifiers.v1.runtimes.subprocess import SubprocessConfig, SubprocessProcess
 
 from rlx.agents.box import HOME, Box, open_box
+from rlx.agents.gateway import UNTRAINED
 from rlx.agents.images import choose, installed, prepared, problem_of
 from rlx.agents.processes import end
 from rlx.config.schema import EnvConfig
@@ -68,7 +70,7 @@ class BoxRuntime(SubprocessRuntime):
 
     def host_url(self, url: str) -> str:
         """The same address: the port is forwarded into the box before its next command."""
-        port = urlsplit(url).port
+        port = urlsplit(url).port if urlsplit(url).hostname in ("127.0.0.1", "localhost") else None
         if port is not None and port not in self._forwards and not self.box.config.network:
             self._forwards[port] = asyncio.ensure_future(forward(self.box, port))
         return url
@@ -85,14 +87,16 @@ class BoxRuntime(SubprocessRuntime):
 
     async def open_process(self, argv: list[str], env: dict[str, str]) -> SubprocessProcess:
         """See Runtime."""
-        command, pipe = self.box.command(argv, await self._variables(env)), asyncio.subprocess.PIPE
+        command = [*self.box.bounds(), *self.box.command(argv, await self._variables(env))]
+        pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
         self._background.append(process)
         return SubprocessProcess(process)
 
     async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
         """See Runtime."""
-        command = self.box.command(["sh", "-c", 'exec "$@" > "$0" 2>&1', log, *argv], await self._variables(env))
+        own = self.box.command(["sh", "-c", 'exec "$@" > "$0" 2>&1', log, *argv], await self._variables(env))
+        command = [*self.box.bounds(), *own]
         null = asyncio.subprocess.DEVNULL
         process = await asyncio.create_subprocess_exec(*command, stdin=null, stdout=null, stderr=null, start_new_session=True)
         self._background.append(process)
@@ -160,7 +164,10 @@ class CommandHarness(Harness[TheirHarnessConfig]):
         words = {"prompt": str(prompt or ""), "system": system or "", "base_url": endpoint, "key": secret, "folder": self.folder}
         env = variables(words, url, secret, self.own, self.folder) | {f"MCP_{name.upper()}": each for name, each in mcp_urls.items()}
         program = runtime.run_program(filled(self.command, words), env)
-        return await asyncio.wait_for(program, self.own.timeout)
+        try:
+            return await asyncio.wait_for(program, self.own.timeout)
+        except TimeoutError:  # what it has done by then is scored
+            return ProgramResult(exit_code=0, stdout="", stderr="")
 
 
 def install() -> None:
@@ -177,6 +184,18 @@ def install() -> None:
     for theirs in DIALECTS:
         if (language := LANGUAGES.get(type(theirs).__name__)) is not None:
             type(theirs).stream_events = lambda self, raw, language=language: list(language.events(raw, True))
+        type(theirs).apply_overrides = keeping_untrained(type(theirs).apply_overrides)
+
+
+def keeping_untrained(overrides: Any) -> Any:
+    """verifiers' `apply_overrides`, which writes the policy's name into each request, but for one that is not to be trained."""
+
+    @functools.wraps(overrides)
+    def kept(self: Any, body: dict, *more: Any) -> dict:
+        made = overrides(self, body, *more)
+        return {**made, "model": UNTRAINED} if body.get("model") == UNTRAINED else made
+
+    return overrides if hasattr(overrides, "__wrapped__") else kept
 
 
 def put_into_boxes(where: str, env: Any, agents: Sequence[str], config: BoxConfig, image: str | None) -> None:
@@ -201,6 +220,10 @@ def runtime_of(where: str, config: EnvConfig) -> dict[str, Any]:
 
 def in_boxes(where: str, env: Any, config: EnvConfig, chosen: frozenset[str]) -> frozenset[str]:
     """Put the agents that run something into boxes of bubblewrap, if `sandbox` is that; and give the policy's agents their program."""
+    for name in ("max_turns", "max_tokens"):
+        if getattr(config.harness, name) is not None:
+            theirs = "max_turns" if name == "max_turns" else "max_output_tokens"
+            raise ValueError(f"{where}.harness.{name} bounds programs of env=program; of a v1 taskset: {where}.args.AGENT.{theirs}")
     folder = installed(config.harness.install) if config.harness.install else ""
     command = command_of(config.harness)
     for name, spec in env._agent_specs.items():

@@ -34,6 +34,7 @@ from verifiers.v1.types import AssistantMessage, Response, Usage
 
 from rlx.agents.dialect import Dialect
 from rlx.agents.dialects import MESSAGES, RESPONSES
+from rlx.agents.gateway import UNTRAINED
 from rlx.envs import verifiers_mcp
 from rlx.envs.errors import in_one_line
 from rlx.envs.messages import for_template
@@ -93,7 +94,8 @@ class PolicyClient(Client):
             tools, settings = asked.tools, {**asked.sampling, **({"max_tokens": min(bound)} if bound else {})}
         began = time.monotonic()
         try:
-            reply = await self.episode.respond([for_template(message) for message in prompt], tools, settings)
+            counts = body.get("model") != UNTRAINED
+            reply = await self.episode.respond([for_template(message) for message in prompt], tools, settings, trained=counts)
         except PromptTooLong as error:
             self.too_long.add(trace)
             raise TOO_LONG(f"maximum context length: {error}", status_code=400) from error
@@ -102,7 +104,8 @@ class PolicyClient(Client):
             raise errors.ProviderError(in_one_line(error), status_code=502) from error
         finally:
             self.seconds += time.monotonic() - began
-        _when_committed(turn, lambda: self.requests.setdefault(trace, []).append(reply.request_id))
+        if counts:
+            _when_committed(turn, lambda: self.requests.setdefault(trace, []).append(reply.request_id))
         response = response_of(reply)
         if language is not None and asked is not None:
             response.raw = language.answer(reply, asked)

@@ -63,7 +63,7 @@ def modules(cfg: CommandConfig) -> Iterator[tuple[str, Path]]:
         place = None if name in READABLE or name in sys.stdlib_module_names else _place(name)
         if place is not None and not INSTALLED & {*place.parts}:
             yield name, place
-    for file in dict.fromkeys(part for env in played.values() for part in env.harness.command if Path(part).is_file()):
+    for file in dict.fromkeys(part for env in played.values() for part in env.harness.command if is_file(part)):
         if not Path(file).is_relative_to("/usr") and Path(file).parent.name != "bin":  # an interpreter is no code of the user's
             yield Path(file).stem, Path(file).absolute()
     for env in {env.id: env for env in played.values()}.values():
@@ -72,6 +72,11 @@ def modules(cfg: CommandConfig) -> Iterator[tuple[str, Path]]:
             place = sources_of(env.id, python_of(env.id, env.python))
             if place is not None and place.exists():
                 yield module, place
+
+
+def is_file(part: str) -> bool:
+    """Whether a part of a command names a file; it may be a whole script."""
+    return len(part) < 256 and Path(part).is_file()
 
 
 def _place(module: str) -> Path | None:
