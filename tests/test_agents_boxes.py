@@ -22,7 +22,7 @@ from rlx.agents.images import choose, prepared
 from rlx.agents.processes import MOST_OUTPUT
 from rlx.config.schema_rollout import BoxConfig
 
-pytestmark = NEEDS_BWRAP
+pytestmark = [NEEDS_BWRAP, pytest.mark.slow]
 SMALL = {"disk_gb": 0.05, "memory_gb": 0.5, "processes": 40}
 
 
@@ -119,7 +119,6 @@ def test_a_full_disk_is_the_boxs_own():
     assert said.stdout.split()[1] in ("51", "52")
 
 
-@pytest.mark.slow
 def test_a_fork_bomb_and_a_hungry_process_meet_their_bounds():
     said = shell("bash -c 'f() { f | f & }; f' 2>&1 | head -c 300; sleep 1; echo still there", timeout=15)
     assert "still there" in said.stdout or "fork" in said.stdout + said.stderr

@@ -22,6 +22,8 @@ from rlx.envs.pool import WorkerPool
 from rlx.envs.wire import Settings
 from rlx.types import Rollout
 
+pytestmark = pytest.mark.slow
+
 AGENT = """
 import json, os, sys, urllib.request
 def ask(text):
@@ -191,7 +193,6 @@ def test_tasks_in_harbors_folders_are_scored_by_what_their_verifier_writes(folde
 
 
 @NEEDS_BWRAP
-@pytest.mark.slow
 def test_a_killed_worker_leaves_nothing_and_its_rollouts_are_played_again(folder: Path):
     marker = f"9{os.getpid()}"
     (folder / "agent.py").write_text(AGENT + f"ask('one'); os.system('sleep {marker} & sleep 2')\nopen('answer.txt', 'w').write('7\\n')")

@@ -18,7 +18,7 @@ from rlx.envs.load import load_one
 from rlx.envs.wire import Settings
 from rlx.types import Rollout
 
-pytestmark = NEEDS_BWRAP
+pytestmark = [NEEDS_BWRAP, pytest.mark.slow]
 sys.path.insert(0, OUTSIDE) if OUTSIDE not in sys.path else None
 
 CHAT = """
@@ -69,7 +69,6 @@ def play(env: Any, engine: Engine) -> Rollout:
     return asyncio.run(run())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("program", [CHAT, MESSAGES, RESPONSES], ids=["chat", "messages", "responses"])
 def test_a_program_in_a_box_plays_a_v1_taskset(tmp_path: Path, program: str):
     (tmp_path / "agent.py").write_text(program)
