@@ -44,6 +44,10 @@ exit codes: 0 done; 1 a role failed; 2 the configuration is invalid and nothing 
 def run(argv: list[str]) -> int:
     from rlx.cli.start import run as start
 
+    given = dict(part.split("=", 1) for part in argv if part.startswith("env.args.") and "=" in part)
+    place = f"http://{given.get('env.args.host', '127.0.0.1')}:{given.get('env.args.port', '8765')}/sessions"
+    key = given.get("env.args.key_file", "gateway.key")
+    print(f"programs ask for sessions at {place} as soon as the file {key} is there, which holds the key (docs/agents.md)")
     return start(["env=gateway", "eval_base=true", "num_examples=null", *argv], command())
 
 

@@ -85,7 +85,12 @@ def load_environment(
         return Numbers()
 
     rows = nothing if data is None else opened(data, subset, split, eval_data, eval_split)
-    return Source(rows, lambda *_: 0.0, prompt if data else "question", answer, system)
+    return Source(rows, posted, prompt if data else "question", answer, system)
+
+
+def posted(*_: Any) -> float:
+    """The reward is what the program posts; its name is this function's."""
+    raise AssertionError("a program scores itself")
 
 
 class Numbers(Sequence[dict[str, Any]]):
@@ -122,7 +127,7 @@ class OutsideEnvironment(FunctionEnvironment):
         super().__init__(name, source, config, WAITING)  # a rollout may wait for a program as long as it takes
         self.harness, self.limit = config.harness, timeout
         self.longest: int | None = None  # sampled tokens of one answer
-        args = config.args
+        args = self.config_args = config.args
         self.host, self.port = str(args.get("host", "127.0.0.1")), int(args.get("port", 8765))
         self.key_file = Path(str(args.get("key_file", "gateway.key")))
         self.key = secrets.token_urlsafe(24)
@@ -204,7 +209,7 @@ class OutsideEnvironment(FunctionEnvironment):
         limits = {"max_turns": self.harness.max_turns, "max_tokens": self.harness.max_tokens, "longest": self.longest}
         offered.session = gateway.open(offered.episode, deadline=time.monotonic() + self.limit, **limits)
         asyncio.get_running_loop().call_later(self.limit, self._expire, offered)
-        task = {name: value for name, value in offered.task.row.items() if name != "prompt" or any(m["content"] for m in value)}
+        task = {} if self.config_args.get("data") is None else dict(offered.task.row)
         return web.json_response(
             {
                 "id": offered.number,
