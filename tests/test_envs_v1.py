@@ -398,7 +398,7 @@ def test_a_request_that_may_call_no_tool_is_shown_none_and_a_choice_that_cannot_
     seen = []
 
     class Episode:
-        async def respond(self, messages, tools, sampling):
+        async def respond(self, messages, tools, sampling, *, trained=True):
             sampling_params.parameters_of({}, sampling, (), 100)
             seen.append(tools)
             return Reply("fine")
