@@ -119,6 +119,7 @@ def test_a_full_disk_is_the_boxs_own():
     assert said.stdout.split()[1] in ("51", "52")
 
 
+@pytest.mark.skipif(os.getuid() == 0 and "pids" not in cgroups.trees(), reason="nothing bounds root's processes without control groups")
 def test_a_fork_bomb_and_a_hungry_process_meet_their_bounds():
     said = shell("bash -c 'f() { f | f & }; f' 2>&1 | head -c 300; sleep 1; echo still there", timeout=15)
     assert "still there" in said.stdout or "fork" in said.stdout + said.stderr
