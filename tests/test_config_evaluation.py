@@ -102,6 +102,17 @@ def test_a_key_of_an_evaluation_counts_even_if_it_is_the_default_that_the_mix_ha
     assert {name: getattr(found, name) for name in MIX} == {**MIX, key: OTHER[key]}
 
 
+def test_the_program_and_the_boxes_of_an_environment_are_those_of_its_evaluation() -> None:
+    program = ["env=program", "env.args.data=rows.jsonl", 'env.args.test="true"', "env.harness.command=[agent]", "env.box.cpus=2"]
+    argv = [*program, "env.sandbox=none", "eval.interval=1", "dry_run=true"]
+    cfg = compose(argv, {}, TRAIN).cfg
+    (found,) = evaluated(cfg).values()
+    assert (found.harness, found.box, found.sandbox) == (cfg.envs["program"].harness, cfg.envs["program"].box, "none")
+    own = compose([*argv, "+eval.envs.program.box.memory_gb=1", "+eval.envs.program.sandbox=auto"], {}, TRAIN).cfg
+    (found,) = evaluated(own).values()
+    assert (found.harness.command, found.box.cpus, found.box.memory_gb, found.sandbox) == (["agent"], 2.0, 1.0, "auto")
+
+
 def test_what_an_evaluation_sets_is_read_again_from_the_runs_directory(tmp_path: Path) -> None:
     mix, own = given("envs.reverse_text", MIX), given("eval.envs.reverse_text", OTHER)
     composed = compose(["eval.interval=5", "launcher.check_envs=false", *mix, *own], {})

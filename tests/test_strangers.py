@@ -30,6 +30,7 @@ def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "evil.py").write_text(EVIL)
     argv = ["model=qwen3_0_6b", "env=math", "model.trust_remote_code=true", f"envs.math.python={sys.executable}", "envs.math.workers=1"]
+    argv += ["envs.math.harness.command=[evil]", "envs.math.sandbox=none"]
     paths = RunPaths(tmp_path / "theirs")
     paths.root.mkdir()
     text = to_yaml(compose([*argv, "launcher.check_envs=false", "dry_run=true"], {}).cfg).replace("rlx.losses.grpo.grpo", "evil.grpo")
@@ -60,6 +61,7 @@ def test_an_evaluation_of_another_users_weights_takes_over_nothing_that_executes
     give_away(theirs / "config.yaml", monkeypatch)
     composed = compose(argv, {}, EVAL)
     assert (composed.cfg.model.trust_remote_code, composed.cfg.envs["math"].python) == (False, None)
+    assert (composed.cfg.envs["math"].harness.command, composed.cfg.envs["math"].sandbox) == ([], "auto")
     assert any("of another user, because it makes code run: model.trust_remote_code=true, envs.math.python=" in n for n in composed.notes)
     assert compose([*argv, "model.trust_remote_code=true"], {}, EVAL).cfg.model.trust_remote_code
 

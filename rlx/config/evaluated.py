@@ -88,6 +88,10 @@ def _filled(cfg: EvaluatedRun, name: str, entry: EvalEnvConfig) -> EvalEnvConfig
     values = {f.name: getattr(entry, f.name) for f in fields(entry)}
     values |= {f.name: getattr(base, f.name) for f in fields(EnvConfig) if values[f.name] is None}
     values["args"] = {**base.args, **entry.args}
+    for part in ("box", "harness"):
+        mine, theirs, usual = getattr(entry, part), getattr(base, part), type(getattr(entry, part))()
+        changed = {f.name: getattr(mine, f.name) for f in fields(mine) if getattr(mine, f.name) != getattr(usual, f.name)}
+        values[part] = replace(theirs, **changed)
     values["agents_per_group"] = "one"  # also where the mix trains all
     values["num_examples"] = entry.num_examples or cfg.eval.num_examples
     values["rollouts_per_example"] = entry.rollouts_per_example or cfg.eval.rollouts_per_example

@@ -189,6 +189,11 @@ class EvalEnvConfig(ScoredEnvConfig):
         choices=("fail", "zero"),
     )
     workers: int | None = key(None, f"processes that play this environment; {AS_IN_ENVS}", low=0)
+    sandbox: str | None = key(  # type: ignore[assignment]
+        None,
+        f"where the agents' programs and commands run; {AS_IN_ENVS}",
+        choices=("auto", "bwrap", "podman", "docker", "apptainer", "none"),
+    )
     python: str | None = key(None, f"path of another Python whose packages its workers use; {AS_IN_ENVS}")
 
 

@@ -1,7 +1,7 @@
 """What may execute: code that the command line names, or that a run of the caller's own names. Runs of others are data.
 
-A run's configuration can make code run by a model's own code (`model.trust_remote_code`), an environment's interpreter (`envs.X.python`)
-and the target of a node (`loss._target_`). Of somebody else's run, commands that look read none of these, an evaluation leaves them out,
+A run's configuration can make code run by a model's own code (`model.trust_remote_code`), an environment's interpreter (`envs.X.python`),
+its programs and where they run (`envs.X.harness`, `sandbox`, `box`) and the target of a node (`loss._target_`). Of somebody else's run, commands that look read none of these, an evaluation leaves them out,
 and `rlx replay` refuses them. docs/trust.md
 """
 
@@ -31,6 +31,13 @@ def executing(data: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
     for name, env in envs.items():
         if "/" in str(env.get("python") or ""):  # else it is one of the caller's own, by its name
             yield ("envs", str(name), "python"), env["python"]
+        harness, box = env.get("harness") or {}, env.get("box") or {}
+        if harness.get("command") or harness.get("install"):
+            yield ("envs", str(name), "harness"), harness.get("command") or harness.get("install")
+        if env.get("sandbox") == "none":
+            yield ("envs", str(name), "sandbox"), "none"
+        if box.get("image") or box.get("folders"):
+            yield ("envs", str(name), "box"), box.get("image") or box.get("folders")
     nodes = {(key,): data.get(key) for key in OPEN} | {("envs", str(name), key): env.get(key) for name, env in envs.items() for key in OPEN}
     for place, node in nodes.items():
         target = node.get("_target_") if isinstance(node, Mapping) else None
