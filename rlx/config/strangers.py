@@ -1,8 +1,8 @@
 """What may execute: code that the command line names, or that a run of the caller's own names. Runs of others are data.
 
 A run's configuration can make code run by a model's own code (`model.trust_remote_code`), an environment's interpreter (`envs.X.python`),
-its programs and where they run (`envs.X.harness`, `sandbox`, `box`) and the target of a node (`loss._target_`). Of somebody else's run, commands that look read none of these, an evaluation leaves them out,
-and `rlx replay` refuses them. docs/trust.md
+its programs and where they run (`envs.X.harness`, `sandbox`, `box`) and the target of a node (`loss._target_`). Of somebody else's run,
+commands that look read none of these, an evaluation leaves them out, and `rlx replay` refuses them. docs/trust.md
 """
 
 from __future__ import annotations
