@@ -15,6 +15,7 @@ from policy_stand_in import InTurn, policy_of, task_of
 from sandboxes import NEEDS_BWRAP
 from served_stand_in import give, served
 
+from rlx.agents.box import BoxError
 from rlx.config.schema import EnvConfig
 from rlx.config.schema_rollout import BoxConfig, HarnessConfig
 from rlx.envs.load import load_one
@@ -95,6 +96,30 @@ def test_a_model_with_a_shell_edits_a_file(folder: Path, kind: str):
     assert [message["role"] for message in rollout.completion] == ["assistant", "tool", "assistant", "tool", "assistant"]
     assert rollout.completion[1]["content"] == "seven is 7"
     assert len(rollout.trace.branches()) == 1
+
+
+@pytest.mark.parametrize("kind", BOXES)
+def test_what_the_model_leaves_running_does_not_change_its_test(folder: Path, kind: str):
+    cheat = call("setsid -f sh -c 'while true; do echo exit 0 > check.sh; sleep 0.01; done'; sleep 0.1; ls")
+    rollout = play(load(kind), cheat, "Done.")
+    assert (rollout.status, rollout.reward) == ("ok", 0.0), rollout.error
+    assert "check.sh" in rollout.completion[1]["content"]
+
+
+def test_a_task_without_an_image_takes_that_of_the_configuration_not_that_of_another_task(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    made: list[str | None] = []
+    monkeypatch.setattr("rlx.envs.program.choose", lambda kind, image: "podman")
+    monkeypatch.setattr("rlx.envs.program.prepared", lambda kind, image: image)
+    (folder / "tasks.jsonl").write_text('{"question": "a", "image": "first"}\n{"question": "b"}\n')
+    env = load("podman", box=BoxConfig(image="run"))
+
+    async def opened(image: str | None) -> Any:
+        made.append(image)
+        raise BoxError("seen")
+
+    monkeypatch.setattr(env, "_open", opened)
+    assert play(env, "x", index=1).stop == "sandbox_error"
+    assert made == ["run"]
 
 
 def test_a_reward_function_may_look_into_the_box(folder: Path, monkeypatch: pytest.MonkeyPatch):

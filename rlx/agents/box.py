@@ -20,6 +20,7 @@ import signal
 import socket
 import sys
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,7 +174,7 @@ class Box:
         return ["sh", "-c", f'{self.group.enter()}exec "$@"', "sh", "prlimit", *bounds]
 
 
-class Held(Box):
+class Held(Box, ABC):
     """A box that one process holds, whose standard input is its life."""
 
     own_network = True
@@ -210,13 +211,13 @@ class Held(Box):
         said = (await self._holder.stderr.read()).decode(errors="replace").strip()
         return f"the box cannot start: {said[-500:] or f'exit code {await self._holder.wait()}'}"
 
+    @abstractmethod
     def starting(self, status: int) -> list[str]:
         """The command that makes it. `status`: a file descriptor for what it says of itself."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def first(self, said: bytes) -> int:
         """The process id, on this machine, of its first process."""
-        raise NotImplementedError
 
     async def listening(self, port: int = PORT) -> socket.socket | None:
         if not self.own_network:
@@ -312,6 +313,8 @@ class Container(Held):
         return f"rlx-{os.getpid()}-{self.number}"
 
     def starting(self, status: int) -> list[str]:
+        if self.image is None:
+            raise BoxError("the task has no image, and box.image is not set")
         limits = self.config
         argv = [self.engine, "run", "--rm", "--interactive", "--name", self.name, "--cap-drop=ALL", "--security-opt=no-new-privileges"]
         argv += ["--http-proxy=false"] if self.engine == "podman" else []  # it would pass this process's on
@@ -322,7 +325,7 @@ class Container(Held):
         for folder in limits.folders:
             argv += ["--volume", f"{folder}:{folder}:ro"]
         argv += ["--tmpfs", f"{HOME}:rw,exec,mode=1777,size={int(limits.disk_gb * 2**30)}", "--workdir", HOME, "--entrypoint", ""]
-        return [*argv, str(self.image), "sh", "-c", f"mkdir -p {HOME}/tmp; echo ready; read -r _"]
+        return [*argv, self.image, "sh", "-c", f"mkdir -p {HOME}/tmp; echo ready; read -r _"]
 
     async def first(self, said: bytes) -> int:
         code, out = await output([self.engine, "inspect", "--format", "{{.State.Pid}}", self.name])

@@ -133,13 +133,12 @@ def load(name: str, config: EnvConfig, sampling: dict[str, Any], timeout: float,
     """
     try:
         env = ProgramEnvironment(name, load_environment(**config.args), config, config.rollout_timeout or timeout)
-        image = env.rows[0].get("image") or config.box.image
-        kind = choose(config.sandbox, image)
+        kind = choose(config.sandbox, env.rows[0].get("image") or config.box.image)
         if kind == "none" and env.rows[0].get("score_file"):
             raise ValueError("the verifiers of Harbor's tasks write outside the box's folder: sandbox=none cannot keep them apart")
         if kind == "apptainer":
             raise ValueError("sandbox=apptainer runs v1 tasksets; use bwrap, podman or docker for programs")
-        image = prepared(kind, image)
+        image, env.first = prepared(kind, config.box.image), prepared(kind, env.rows[0].get("image"))
         folder = installed(config.harness.install) if config.harness.install else ""
     except ValueError as error:
         raise ValueError(f"envs.{name}: {error}") from error
@@ -159,6 +158,7 @@ class ProgramEnvironment(FunctionEnvironment):
         self.harness, self.config = config.harness, config.box
         self.files = str(config.args.get("files", "files"))
         self.kind, self.image, self.folder = "none", config.box.image, ""
+        self.first: str | None = None  # what the boxes of the first task are made of, if it has an image of its own
         self.longest: int | None = None  # sampled tokens of one answer
         self.tools = () if config.harness.command else (SHELL,)
         self.command = command_of(config.harness)
@@ -183,7 +183,7 @@ class ProgramEnvironment(FunctionEnvironment):
         """Open a box once, to see that it opens. Raises RuntimeError."""
 
         async def tried() -> None:
-            box = await self._open(self.image)
+            box = await self._open(self.first or self.image)
             await box.close()
 
         try:
@@ -225,6 +225,7 @@ class ProgramEnvironment(FunctionEnvironment):
             else:
                 trace, completion, stop, code = await self._shell(row, box, episode)
             timing["generation"] = time.monotonic() - began - timing["setup"]
+            await box.quiet()  # what it has left running would read and change the test's files
             reward = await self._score(trace, completion, row, box)
             if isinstance(reward, BoxError | ProgramError):
                 raise reward
@@ -280,7 +281,6 @@ class ProgramEnvironment(FunctionEnvironment):
             words = self._words(row, url, session.key)
             own = variables(words, url, session.key, self.harness, self.folder)
             result = await box.run(filled(self.command, words), own, timeout=limit, until=session.ended, grace=GRACE)
-            await box.quiet()
         finally:
             await gateway.close(session, "ended")
             if site is not None:
