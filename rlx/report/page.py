@@ -1,7 +1,7 @@
 """The HTML of a report: one file that needs no network. Everything that is shown is escaped here or in `chart.py`.
 
-Prompts, completions and logs are untrusted. Besides escaping, the page's policy (CSP) allows exactly one script and one style sheet, by
-their hashes, and no request to anywhere. So text that became markup by mistake could still not run.
+Prompts, completions and logs are untrusted. Besides escaping, the page's policy (CSP) allows exactly one script, by its hash (plotly with
+`page.js`), and no request to anywhere. So text that became markup by mistake could still not run. Styles are free, because plotly sets some.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from plotly.offline import get_plotlyjs
+
 import rlx
 from rlx.report.chart import number
 
@@ -27,8 +29,11 @@ HIDING = {code: f"⟨U+{code:04X}⟩" for code in (*range(0x200B, 0x2010), *rang
 
 def page(title: str, subtitle: str, state: str, sections: Sequence[tuple[str, str]]) -> str:
     """The whole document. `sections`: (heading, HTML); empty ones are left out. `state` is a run's state or a count of states."""
-    style, script = ((HERE / name).read_text() for name in ("page.css", "page.js"))
-    policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:; base-uri 'none'; form-action 'none'"
+    style, script = (HERE / "page.css").read_text(), f"{get_plotlyjs()}\n{(HERE / 'page.js').read_text()}"
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data: blob:; base-uri 'none'; form-action 'none'"
+    )
     shown = [(name, html) for name, html in sections if html]
     links = "".join(f'<a href="#{_anchor(name)}">{escape(name)}</a>' for name, _ in shown)
     body = "".join(f'<section id="{_anchor(name)}"><h2>{escape(name)}</h2>{html}</section>' for name, html in shown)
@@ -44,10 +49,6 @@ def page(title: str, subtitle: str, state: str, sections: Sequence[tuple[str, st
         f"<nav>{links}</nav><main>{body}</main>"
         f"<footer>made by rlx {escape(rlx.__version__)} at {when}</footer><script>{script}</script></body></html>\n"
     )
-
-
-def _hash(content: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
 def _anchor(name: str) -> str:

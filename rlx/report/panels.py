@@ -239,8 +239,7 @@ def charts(facts: Facts, panels: Sequence[Panel]) -> Iterator[Chart]:
             if not len(x) or (unused and "reward" not in name and not np.any(y != 0)):
                 continue  # a term that the objective does not have, a cause that never occurred
             ends = _spread(facts, panel, x, y) if panel.spread and name == panel.spread[0] else (None, None)
-            smallest, largest = name.endswith("_min"), name.endswith("_max")
-            lines.append(Line(label=label, x=x, y=y, low=ends[0], high=ends[1], colour=place, smallest=smallest, largest=largest))
+            lines.append(Line(label=label, x=x, y=y, low=ends[0], high=ends[1], colour=place))
         repeats = panel.pattern is not None and panel.pattern.startswith("reward/") and len(lines) == 1  # the mean reward
         if lines and not repeats:
             yield Chart(title=panel.title, lines=lines, about=panel.about, from_zero=panel.from_zero, may_be_log=panel.may_be_log)
