@@ -71,6 +71,7 @@ lint: install
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+	.venv/bin/mkdocs build --strict --quiet --site-dir .site
 
 docs: install
 	.venv/bin/python -m rlx.config.docs
