@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import csv
 import hashlib
 import html
 import json
@@ -224,6 +225,28 @@ def test_a_sweep_groups_its_runs_by_everything_but_the_seed(tmp_path: Path) -> N
     assert (by_loss.key, by_loss.strata, by_loss.uneven) == ("loss", 2, True)
     assert by_loss.values["grpo"].value == pytest.approx(0.715)
     assert list(by_lr.values) == ["0.0001", "0.001"]
+
+
+def test_a_sweep_may_be_scored_by_a_held_out_metric_paired_by_seed_and_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for loss, seed, score in (("grpo", 1, 0.2), ("grpo", 2, 0.6), ("gspo", 1, 0.1), ("gspo", 2, 0.5)):
+        paths = make(tmp_path / "sweep" / f"{loss}{seed}", [0.9] * 6, seed=seed, loss=loss)
+        MetricsWriter(paths.metrics, "eval").write(6, {"eval/math/avg@1": score})
+    arguments = ["report", str(tmp_path / "sweep"), "--score", "eval/math/avg@1", "--csv", str(tmp_path / "runs.csv")]
+    assert main(arguments) == 0
+    lines = list(csv.DictReader((tmp_path / "runs.csv").open()))
+    assert [(line["loss"], line["seed"], float(line["eval/math/avg@1"])) for line in lines] == [
+        ("grpo", "1", 0.2),
+        ("grpo", "2", 0.6),
+        ("gspo", "1", 0.1),
+        ("gspo", "2", 0.5),
+    ]
+    best, other = arrange([gather(Run(path), None, "eval/math/avg@1") for path in sorted((tmp_path / "sweep").glob("g*"))]).settings
+    difference = other.minus(best)
+    assert difference is not None
+    assert (difference.value, difference.low, difference.high) == pytest.approx((-0.1, -0.1, -0.1)), "what a seed does to both cancels out"
+    assert "eval/math/avg@1" in "".join(Parsed((tmp_path / "sweep" / "report.html").read_text()).texts)
+    assert main(["report", str(tmp_path / "sweep"), "--score", "eval/math/avg@9"]) == 2
+    assert "eval/math/avg@1" in capsys.readouterr().err
 
 
 def test_a_sweep_names_the_runs_that_failed(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -12,7 +13,11 @@ def help_text() -> str:
     return f"""\
 rlx report: {SUMMARY}.
 
-usage: rlx report RUN|SWEEP [--out FILE]        default: report.html in that directory
+usage: rlx report RUN|SWEEP [--out FILE] [--score METRIC] [--csv FILE]
+
+  --out FILE                                      the page; default: report.html in that directory
+  --score METRIC                                  a run's score in a sweep: its last value of eval/math/avg@1, say; default: its reward
+  --csv FILE                                      also the runs of a sweep as a table, one a line
 
   rlx report outputs/mine                         curves, stage times, dropped rollouts, evaluations, samples, provenance
   rlx report outputs/losses                       a sweep: curves with bands over seeds, interquartile means, what differs
@@ -26,25 +31,32 @@ def run(argv: list[str]) -> int:
     from rlx.config.errors import ConfigError
     from rlx.paths import RunPaths, atomic
 
-    out, places = _read(argv)
-    if len(places) != 1:
-        print("usage: rlx report RUN|SWEEP [--out FILE]. See rlx report --help.", file=sys.stderr)
-        return 2
-    directory = Path(places[0]).expanduser()
+    parser = argparse.ArgumentParser(prog="rlx report", add_help=False)
+    parser.add_argument("directory")
+    for name in ("--out", "--score", "--csv"):
+        parser.add_argument(name)
+    options = parser.parse_args(argv)
+    directory = Path(options.directory).expanduser()
     from rlx.report.gather import gather, open_all, training
 
     runs, is_sweep = open_all(directory)
     jobs = _jobs() if any(_has_job(run) for run in runs) else {}
-    found, others = training(directory, [gather(each, jobs) for each in runs])
+    found, others = training(directory, [gather(each, jobs, options.score) for each in runs])
+    if options.score is not None and all(facts.score is None for facts in found):
+        known = ", ".join(sorted({name for facts in found for name in facts.names("eval") if "@" in name}))
+        raise ConfigError(f"no run has the metric {options.score} (--score).\n  fix: name one of {known or 'those in metrics.jsonl'}")
     if is_sweep:
+        from rlx.report.sweep import csv_of
         from rlx.report.sweep import report as sweep_report
 
         html = sweep_report(directory, found, others)
+        if options.csv:
+            Path(options.csv).expanduser().write_text(csv_of(found), encoding="utf-8")
     else:
         from rlx.report.single import report as run_report
 
         html = run_report(found[0])
-    target = Path(out).expanduser() if out is not None else RunPaths(directory).report
+    target = Path(options.out).expanduser() if options.out is not None else RunPaths(directory).report
     if target.is_dir():
         raise ConfigError(f"--out={target} is a directory.\n  fix: name a file, such as --out {target / 'report.html'}")
     content = html.encode(errors="backslashreplace")
@@ -60,24 +72,6 @@ def run(argv: list[str]) -> int:
         for problem in facts.problems:
             print(f"  {facts.name}: {problem}", file=sys.stderr)
     return 0
-
-
-def _read(argv: list[str]) -> tuple[str | None, list[str]]:
-    """The file of --out, and the other arguments."""
-    out, places, waiting = None, [], list(argv)
-    while waiting:
-        part = waiting.pop(0)
-        if part == "--out":
-            if not waiting:
-                return None, []
-            out = waiting.pop(0)
-        elif part.startswith("--out="):
-            out = part.partition("=")[2]
-        elif part.startswith("-"):
-            return None, []
-        else:
-            places.append(part)
-    return out, places
 
 
 def _what(count: int, is_sweep: bool) -> str:

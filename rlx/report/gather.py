@@ -50,6 +50,7 @@ class Facts:
     overrides: list[str] = field(default_factory=list)
     provenance: Mapping[str, Any] | None = None
     history: History
+    scored_by: str | None = None  # the metric that is the run's score; None: its mean reward
 
     @property
     def name(self) -> str:
@@ -63,8 +64,11 @@ class Facts:
 
     @property
     def score(self) -> float | None:
-        """Mean of `reward/mean` over the last five steps; `None` without a step."""
-        return self.history.final_reward
+        """The last value of `scored_by`, or the mean of `reward/mean` over the last five steps; `None` without any."""
+        if self.scored_by is None:
+            return self.history.final_reward
+        values = next((y for source in self.history.records if len(y := self.series(str(self.scored_by), source)[1])), ())
+        return float(values[-1]) if len(values) else None
 
     @property
     def ended_well(self) -> bool:
@@ -86,9 +90,9 @@ class Facts:
         return records[max(records)] if records else {}
 
 
-def gather(run: Run, jobs: Mapping[str, str] | None = None) -> Facts:
-    """Everything but the rollouts. `jobs`: job id → SLURM's state; `None` if unknown."""
-    facts = Facts(run=run, history=History(run.paths))
+def gather(run: Run, jobs: Mapping[str, str] | None = None, scored_by: str | None = None) -> Facts:
+    """Everything but the rollouts. `jobs`: job id → SLURM's state; `None` if unknown. `scored_by`: see `Facts`."""
+    facts = Facts(run=run, history=History(run.paths), scored_by=scored_by)
     attempt = _attempts(facts.problems)
     attempt(facts.history.read, None)
     _keep_numbers(facts.history)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlx.report.gather import Facts
-from rlx.report.statistics import Interval, iqm_interval
+from rlx.report.statistics import Interval, iqm_interval, mean_interval
 
 SEED = "seed"
 NOT_A_SETTING = ("run.", "dry_run", "clean", "resume", "logger.", "launcher.", "slurm.", SEED)
@@ -28,13 +28,24 @@ class Setting:
     runs: Sequence[Facts]
 
     @property
-    def scored(self) -> list[float]:
-        """Final scores of the completed runs, one for each seed: runs of one seed and one code are one draw, of which this is the mean."""
+    def by_seed(self) -> dict[Any, float]:
+        """Final scores of the completed runs by seed: runs of one seed and one code are one draw, of which this is the mean."""
         found: dict[Any, list[float]] = {}
         for place, facts in enumerate(self.runs):
             if facts.ended_well and facts.score is not None:
                 found.setdefault(facts.config[SEED] if facts.config is not None else f"run {place}", []).append(facts.score)
-        return [sum(scores) / len(scores) for scores in found.values()]
+        return {seed: sum(scores) / len(scores) for seed, scores in found.items()}
+
+    @property
+    def scored(self) -> list[float]:
+        """The scores of `by_seed`."""
+        return list(self.by_seed.values())
+
+    def minus(self, other: Setting) -> Interval | None:
+        """The mean difference of the scores of common seeds, this setting minus the other; `None` without a common seed."""
+        mine, theirs = self.by_seed, other.by_seed
+        common = [mine[seed] - theirs[seed] for seed in mine if seed in theirs]
+        return mean_interval(common) if common else None
 
     @property
     def iqm(self) -> Interval | None:

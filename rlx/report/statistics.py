@@ -80,6 +80,19 @@ def iqm_interval(strata: Sequence[Sequence[float]], *, resamples: int = RESAMPLE
     return Interval(value, float(low), float(high), len(everything))
 
 
+def mean_interval(values: Sequence[float], *, resamples: int = RESAMPLES, seed: int = SEED) -> Interval:
+    """The mean of at least one value with its bootstrap interval. A single value has none.
+
+    Meant for differences of two settings in the same seeds: what a seed does to both cancels out.
+    """
+    row = np.asarray(values, dtype=np.float64)
+    if len(row) < 2:
+        return Interval(float(row.mean()), None, None, len(row))
+    drawn = row[np.random.default_rng(seed).integers(0, len(row), (resamples, len(row)))]
+    low, high = np.quantile(drawn.mean(axis=-1), _ends())
+    return Interval(float(row.mean()), float(low), float(high), len(row))
+
+
 def band(curves: Sequence[Sequence[float]] | Array, *, resamples: int = RESAMPLES, seed: int = SEED) -> Band:
     """The mean curve of runs and its bootstrap interval at each step: `curves` [R][T], NaN where a run has no value.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -101,20 +103,24 @@ def _final(sweep: Sweep) -> str:
     low, high = min([*everything, *ends]), max([*everything, *ends])
     rows = []
     for place, setting in enumerate(sweep.settings):
-        found = setting.iqm
+        found, paired = setting.iqm, setting.minus(scored[0]) if setting is not scored[0] else None
         key = f'<span class="key {colour_of(place)}"></span>'
         ended = sum(facts.ended_well and facts.score is not None for facts in setting.runs)
         seeds = f", {len(setting.scored)} seed{'s' * (len(setting.scored) > 1)}" * (len(setting.scored) != ended)
         of = f"{ended} of {len(setting.runs)}{seeds}"
         if found is None:
-            rows.append([f"{key}{text(setting.label)}", of, "–", "", ""])
+            rows.append([f"{key}{text(setting.label)}", of, "–", "", "", ""])
             continue
         plot = _strip(setting.scored, found, low, high, place)
-        rows.append([f"{key}{text(setting.label)}", of, _interval(found), plot, text(", ".join(number(s) for s in sorted(setting.scored)))])
+        difference = _interval(paired) if paired is not None else ""
+        scores = text(", ".join(number(s) for s in sorted(setting.scored)))
+        rows.append([f"{key}{text(setting.label)}", of, _interval(found), difference, plot, scores])
     fewest = min(len(setting.scored) for setting in scored)
-    about = (
-        "A run's score is the mean of its reward/mean over the last five steps. IQM: the mean of the middle half of the runs' scores; "
-        "in brackets its 95 % bootstrap interval over seeds. Rings are seeds."
+    metric = scored[0].runs[0].scored_by
+    score = "the mean of its reward/mean in training over the last five steps" if metric is None else f"the last value of its {metric}"
+    about = text(
+        f"A run's score is {score}. IQM: the mean of the middle half of the scores; in brackets its 95 % bootstrap interval over seeds. "
+        "Rings are seeds. Differences to the first setting are means over the seeds that both completed."
     )
     lines = []
     if fewest < FEW:
@@ -123,7 +129,7 @@ def _final(sweep: Sweep) -> str:
     repeated = [setting.label for setting in sweep.settings if setting.repeated_seeds]
     if repeated:
         lines.append(f"Runs of one seed are one draw, so the mean of their scores counts once: {'; '.join(repeated[:5])}")
-    head = ["setting", "completed", "IQM [95 %]", f"{number(low)} … {number(high)}", "scores"]
+    head = ["setting", "completed", "IQM [95 %]", "difference, same seeds", f"{number(low)} … {number(high)}", "scores"]
     return f'<div class="card">{table(head, rows, "scores")}<p class="about">{about}</p></div>{note(lines)}'
 
 
@@ -248,6 +254,21 @@ def _evaluations(sweep: Sweep) -> Iterator[str]:
 
 
 # runs
+
+
+def csv_of(found: Sequence[Facts]) -> str:
+    """The runs as CSV, one a line: what was varied, state, score and the last value of every evaluation."""
+    sweep = arrange(found)
+    evals = list(dict.fromkeys(name for facts in found for name in facts.history.scores()))
+    lines = io.StringIO()
+    writer = csv.writer(lines, lineterminator="\n")
+    writer.writerow(["run", *sweep.keys, SEED, "state", "steps", found[0].scored_by or "reward", *evals])
+    for facts in found:
+        asked, scores = overrides_of(facts), facts.history.scores()
+        varied = [asked.get(key, "") for key in sweep.keys]
+        last = [scores[name][max(scores[name])] if name in scores else "" for name in evals]
+        writer.writerow([facts.name, *varied, (facts.config or {}).get(SEED, ""), facts.state, facts.history.steps, facts.score, *last])
+    return lines.getvalue()
 
 
 def _runs(sweep: Sweep, found: Sequence[Facts]) -> str:
