@@ -31,7 +31,8 @@ def page(title: str, subtitle: str, state: str, sections: Sequence[tuple[str, st
     """The whole document. `sections`: (heading, HTML); empty ones are left out. `state` is a run's state or a count of states."""
     style, script = (HERE / "page.css").read_text(), f"{get_plotlyjs()}\n{(HERE / 'page.js').read_text()}"
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data: blob:; base-uri 'none'; form-action 'none'"
+    allowed = "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
+    policy = f"default-src 'none'; script-src 'sha256-{digest}'; {allowed}"
     shown = [(name, html) for name, html in sections if html]
     links = "".join(f'<a href="#{_anchor(name)}">{escape(name)}</a>' for name, _ in shown)
     body = "".join(f'<section id="{_anchor(name)}"><h2>{escape(name)}</h2>{html}</section>' for name, html in shown)
