@@ -12,7 +12,12 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "benchmarks/RESULTS.md": "results.md"}
+PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "benchmarks/RESULTS.md": "results.md",
+}
 LINK = re.compile(r"\[([^\]\n]*)\]\((?!https?:|#)([^)\s#]*)(#[^)]*)?\)")
 
 
