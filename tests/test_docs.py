@@ -13,10 +13,12 @@ import yaml
 
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose, instantiate
+from rlx.config.roots import SFT
 from rlx.config.savings import when_out_of_memory
 from rlx.config.schema import LossTerms, split_terms
 from rlx.losses.base import Objective
 from rlx.losses.tokens import TokenBatch
+from rlx.metrics import METRICS
 from rlx.plan.explain import explain
 from rlx.plan.make import make_plan
 from rlx.preflight.probes import environments_of
@@ -70,6 +72,39 @@ def test_the_experiment_that_the_page_for_users_of_prime_rl_shows_composes(tmp_p
     (tmp_path / "experiment" / "mine.yaml").write_text(yaml_file)
     cfg = compose([f"--config-dir={tmp_path}", "experiment=mine", "dry_run=true"], {}).cfg
     assert (cfg.orchestrator.rollouts_per_example, cfg.loss["_target_"]) == (16, "rlx.losses.aipo.masked_is")
+
+
+def translations() -> list[tuple[str, str]]:
+    """The right-hand sides of the tables for users of other frameworks: the page, and the overrides of one row."""
+    found = []
+    for page in ("from_prime_rl", "from_trl", "from_verl"):
+        for row in re.findall(r"^\| .* \| `([^`|]*=[^`|]*)` \|$", (ROOT / "docs" / f"{page}.md").read_text(), re.MULTILINE):
+            found.append((page, row))
+    return found
+
+
+@pytest.mark.parametrize(("page", "overrides"), translations())
+def test_what_the_pages_for_users_of_other_frameworks_translate_to_composes(
+    page: str, overrides: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.jsonl").write_text('{"prompt": "1 + 1", "completion": "2", "answer": "2"}\n')
+    of_sft = "data." in overrides or overrides == "seq_len=1024"
+    device = [] if "hardware=" in overrides else ["hardware=gpu2"]
+    model = [] if "model=" in overrides else ["model=qwen3_0_6b"]
+    if of_sft:
+        compose(["data.name=mine.jsonl", "dry_run=true", *device, *model, *overrides.split()], {}, SFT)
+    else:
+        compose(["dry_run=true", "launcher.check_envs=false", *device, *model, *overrides.split()], {})
+
+
+def test_the_metrics_that_the_pages_for_users_of_other_frameworks_name_exist():
+    known = {re.sub(r"<\w+>", "", name) for name in METRICS}
+    for page in ("from_trl", "from_verl"):
+        table = (ROOT / "docs" / f"{page}.md").read_text().rpartition("\n| metric of verl" if page == "from_verl" else "## Metrics")[2]
+        named = re.findall(r"`([a-z_/]+)`", "".join(re.findall(r"^\|[^|]*\|([^|]*)\|$", table, re.MULTILINE)))
+        assert len(named) > 5
+        assert set(named) <= known
 
 
 def test_the_environment_that_the_page_adds_is_found(tmp_path: Path):
