@@ -15,6 +15,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from rlx.preflight.doctor_node import _wait, job_options
+from rlx.preflight.doctor_services import CHECKS, gpus_of, judge_gpus, minutes
 
 from rlx.cli import main
 from rlx.config.errors import ConfigError
@@ -23,8 +25,6 @@ from rlx.config.load import compose
 from rlx.config.schema import Config
 from rlx.preflight import doctor, doctor_services
 from rlx.preflight.doctor import Examined, Finding
-from rlx.preflight.doctor_node import _wait, job_options
-from rlx.preflight.doctor_services import CHECKS, gpus_of, judge_gpus, minutes
 
 pytestmark = pytest.mark.slow
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from rlx.cli.console_sft import SftConsole
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlx.cli.console_sft import SftConsole
 from rlx.config.load import compose
 from rlx.config.roots import SFT
 from rlx.config.schema import SftRoot, WarmStartConfig

@@ -159,9 +159,8 @@ def _serve(agent: Agent, index: int, end: Callable[[], str | None]) -> int:
 
 def _first(given: Namespace, overrides: list[str], hosts: list[tuple[str, int]], file: Path) -> int:
     """Run one attempt of the run. Returns its exit code."""
-    import importlib
-
-    from rlx.cli.command import label_of
+    from rlx.cli.commands import BY_NAME
+    from rlx.cli.start import label_of
     from rlx.config.load import compose
     from rlx.launch.agents import wait_for_agents
     from rlx.launch.pods import after_missing, attempt, is_restart, make_token
@@ -172,7 +171,7 @@ def _first(given: Namespace, overrides: list[str], hosts: list[tuple[str, int]],
     from rlx.waiting import LEFT
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(LEFT))
-    command = importlib.import_module(f"rlx.cli.{given.command}").command()
+    command = BY_NAME[given.command]
     composed = compose(arguments(given, overrides, command.root), None, command.root)
     cfg = command.resolve(composed.cfg)
     if cfg.run.dir is None:

@@ -23,19 +23,19 @@ rlx eval and rlx synthesize are not shown. docs/report.md explains the statistic
 
 
 def run(argv: list[str]) -> int:
+    from rlx.cli.arguments import Parser
+    from rlx.cli.runs import jobs_of
     from rlx.config.errors import ConfigError
     from rlx.paths import RunPaths, atomic
-
-    out, places = _read(argv)
-    if len(places) != 1:
-        print("usage: rlx report RUN|SWEEP [--out FILE]. See rlx report --help.", file=sys.stderr)
-        return 2
-    directory = Path(places[0]).expanduser()
     from rlx.report.gather import gather, open_all, training
 
+    parser = Parser("report")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args(argv)
+    directory = given.directory.expanduser()
     runs, is_sweep = open_all(directory)
-    jobs = _jobs() if any(_has_job(run) for run in runs) else {}
-    found, others = training(directory, [gather(each, jobs) for each in runs])
+    found, others = training(directory, [gather(each, jobs) for jobs in [jobs_of(runs)] for each in runs])
     if is_sweep:
         from rlx.report.sweep import report as sweep_report
 
@@ -44,56 +44,15 @@ def run(argv: list[str]) -> int:
         from rlx.report.single import report as run_report
 
         html = run_report(found[0])
-    target = Path(out).expanduser() if out is not None else RunPaths(directory).report
-    if target.is_dir():
-        raise ConfigError(f"--out={target} is a directory.\n  fix: name a file, such as --out {target / 'report.html'}")
+    target = given.out.expanduser() if given.out is not None else RunPaths(directory).report
     content = html.encode(errors="backslashreplace")
     try:
         with atomic(target) as temporary:
             temporary.write_bytes(content)
     except OSError as error:
         raise ConfigError(f"{target} cannot be written: {error.strerror}\n  fix: name another file with --out FILE") from error
-    print(f"{target}   {len(content) / 1e6:.1f} MB, {_what(len(found), is_sweep)}")
-    for line in others:
-        print(f"  not shown: {line}", file=sys.stderr)
-    for facts in found:
-        for problem in facts.problems:
-            print(f"  {facts.name}: {problem}", file=sys.stderr)
+    print(f"{target}   {len(content) / 1e6:.1f} MB, {f'a sweep of {len(found)} runs' if is_sweep else 'a run'}")
+    problems = [f"{facts.name}: {problem}" for facts in found for problem in facts.problems]
+    for line in [*(f"not shown: {line}" for line in others), *problems]:
+        print(f"  {line}", file=sys.stderr)
     return 0
-
-
-def _read(argv: list[str]) -> tuple[str | None, list[str]]:
-    """The file of --out, and the other arguments."""
-    out, places, waiting = None, [], list(argv)
-    while waiting:
-        part = waiting.pop(0)
-        if part == "--out":
-            if not waiting:
-                return None, []
-            out = waiting.pop(0)
-        elif part.startswith("--out="):
-            out = part.partition("=")[2]
-        elif part.startswith("-"):
-            return None, []
-        else:
-            places.append(part)
-    return out, places
-
-
-def _what(count: int, is_sweep: bool) -> str:
-    return f"a sweep of {count} run{'' if count == 1 else 's'}" if is_sweep else "a run"
-
-
-def _has_job(run: object) -> bool:
-    from rlx.config.errors import ConfigError
-
-    try:
-        return getattr(run, "job", None) is not None
-    except ConfigError:
-        return False
-
-
-def _jobs() -> dict[str, str] | None:
-    from rlx.cli.runs import _jobs as queue
-
-    return queue()

@@ -12,10 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlx.cli.command import Command, check_cluster, check_nodes
+from rlx.cli.start import check_cluster, check_nodes
 from rlx.config.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rlx.cli.commands import Command
     from rlx.config.composition import Kept
     from rlx.config.sweeps import Line, Sweep
     from rlx.launch.sweep import Element, Started

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from rlx.config.memory import adapter_parameters
 from rlx.config.schema import CommandConfig, Config, SftRoot, TrainingRoot
+from rlx.terminal import duration
 
 TRAINING, SAMPLING = 100e9, 25e9
 """Floating-point operations per second of one CPU thread in float32, measured with SmolLM2-135M on a server's cores. Others differ by a
@@ -29,7 +30,7 @@ def notes_of(cfg: CommandConfig, *, sixteen_bit: bool = False) -> list[str]:
 
 def time_on_cpu(cfg: Config | SftRoot) -> str:
     """What a step of full length costs, without evaluations."""
-    parts = " and ".join(f"{_duration(seconds)} to {what}" for what, seconds in _seconds(cfg).items())
+    parts = " and ".join(f"{duration(seconds)} to {what}" for what, seconds in _seconds(cfg).items())
     threads = cfg.hardware.cpu_threads
     full = "every row full" if isinstance(cfg, SftRoot) else "every sequence at full length and one turn a rollout"
     return f"at most about {parts}, with {threads} thread{'s' * (threads > 1)} a role, {full}"
@@ -59,7 +60,3 @@ def _training(cfg: TrainingRoot, tokens: int) -> float:
     before = (cfg.num_updates > 1 and recomputes) + cfg.uses_reference  # forwards before the first optimizer step
     operations = before * forward + cfg.trainer.num_iterations * (forward + backward)
     return operations * tokens / (TRAINING * cfg.trainer_ranks * cfg.hardware.cpu_threads)
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds / 60:,.0f} min" if seconds >= 120 else f"{seconds:,.0f} s" if seconds >= 1 else "1 s"

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -35,7 +34,6 @@ from rlx.plan.environment import DEVICES, inherited
 from rlx.process import SUPERVISOR
 from rlx.runs.status import describe_returncode
 
-PATIENCE = 5.0  # seconds after which the user is told what is being loaded
 SCHEMA = 3  # changes when the meaning of a kept answer changes
 
 Identity = tuple[str, str, str]  # Python, verifiers' name, arguments and what is used of it as JSON
@@ -59,8 +57,9 @@ def environments_of(configs: Sequence[CommandConfig], *, anew: bool = False) -> 
             by_python.setdefault(each[0], []).append(each)
     for python, missing in by_python.items():
         known |= _ask(python, {each: wanted[each] for each in missing})
+    offline = "if it lacks data of the hub, rlx fetch, where there is internet; " if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
     problems = [
-        f"{section_of(name)}: {probed.problem}.\n  fix: {_offline()}{probed.fix}; launcher.check_envs=false starts without this check"
+        f"{section_of(name)}: {probed.problem}.\n  fix: {offline}{probed.fix}; launcher.check_envs=false starts without this check"
         for each, (name, _) in wanted.items()
         if (probed := known[each]).problem is not None
     ]
@@ -68,11 +67,6 @@ def environments_of(configs: Sequence[CommandConfig], *, anew: bool = False) -> 
     if problems:
         raise ConfigError(problems)
     return [{name: known[identity(env)] for name, env in _looked_at(cfg).items()} for cfg in configs]
-
-
-def _offline() -> str:
-    """What to do first if the hub is not asked."""
-    return "if it lacks data of the hub, rlx fetch, where there is internet; " if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
 
 
 def _too_long(cfg: CommandConfig, known: Mapping[Identity, Probed]) -> Iterator[str]:
@@ -220,14 +214,14 @@ def _run(python: str, entries: list[dict[str, Any]], module: str = "probe") -> t
                 finally:
                     process.stdin.close()
             names = {entry["key"]: entry["name"] for entry in entries}
-            with _Patience() as patience:
-                for line in process.stdout:
-                    message = json.loads(line)
-                    if "loading" in message:
-                        loading, patience.what = message["loading"], f"loading the environment {names[message['loading']]}"
-                    else:
-                        answers[message["key"]] = message
-                reaper.join()
+            for line in process.stdout:
+                message = json.loads(line)
+                if "loading" in message:
+                    loading = message["loading"]
+                    print(f"loading the environment {names[loading]}", file=sys.stderr, flush=True)  # which may take long
+                else:
+                    answers[message["key"]] = message
+            reaper.join()
         finally:
             kill_all([process.pid], token)
             reaper.join()  # before `wait`: until then no other process can have this number
@@ -243,25 +237,3 @@ def _end_leftovers(pid: int, token: str) -> None:
     """Wait until a child has ended, without reaping it, and kill what it has started: its session, and what carries the token."""
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     kill_all([pid], token)
-
-
-class _Patience:
-    """Says what takes long, every `PATIENCE` seconds."""
-
-    def __init__(self) -> None:
-        self.what = "importing verifiers"
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._say, daemon=True)
-
-    def __enter__(self) -> _Patience:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _say(self) -> None:
-        began = time.monotonic()
-        while not self._ended.wait(PATIENCE):
-            print(f"still {self.what}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
