@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 from launch_configs import config
@@ -345,32 +344,6 @@ def test_the_plan_in_words_names_processes_batch_arithmetic_staleness_and_memory
         "rank 0 also: 15.3 GiB of host memory for the copy of the weights",
     ):
         assert words in text, f"{words!r} is not in\n{text}"
-
-
-def test_the_plan_in_words_says_how_long_a_step_takes_on_a_cpu() -> None:
-    cfg = config("cpu", model={"num_parameters": 1e9}, hardware={"cpu_threads": 2})
-    cfg.seq_len, cfg.orchestrator.batch_size, cfg.sampling.max_tokens = 100, 64, 50
-    text = explain(cfg, make_plan(cfg, Path("/run")), {}, [], "/run")
-    assert "at most about 3.2 min to train and 2.13 min to sample, with 2 threads a role" in text, text  # 38.4e12 / 2e11 s, 6.4e12 / 5e10 s
-    assert "time on CPU" not in explain(config("node8"), make_plan(config("node8"), Path("/run")), {}, [], "/run")
-
-
-@pytest.mark.parametrize(("changes", "says"), [
-    ({}, "about 6 min to train and 2 min to sample, with"),  # an operation for each weight and token takes a minute
-    ({"trainer": {"num_iterations": 3}}, "about 18 min to train and"),
-    ({"trainer": {"num_iterations": 3}, "loss": {"proximal": "recompute"}}, "about 20 min to train and"),
-    ({"loss": {"proximal": "recompute"}}, "about 6 min to train and"),  # the step's own forward gives the scores
-    ({"loss": {"kl": {"beta": 0.1}}}, "about 8 min to train and"),
-    ({"lora": {"rank": 1}}, "about 4.01 min to train and"),
-    ({"bench": True}, "about 6 min to train, with"),
-    ({"replay": "/another"}, "about 6 min to train, with"),
-])  # fmt: skip
-def test_the_time_on_a_cpu_counts_scores_frozen_weights_and_nothing_that_is_not_done(changes: dict[str, Any], says: str) -> None:
-    cfg = config("cpu", model={"num_parameters": 1e9}, hardware={"cpu_threads": 2}, **changes)
-    cfg.seq_len, cfg.orchestrator.batch_size, cfg.sampling.max_tokens = 100, 120, 25
-    text = explain(cfg, make_plan(cfg, Path("/run")), {}, [], "/run")
-    (line,) = [line for line in text.splitlines() if "time on CPU" in line]
-    assert says in line
 
 
 def test_the_plan_in_words_tells_what_filters_passes_and_a_reference_add() -> None:

@@ -20,11 +20,9 @@ if TYPE_CHECKING:
 
 def run(argv: list[str], command: Command) -> int:
     """Run the command line and return the exit code."""
-    from rlx.config.limits import multiplies_in_16_bits
     from rlx.config.load import compose
     from rlx.config.sweeps import is_sweep
     from rlx.plan.environment import hub_variables
-    from rlx.plan.forecast import notes_of
     from rlx.plan.make import make_plan
     from rlx.plan.place import require_one_host
     from rlx.preflight.chats import check_chats
@@ -60,8 +58,7 @@ def run(argv: list[str], command: Command) -> int:
     if cfg.dry_run:
         return _dry_run(cfg, composed, plan, environments)
     here = cfg.launcher.name == "local"
-    times = notes_of(cfg, sixteen_bit=here and multiplies_in_16_bits())
-    for note in [*composed.notes, *times, *(f"environment {line}" for line in environments)]:
+    for note in [*composed.notes, *(f"environment {line}" for line in environments)]:
         print(note, flush=True)
     paths, lock = create(cfg, composed.overrides, plan)
 

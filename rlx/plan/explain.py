@@ -13,7 +13,6 @@ from rlx.config.memory import TrainerMemory, size, trained_parameters, trainer_m
 from rlx.config.rows import why
 from rlx.config.schema import CommandConfig, Config, PlayRoot, SftRoot, TrainingRoot
 from rlx.config.schema_eval import EvalRoot, PlayWithModel
-from rlx.plan.forecast import time_on_cpu
 from rlx.plan.record import ProcessSpec
 from rlx.plan.servers import command_lines, memory_of
 
@@ -130,7 +129,6 @@ def _batch(cfg: Config) -> list[Row]:
             "optimizer steps",
             f"{cfg.num_updates} per step{passes}; {cfg.max_steps * cfg.num_updates:,} in the run of {cfg.max_steps:,} steps",
         ),
-        *_on_cpu(cfg),
         ("staleness", stale),
         *_evaluations(cfg),
     ]
@@ -147,7 +145,6 @@ def _batch_of_rows(cfg: SftRoot) -> list[Row]:
         ("tokens", f"at most {trained:,} = {rows:,} × seq_len {cfg.seq_len:,}; a longer sample is {long} and counted"),
         *_rows(cfg, trained),
         ("optimizer steps", f"{cfg.num_updates} per step; {cfg.max_steps * cfg.num_updates:,} in the run"),
-        *_on_cpu(cfg),
         ("validation", f"{cfg.val.name}, every {cfg.val.interval} steps" if cfg.val.name is not None else "none"),
         *_evaluations(cfg),
     ]
@@ -183,10 +180,6 @@ def _rows(cfg: TrainingRoot, tokens: float) -> list[Row]:
     count = math.ceil(tokens / (row * cfg.data_ranks))
     each = f"at most {count:,} per {unit} and optimizer step, each one row of {row:,} tokens, on {cfg.data_ranks} of them"
     return [("micro-batches", each), ("", f"rows of {row:,} tokens: {why(cfg)}")]
-
-
-def _on_cpu(cfg: Config | SftRoot) -> list[Row]:
-    return [("time on CPU", time_on_cpu(cfg))] if cfg.hardware.device == "cpu" else []
 
 
 def _evaluations(cfg: Config | SftRoot) -> list[Row]:

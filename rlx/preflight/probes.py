@@ -50,13 +50,7 @@ def environments_of(configs: Sequence[CommandConfig], *, anew: bool = False) -> 
     for cfg in configs:
         for name, env in _looked_at(cfg).items():
             wanted.setdefault(identity(env), (name, env))
-    known = {each: found for each in wanted if not anew and (found := _kept(each)) is not None}
-    by_python: dict[str, list[Identity]] = {}
-    for each in wanted:
-        if each not in known:
-            by_python.setdefault(each[0], []).append(each)
-    for python, missing in by_python.items():
-        known |= _ask(python, {each: wanted[each] for each in missing})
+    known = {each: (None if anew else _kept(each)) or _load(each, name, env) for each, (name, env) in wanted.items()}
     offline = "if it lacks data of the hub, rlx fetch, where there is internet; " if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
     problems = [
         f"{section_of(name)}: {probed.problem}.\n  fix: {offline}{probed.fix}; launcher.check_envs=false starts without this check"
@@ -141,55 +135,43 @@ def _probed(fields: Mapping[str, Any]) -> Probed:
 # asking
 
 
-def _ask(python: str, wanted: Mapping[Identity, tuple[str, EnvConfig]]) -> dict[Identity, Probed]:
-    """Load environments in one process of that Python. If an environment ends the process, another one loads the rest."""
-    found: dict[Identity, Probed] = {}
-    left = list(wanted)
-    while left:
-        named = {str(number): each for number, each in enumerate(left)}
-        entries = [{"key": key, "name": wanted[each][0]} | asked(wanted[each][1]) for key, each in named.items()]
-        answers, loading, ending = _run(python, entries)
-        for key, answer in answers.items():
-            each = named[key]
-            found[each] = _probed(answer["probed"])
-            if found[each].problem is None:
-                kept = {"probed": asdict(found[each]), "files": answer["files"], "folders": answer["folders"]}
-                with contextlib.suppress(OSError):  # a cache that cannot be written only costs time
-                    write_text(_file_of(each), json.dumps(kept))
-        if len(answers) < len(left):
-            each = named[loading] if loading is not None else left[0]
-            if loading is not None or python == sys.executable:
-                found[each] = Probed(problem=f"loading {each[1]} ended its process: {ending}", fix="correct the environment")
-            else:
-                key = f"{section_of(wanted[each][0])}.python"
-                found[each] = Probed(problem=f"{each[1]} cannot be loaded: {ending}", fix=f"correct {key}={python}")
-        left = [each for each in left if each not in found]
+def _load(each: Identity, name: str, env: EnvConfig) -> Probed:
+    """Load an environment in a process of its own, and keep what it is in the cache."""
+    python, env_id, _ = each
+    answer, ending = _run(python, {"key": "0", "name": name} | asked(env))
+    if answer is None:
+        fix = "correct the environment" if python == sys.executable else f"correct the environment, or {section_of(name)}.python={python}"
+        return Probed(problem=f"{env_id} cannot be loaded: {ending}", fix=fix)
+    found = _probed(answer["probed"])
+    if found.problem is None:
+        kept = {"probed": asdict(found), "files": answer["files"], "folders": answer["folders"]}
+        with contextlib.suppress(OSError):  # a cache that cannot be written only costs time
+            write_text(_file_of(each), json.dumps(kept))
     return found
 
 
 def about_of(env: EnvConfig) -> About:
     """An environment for people: its arguments, data, rewards and tools. It is loaded in a process of its own, in its own Python."""
     python = identity(env)[0]
-    entry = {"key": "0", "name": "custom"} | asked(env)
-    answers, _, ending = _run(python, [entry], "about")
-    if "0" in answers:
-        return about_from_json(answers["0"]["about"])
+    answer, ending = _run(python, {"key": "0", "name": "custom"} | asked(env), "about")
+    if answer is not None:
+        return about_from_json(answer["about"])
     return About(problem=f"loading {env.id} with {python} failed: {ending}", fix="correct the environment, or that Python")
 
 
-def _run(python: str, entries: list[dict[str, Any]], module: str = "probe") -> tuple[dict[str, Any], str | None, str]:
-    """Answers by key, the key that was being loaded at the end, and how the process ended, with its last line.
+def _run(python: str, entry: dict[str, Any], module: str = "probe") -> tuple[dict[str, Any] | None, str]:
+    """The answer about an environment, if there is one, and how its process ended, with its last line.
 
-    Everything that the environments started ends with the process: it may hold the pipe of the answers, or a port that the run needs.
+    Everything that the environment started ends with the process: it may hold the pipe of the answer, or a port that the run needs.
     """
+    print(f"loading the environment {entry['name']}", file=sys.stderr, flush=True)  # which may take long
     environment = inherited(boot.environment(another=python != sys.executable)) | {
         DEVICES: "",
         SUPERVISOR: str(os.getpid()),
         "OMP_NUM_THREADS": "1",
     }
     token = secrets.token_hex(16)
-    answers: dict[str, Any] = {}
-    loading: str | None = None
+    answer: dict[str, Any] | None = None
     with tempfile.TemporaryFile("w+") as errors:
         try:
             process = subprocess.Popen(
@@ -202,7 +184,7 @@ def _run(python: str, entries: list[dict[str, Any]], module: str = "probe") -> t
                 start_new_session=True,  # no terminal: an environment that asks for a password gets an error instead of waiting
             )
         except OSError as error:
-            return {}, None, f"{python} cannot be started here: {error.strerror}"
+            return None, f"{python} cannot be started here: {error.strerror}"
         assert process.stdin is not None
         assert process.stdout is not None
         reaper = threading.Thread(target=_end_leftovers, args=(process.pid, token), daemon=True)
@@ -210,17 +192,11 @@ def _run(python: str, entries: list[dict[str, Any]], module: str = "probe") -> t
         try:
             with contextlib.suppress(BrokenPipeError):  # it has ended already; its last line says why
                 try:
-                    process.stdin.write(json.dumps({"envs": entries}))
+                    process.stdin.write(json.dumps({"envs": [entry]}))
                 finally:
                     process.stdin.close()
-            names = {entry["key"]: entry["name"] for entry in entries}
-            for line in process.stdout:
-                message = json.loads(line)
-                if "loading" in message:
-                    loading = message["loading"]
-                    print(f"loading the environment {names[loading]}", file=sys.stderr, flush=True)  # which may take long
-                else:
-                    answers[message["key"]] = message
+            for message in map(json.loads, process.stdout):
+                answer = message if "loading" not in message else answer
             reaper.join()
         finally:
             kill_all([process.pid], token)
@@ -230,7 +206,7 @@ def _run(python: str, entries: list[dict[str, Any]], module: str = "probe") -> t
         errors.seek(0)
         said = [line for line in errors.read().splitlines() if line.strip()]
     ending = describe_returncode(process.returncode, service=False)
-    return answers, loading if loading not in answers else None, ending + (f"; its last line: {said[-1].strip()}" if said else "")
+    return answer, ending + (f"; its last line: {said[-1].strip()}" if said else "")
 
 
 def _end_leftovers(pid: int, token: str) -> None:
