@@ -339,7 +339,7 @@ def test_the_plan_in_words_names_processes_batch_arithmetic_staleness_and_memory
         "1,572,864 = 256 × max_tokens 6,144",
         "2 per step",
         "20 in the run of 10 steps",
-        "at most 1 policy versions old",
+        "at most 1 policy version old",
         "the card must have at least",
         "rank 0 also: 15.3 GiB of host memory for the copy of the weights",
     ):

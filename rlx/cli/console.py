@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx.checkpoints.best import best_of
+from rlx.cli.bench import rows_of
 from rlx.cli.display import Display, Progress, count, sparkline
 from rlx.config.schema import SftRoot
 from rlx.paths import write_text
@@ -91,8 +92,7 @@ class Console(Display):
         rows = [*self._benchmark(), *self._members(), *self._learned(), *self._evaluations()]
         rows += [("time", f"{source} {text}") for source, text in self._times()]
         speeds = [(self.history.speed(name), what) for name, what in SPEEDS.items()]
-        pace = self.history.steps_per_second(over=10**9)
-        parts = [f"{pace:.2f} steps/s"] if pace else []
+        parts = [f"{pace:.2f} steps/s" for pace in [self.history.steps_per_second(over=10**9)] if pace]
         parts += [f"{count(speed)} tokens/s {what}" for speed, what in speeds if speed is not None]
         rows += [("speed", " · ".join(parts))] if parts else []
         rows.append(("dropped", ", ".join(self._dropped()) or "nothing"))
@@ -143,8 +143,6 @@ class Console(Display):
         status = self.run.status
         if not self.cfg.bench or not self.history.steps or status is None or status.state != "completed":
             return []
-        from rlx.cli.bench import rows_of
-
         found = measured(self.cfg, self.history.records)
         write_text(self.paths.root / "bench.json", json.dumps(found, indent=1) + "\n")
         return [("measured", line) for line in rows_of(found)]

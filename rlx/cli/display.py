@@ -17,6 +17,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
 from rlx.checkpoints.folders import steps as checkpoints
 from rlx.config.roots import root_of
 from rlx.config.secret import hide_lines
@@ -91,15 +98,11 @@ class Display:
         self._told = ""  # the last note that was printed
         self._attempt: str | None = None  # target of the link logs/latest
         self._begin()
-        self._live: Any = None
-        if sys.stdout.isatty():
-            from rich.console import Console
-            from rich.live import Live
-
-            self._live = Live(console=Console(file=raw(sys.stdout)), auto_refresh=False, transient=True)
+        terminal = Console(file=raw(sys.stdout))
+        self._live = Live(console=terminal, auto_refresh=False, transient=True) if sys.stdout.isatty() else None
+        if self._live is not None:
             self._live.start()
-        else:
-            tell(f"run {self.paths.root}")
+        self._say(f"run {self.paths.root}")
 
     def _begin(self) -> None:
         """Forget what was printed of another attempt."""
@@ -142,9 +145,8 @@ class Display:
         status, root, newest = self.run.status, self.paths.root, ""
         state = "ended" if status is None else status.state
         rows = self.results()
-        if status is not None and status.restarts:
-            self._restarts = status.restarts
-            rows.append(("restarted", self._restarted()))
+        self._restarts = [] if status is None else status.restarts
+        rows += [("restarted", self._restarted())] if self._restarts else []
         rows.append(("run", str(root)))
         if state in STOPPED:
             steps = checkpoints(self.paths)
@@ -173,8 +175,8 @@ class Display:
             self._look_for_stalls()
             self._look_for_restarts()
             self._ends = {name: line for name in self.tail for line in last_lines(self.paths.latest_logs / f"{name}.log", 1)}
-        if self.note and self.note != self._told and self._live is None:
-            tell(self.note)
+        if self.note != self._told:
+            self._say(self.note)
             self._told = self.note
 
     def _look_for_stalls(self) -> None:
@@ -184,16 +186,20 @@ class Display:
         if text != self._stall:
             new = text.removeprefix(self._stall).strip()
             self._stall = text
-            if self._live is None:
-                tell(f"{new}\n(stacks: {files[-1]})" if new == text else new)
+            self._say(f"{new}\n(stacks: {files[-1]})" if new == text else new)
 
     def _look_for_restarts(self) -> None:
         """Print which processes died and were started again since the last look."""
         status = self.run.status
         restarts = [] if status is None else status.restarts
-        for one in restarts[len(self._restarts) :] if self._live is None else ():
-            tell(f"{one.name}: {one.reason}; it starts again\n(its log: {self.paths.root / one.log})")
+        for one in restarts[len(self._restarts) :]:
+            self._say(f"{one.name}: {one.reason}; it starts again\n(its log: {self.paths.root / one.log})")
         self._restarts = restarts
+
+    def _say(self, text: str) -> None:
+        """Print a plain line; a terminal has the panel instead."""
+        if text and self._live is None:
+            tell(text)
 
     def _restarted(self) -> str:
         """Which processes died and were started again, how often, and how the last of them died."""
@@ -202,12 +208,6 @@ class Display:
         return ", ".join(f"{name} {times} ×" for name, times in sorted(counts.items())) + f"; the last: {last.reason}, {last.log}"
 
     def _panel(self) -> Any:
-        from rich.console import Group
-        from rich.panel import Panel
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
-
         def grid(*rows: Sequence[Any]) -> Table:
             found = Table.grid(padding=(0, 2))
             for row in rows:

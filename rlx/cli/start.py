@@ -5,31 +5,34 @@ from __future__ import annotations
 import re
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from rlx.config.errors import ConfigError
+from rlx.config.load import Composed, compose, to_yaml
+from rlx.config.schema import CommandConfig
+from rlx.config.sweeps import is_sweep
+from rlx.config.targets import must_be_built, nodes_of
+from rlx.plan.environment import hub_variables
+from rlx.plan.explain import explain
+from rlx.plan.make import make_plan
+from rlx.plan.place import require_one_host
+from rlx.plan.record import ProcessSpec
+from rlx.preflight.chats import check_chats
+from rlx.preflight.hub import check_cache, use_cache
+from rlx.preflight.probes import environments_of, lines_of
+from rlx.runs.claim import changes, create, settle, sources, write_description
+from rlx.runs.differences import change_note
+from rlx.runs.rewind import is_fork
+from rlx.runs.status import Cause, read_status
 
+if TYPE_CHECKING:
     from rlx.cli.commands import Command
-    from rlx.config.load import Composed
-    from rlx.config.schema import CommandConfig
-    from rlx.plan.record import ProcessSpec
-    from rlx.runs.status import Cause
 
 
 def run(argv: list[str], command: Command) -> int:
     """Run the command line and return the exit code."""
-    from rlx.config.load import compose
-    from rlx.config.sweeps import is_sweep
-    from rlx.plan.environment import hub_variables
-    from rlx.plan.make import make_plan
-    from rlx.plan.place import require_one_host
-    from rlx.preflight.chats import check_chats
-    from rlx.preflight.hub import check_cache, use_cache
-    from rlx.preflight.probes import environments_of, lines_of
-    from rlx.runs.claim import create, settle
-
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # exit code 130, as after Ctrl-C
     if is_sweep(argv):
         from rlx.cli import sweep
@@ -62,8 +65,6 @@ def run(argv: list[str], command: Command) -> int:
         print(note, flush=True)
     paths, lock = create(cfg, composed.overrides, plan)
 
-    from rlx.runs.status import read_status
-
     if here:
         from rlx.launch.local import launch
         from rlx.launch.supervisor import Limits
@@ -93,13 +94,6 @@ def run(argv: list[str], command: Command) -> int:
 
 def _dry_run(cfg: CommandConfig, composed: Composed, plan: Sequence[ProcessSpec], environments: Sequence[str]) -> int:
     """Print the configuration, the plan and the batch script, and write them where the next run will be."""
-    from rlx.config.errors import ConfigError
-    from rlx.config.load import to_yaml
-    from rlx.plan.explain import explain
-    from rlx.runs.claim import changes, sources, write_description
-    from rlx.runs.differences import change_note
-    from rlx.runs.rewind import is_fork
-
     root, script = Path(str(cfg.run.dir)), None
     sources(cfg)
     explained = explain(cfg, plan, composed.choices, composed.notes, str(root), environments)
@@ -133,8 +127,6 @@ def check_nodes(cfg: CommandConfig, composed: Composed) -> None:
 
     A dry run builds them, too, because it must refuse what a start refuses. Before a run that waits in a queue they are always built.
     """
-    from rlx.config.targets import must_be_built, nodes_of
-
     if nodes_of(cfg) and ((cfg.launcher.name != "local" and not cfg.dry_run) or must_be_built(cfg, composed.origins)):
         from rlx.train.nodes import check_built
 
@@ -146,8 +138,6 @@ def check_cluster(composed: Composed) -> None:
 
     A file or a variable (RLX_SLURM) may describe a site's cluster for all runs. Whoever types it wants the run to be there.
     """
-    from rlx.config.errors import ConfigError
-
     launcher = composed.cfg.launcher.name
     typed = [line for line in composed.overrides if re.match(r"\+*slurm[.=]", line) and line.partition("=")[2] != "null"]
     if typed and launcher != "slurm":

@@ -116,7 +116,9 @@ def _batch(cfg: Config) -> list[Row]:
     rollouts, mini, lag = cfg.orchestrator.batch_size, cfg.trainer.num_minibatches, cfg.max_async_level
     trained, played = rollouts * cfg.seq_len, [env for env in cfg.envs.values() if env.weight > 0]
     longest = max(env.sampling.max_tokens or cfg.sampling.max_tokens for env in played)
-    stale = f"at most {lag} policy versions old; older groups are dropped, counted and replaced" if lag else "none: on-policy"
+    stale = (
+        f"at most {lag} policy version{'s' * (lag > 1)} old; older groups are dropped, counted and replaced" if lag else "none: on-policy"
+    )
     passes = f", {cfg.trainer.num_iterations} times over" if cfg.trainer.num_iterations > 1 else ""
     elsewhere = f"rows of the shared trainer {cfg.trainer.shared}, together with those of its other runs"
     return [

@@ -40,11 +40,6 @@ def check_rows(cfg: SftRoot) -> list[str]:
     from rlx.data.conversations import RowError, read_conversation
     from rlx.data.rows import HubNotReached, open_rows
 
-    def seen(each: DataSetConfig) -> str:
-        """Whether the rows of the validation set are trained on, too."""
-        twin = next((key for key in sets if key != "val.name" and _overlap(sets[key], each)), None)
-        return f". {twin} has these rows, too, so val/loss does not say how the policy does on others" if twin is not None else ""
-
     lines, problems = [], []
     for key, each in sets.items():
         try:
@@ -62,8 +57,9 @@ def check_rows(cfg: SftRoot) -> list[str]:
         else:
             form = f"prompt of {first.first} messages, completion" if first.first else f"{len(first.messages)} messages"
             form += ", tools" if first.tools else ""
-            more = seen(each) if key == "val.name" else ""
-            lines.append(f"{key}: {len(rows):,} rows of {each.name}; the first: {form}{more}")
+            lines.append(f"{key}: {len(rows):,} rows of {each.name}; the first: {form}")
+            twins = [twin for twin in sets if key == "val.name" and twin != key and _overlap(sets[twin], each)]
+            lines += [f"warning: {twin} has the rows of {key}, too, so val/loss does not measure held-out rows" for twin in twins]
     if problems:
         raise ConfigError(problems)
     return lines
@@ -73,14 +69,11 @@ def _overlap(trained: DataSetConfig, held_out: DataSetConfig) -> bool:
     """Whether the two have rows in common, as far as their names say. Two different parts of one split may be apart."""
     from rlx.data.rows import files_of
 
-    def whole(split: str) -> str:
-        return split.partition("[")[0]
-
     one, other = files_of(trained.name), files_of(held_out.name)
-    same = (
-        (trained.name, trained.subset) == (held_out.name, held_out.subset)
-        if one is None or other is None
-        else not {file.resolve() for file in one}.isdisjoint(file.resolve() for file in other)
-    )
-    parts = "[" in trained.split and "[" in held_out.split and trained.split != held_out.split
-    return same and whole(trained.split) == whole(held_out.split) and not parts
+    if one is not None and other is not None:
+        same = bool({file.resolve() for file in one} & {file.resolve() for file in other})
+    else:
+        same = (trained.name, trained.subset) == (held_out.name, held_out.subset)
+    splits = [trained.split, held_out.split]
+    apart = splits[0] != splits[1] and all("[" in split for split in splits)
+    return same and not apart and len({split.partition("[")[0] for split in splits}) == 1
