@@ -173,25 +173,6 @@ def test_a_preempted_run_whose_job_is_still_known_is_followed_on(tmp_path, monke
     assert list(states) == []
 
 
-def test_tmux_gets_a_session_with_the_display_and_a_pane_for_each_log(tmp_path: Path, monkeypatch):
-    """With a stand-in that records its arguments; the test below uses the real one."""
-    paths = make_run(tmp_path / "my.run", state="completed")
-    specs = [ProcessSpec(role="trainer", replica=0, node=0, gpus=()), ProcessSpec(role="orchestrator", replica=0, node=0, gpus=())]
-    write_plan(paths.plan, specs)
-    log = tmp_path / "calls"
-    (tmp_path / "tmux").write_text(f'#!/bin/sh\n[ $1 = has-session ] && exit 1\necho "$@" >>{log}\n')
-    (tmp_path / "tmux").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    monkeypatch.delenv("TMUX", raising=False)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert main(["watch", "--tmux", str(paths.root)]) == 0
-    calls = log.read_text()
-    assert calls.startswith("new-session -d -s rlx-my_run")
-    assert f"-m rlx.cli watch {paths.root}" in calls
-    assert [f"{name}.log" in calls for name in ("trainer", "orchestrator")] == [True, True]
-    assert calls.endswith("attach-session -t =rlx-my_run\n")
-
-
 def test_a_machine_without_tmux_is_told_what_is_missing(tmp_path: Path, monkeypatch, capsys):
     paths = make_run(tmp_path / "mine", state="completed")
     monkeypatch.setenv("PATH", str(tmp_path))
