@@ -214,7 +214,7 @@ class Display:
                 found.add_row(*(Text(shown(cell), overflow="ellipsis", no_wrap=True) if isinstance(cell, str) else cell for cell in row))
             return found
 
-        beats, parts = self._beats(), []
+        beats, parts = self._beats(), list[Any]()
         ages = self._ages.look(beats, time.monotonic())
         if (now := self.progress()) is not None:
             bar = ProgressBar(total=max(now.total, 1), completed=now.done, width=30)

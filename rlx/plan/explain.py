@@ -13,6 +13,7 @@ from rlx.config.memory import TrainerMemory, size, trained_parameters, trainer_m
 from rlx.config.rows import why
 from rlx.config.schema import CommandConfig, Config, PlayRoot, SftRoot, TrainingRoot
 from rlx.config.schema_eval import EvalRoot, PlayWithModel
+from rlx.config.schema_synthesize import SynthesizeRoot
 from rlx.plan.record import ProcessSpec
 from rlx.plan.servers import command_lines, memory_of
 
@@ -44,9 +45,9 @@ def explain(
         ],
         "vLLM's command lines": command_lines(cfg, plan) if isinstance(cfg, PlayRoot) else [],
     }
-    if isinstance(cfg, PlayWithModel):
+    if isinstance(cfg, EvalRoot | SynthesizeRoot):
         sections["what is played"] = table(["", ""], _played(cfg))[1:]
-    elif isinstance(cfg, TrainingRoot) and cfg.measured != "inference":
+    elif isinstance(cfg, Config | SftRoot) and cfg.measured != "inference":
         rows = _runs(cfg) if cfg.hosts else _batch_of_rows(cfg) if isinstance(cfg, SftRoot) else _batch(cfg)
         sections["one step"] = table(["", ""], rows)[1:]
     sections["memory (estimates)"] = [*_memory_of_trainer(cfg), *_memory_of_servers(cfg, plan)]
@@ -162,12 +163,12 @@ def _runs(cfg: TrainingRoot) -> list[Row]:
     ]
 
 
-def _played(cfg: PlayWithModel) -> Iterable[Row]:
+def _played(cfg: EvalRoot | SynthesizeRoot) -> Iterable[Row]:
     """What an evaluation or a synthesis plays, and with which weights."""
     versions = cfg.versions if isinstance(cfg, EvalRoot) else ["newest" if cfg.step is None else cfg.step]
     if cfg.weights_dir:
         yield "weights", f"{', '.join('the initial model' if v == 0 else str(v) for v in versions)}, of {cfg.weights_dir}"
-    for name, env in (evaluated(cfg) if isinstance(cfg, EvalRoot) else cfg.envs).items():
+    for name, env in cfg.envs.items():
         examples, each = env.num_examples or cfg.num_examples or "all", env.rollouts_per_example or cfg.rollouts_per_example
         tokens = env.sampling.max_tokens or cfg.sampling.max_tokens
         yield name, f"{examples} examples × {each} rollouts, at most {tokens:,} new tokens per turn"
