@@ -217,11 +217,11 @@ def test_a_closed_pipe_ends_the_output_and_not_the_run():
     assert (done.returncode, done.stderr) == (7, b"")
 
 
-def finished(run: Path, *argv: str, max_steps: int = 10, state: str = "completed") -> Console:
+def finished(run: Path, *, max_steps: int = 10, state: str = "completed") -> Console:
     for step in range(max_steps):
         add_step(run, step, 1000.0 + 0.5 * step, **(DROPS if step == max_steps - 1 else {}))
     Status(state=state).write(RunPaths(run))
-    console = Console(run, Config(max_steps=max_steps, seed=4), argv)
+    console = Console(run, Config(max_steps=max_steps, seed=4))
     console.history.read()
     return console
 
@@ -257,21 +257,6 @@ def next_commands(console: Console) -> list[str]:
     lines = console.summary(0).splitlines()
     begin = next(n for n, line in enumerate(lines) if line.startswith("  next"))
     return [line[12:].split("   #")[0] for line in lines[begin:]]
-
-
-def test_the_next_command_repeats_the_overrides_for_the_shell_and_leaves_out_what_is_of_one_run(run, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train.py"])
-    given = ["env=[sums,reverse_text]", "loss=gspo", "seed=4", "run.name=mine", f"run.dir={run}", "clean=true", "resume=latest"]
-    given += ["inference.api_key=hidden", "+sampling.stop='a b'", "max_steps=10"]
-    another = next_commands(finished(run, *given))[0]
-    arguments = shlex.split(another)[shlex.split(another).index("train.py") + 1 :]
-    assert arguments == ["env=[sums,reverse_text]", "loss=gspo", "+sampling.stop='a b'", "max_steps=10", "seed=5"]
-    assert "'env=[sums,reverse_text]'" in another, "the shell would read the brackets as a pattern"
-
-
-@pytest.mark.parametrize(("resume", "kept"), [("latest", False), ("40", False), ("outputs/other", True)])
-def test_the_next_run_starts_from_another_runs_checkpoint_too_but_not_from_its_own(run, resume, kept):
-    assert (f"resume={resume}" in next_commands(finished(run, f"resume={resume}"))[0]) == kept
 
 
 def test_a_way_to_look_at_the_last_rollouts_is_suggested_where_there_are_any(run, capsys, monkeypatch):

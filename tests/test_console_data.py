@@ -31,13 +31,6 @@ def test_supervised_training_shows_losses_what_was_left_out_and_how_to_train_on(
     assert f" model.name={tmp_path}/weights/step_4   # reinforcement learning from the result" in text
 
 
-def test_a_suggested_command_has_a_gap_for_a_secret(tmp_path: Path):
-    secrets = ["teacher.base_url=[http://host:8000]", "teacher.api_key=hidden", "loss=opd"]
-    (line, *_) = Console(tmp_path, compose(secrets, {}).cfg, secrets).suggestions()
-    assert "hidden" not in line
-    assert "teacher.api_key=<secret>" in line
-
-
 def test_an_evaluation_shows_its_rollouts_the_time_left_and_what_is_in_flight(tmp_path: Path, capsys):
     now = {"what": "sums at step 10", "done": 60, "total": 100, "before": 50, "seconds": 5.0}
     now |= {"tokens": 500, "in_flight": 8, "oldest": 12.0, "failed": 3}

@@ -12,8 +12,8 @@ from test_sweep import toy_plan
 
 from rlx.checkpoints import folders
 from rlx.cli import main
-from rlx.cli.commands import TRAIN
 from rlx.cli import sweep as cli
+from rlx.cli.commands import TRAIN
 from rlx.config.errors import ConfigError
 from rlx.config.sweeps import expand
 from rlx.launch import element, sweep

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,7 @@ class Command:
     configures: str = ""  # the command whose configuration it has; empty: its own
     fixed: tuple[str, ...] = ()  # overrides before the user's
     notice: str = ""  # printed before the start
-    display: str = "rlx.cli.playing:PlayDisplay"  # made of the run directory, the configuration and the command's arguments
+    display: str = "rlx.cli.playing:PlayDisplay"  # made of the run directory and the configuration
     resolves: str = ""  # function that replaces what is found on this machine in the configuration, before it is written
 
     @property
@@ -66,8 +65,8 @@ some keys (all of them: docs/configuration.md)
             print(self.notice, flush=True)
         return run([*self.fixed, *argv], self)
 
-    def show(self, run_dir: Path, cfg: Any, argv: Sequence[str]) -> Display:
-        return pkgutil.resolve_name(self.display)(run_dir, cfg, argv)
+    def show(self, run_dir: Path, cfg: Any) -> Display:
+        return pkgutil.resolve_name(self.display)(run_dir, cfg)
 
     def resolve(self, cfg: Any) -> Any:
         """The configuration with the newest weights, absolute paths and the like. Raises ConfigError."""

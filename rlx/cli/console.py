@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,6 @@ from rlx.runs.status import read_status
 from rlx.started import program
 from rlx.terminal import clock
 
-# Suggested commands omit these: they belong to one run. The API key is omitted because the output may be saved in a public place.
-OF_ONE_RUN = ("seed", "run.name", "run.dir", "resume", "clean", "inference.api_key")
 CURVES = {"reward": ("reward/mean", "orchestrator"), "loss": ("loss/nll", "trainer"), "val": ("val/loss", "val")}
 NUMBERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (  # of the newest step: text, source, metrics
     ("lag {:.1f} (max {:.0f})", "trainer", ("off_policy/lag_mean", "off_policy/lag_max")),
@@ -41,8 +39,8 @@ NEWEST = 5  # steps whose means are shown
 class Console(Display):
     """Displays a run that trains."""
 
-    def __init__(self, run_dir: Path | str, cfg: Any, argv: Sequence[str] = ()) -> None:
-        super().__init__(run_dir, cfg, argv)
+    def __init__(self, run_dir: Path | str, cfg: Any) -> None:
+        super().__init__(run_dir, cfg)
         self.history.counted = cfg.counted if cfg.bench else "trainer"
 
     # while it runs
@@ -155,22 +153,11 @@ class Console(Display):
                 yield name, f"{status.state}, {status.step} of {status.max_steps} steps"
 
     def suggestions(self) -> list[str]:
-        root, supervised = self.paths.root, isinstance(self.cfg, SftRoot)
-        kept = [part for part in self.argv if part.lstrip("+").partition("=")[0] not in OF_ONE_RUN or _is_fork(part)]
-        kept += ["run.name=null", "run.dir=null"] if "--config-name" in kept else []  # that of a run has both
-        lines = [
-            f"{program('sft' if supervised else 'train')} {shlex.join([*kept, f'seed={self.cfg.seed + 1}'])}   # another seed",
-            f"bash {shlex.quote(str(root / 'reproduce.sh'))}   # the same run again",
-        ]
-        if supervised and not self.cfg.lora.on:  # adapters are no model to start from
+        root = self.paths.root
+        lines = [f"bash {shlex.quote(str(root / 'reproduce.sh'))}   # the same run again"]
+        if isinstance(self.cfg, SftRoot) and not self.cfg.lora.on:  # adapters are no model to start from
             weights = shlex.quote(f"model.name={self.paths.weights_of(self.cfg.max_steps)}")
             lines.append(f"{program()} env=… model=… {weights}   # reinforcement learning from the result")
         if self.run.rollouts:  # a replay has none, nor a run with orchestrator.save_rollouts=false
             lines.append(f"{program('view')} {shlex.quote(str(root))}   # what the policy wrote, rollout by rollout")
         return lines
-
-
-def _is_fork(part: str) -> bool:
-    """Whether `resume=` names another run's checkpoint, which the suggested run can also start from."""
-    key, _, value = part.partition("=")
-    return key == "resume" and value not in ("latest", "null", "") and not value.isdecimal()

@@ -26,7 +26,6 @@ from rich.text import Text
 
 from rlx.checkpoints.folders import steps as checkpoints
 from rlx.config.roots import root_of
-from rlx.config.secret import hide_lines
 from rlx.heartbeat import Ages, in_phase, read_heartbeats
 from rlx.launch.stall import STACKS
 from rlx.paths import listed
@@ -85,9 +84,8 @@ class Display:
     note = ""  # what is to be said of the whole run now: why its job waits
     tail: Sequence[str] = ()  # names of the processes whose last log lines the panel shows
 
-    def __init__(self, run_dir: Path | str, cfg: Any, argv: Sequence[str] = ()) -> None:
-        """`argv`: the command's arguments, for the suggested commands at the end."""
-        self.run, self.cfg, self.argv = Run(Path(run_dir)), cfg, hide_lines(argv, cfg)
+    def __init__(self, run_dir: Path | str, cfg: Any) -> None:
+        self.run, self.cfg = Run(Path(run_dir)), cfg
         self.paths = self.run.paths
         self.history = History(self.paths)
         self.started = time.time()

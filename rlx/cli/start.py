@@ -69,7 +69,7 @@ def run(argv: list[str], command: Command) -> int:
         from rlx.launch.local import launch
         from rlx.launch.supervisor import Limits
 
-        exit_code = launch(paths, Limits.of(cfg), lock, command.show(paths.root, cfg, argv))
+        exit_code = launch(paths, Limits.of(cfg), lock, command.show(paths.root, cfg))
     else:
         from rlx.launch.follow import follow
         from rlx.launch.slurm import FOLDER, submit
@@ -85,7 +85,7 @@ def run(argv: list[str], command: Command) -> int:
         if not cfg.launcher.wait:
             print(f"  state    squeue -j {job}; {paths.status}\n  stop     scancel {job}")
             return 0
-        exit_code = follow(paths, job, command.show(paths.root, cfg, argv))
+        exit_code = follow(paths, job, command.show(paths.root, cfg))
     status = read_status(paths)
     if status is not None and status.cause is not None:
         print(failure(status.cause, paths.root), file=sys.stderr)

@@ -68,7 +68,7 @@ def watch(run: Run) -> int:
     cfg, status = run.config, run.status
     if cfg is None or status is None:
         raise ConfigError(f"{run.root} has not been started (a dry run?).\n  fix: name a run that has; rlx runs lists them")
-    console = BY_NAME[root_of(cfg).command].show(run.root, cfg, run.overrides)
+    console = BY_NAME[root_of(cfg).command].show(run.root, cfg)
     console.started = status.started
     console.tail = [spec.name for spec in run.plan]
     run.patience = PATIENCE  # the clock of another host may be wrong
