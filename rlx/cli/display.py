@@ -221,7 +221,7 @@ class Display:
         parts.append(grid(*([name, beat["phase"], clock(in_phase(beat, ages[name]))] for name, beat in beats.items())))
         again = f"started again: {self._restarted()}" if self._restarts else ""
         parts += [Text(shown(text), style="yellow") for text in (self.note, self._stall, again) if text]
-        parts.append(grid(*([f"{name}.log", line] for name, line in self._ends.items())))
+        parts += [grid(*([f"{name}.log", line] for name, line in self._ends.items()))] if self._ends else []
         return Panel(Group(*parts), title=Text(shown(f"{self.paths.root.name}  {clock(time.time() - self.started)}")), title_align="left")
 
     def _beats(self) -> dict[str, dict]:
