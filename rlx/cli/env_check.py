@@ -48,7 +48,7 @@ def run(name: str, given: Sequence[str], as_json: bool) -> int:
             "  fix: leave out env=, weights_dir= and rollouts_per_example=1; rlx eval has them"
         )
     answer = {"env": name, "worth": False, "playable": False, "reasons": [], "notes": [], "facts": None, "results": None}
-    paths, code = RunPaths(Path(cfg.run.dir or Path("outputs") / str(cfg.run.name)).expanduser()), NOT_PLAYABLE
+    paths, code = RunPaths(Path(cfg.run.dir or Path("outputs") / str(cfg.run.name)).expanduser().absolute()), NOT_PLAYABLE
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         try:
             if not cfg.dry_run:
