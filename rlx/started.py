@@ -22,22 +22,11 @@ def started_as(executable: str, script: str, command: str = "train") -> str:
         return f"{short_name(script)} {command}"
     if Path(script).name == "train.py" and command == "train":
         return f"{short_name(executable)} {shlex.quote(script)}"
-    by_module = Path(script).name == "__main__.py"
-    return f"{_with_module(short_name(executable), by_module)} {command}"
-
-
-def _with_module(python: str, by_module: bool) -> str:
-    """`python -m rlx.cli`, which searches the working directory first: that may be another checkout, or without the one that runs.
-
-    `by_module`: whether the user started rlx in this way, so that it is found unless the working directory has another.
-    """
-    here = Path.cwd().resolve()
-    has_another = here != SOURCE and (here / "rlx" / "__init__.py").is_file()
-    if SOURCE.name in ("site-packages", "dist-packages"):
-        return f"{python} -P -m rlx.cli" if has_another else f"{python} -m rlx.cli"
-    if here == SOURCE or (by_module and not has_another):
-        return f"{python} -m rlx.cli"
-    return f"PYTHONPATH={shlex.quote(str(SOURCE))} {python} -P -m rlx.cli"
+    here, installed = Path.cwd().resolve(), SOURCE.name in ("site-packages", "dist-packages")
+    another = here != SOURCE and (here / "rlx" / "__init__.py").is_file()  # `-m` searches the working directory first
+    found = installed or here == SOURCE or (Path(script).name == "__main__.py" and not another)
+    path = "" if found else f"PYTHONPATH={shlex.quote(str(SOURCE))} "
+    return f"{path}{short_name(executable)}{' -P' if another or not found else ''} -m rlx.cli {command}"
 
 
 def short_name(program: str) -> str:

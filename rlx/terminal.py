@@ -1,4 +1,7 @@
-"""Text for a terminal. What a model, an environment or another user's file wrote is shown there, and nothing of it is obeyed."""
+"""Text for a terminal. What a model, an environment or another user's file wrote is shown there, and nothing of it is obeyed.
+
+Also how times are written for people.
+"""
 
 from __future__ import annotations
 
@@ -49,3 +52,18 @@ def safe_output() -> Any:
         yield
     finally:
         sys.stdout, sys.stderr = before
+
+
+def clock(seconds: float) -> str:
+    """`0:07`, `12:34` or `1:02:03`: of something that goes on."""
+    minutes, second = divmod(int(seconds), 60)
+    hour, minute = divmod(minutes, 60)
+    return f"{hour}:{minute:02d}:{second:02d}" if hour else f"{minute}:{second:02d}"
+
+
+def duration(seconds: float) -> str:
+    """`40 ms`, `12.3 s`, `3.5 min`, `2.1 h` or `3 d`, in the unit that shows most of it."""
+    for least, size, unit in ((172800, 86400, "d"), (7200, 3600, "h"), (120, 60, "min"), (0.9995, 1, "s")):
+        if seconds >= least:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{1e3 * seconds:.3g} ms"

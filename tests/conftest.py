@@ -137,9 +137,8 @@ def quick_clients(monkeypatch: pytest.MonkeyPatch) -> None:
 def known_environments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands in this process take every environment for a classic one with 512 examples, instead of loading it for seconds."""
 
-    def run(python: str, entries: list[dict]) -> tuple[dict, None, str]:
-        answer = {"probed": {"kind": "classic", "examples": 512, "tools": []}, "files": {"of a test": "never equal"}, "folders": {}}
-        return {entry["key"]: answer for entry in entries}, None, ""
+    def run(python: str, entry: dict) -> tuple[dict, str]:
+        return {"probed": {"kind": "classic", "examples": 512, "tools": []}, "files": {"of a test": "never equal"}, "folders": {}}, ""
 
     monkeypatch.setattr("rlx.preflight.probes._run", run)
 

@@ -32,6 +32,7 @@ from rlx.runs.status import Cause, Status
 @pytest.fixture(autouse=True)
 def quick_display(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlx.cli.watch.UPDATE", 0.02)
+    monkeypatch.setattr("rlx.cli.watch.PATIENCE", 0.2)
 
 
 def make_run(root: Path, **status: object) -> RunPaths:
@@ -106,15 +107,10 @@ def test_the_panel_shows_who_waits_for_whom_and_the_last_line_of_each_log(tmp_pa
     console.tail, console.note = ["trainer", "orchestrator"], "job 7 is waiting (pending): Priority"
     console.update()
     text = rendered(console)
-    assert "the trainer waits for rollouts 60% of its time: sampling is slower" in text
+    assert "trainer 0:00: wait for batch 60% · forward and backward 40%" in text
     assert "trainer.log  step [3] took 2 s" in text
     assert "orchestrator.log" not in text, "it has written nothing"
     assert "job 7 is waiting (pending): Priority" in text
-    for step in (1, 2, 3, 4, 5):
-        add_step(paths.root, step, time.time(), **{"time/wait_weights": 0.4})
-    console._looked = 0.0
-    console.update()
-    assert "sampling waits for weights 80% of its time: training is slower" in rendered(console)
 
 
 def test_a_job_in_the_queue_is_explained_until_it_runs(tmp_path: Path, capsys, monkeypatch):
@@ -144,7 +140,6 @@ def test_a_job_in_the_queue_is_explained_until_it_runs(tmp_path: Path, capsys, m
 def test_a_run_on_another_host_lives_as_long_as_its_files_change_whatever_its_clock_says(tmp_path, capsys, monkeypatch, moves: bool):
     """Its clock is an hour late, so its status always looks old."""
     paths = make_run(tmp_path / "mine", state="running", supervisor={"host": "elsewhere", "pid": 1})
-    monkeypatch.setattr("rlx.cli.watch.PATIENCE", 0.2)
     update, began = Console.update, time.monotonic()
 
     def late() -> None:
@@ -178,30 +173,11 @@ def test_a_preempted_run_whose_job_is_still_known_is_followed_on(tmp_path, monke
     assert list(states) == []
 
 
-def test_tmux_gets_a_session_with_the_display_and_a_pane_for_each_log(tmp_path: Path, monkeypatch):
-    """With a stand-in that records its arguments; the test below uses the real one."""
-    paths = make_run(tmp_path / "my.run", state="completed")
-    specs = [ProcessSpec(role="trainer", replica=0, node=0, gpus=()), ProcessSpec(role="orchestrator", replica=0, node=0, gpus=())]
-    write_plan(paths.plan, specs)
-    log = tmp_path / "calls"
-    (tmp_path / "tmux").write_text(f'#!/bin/sh\n[ $1 = has-session ] && exit 1\necho "$@" >>{log}\necho %$#\n')
-    (tmp_path / "tmux").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    monkeypatch.delenv("TMUX", raising=False)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert main(["watch", "--tmux", str(paths.root)]) == 0
-    calls = log.read_text()
-    assert calls.startswith("new-session -d -P -F #{pane_id} -s rlx-my_run")
-    assert f"-m rlx.cli watch {paths.root}" in calls
-    assert [f"{name}.log" in calls for name in ("trainer", "orchestrator")] == [True, True]
-    assert calls.endswith("attach-session -t =rlx-my_run\n")
-
-
 def test_a_machine_without_tmux_is_told_what_is_missing(tmp_path: Path, monkeypatch, capsys):
     paths = make_run(tmp_path / "mine", state="completed")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["watch", "--tmux", str(paths.root)]) == 2
-    assert "--tmux needs tmux, which is not installed here.\n  fix: install it (apt-get install tmux)" in capsys.readouterr().err
+    assert "--tmux needs tmux and a terminal.\n  fix: apt-get install tmux" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -223,7 +199,7 @@ def test_each_log_has_a_pane_that_follows_it(tmp_path: Path, monkeypatch: pytest
     run = Run(paths)
     assert (session_of(run), logs_of(run)) == ("rlx-my_run", ["inference_0", "trainer"])
     try:
-        assert make(run, "rlx-my_run") == []
+        subprocess.run(make(run, "rlx-my_run"), check=True)
         panes = _tmux("list-panes", "-t", "=rlx-my_run:", "-F", "#{pane_id} #{pane_title}").splitlines()
         ids = {title: pane for pane, _, title in (line.partition(" ") for line in panes)}
         assert set(ids) == {"my.run", "inference_0", "trainer"}

@@ -13,9 +13,8 @@ from rlx.config.roots import EVAL, SFT, SYNTHESIZE, TRAIN, Root
 from rlx.config.schema import CommandConfig, Config
 from rlx.plan.explain import explain
 from rlx.plan.make import make_plan
-from rlx.plan.servers import memory_of
 from rlx.policy.source import fake_rollouts
-from rlx.preflight.doctor import needed_memory
+from rlx.preflight.needs import needed_memory
 
 SMALL, LARGE = "model=qwen3_0_6b", "model=qwen3_8b"
 API = ("model=endpoint", "model.name=x", "client.base_url=http://other/v1")
@@ -75,14 +74,6 @@ def test_a_gpu_that_only_one_of_them_uses_may_be_used_by_it(root: Root, argv: tu
     planned(root, *argv, *NEARLY_ALL)
     with pytest.raises(ConfigError, match="the engine leaves too little memory for the trainer"):
         planned(TRAIN, SMALL, *NEARLY_ALL)
-
-
-def test_an_evaluation_on_one_gpu_says_how_to_use_all_of_it() -> None:
-    cfg = compose(["env=reverse_text", "dry_run=true", SMALL, "hardware=gpu1_shared"], {}, EVAL).cfg
-    advice = "no trainer shares the card here: inference.gpu_memory_utilization=0.9 lets the engine use it"
-    assert advice in "\n".join(memory_of(cfg, make_plan(cfg, Path("/run"))))
-    cfg = compose(["env=reverse_text", "dry_run=true", SMALL, *NEARLY_ALL], {}, EVAL).cfg
-    assert advice not in "\n".join(memory_of(cfg, make_plan(cfg, Path("/run"))))
 
 
 @pytest.mark.parametrize("argv", [("replay=/other",), ("bench=true",), ("bench=true", "bench_role=inference")])

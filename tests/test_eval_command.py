@@ -21,7 +21,6 @@ from api_stand_in import KEY
 from main_job import read_metrics
 
 from rlx.cli import main
-from rlx.cli.playing import eta_of
 from rlx.config.errors import ConfigError
 from rlx.config.evaluated import evaluated, played
 from rlx.config.load import compose, load_command, load_run, to_yaml
@@ -152,11 +151,6 @@ def test_seeds_are_those_of_evaluations_beside_training() -> None:
     assert list(played(cfg)) == ["eval_sums"]
     spec = evaluated(cfg)["sums"]
     assert (spec.sampling.temperature, spec.sampling.max_tokens, spec.rollouts_per_example, spec.num_examples) == (0, 12, 4, 128)
-
-
-def test_the_time_left_follows_from_the_pace_of_this_attempt() -> None:
-    assert eta_of({"done": 60, "total": 100, "before": 50, "seconds": 5.0}) == "ETA 0:20"
-    assert eta_of({"done": 50, "total": 100, "before": 50, "seconds": 5.0}) == ""
 
 
 # the whole command

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 from launch_configs import config
 
 from rlx.config.errors import ConfigError
 from rlx.config.load import load_run, to_yaml
-from rlx.config.memory import engine_memory, size, trainer_memory
+from rlx.config.memory import size, trainer_memory
 from rlx.config.rows import why
 from rlx.config.schema import Config
 from rlx.config.tree import Builder
@@ -38,36 +37,28 @@ def command(plan: list[ProcessSpec], role: str) -> str:
     return " ".join(next(spec for spec in plan if spec.role == role).argv)
 
 
-def test_plan_of_cpu() -> None:
-    assert layout("cpu") == ["inference_0 @0 gpus= ports={'http': 0}", "orchestrator @0 gpus= ports={}", "trainer @0 gpus= ports={}"]
+NAMES = {"orchestrator @0 gpus= ports={}"}
 
 
-def test_plan_of_a_shared_gpu_gives_it_to_both() -> None:
-    assert layout("gpu1_shared") == [
-        "inference_0 @0 gpus=0 ports={'http': 0}",
-        "orchestrator @0 gpus= ports={}",
-        "trainer @0 gpus=0 ports={}",
-    ]
-
-
-def test_plan_of_two_gpus_splits_them() -> None:
-    assert layout("gpu2") == [
-        "inference_0 @0 gpus=0 ports={'http': 0}",
-        "orchestrator @0 gpus= ports={}",
-        "trainer @0 gpus=1 ports={}",
-    ]
-
-
-def test_plan_of_eight_gpus_has_inference_first_and_the_trainer_behind_it() -> None:
-    assert layout("node8") == [
-        "inference_0 @0 gpus=0 ports={'http': 0}",
-        "inference_1 @0 gpus=1 ports={'http': 0}",
-        "inference_2 @0 gpus=2 ports={'http': 0}",
-        "inference_3 @0 gpus=3 ports={'http': 0}",
-        "orchestrator @0 gpus= ports={}",
-        "trainer @0 gpus=4 ports={'rendezvous': 0}",
-        *(f"trainer_{rank} @0 gpus={4 + rank} ports={{}}" for rank in (1, 2, 3)),
-    ]
+@pytest.mark.parametrize(
+    ("preset", "lines"),
+    [
+        ("cpu", ["inference_0 @0 gpus= ports={'http': 0}", "trainer @0 gpus= ports={}"]),
+        ("gpu1_shared", ["inference_0 @0 gpus=0 ports={'http': 0}", "trainer @0 gpus=0 ports={}"]),
+        ("gpu2", ["inference_0 @0 gpus=0 ports={'http': 0}", "trainer @0 gpus=1 ports={}"]),
+        (
+            "node8",
+            [
+                *(f"inference_{server} @0 gpus={server} ports={{'http': 0}}" for server in range(4)),
+                "trainer @0 gpus=4 ports={'rendezvous': 0}",
+                *(f"trainer_{rank} @0 gpus={4 + rank} ports={{}}" for rank in (1, 2, 3)),
+            ],
+        ),
+    ],
+)
+def test_inference_has_the_first_gpus_and_the_trainer_those_behind_it(preset: str, lines: list[str]) -> None:
+    assert [line for line in layout(preset) if line not in NAMES] == lines
+    assert {*layout(preset)} >= NAMES
 
 
 def test_tensor_parallel_replicas_get_neighbouring_gpus() -> None:
@@ -76,20 +67,6 @@ def test_tensor_parallel_replicas_get_neighbouring_gpus() -> None:
         "inference_0 @0 gpus=0,1,2 ports={'http': 0}",
         "inference_1 @0 gpus=3,4,5 ports={'http': 0}",
     ]
-
-
-def test_the_plan_counts_gpus_whatever_is_visible_where_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
-    assert layout("gpu2") == [
-        "inference_0 @0 gpus=0 ports={'http': 0}",
-        "orchestrator @0 gpus= ports={}",
-        "trainer @0 gpus=1 ports={}",
-    ]
-    assert all("CUDA_VISIBLE_DEVICES" not in spec.env for spec in make_plan(config("gpu2"), Path("/run")))
-
-
-def test_devices_are_counted_as_nvidia_smi_counts_them() -> None:
-    assert {spec.env["CUDA_DEVICE_ORDER"] for spec in make_plan(config("gpu2"), Path("/run"))} == {"PCI_BUS_ID"}
 
 
 @pytest.mark.parametrize(
@@ -270,12 +247,6 @@ def test_one_process_in_its_own_dtype_gathers_nothing() -> None:
     assert trainer.device == trainer.states + trainer.activations + trainer.head
 
 
-def test_memory_of_the_engine() -> None:
-    engine = engine_memory(config("node8"))
-    assert engine.weights == 8.19e9 * 2
-    assert engine.kv_token == 2 * 36 * 8 * 128 * 2
-
-
 def test_offloaded_states_do_not_count_on_the_gpu_and_sgd_keeps_one_for_its_momentum() -> None:
     resident, offloaded = trainer_memory(config("node8")), trainer_memory(config("node8", trainer={"fsdp_cpu_offload": True}))
     assert offloaded.states == pytest.approx(resident.states - resident.parameters - resident.gradients - resident.optimizer)
@@ -329,24 +300,11 @@ def test_the_length_of_a_row_is_the_same_wherever_the_configuration_is_read(tmp_
     assert "rows of 1,792 tokens: what 2 GiB" in text
 
 
-@pytest.mark.parametrize(
-    ("envs", "words"),
-    [
-        (
-            {"math": {"id": "rlx-math", "sampling": {"max_tokens": 100}}},
-            "at most 25,600 = 256 × envs.math.sampling.max_tokens 100 (per turn)",
-        ),
-        (
-            {"math": {"id": "rlx-math", "sampling": {"max_tokens": 100}, "weight": 3.0}, "long": {"id": "rlx-math"}},
-            "at most about 412,416 = 256 × 1,611, the mean of the environments' max_tokens (math 100, long 6,144; per turn)",
-        ),
-        ({"math": {"id": "rlx-math", "sampling": {"max_tokens": 6144}}}, "1,572,864 = 256 × sampling.max_tokens 6,144"),
-    ],
-)
-def test_an_environments_own_bound_of_new_tokens_is_counted(envs: dict, words: str) -> None:
+def test_the_largest_bound_of_new_tokens_counts() -> None:
     cfg = config("node8")
+    envs = {"math": {"id": "rlx-math", "sampling": {"max_tokens": 100}}, "none": {"id": "rlx-math", "weight": 0.0}}
     cfg.envs = Builder(Config).build(Config, {**asdict(cfg), "envs": envs}).envs
-    assert words in explain(cfg, make_plan(cfg, Path("/run")), {}, [], "/run")
+    assert "at most 25,600 = 256 × max_tokens 100 (per turn)" in explain(cfg, make_plan(cfg, Path("/run")), {}, [], "/run")
 
 
 def test_the_plan_in_words_names_processes_batch_arithmetic_staleness_and_memory() -> None:
@@ -357,42 +315,15 @@ def test_the_plan_in_words_names_processes_batch_arithmetic_staleness_and_memory
         "hardware=auto: chose node8",
         "inference_3",
         "trainer_3",
-        "256 = 32 prompts × 8 rollouts per prompt",
-        "1,572,864 = 256 × sampling.max_tokens 6,144",
-        "2 minibatches of 128 rollouts",
+        "256 = 32 prompts × 8",
+        "1,572,864 = 256 × max_tokens 6,144",
+        "2 per step",
         "20 in the run of 10 steps",
         "at most 1 policy version old",
-        "in bfloat16 trainer and engine differ before any training (SmolLM2-135M on a CPU: 0.04 nats per token",
         "the card must have at least",
         "rank 0 also: 15.3 GiB of host memory for the copy of the weights",
     ):
         assert words in text, f"{words!r} is not in\n{text}"
-
-
-def test_the_plan_in_words_says_how_long_a_step_takes_on_a_cpu() -> None:
-    cfg = config("cpu", model={"num_parameters": 1e9}, hardware={"cpu_threads": 2})
-    cfg.seq_len, cfg.orchestrator.batch_size, cfg.sampling.max_tokens = 100, 64, 50
-    text = explain(cfg, make_plan(cfg, Path("/run")), {}, [], "/run")
-    assert "at most about 3 min to train and 2 min to sample, with 2 threads a role" in text, text  # 38.4e12 / 2e11 s, 6.4e12 / 5e10 s
-    assert "time on CPU" not in explain(config("node8"), make_plan(config("node8"), Path("/run")), {}, [], "/run")
-
-
-@pytest.mark.parametrize(("changes", "says"), [
-    ({}, "about 6 min to train and 2 min to sample, with"),  # an operation for each weight and token takes a minute
-    ({"trainer": {"num_iterations": 3}}, "about 18 min to train and"),
-    ({"trainer": {"num_iterations": 3}, "loss": {"proximal": "recompute"}}, "about 20 min to train and"),
-    ({"loss": {"proximal": "recompute"}}, "about 6 min to train and"),  # the step's own forward gives the scores
-    ({"loss": {"kl": {"beta": 0.1}}}, "about 8 min to train and"),
-    ({"lora": {"rank": 1}}, "about 4 min to train and"),
-    ({"bench": True}, "about 6 min to train, with"),
-    ({"replay": "/another"}, "about 6 min to train, with"),
-])  # fmt: skip
-def test_the_time_on_a_cpu_counts_scores_frozen_weights_and_nothing_that_is_not_done(changes: dict[str, Any], says: str) -> None:
-    cfg = config("cpu", model={"num_parameters": 1e9}, hardware={"cpu_threads": 2}, **changes)
-    cfg.seq_len, cfg.orchestrator.batch_size, cfg.sampling.max_tokens = 100, 120, 25
-    text = explain(cfg, make_plan(cfg, Path("/run")), {}, [], "/run")
-    (line,) = [line for line in text.splitlines() if "time on CPU" in line]
-    assert says in line
 
 
 def test_the_plan_in_words_tells_what_filters_passes_and_a_reference_add() -> None:

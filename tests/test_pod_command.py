@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 from test_kubernetes_chart import container_of, rendered
 
 from rlx.cli import pod
-from rlx.config.errors import ConfigError
 from rlx.config.load import compose, to_yaml
 from rlx.config.roots import TRAIN
 from rlx.paths import RunPaths
@@ -149,14 +147,3 @@ def test_a_run_whose_lost_host_never_comes_fails_and_names_it(tmp_path: Path, mo
     )
     for _ in range(5):
         assert host(0, tmp_path, monkeypatch, by_hand=True, more=("launcher.max_requeues=3",)) == LEFT, "people decide themselves"
-
-
-def test_a_volume_that_cannot_be_written_is_named_with_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
-    volume = tmp_path / "volume"
-    volume.write_text("no folder")
-    for index in (0, 1):
-        with pytest.raises(ConfigError, match=rf"the volume {volume} cannot be written by the user {os.getuid()}, .*: Not a directory"):
-            host(index, volume, monkeypatch)
-    monkeypatch.setattr(pod.tempfile, "TemporaryFile", lambda **_: (_ for _ in ()).throw(PermissionError(13, "Permission denied", "/x")))
-    with pytest.raises(ConfigError, match="Permission denied: /x"):
-        host(0, tmp_path, monkeypatch)

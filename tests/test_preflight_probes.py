@@ -86,24 +86,23 @@ def test_a_sentence_of_our_own_about_servers_is_passed_on_once():
 
 def test_each_different_environment_is_asked_once_and_then_known(package, cache, monkeypatch):
     file = package("one_env", "x = 1\n")
-    asked: list[list[str]] = []
+    asked: list[int] = []
 
-    def run(python, entries):
-        asked.append([entry["args"].get("n") for entry in entries])
-        answers = {each["key"]: {"probed": {"kind": "classic", "examples": each["args"]["n"], "tools": ["add"]}} for each in entries}
-        return {key: answer | {"files": files_of("one-env"), "folders": {}} for key, answer in answers.items()}, None, ""
+    def run(python, entry):
+        asked.append(entry["args"]["n"])
+        return {"probed": {"kind": "classic", "examples": asked[-1], "tools": ["add"]}, "files": files_of("one-env"), "folders": {}}, ""
 
     monkeypatch.setattr(probes, "_run", run)
     three = [config("env.id=one-env", f"+env.args.n={n}", f"seed={seed}") for n, seed in ((7, 1), (7, 2), (8, 3))]
     found = probes.environments_of(three)
     assert [next(iter(each.values())).examples for each in found] == [7, 7, 8]
     assert str(next(iter(found[0].values()))) == "classic, 7 examples, tools add"
-    assert asked == [[7, 8]]
+    assert asked == [7, 8]
     probes.environments_of(three)
-    assert asked == [[7, 8]]
+    assert asked == [7, 8]
     file.write_text("x = 2\n")
     probes.environments_of(three[:1])
-    assert asked == [[7, 8], [7]]
+    assert asked == [7, 8, 7]
 
 
 def test_problems_are_not_kept_and_the_check_can_be_left_out(package, cache, monkeypatch):
@@ -111,13 +110,9 @@ def test_problems_are_not_kept_and_the_check_can_be_left_out(package, cache, mon
     package("one_env", "x = 1\n")
     asked = []
 
-    def run(python, entries):
+    def run(python, entry):
         asked.append(1)
-        return (
-            {entries[0]["key"]: {"probed": {"problem": "it is broken", "fix": "mend it", "tools": []}, "files": {}, "folders": {}}},
-            None,
-            "",
-        )
+        return {"probed": {"problem": "it is broken", "fix": "mend it", "tools": []}, "files": {}, "folders": {}}, ""
 
     monkeypatch.setattr(probes, "_run", run)
     broken = config("env.id=one-env")
@@ -130,19 +125,16 @@ def test_problems_are_not_kept_and_the_check_can_be_left_out(package, cache, mon
 
 def test_an_environment_that_ends_the_process_does_not_hide_the_others(package, cache, monkeypatch):
     package("one_env", "x = 1\n")
-    calls = []
 
-    def run(python, entries):
-        calls.append([entry["args"]["n"] for entry in entries])
-        if entries[0]["args"]["n"] == 1:
-            return {}, entries[0]["key"], "exit code 7; its last line: bye"
-        return {entries[0]["key"]: {"probed": {"kind": "v1", "examples": 1, "tools": []}, "files": {}, "folders": {}}}, None, ""
+    def run(python, entry):
+        if entry["args"]["n"] == 1:
+            return None, "exit code 7; its last line: bye"
+        return {"probed": {"kind": "v1", "examples": 1, "tools": []}, "files": {}, "folders": {}}, ""
 
     monkeypatch.setattr(probes, "_run", run)
-    with pytest.raises(ConfigError, match="loading one-env ended its process: exit code 7; its last line: bye") as caught:
+    with pytest.raises(ConfigError, match="one-env cannot be loaded: exit code 7; its last line: bye") as caught:
         probes.environments_of([config("env.id=one-env", f"+env.args.n={n}") for n in (1, 2)])
     assert len(caught.value.problems) == 1
-    assert calls == [[1, 2], [2]]
 
 
 LEAVES_CHILDREN = """\
@@ -173,10 +165,11 @@ def test_what_an_environment_started_ends_with_the_check(tmp_path):
     python = tmp_path / "python"
     python.write_text(LEAVES_CHILDREN.format(python=sys.executable))
     python.chmod(0o755)
-    answers, loading, ending = probes._run(str(python), [{"key": "0", "name": "mine"}])  # not for the hour that the children sleep
-    assert (loading, ending) == (None, "exit code 0")
-    assert not answers["0"]["terminal"], "nothing waits for a password"
-    assert [start_time(pid) for pid in answers["0"]["pids"]] == [None] * 3
+    answer, ending = probes._run(str(python), {"key": "0", "name": "mine"})  # not for the hour that the children sleep
+    assert answer is not None
+    assert ending == "exit code 0"
+    assert not answer["terminal"], "nothing waits for a password"
+    assert [start_time(pid) for pid in answer["pids"]] == [None] * 3
 
 
 @pytest.mark.parametrize(("file", "cause"), [("nowhere", "No such file or directory"), (".", "Permission denied")])
@@ -187,7 +180,7 @@ def test_a_python_that_only_the_nodes_have_is_a_problem_with_a_remedy(cache, tmp
         probes.environments_of([remote])
     (problem,) = found.value.problems
     assert problem.startswith(f"envs.reverse_text: rlx-reverse-text cannot be loaded: {python} cannot be started here: {cause}.")
-    assert f"correct envs.reverse_text.python={python}; launcher.check_envs=false starts without this check" in problem
+    assert f"or envs.reverse_text.python={python}; launcher.check_envs=false starts without this check" in problem
 
 
 def test_a_python_that_ends_before_it_reads_is_a_problem(cache):
@@ -249,7 +242,7 @@ def test_a_sweep_names_every_environment_that_cannot_be_used_before_it_starts(pa
     said = done.stderr
     assert "something that it imports is not: ModuleNotFoundError: No module named 'chromadb_that_is_not'" in said
     assert f"FileNotFoundError: no file raises.json; at {tmp_path}/five_envs.py:10 in load_environment" in said
-    assert "loading five-envs ended its process: exit code 7; its last line: leaving" in said
+    assert "five-envs cannot be loaded: exit code 7; its last line: leaving" in said
     assert "five-envs has no examples" in said
     assert "loading five-envs failed: JSONDecodeError" in said
     assert "Nothing was started." in said

@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
-from dataclasses import replace
 
-import pytest
-
-from rlx.config.errors import ConfigError
-from rlx.config.load import compose
-from rlx.paths import RunPaths
-from rlx.runs.members import check_shared
-from rlx.runs.replay import check_replay
 from rlx.started import SOURCE, short_name, started_as
 
 
@@ -50,20 +41,3 @@ def test_a_suggested_command_imports_the_rlx_that_runs(tmp_path, monkeypatch):
     done = subprocess.run(there.replace("view", "--help"), shell=True, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "another checkout" in subprocess.run([sys.executable, "-m", "rlx.cli"], capture_output=True, text=True, check=False).stderr
-
-
-@pytest.mark.parametrize(("script", "begins"), [("/bin/rlx", "/bin/rlx train"), ("/co/train.py", "{python} /co/train.py")])
-def test_hints_of_a_run_name_the_command_that_the_user_gave(tmp_path, monkeypatch, script, begins):
-    monkeypatch.setattr(sys, "argv", [script])
-    monkeypatch.setenv("PATH", "/nowhere")
-    begins = begins.format(python=short_name(sys.executable))
-    cfg = compose(["lora.rank=8", "dry_run=true"], {}).cfg
-    with pytest.raises(ConfigError, match=re.escape(f"fix: start one first: {begins} run.dir={tmp_path / 'none'} ")):
-        check_shared(replace(cfg, trainer=replace(cfg.trainer, shared=str(tmp_path / "none"))))
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text(compose(["sampling.temperature=0.5"], {}).yaml)
-    recorded = RunPaths(tmp_path / "run").recorded_of(0)
-    recorded.parent.mkdir(parents=True)
-    recorded.touch()
-    with pytest.raises(ConfigError, match=re.escape(f"{begins} --config-dir {tmp_path / 'run'} --config-name config replay=")):
-        check_replay(replace(cfg, replay=str(tmp_path / "run"), max_steps=1), 0)

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from rlx.cli import main, sweep, train
+from rlx.cli import main, sweep
+from rlx.cli.commands import TRAIN
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose
 from rlx.config.shipped import conf_directory, shipped_groups
@@ -86,7 +87,7 @@ def test_the_command_line_wins_over_a_file_of_the_group_sweeps():
 def test_files_of_ones_own_are_found(tmp_path: Path):
     (tmp_path / "sweeps").mkdir()
     (tmp_path / "sweeps" / "mine.yaml").write_text("# @package _global_\nmax_steps: 5\nhydra: {sweeper: {params: {seed: '1,2'}}}\n")
-    elements = sweep.checked(expand(["sweeps=mine", "--config-dir", str(tmp_path)], {}).elements, tmp_path / "out", train.command())
+    elements = sweep.checked(expand(["sweeps=mine", "--config-dir", str(tmp_path)], {}).elements, tmp_path / "out", TRAIN)
     assert [(e.cfg.seed, e.cfg.max_steps, e.cfg.run.dir) for e in elements] == [
         (1, 5, f"{tmp_path}/out/seed=1"),
         (2, 5, f"{tmp_path}/out/seed=2"),
@@ -159,7 +160,7 @@ def test_a_file_of_the_group_sweeps_makes_several_runs_however_it_is_chosen(argv
 
 @functools.cache
 def shipped(name: str) -> list:
-    return sweep.checked(expand([f"sweeps={name}", "dry_run=true"], {}).elements, Path("outputs"), train.command())
+    return sweep.checked(expand([f"sweeps={name}", "dry_run=true"], {}).elements, Path("outputs"), TRAIN)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -238,7 +239,7 @@ def test_a_local_sweep_ends_with_a_table_and_goes_on_where_it_was(toys: Path, ca
     assert before == {seed: (toys / f"seed={seed}" / "status.json").read_text() for seed in (1, 2)}
 
     with pytest.raises(ConfigError, match=r"orchestrator.batch_size: 128 ≠ 512"):
-        sweep.run(["-m", "seed=1,2", "max_steps=4", "orchestrator.batch_size=512", f"run.dir={toys}"], train.command())
+        sweep.run(["-m", "seed=1,2", "max_steps=4", "orchestrator.batch_size=512", f"run.dir={toys}"], TRAIN)
     assert main([*argv, "max_steps=4", "ckpt.interval=2", "launcher.grace=4"]) == 0, "a sweep is extended like one run"
     text, said = capsys.readouterr()
     assert "(3 to resume)" in text
@@ -281,7 +282,7 @@ def sweep_paths(root: Path):
 def test_runs_with_gpus_get_different_ones(toys: Path, monkeypatch: pytest.MonkeyPatch):
     from rlx.launch import sweep as launch_sweep
 
-    elements = sweep.checked(expand(["-m", "seed=1,2,3", "hardware=gpu2", "dry_run=true"], {}).elements, toys, train.command())
+    elements = sweep.checked(expand(["-m", "seed=1,2,3", "hardware=gpu2", "dry_run=true"], {}).elements, toys, TRAIN)
     assert launch_sweep.check_local(elements, ["4", "5", "6", "7"], None) == 2
     with pytest.raises(ConfigError, match="3 runs of 2 GPUs need 6, and 4 are visible"):
         launch_sweep.check_local(elements, ["4", "5", "6", "7"], 3)
@@ -307,7 +308,7 @@ def test_runs_of_several_sizes_share_no_gpus(toys: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(launch_sweep.subprocess, "Popen", Child)
     monkeypatch.setattr(launch_sweep, "ending_of", lambda _: "completed")
     monkeypatch.setattr(launch_sweep, "POLL", 0.0)
-    elements = sweep.checked(expand(["-m", "seed=1,2", "hardware=gpu4,gpu2", "dry_run=true"], {}).elements, toys, train.command())
+    elements = sweep.checked(expand(["-m", "seed=1,2", "hardware=gpu4,gpu2", "dry_run=true"], {}).elements, toys, TRAIN)
     launch_sweep.run_pool(elements, 2, [str(gpu) for gpu in range(8)], lambda _: None)
     assert sorted(len(gpus) for gpus, _ in runs) == [2, 2, 4, 4]
 
@@ -344,9 +345,9 @@ def test_a_sweep_whose_launcher_died_before_it_started_anything_is_started_again
     from rlx.launch import sweep as launch_sweep
 
     line = ["-m", "seed=1,2", "max_steps=2", f"run.dir={toys}"]
-    elements = sweep.checked(expand(line, {}).elements, toys, train.command())
+    elements = sweep.checked(expand(line, {}).elements, toys, TRAIN)
     launch_sweep.release(launch_sweep.make_directories(elements))  # as the launcher's death does
-    assert sweep.run(line, train.command()) == 0
+    assert sweep.run(line, TRAIN) == 0
 
 
 def test_a_secret_names_no_directory_of_a_sweep(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -11,8 +11,9 @@ import pytest
 from test_sweep import toy_plan
 
 from rlx.checkpoints import folders
-from rlx.cli import main, train
+from rlx.cli import main
 from rlx.cli import sweep as cli
+from rlx.cli.commands import TRAIN
 from rlx.config.errors import ConfigError
 from rlx.config.sweeps import expand
 from rlx.launch import element, sweep
@@ -33,7 +34,7 @@ def toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def prepared(toys: Path, *argv: str) -> list[sweep.Element]:
-    return cli.checked(expand(["-m", "seed=1,2", "max_steps=2", *argv], {}).elements, toys, train.command())
+    return cli.checked(expand(["-m", "seed=1,2", "max_steps=2", *argv], {}).elements, toys, TRAIN)
 
 
 def is_free(found: sweep.Element) -> bool:

@@ -310,7 +310,7 @@ def test_a_policy_that_is_gone_is_trained_again_or_missed_clearly(
         (["--step", "1", "loss.epps=1"], "unknown key loss.epps"),
         (["--step", "1", "loss.kl.beta=0.1", "ref.sync_interval=2"], "the run's did not"),
         (["--step", "1", "loss=gspo", "loss.correction=tis"], "loss.correction"),
-        (["--step", "one", "loss=gspo"], "usage: rlx replay"),
+        (["--step", "one", "loss=gspo"], "invalid int value: 'one'"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_before_a_model_is_loaded(

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlx.cli.console_sft import SftConsole
+from rlx.cli.console import Console
 from rlx.config.load import compose
 from rlx.config.roots import SFT
 from rlx.config.schema import SftRoot, WarmStartConfig
@@ -49,8 +49,8 @@ def validated(folder: Path, *keys: str) -> tuple[SftRoot, dict]:
 @pytest.mark.parametrize(
     ("keys", "left_out", "said"),
     [
-        ((), (2, 0, 1), "; of the validation 2 samples longer than seq_len, 1 rows that cannot be marked"),
-        (("data.overflow=truncate",), (0, 2, 1), "; of the validation 2 samples cut to seq_len, 1 rows that cannot be marked"),
+        ((), (2, 0, 1), "2 samples longer than seq_len, of the validation 1 rows that cannot be marked"),
+        (("data.overflow=truncate",), (0, 2, 1), "2 samples cut to seq_len, of the validation 1 rows that cannot be marked"),
     ],
 )
 def test_validation_rows_that_are_left_out_are_counted_and_said(
@@ -63,10 +63,10 @@ def test_validation_rows_that_are_left_out_are_counted_and_said(
     assert record["val/samples"] == 4 - left_out[0]
     (line,) = [each for each in caplog.messages if "validation loss" in each]
     assert line.endswith("".join(f", val/{n} {c}" for n, c in zip(("overlong", "truncated", "refused"), left_out, strict=True) if c))
-    console = SftConsole(tmp_path / "run", cfg)
+    console = Console(tmp_path / "run", cfg)
     console.history.read()
-    (line,) = [each for each in console.summary(0).splitlines() if each.startswith("  left out")]
-    assert line == f"  left out  nothing{said}"
+    (line,) = [each for each in console.summary(0).splitlines() if each.startswith("  dropped")]
+    assert line == f"  dropped   of the validation {said}"
 
 
 @pytest.mark.parametrize(("overflow", "kept"), [("drop", ("cba", "ab")), ("truncate", ("cba", "ab", LONG, LONG))])

@@ -15,7 +15,6 @@ from traces import turns_of
 from view_run import rollout, write_run, write_step
 
 from rlx.cli import main
-from rlx.cli.replay import _read as parts_of_replay
 from rlx.cli.show import run as show
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose, to_yaml
@@ -252,8 +251,6 @@ def test_a_run_of_a_sweep_is_shown_by_its_name(tmp_path: Path, capsys: pytest.Ca
     assert show([str(paths.root), "count=1"]) == 0
     assert "assistant: is four" in capsys.readouterr().out
     assert show(["filter=reward<0"]) == 2, "the run is missing"
-    _, places, overrides = parts_of_replay([str(paths.root), "--step", "0", "loss=gspo"])
-    assert (places, overrides) == ([str(paths.root)], ["loss=gspo"])
 
 
 def test_a_replay_of_the_step_gives_its_tokens_two_weights_and_the_norms(paths: RunPaths):

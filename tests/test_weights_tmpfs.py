@@ -23,6 +23,7 @@ from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import one_process
 from rlx.paths import COMPLETE, RunPaths
 from rlx.preflight import doctor
+from rlx.preflight.needs import needed_memory
 from rlx.process import full_disk
 from rlx.runs.weights import resolve
 from rlx.weights import files, tmpfs
@@ -229,13 +230,13 @@ def test_rlx_doctor_asks_for_room_and_counts_it_as_memory(tmp_path: Path, monkey
 
     large, without = examined("hardware=node8", "weight_broadcast.folder=/dev/shm"), examined("hardware=node8")
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(total=32 * GIB, free=32 * GIB))
-    found = doctor.shared_memory(large)
-    assert found.state == "failed"
-    assert "versions of the weights take 61.0 GiB there" in found.found
-    assert found.remedy == "mount -o remount,size=63G /dev/shm, or weight_broadcast.folder=null"
-    assert doctor.shared_memory(without).state == "ok"
+    state, found, remedy = doctor.shared_memory(large)
+    assert state == "failed"
+    assert "61.0 GiB for weights" in found
+    assert remedy.endswith("or weight_broadcast.folder=null")
+    assert doctor.shared_memory(without)[0] == "ok"
     assert isinstance(large.cfg, Config)
-    assert doctor.needed_memory(large.cfg) - doctor.needed_memory(without.cfg) == versions_in_memory(large.cfg)
+    assert needed_memory(large.cfg) - needed_memory(without.cfg) == versions_in_memory(large.cfg)
 
 
 def test_a_role_that_is_started_by_hand_has_nobody_who_deletes_what_it_leaves(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from rlx.cli import sweep as runs
-from rlx.cli import train
+from rlx.cli.commands import TRAIN
 from rlx.config.errors import ConfigError
 from rlx.config.sweeps import Line, element_name
 from rlx.runs.history import final_reward
@@ -39,7 +39,7 @@ class RlxLauncher(Launcher):
             raise ConfigError(
                 f"the sweeper proposed different runs with the same directory: {', '.join(names)}.\n  fix: let it propose other values"
             )
-        elements = runs.checked(lines, self.directory, train.command())
+        elements = runs.checked(lines, self.directory, TRAIN)
         if any(element.cfg.dry_run for element in elements):
             raise ConfigError(
                 "dry_run=true does not work with hydra's sweepers: their proposals depend on the rewards of earlier runs.\n"

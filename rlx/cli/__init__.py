@@ -11,17 +11,18 @@ import locale
 import os
 import pkgutil
 import select
+import shlex
 import sys
 from pathlib import Path
 
 from rlx.terminal import safe_output
 
 COMMANDS = {  # in the order of the help text
-    "train": "rlx.cli.train",
-    "sft": "rlx.cli.sft",
-    "eval": "rlx.cli.eval",
-    "synthesize": "rlx.cli.synthesize",
-    "gateway": "rlx.cli.gateway",
+    "train": "rlx.cli.commands:TRAIN",
+    "sft": "rlx.cli.commands:SFT",
+    "eval": "rlx.cli.commands:EVAL",
+    "synthesize": "rlx.cli.commands:SYNTHESIZE",
+    "gateway": "rlx.cli.commands:GATEWAY",
     "fetch": "rlx.cli.fetch",
     "runs": "rlx.cli.runs",
     "watch": "rlx.cli.watch",
@@ -89,7 +90,7 @@ def _main(argv: list[str] | None) -> int:
         print(_unknown(name, rest), file=sys.stderr)
         return 2
     command = pkgutil.resolve_name(COMMANDS[name])
-    if "-h" in rest or "--help" in rest:
+    if {"-h", "--help"} & {*rest}:
         print(command.help_text())
         return 0
     from rlx.config.errors import ConfigError
@@ -107,12 +108,9 @@ def _main(argv: list[str] | None) -> int:
 
 def format_problems(problems: list[str], starts: bool = True) -> str:
     """The message about problems. `starts`: whether the command would have started something."""
-    end = "Nothing was started." if starts else ""
-    if len(problems) == 1:
-        return f"rlx: {problems[0]}\n{end}".rstrip()
     parts = [f"{number}. {problem}".replace("\n", "\n   ") for number, problem in enumerate(problems, 1)]
-    what = "problems with the configuration" if starts else "problems"
-    return f"rlx: {len(problems)} {what}\n\n" + "\n\n".join([*parts, end]).rstrip()
+    text = problems[0] if len(problems) == 1 else f"{len(problems)} problems\n\n" + "\n\n".join(parts)
+    return f"rlx: {text}" + ("\nNothing was started." if starts else "")
 
 
 def _usage() -> str:
@@ -130,12 +128,8 @@ rlx COMMAND --help shows more. Start with:  rlx train dry_run=true"""
 def _unknown(name: str, rest: list[str]) -> str:
     import difflib
 
-    if "=" in name:
-        hint = f"Did you mean: rlx train {' '.join([name, *rest])}"
-    else:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"Did you mean: rlx {near[0]}" if near else f"Commands: {', '.join(COMMANDS)}"
-    return f"rlx: there is no command {name!r}. {hint}"
+    near = ["train " + shlex.join([name, *rest])] if "=" in name else difflib.get_close_matches(name, COMMANDS, n=1)
+    return f"rlx: there is no command {name!r}.\n  fix: " + (f"rlx {near[0]}" if near else f"one of {', '.join(COMMANDS)}")
 
 
 def _let_children_find_the_same_code() -> None:

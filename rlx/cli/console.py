@@ -1,223 +1,163 @@
-"""Displays a run of `rlx train`: steps, reward, lag, speed, and what took the time."""
+"""Displays a run that trains (`rlx train`, `rlx sft`): steps, reward or loss, lag, speed, and what took the time. One table serves all of
+them, also benchmarks and shared trainers: a number that no record has is left out."""
 
 from __future__ import annotations
 
 import json
 import shlex
-import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from rlx.checkpoints.best import best_of
-from rlx.checkpoints.folders import steps as checkpoints
-from rlx.cli.display import LINE_INTERVAL, OF_ONE_RUN, Display, clock, count, sparkline, tell
-from rlx.config.schema import EvaluatedRun
+from rlx.cli.bench import rows_of
+from rlx.cli.display import Display, Progress, count, sparkline
+from rlx.config.schema import SftRoot
+from rlx.paths import write_text
 from rlx.rollout.failures import in_words
-from rlx.runs.measured import STAGES
+from rlx.runs.measured import STAGES, measured
+from rlx.runs.members import members_in
+from rlx.runs.status import read_status
 from rlx.started import program
-from rlx.terminal import shown
+from rlx.terminal import clock
 
-STOPPED = ("interrupted", "preempted")  # states of a run that was stopped from outside
-WAITS = 0.15  # share of its time above which one side is said to wait for the other
+CURVES = {"reward": ("reward/mean", "orchestrator"), "loss": ("loss/nll", "trainer"), "val": ("val/loss", "val")}
+NUMBERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (  # of the newest step: text, source, metrics
+    ("lag {:.1f} (max {:.0f})", "trainer", ("off_policy/lag_mean", "off_policy/lag_max")),
+    ("epoch {:.2f}", "trainer", ("data/epoch",)),
+    ("{:.0f} runs", "trainer", ("perf/runs",)),
+)
+SPEEDS = {"perf/inference_tokens_per_second": "sampled", "perf/tokens_per_second": "trained"}
+LEFT_OUT = {
+    "overlong": "samples longer than seq_len",
+    "truncated": "samples cut to seq_len",
+    "refused": "rows that cannot be marked",
+}
+NEWEST = 5  # steps whose means are shown
 
 
 class Console(Display):
-    """Displays a run of `rlx train`."""
+    """Displays a run that trains."""
 
-    cfg: EvaluatedRun
+    def __init__(self, run_dir: Path | str, cfg: Any) -> None:
+        super().__init__(run_dir, cfg)
+        self.history.counted = cfg.counted if cfg.bench else "trainer"
 
-    # live, on a terminal
+    # while it runs
 
-    def _head(self) -> list[Any]:
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
+    def progress(self) -> Progress | None:
+        steps, total, pace = self.history.steps, self.cfg.max_steps, self.history.steps_per_second()
+        if steps <= self.history.first:  # until then, the newest values are those of an earlier attempt
+            return None
+        details = "   ".join([*self._numbers(), *([f"{pace:.2f} steps/s"] if pace else [])])
+        curve = next((line for line in map(sparkline, self._curves().values()) if line), "")
+        more = "\n".join(filter(None, [curve, *(f"{source} {text}" for source, text in self._times(NEWEST))]))
+        return Progress("step", steps, total, details, more, (total - steps) / pace if pace else None)
 
-        steps, total = self.history.steps, self.cfg.max_steps
-        if not self.history.begun:
-            return []
-        pace = self.history.steps_per_second()
-        head = Table.grid(padding=(0, 2))
-        eta = f"ETA {clock((total - steps) / pace)}" if pace else ""
-        head.add_row(
-            f"step [bold]{steps}[/]/{total}",
-            ProgressBar(total=total, completed=steps, width=30),
-            f"{pace:.2f} steps/s" if pace else "",
-            eta,
-        )
-        lines = [self._stages(), self._balance()]
-        return [head, Text.from_markup(self._numbers(markup=True)), Text(shown("\n".join(filter(None, lines))), style="dim")]
+    def _curves(self) -> dict[str, list[float]]:
+        return {label: self.history.series(*names) for label, names in CURVES.items()}
 
-    def _numbers(self, markup: bool = False) -> str:
-        """Reward, lag and speed of the last steps."""
+    def _numbers(self) -> Iterator[str]:
+        """What the trainer's newest step has: rewards, losses and their evaluations, lag, speeds."""
         h = self.history
-        reward = h.trained("reward/mean", "orchestrator")
-        parts = []
-        if reward is not None:
-            text = f"reward {reward:.3f}"
-            curve = sparkline(h.series("reward/mean", "orchestrator")) if markup else ""
-            parts.append(f"[bold]{text}[/] [green]{curve}[/]" if markup else text)
-        parts += self._scores()
-        lag, lag_max = h.last("off_policy/lag_mean", "trainer"), h.last("off_policy/lag_max", "trainer")
-        if lag is not None and lag_max is not None:
-            parts.append(f"lag {lag:.1f} (max {lag_max:.0f})")
-        sampled = h.speed("perf/inference_tokens_per_second", over=5)
-        trained = h.speed("perf/tokens_per_second", over=5)
-        if sampled is not None:
-            parts.append(f"{count(sampled)} tok/s sampled")
-        if trained is not None:
-            parts.append(f"{count(trained)} tok/s trained")
-        return "   ".join(parts)
+        for label, (name, source) in CURVES.items():
+            value, at = h.trained(name, source), max(h.records[source], default=0)
+            if value is not None:
+                yield f"{label} {value:.3f}" + (f" (step {at})" if label == "val" else "")
+        yield from (f"eval {name} {values[step]:.3f} (step {step})" for name, values in h.scores(h.first).items() for step in [max(values)])
+        for text, source, names in NUMBERS:
+            values = [h.trained(name, source) for name in names]
+            if None not in values:
+                yield text.format(*values)
+        for name, what in SPEEDS.items():
+            speed = h.speed(name, over=NEWEST) or h.last(name, "inference", over=NEWEST)
+            if speed is not None:
+                yield f"{count(speed)} tok/s {what}"
 
-    def _scores(self) -> list[str]:
-        """The newest evaluation of each environment in this attempt."""
-        found = self.history.scores(self.history.first).items()
-        return [f"eval {name} {values[step]:.3f} (step {step})" for name, values in found for step in [max(values)]]
-
-    def _stages(self) -> str:
-        """Mean seconds of each stage over the last steps; they show which role waits for the other."""
-        parts = []
+    def _times(self, over: int = 0) -> Iterator[tuple[str, str]]:
+        """What each role spent its time on in the last steps (0: in all). It shows which one waits for the other."""
+        h = self.history
         for source, stages in STAGES.items():
-            values = [(label, self.history.last(name, source, over=5)) for name, label in stages.items()]
-            shown = " · ".join(f"{label} {value:.2f} s" for label, value in values if value is not None)
-            if shown:
-                parts.append(f"{source}: {shown}")
-        return "\n".join(parts)
+            seconds = sum(h.series("time/step", source)[-over:])
+            shares = [(sum(h.series(name, source)[-over:]) / seconds, label) for name, label in stages.items()] if seconds else []
+            text = " · ".join(f"{label} {share:.0%}" for share, label in sorted(shares, reverse=True) if share >= 0.005)
+            if text:
+                yield source, f"{clock(seconds)}: {text}"
 
-    def _balance(self) -> str:
-        """Which of sampling and training waits for the other, over the last steps; empty if that is not known."""
-        trainer, orchestrator = (self._share(*each) for each in (("time/wait_batch", "trainer"), ("time/wait_weights", "orchestrator")))
-        if trainer is None or orchestrator is None:
-            return ""
-        if max(trainer, orchestrator) < WAITS:
-            return "neither sampling nor training waits for the other"
-        if trainer >= orchestrator:
-            return f"the trainer waits for rollouts {trainer:.0%} of its time: sampling is slower"
-        return f"sampling waits for weights {orchestrator:.0%} of its time: training is slower"
+    # at its end
 
-    def _share(self, metric: str, source: str) -> float | None:
-        """A stage's share of its role's last steps."""
-        stage, step = (self.history.last(name, source, over=5) for name in (metric, "time/step"))
-        return stage / step if stage is not None and step else None
-
-    # plain lines
-
-    def _lines(self, final: bool = False) -> None:
-        steps = self.history.steps
-        if steps <= self.history.first:
-            self._new_phases()
-            return
-        now = time.time()
-        if steps > self._printed_step and (final or steps == self.cfg.max_steps or now - self._printed_at >= LINE_INTERVAL):
-            self._printed_step, self._printed_at = steps, now
-            pace = self.history.steps_per_second()
-            eta = f"   {pace:.2f} steps/s   ETA {clock((self.cfg.max_steps - steps) / pace)}" if pace else ""
-            tell(f"[{clock(now - self.started)}] step {steps}/{self.cfg.max_steps}   {self._numbers()}{eta}")
-
-    # the end
-
-    def summary(self, exit_code: int) -> str:
-        """The closing text of a run that ended with `exit_code`."""
-        h, root = self.history, self.paths.root
-        status = self.run.status
-        state = "ended" if status is None else status.state
-        lines = [
-            "",
-            f"{root.name}: {state} after {h.steps} of {self.cfg.max_steps} steps{self._newest(state)}, {clock(time.time() - self.started)}",
-        ]
-        rewards = h.series("reward/mean", "orchestrator")
-        if rewards:
-            first, last = rewards[:5], rewards[-5:]
-            start, end = sum(first) / len(first), sum(last) / len(last)
-            lines.append(f"  reward    {start:.3f} → {end:.3f}  {sparkline(rewards)}  (means of the first and last {len(last)} steps)")
-        lines += self._evaluations()
-        for source, stages in STAGES.items():
-            total = sum(h.series("time/step", source))
-            if not total:
-                continue
-            shares = [(label, sum(h.series(name, source)) / total) for name, label in stages.items()]
-            shown = " · ".join(f"{label} {share:.0%}" for label, share in sorted(shares, key=lambda s: -s[1]) if share >= 0.005)
-            lines.append(f"  time      {source} {clock(total)}: {shown}")
-        sampled, trained = h.speed("perf/inference_tokens_per_second"), h.speed("perf/tokens_per_second")
-        pace = h.steps_per_second(over=10**9)
-        if sampled is not None and trained is not None and pace is not None:
-            lines.append(f"  speed     {pace:.2f} steps/s · {count(sampled)} tokens/s sampled · {count(trained)} tokens/s trained")
-        drops = self._drops()
-        lines.append(f"  dropped   {', '.join(f'{n:.0f} {cause}' for cause, n in drops.items()) or 'no rollout'}")
-        if status is not None and status.restarts:
-            self._restarts = status.restarts
-            lines.append(f"  restarted {self._restarted()}")
+    def results(self) -> list[tuple[str, str]]:
+        rows = [*self._benchmark(), *self._members(), *self._learned(), *self._evaluations()]
+        rows += [("time", f"{source} {text}") for source, text in self._times()]
+        speeds = [(self.history.speed(name), what) for name, what in SPEEDS.items()]
+        parts = [f"{pace:.2f} steps/s" for pace in [self.history.steps_per_second(over=10**9)] if pace]
+        parts += [f"{count(speed)} tokens/s {what}" for speed, what in speeds if speed is not None]
+        rows += [("speed", " · ".join(parts))] if parts else []
+        rows.append(("dropped", ", ".join(self._dropped()) or "nothing"))
         if self.paths.failures.exists():
-            failures = in_words(json.loads(self.paths.failures.read_text()))
-            lines += [f"{'  failed    ' if n == 0 else ' ' * 12}{line}" for n, line in enumerate(failures)]
-        lines += self._kernels()
-        lines.append(f"  run       {root}")
-        lines += self._next(exit_code)
-        return "\n".join(lines)
+            rows += [("failed", line) for line in in_words(json.loads(self.paths.failures.read_text()))]
+        if self.paths.kernels.exists():
+            kernels = json.loads(self.paths.kernels.read_text())
+            rows.append(("kernels", f"log-probabilities by {kernels['logprob']} · Liger's layer kernels {kernels['layers']}"))
+            rows += [("warning", kernels["warning"])] if "warning" in kernels else []
+        return rows
 
-    def _kernels(self) -> list[str]:
-        """What `auto` chose in the trainer."""
-        if not self.paths.kernels.exists():
-            return []
-        kernels = json.loads(self.paths.kernels.read_text())
-        line = f"  kernels   log-probabilities by {kernels['logprob']} · Liger's layer kernels {kernels['layers']}"
-        return [line, f"  warning   {kernels['warning']}"] if "warning" in kernels else [line]
+    def _reached(self) -> str:
+        common = " common" if self.cfg.hosts else f" of {self.cfg.max_steps}"
+        return f" after {self.history.steps}{common} steps"
 
-    def _evaluations(self) -> list[str]:
+    def _learned(self) -> Iterator[tuple[str, str]]:
+        for label, values in self._curves().items():
+            first, last = values[:NEWEST], values[-NEWEST:]
+            if values:
+                ends = f"{sum(first) / len(first):.3f} → {sum(last) / len(last):.3f}"
+                yield label, f"{ends}  {sparkline(values)}  (means of the first and last {len(last)})"
+
+    def _evaluations(self) -> Iterator[tuple[str, str]]:
         """The first and the last evaluation of each environment, and the checkpoint that `ckpt.keep_best` keeps."""
-        lines = []
         for name, values in self.history.scores().items():
             first, last = min(values), max(values)
-            metric = f"eval/{name.replace(' ', '/')}"
-            record = self.history.records["eval"][last]
+            metric, record = f"eval/{name.replace(' ', '/')}", self.history.records["eval"][last]
             ends = [record[end] for end in (f"{metric}_low", f"{metric}_high") if end in record]
             interval = f"  [{ends[0]:.3f}, {ends[1]:.3f}]" if len(ends) == 2 else ""
-            start = f"{values[first]:.3f} → " if first != last else ""
-            lines.append(f"  eval      {name}: {start}{values[last]:.3f} at step {last}{interval}")
+            yield "eval", f"{name}: {values[first]:.3f} → {values[last]:.3f} at step {last}{interval}"
         if self.cfg.ckpt.keep_best is not None and (best := best_of(self.paths, self.cfg.ckpt.keep_best)) is not None:
-            value, step = best
-            lines.append(f"  best      {self.cfg.ckpt.keep_best} {value:.3f}: {self.paths.checkpoint_of(step)}")
-        return lines
+            yield "best", f"{self.cfg.ckpt.keep_best} {best[0]:.3f}: {self.paths.checkpoint_of(best[1])}"
 
-    def _drops(self) -> dict[str, float]:
+    def _dropped(self) -> Iterator[str]:
+        """Rollouts that were not trained, by cause; rows of supervised data that were not."""
         records = self.history.records["orchestrator"]
-        if not records:
-            return {}
-        last = records[max(records)]
-        prefixes = ("rollouts/dropped_", "rollouts/failed_")
-        return {name.split("/", 1)[1].replace("_", " "): value for name, value in last.items() if name.startswith(prefixes) and value}
+        for name, number in (records[max(records)] if records else {}).items():
+            if number and name.startswith(("rollouts/dropped_", "rollouts/failed_")):
+                yield f"{number:.0f} {name.partition('/')[2].replace('_', ' ')}"
+        for name, text in LEFT_OUT.items():
+            if number := sum(self.history.series(f"data/{name}", "trainer")):
+                yield f"{number:.0f} {text}"
+            if number := self.history.last(f"val/{name}", "val"):  # the same rows at every validation
+                yield f"of the validation {number:.0f} {text}"
 
-    def _newest(self, state: str) -> str:
-        """The checkpoint from which a stopped run can go on; empty for other runs."""
-        if state not in STOPPED:
-            return ""
-        steps = checkpoints(self.paths)
-        return f"; the newest checkpoint is step {steps[-1]}" if steps else "; there is no checkpoint"
+    def _benchmark(self) -> list[tuple[str, str]]:
+        """The numbers of `bench.json`, which is written here."""
+        status = self.run.status
+        if not self.cfg.bench or not self.history.steps or status is None or status.state != "completed":
+            return []
+        found = measured(self.cfg, self.history.records)
+        write_text(self.paths.root / "bench.json", json.dumps(found, indent=1) + "\n")
+        return [("measured", line) for line in rows_of(found)]
 
-    def _unfinished(self, command: str) -> list[str]:
-        """Where the logs are; and, if the run was stopped, the command that goes on with its own configuration."""
-        lines, status = [f"  look at   {self.paths.latest_logs}/"], self.run.status
-        if status is not None and status.state in STOPPED:
-            directory = shlex.quote(str(self.paths.root))
-            lines.insert(0, f"  go on     {program(command)} --config-dir {directory} --config-name config resume=latest")
-        return lines
+    def _members(self) -> Iterator[tuple[str, str]]:
+        """The runs of a shared trainer."""
+        for name in members_in(self.paths.root) if self.cfg.hosts else ():
+            status = read_status(self.paths.member(name.removeprefix("run_")))
+            if status is not None:
+                yield name, f"{status.state}, {status.step} of {status.max_steps} steps"
 
-    def _next(self, exit_code: int) -> list[str]:
+    def suggestions(self) -> list[str]:
         root = self.paths.root
-        if exit_code != 0:
-            return self._unfinished("train")
-        train = program()
-        kept = [part for part in self.argv if part.lstrip("+").partition("=")[0] not in OF_ONE_RUN or _is_fork(part)]
-        kept += ["run.name=null", "run.dir=null"] if "--config-name" in kept else []  # that of a run has both
-        suggestions = [
-            (f"{train} {shlex.join([*kept, f'seed={self.cfg.seed + 1}'])}", "another seed"),
-            (f"bash {shlex.quote(str(root / 'reproduce.sh'))}", "the same run again"),
-        ]
+        lines = [f"bash {shlex.quote(str(root / 'reproduce.sh'))}   # the same run again"]
+        if isinstance(self.cfg, SftRoot) and not self.cfg.lora.on:  # adapters are no model to start from
+            weights = shlex.quote(f"model.name={self.paths.weights_of(self.cfg.max_steps)}")
+            lines.append(f"{program()} env=… model=… {weights}   # reinforcement learning from the result")
         if self.run.rollouts:  # a replay has none, nor a run with orchestrator.save_rollouts=false
-            suggestions.append((f"{program('view')} {shlex.quote(str(root))}", "what the policy wrote, rollout by rollout"))
-        return [f"{'  next      ' if n == 0 else ' ' * 12}{command}   # {what}" for n, (command, what) in enumerate(suggestions)]
-
-
-def _is_fork(part: str) -> bool:
-    """Whether `resume=` names another run's checkpoint, which the suggested run can also start from."""
-    key, _, value = part.partition("=")
-    return key == "resume" and value not in ("latest", "null", "") and not value.isdecimal()
+            lines.append(f"{program('view')} {shlex.quote(str(root))}   # what the policy wrote, rollout by rollout")
+        return lines

@@ -1,53 +1,53 @@
-"""What the displays of all commands have in common: a live panel on a terminal, plain lines elsewhere, and a closing summary.
+"""What a command shows of its run: a live panel on a terminal, plain lines elsewhere, and a closing summary.
 
-Reads only the run directory (status, heartbeats, metrics), so it can watch any run.
+Reads only the run directory (status, heartbeats, metrics), so it can watch any run. A subclass says how far its command is (`progress`),
+what came out (`results`) and what to do next (`suggestions`).
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rlx.config.secret import hide_lines
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from rlx.checkpoints.folders import steps as checkpoints
+from rlx.config.roots import root_of
 from rlx.heartbeat import Ages, in_phase, read_heartbeats
 from rlx.launch.stall import STACKS
 from rlx.paths import listed
 from rlx.runs.history import History
 from rlx.runs.run import Run
 from rlx.runs.status import Restart, last_lines
-from rlx.terminal import raw, shown
+from rlx.started import program
+from rlx.terminal import clock, raw, shown
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-# Suggested commands omit these: they belong to one run. The API key is omitted because the output may be saved in a public place.
-OF_ONE_RUN = ("seed", "run.name", "run.dir", "resume", "clean", "inference.api_key")
 LINE_INTERVAL = 1.0  # seconds between two plain lines, so that fast runs do not flood a log
-SLOW_LINES = 10.0  # seconds between two plain lines about one phase that moves on
+SLOW_LINES = 10.0  # seconds between two plain lines while nothing is finished
+STOPPED = ("interrupted", "preempted")  # states of a run that was stopped from outside
 
 
-def sparkline(values: list[float], width: int = 30) -> str:
+def sparkline(values: Sequence[float], width: int = 30) -> str:
     """A curve as one line of block characters. If there are more than `width` values, each character is the mean of several."""
-    if not values:
-        return ""
     if len(values) > width:
         edges = [round(i * len(values) / width) for i in range(width + 1)]
         values = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-    low, high = min(values), max(values)
-    span = (high - low) or 1.0
-    return "".join(BLOCKS[min(7, int((v - low) / span * 8))] for v in values)
-
-
-def clock(seconds: float) -> str:
-    """`0:07`, `12:34` or `1:02:03`."""
-    minutes, second = divmod(int(seconds), 60)
-    hour, minute = divmod(minutes, 60)
-    return f"{hour}:{minute:02d}:{second:02d}" if hour else f"{minute}:{second:02d}"
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    return "".join(BLOCKS[min(7, int((v - low) / ((high - low) or 1.0) * 8))] for v in values)
 
 
 def count(value: float) -> str:
@@ -63,53 +63,63 @@ def tell(text: str) -> None:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-class Display(ABC):
+@dataclass(frozen=True)
+class Progress:
+    """How far a command is."""
+
+    what: str  # `step`, or the name of an evaluation
+    done: int
+    total: int
+    details: str  # speeds and scores, in one line
+    more: str = ""  # further lines, for a terminal
+    left: float | None = None  # seconds
+
+
+class Display:
     """Displays one run. Call `update` a few times a second and `close` once."""
 
     note = ""  # what is to be said of the whole run now: why its job waits
     tail: Sequence[str] = ()  # names of the processes whose last log lines the panel shows
 
-    def __init__(self, run_dir: Path | str, cfg: Any, argv: Sequence[str] = ()) -> None:
-        """`argv`: the command's arguments, for the suggested commands at the end."""
-        self.run, self.cfg, self.argv = Run(Path(run_dir)), cfg, hide_lines(argv, cfg)
+    def __init__(self, run_dir: Path | str, cfg: Any) -> None:
+        self.run, self.cfg = Run(Path(run_dir)), cfg
         self.paths = self.run.paths
         self.history = History(self.paths)
         self.started = time.time()
         self._earlier = {name: beat["time"] for name, beat in read_heartbeats(self.paths).items()}  # of an attempt that has ended, or old
         self._ages = Ages()
-        self._stall, self._looked = "", 0.0  # the newest account of a stall; when it was last looked for
-        self._restarts: list[Restart] = []
+        self._looked = 0.0
         self._ends: dict[str, str] = {}  # last log lines of the processes in `tail`
         self._told = ""  # the last note that was printed
-        self._phases: dict[str, tuple[str, float]] = {}  # last printed phase of a process, and when
-        self._printed_step, self._printed_at = 0, 0.0
         self._attempt: str | None = None  # target of the link logs/latest
-        self._live: Any = None
-        if sys.stdout.isatty():
-            from rich.console import Console
-            from rich.live import Live
-
-            self._live = Live(console=Console(file=raw(sys.stdout)), auto_refresh=False, transient=True)
+        self._begin()
+        terminal = Console(file=raw(sys.stdout))
+        self._live = Live(console=terminal, auto_refresh=False, transient=True) if sys.stdout.isatty() else None
+        if self._live is not None:
             self._live.start()
-        else:
-            tell(f"run {self.paths.root}")
+        self._say(f"run {self.paths.root}")
 
-    @abstractmethod
-    def _head(self) -> list[Any]:
-        """What the panel shows above the processes: rich's renderables; empty until there is progress."""
+    def _begin(self) -> None:
+        """Forget what was printed of another attempt."""
+        self._phases: dict[str, tuple[str, float]] = {}  # last printed phase of a process, and when
+        self._printed: tuple[int, str, float] = (-1, "", 0.0)  # what was done, its line, and when
+        self._stall = ""  # the newest account of a stall
+        self._restarts: list[Restart] = []
 
-    @abstractmethod
-    def _lines(self, final: bool = False) -> None:
-        """Print plain lines about what is new. `final`: the run has ended."""
+    def progress(self) -> Progress | None:
+        """None until this attempt has begun."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def summary(self, exit_code: int) -> str:
-        """The closing text of a run that ended with `exit_code`."""
+    def results(self) -> list[tuple[str, str]]:
+        """Rows of the closing summary."""
+        raise NotImplementedError
+
+    def suggestions(self) -> list[str]:
+        """Commands to go on with, after a run that was completed."""
+        return []
 
     def update(self) -> None:
         """Read new data and display it."""
@@ -128,20 +138,43 @@ class Display(ABC):
             self._lines(final=True)
         tell(self.summary(exit_code))
 
+    def summary(self, exit_code: int) -> str:
+        """The closing text of a run that ended with `exit_code`."""
+        status, root, newest = self.run.status, self.paths.root, ""
+        state = "ended" if status is None else status.state
+        rows = self.results()
+        self._restarts = [] if status is None else status.restarts
+        rows += [("restarted", self._restarted())] if self._restarts else []
+        rows.append(("run", str(root)))
+        if state in STOPPED:
+            steps = checkpoints(self.paths)
+            newest = f"; the newest checkpoint is step {steps[-1]}" if steps else ""
+            again = f"--config-dir {shlex.quote(str(root))} --config-name config resume=latest"
+            rows.append(("go on", f"{program(root_of(self.cfg).command)} {again}"))
+        rows += [("next", line) for line in self.suggestions()] if exit_code == 0 else [("look at", f"{self.paths.latest_logs}/")]
+        labels = [label if label != before else "" for (before, _), (label, _) in pairwise([("", ""), *rows])]
+        lines = [f"  {label:<9} {text}" for label, (_, text) in zip(labels, rows, strict=True)]
+        return "\n".join(["", f"{root.name}: {state}{self._reached()}{newest}, {clock(time.time() - self.started)}", *lines])
+
+    def _reached(self) -> str:
+        """How far the run came, in the first line of the summary."""
+        return ""
+
     def _look(self) -> None:
         """Read new data. A new attempt (after a requeue) resets the display, because the old attempt's phases no longer apply."""
         self.history.read()
         link = self.paths.latest_logs
         attempt = os.readlink(link) if link.is_symlink() else None
         if attempt != self._attempt:
-            self._attempt, self._phases, self._printed_step, self._stall, self._restarts = attempt, {}, 0, "", []
+            self._attempt = attempt
+            self._begin()
         if time.monotonic() - self._looked >= LINE_INTERVAL:
             self._looked = time.monotonic()
             self._look_for_stalls()
             self._look_for_restarts()
             self._ends = {name: line for name in self.tail for line in last_lines(self.paths.latest_logs / f"{name}.log", 1)}
-        if self.note and self.note != self._told and self._live is None:
-            tell(self.note)
+        if self.note != self._told:
+            self._say(self.note)
             self._told = self.note
 
     def _look_for_stalls(self) -> None:
@@ -151,16 +184,20 @@ class Display(ABC):
         if text != self._stall:
             new = text.removeprefix(self._stall).strip()
             self._stall = text
-            if self._live is None:
-                tell(f"{new}\n(stacks: {files[-1]})" if new == text else new)
+            self._say(f"{new}\n(stacks: {files[-1]})" if new == text else new)
 
     def _look_for_restarts(self) -> None:
         """Print which processes died and were started again since the last look."""
         status = self.run.status
         restarts = [] if status is None else status.restarts
-        for one in restarts[len(self._restarts) :] if self._live is None else ():
-            tell(f"{one.name}: {one.reason}; it starts again\n(its log: {self.paths.root / one.log})")
+        for one in restarts[len(self._restarts) :]:
+            self._say(f"{one.name}: {one.reason}; it starts again\n(its log: {self.paths.root / one.log})")
         self._restarts = restarts
+
+    def _say(self, text: str) -> None:
+        """Print a plain line; a terminal has the panel instead."""
+        if text and self._live is None:
+            tell(text)
 
     def _restarted(self) -> str:
         """Which processes died and were started again, how often, and how the last of them died."""
@@ -169,37 +206,43 @@ class Display(ABC):
         return ", ".join(f"{name} {times} ×" for name, times in sorted(counts.items())) + f"; the last: {last.reason}, {last.log}"
 
     def _panel(self) -> Any:
-        from rich.console import Group
-        from rich.panel import Panel
-        from rich.table import Table
-        from rich.text import Text
+        def grid(*rows: Sequence[Any]) -> Table:
+            found = Table.grid(padding=(0, 2))
+            for row in rows:
+                found.add_row(*(Text(shown(cell), overflow="ellipsis", no_wrap=True) if isinstance(cell, str) else cell for cell in row))
+            return found
 
-        now = Table.grid(padding=(0, 2))
-        beats = self._beats()
+        beats, parts = self._beats(), list[Any]()
         ages = self._ages.look(beats, time.monotonic())
-        for name, beat in beats.items():
-            now.add_row(Text(shown(name), style="cyan"), Text(shown(beat["phase"])), Text(clock(in_phase(beat, ages[name])), style="dim"))
-        rows = [*([Text(shown(self.note), style="yellow")] if self.note else []), *self._head(), now]
-        if self._stall:
-            rows.append(Text(shown(self._stall), style="yellow" if "\nprogress again" not in self._stall else "dim"))
-        if self._restarts:
-            rows.append(Text(shown("started again: " + self._restarted()), style="yellow"))
-        if self._ends:
-            ends = Table.grid(padding=(0, 2))
-            ends.add_column(style="cyan", no_wrap=True)
-            ends.add_column(style="dim", no_wrap=True, overflow="ellipsis")
-            for name, line in self._ends.items():
-                ends.add_row(Text(shown(f"{name}.log")), Text(shown(line)))
-            rows += [Text(""), ends]
-        title = Text(shown(f"{self.paths.root.name}  {clock(time.time() - self.started)}"))
-        return Panel(Group(*rows), title=title, title_align="left", border_style="blue")
+        if (now := self.progress()) is not None:
+            bar = ProgressBar(total=max(now.total, 1), completed=now.done, width=30)
+            parts.append(grid([f"{now.what} {now.done}/{now.total}", bar, _eta(now)]))
+            parts += [Text(shown(now.details)), Text(shown(now.more), style="dim")]
+        parts.append(grid(*([name, beat["phase"], clock(in_phase(beat, ages[name]))] for name, beat in beats.items())))
+        again = f"started again: {self._restarted()}" if self._restarts else ""
+        parts += [Text(shown(text), style="yellow") for text in (self.note, self._stall, again) if text]
+        parts += [grid(*([f"{name}.log", line] for name, line in self._ends.items()))] if self._ends else []
+        return Panel(Group(*parts), title=Text(shown(f"{self.paths.root.name}  {clock(time.time() - self.started)}")), title_align="left")
 
     def _beats(self) -> dict[str, dict]:
-        """Heartbeats of unfinished processes. Skips files that are as they were before this console: an earlier attempt wrote them."""
+        """Heartbeats of unfinished processes. Skips files that are as they were before this display: an earlier attempt wrote them."""
         beats = {name: beat for name, beat in read_heartbeats(self.paths).items() if beat["time"] != self._earlier.get(name)}
         if listed(self.paths.initial_model):
             beats.pop("prepare", None)
         return {name: beat for name, beat in beats.items() if beat["phase"] != "done"}
+
+    def _lines(self, final: bool = False) -> None:
+        """Print a plain line if something is new. `final`: the run has ended."""
+        now, at = self.progress(), time.time()
+        if now is None:
+            self._new_phases()
+            return
+        line = "   ".join(filter(None, [f"{now.what} {now.done}/{now.total}", now.details, _eta(now)]))
+        done, before, then = self._printed
+        pause = SLOW_LINES if now.done == done else 0.0 if final or now.done == now.total else LINE_INTERVAL
+        if line != before and at - then >= pause:
+            self._printed = now.done, line, at
+            tell(f"[{clock(at - self.started)}] {line}")
 
     def _new_phases(self) -> None:
         """Print a line for every process whose kind of phase is new: `warm start 12/250` and `warm start 13/250` are one.
@@ -211,4 +254,8 @@ class Display(ABC):
             phase, (last, at) = beat["phase"], self._phases.get(name, ("", 0.0))
             if last.split(" ")[0] != phase.split(" ")[0] or (phase != last and now - at >= SLOW_LINES):
                 self._phases[name] = (phase, now)
-                tell(f"[{clock(time.time() - self.started)}] {name}: {beat['phase']}")
+                tell(f"[{clock(time.time() - self.started)}] {name}: {phase}")
+
+
+def _eta(now: Progress) -> str:
+    return f"ETA {clock(now.left)}" if now.left is not None and now.done < now.total else ""

@@ -51,39 +51,26 @@ exit codes: 0 done, and of check: worth training on; 1 the installation failed, 
             2 wrong arguments, nothing was started; 3 of check: it plays, but is not worth training on as it is; 130 interrupted"""
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports wrong arguments in rlx's way."""
-
-    def error(self, message: str) -> None:  # type: ignore[override]
-        from rlx.config.errors import ConfigError
-
-        raise ConfigError(f"{message}.\n  fix: rlx env --help shows how")
-
-
 def run(argv: list[str]) -> int:
-    if not argv or argv[0] not in ACTIONS:
-        import difflib
+    from rlx.cli.arguments import Parser
 
-        near = difflib.get_close_matches(argv[0], ACTIONS, n=1) if argv else []
-        what = f"there is no `rlx env {argv[0]}`. " + (f"Did you mean: rlx env {near[0]}" if near else "") if argv else ""
-        print(f"rlx: {what or 'usage: rlx env ' + '|'.join(ACTIONS) + '. See rlx env --help.'}", file=sys.stderr)
-        return 2
-    if argv[0] == "check":
+    parser = Parser("env")
+    parser.add_argument("action", choices=ACTIONS)
+    parser.add_argument("name", nargs="?")  # `install`: what is installed
+    parser.add_argument("--kind")
+    parser.add_argument("--v1", action="store_true")
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--json", action="store_true")
+    chosen, given = parser.parse_known_args(argv)
+    if chosen.action != "list" and (chosen.name is None or (chosen.action == "check" and "=" in chosen.name)):
+        parser.error(f"{chosen.action} needs an environment's name")
+    if given and chosen.action != "check":
+        parser.error(f"unrecognized arguments: {' '.join(given)}")
+    if chosen.action == "check":
         from rlx.cli import env_check
 
-        return env_check.run(argv[1:])
-    parser = _Parser(prog=f"rlx env {argv[0]}", add_help=False)
-    if argv[0] == "info":
-        parser.add_argument("name")
-    elif argv[0] == "install":
-        parser.add_argument("what", metavar="FOLDER|PACKAGE|OWNER/NAME|ADDRESS")
-    elif argv[0] == "init":
-        parser.add_argument("name")
-        parser.add_argument("--kind")
-        parser.add_argument("--v1", action="store_true")
-        parser.add_argument("--folder", type=Path)
-    chosen = parser.parse_args(argv[1:])
-    return {"list": _list, "info": _info, "install": _install, "init": _init}[argv[0]](chosen)
+        return env_check.run(chosen.name, given, chosen.json)
+    return {"list": _list, "info": _info, "install": _install, "init": _init}[chosen.action](chosen)
 
 
 # list
@@ -94,14 +81,13 @@ def _list(_: argparse.Namespace) -> int:
     from rlx.envs.catalog import Listed
     from rlx.envs.catalog import installed as here
 
-    options = {name: option for option, name in shipped_options().items()}
     own = [(Listed(**listed), python.folder) for python in pythons.installed() for listed in python.environments]
     newest = {one.name: folder for one, folder in reversed(own)}
     found = [one for one in here() if one.name not in newest]
+    options = {name: option for option, name in shipped_options().items()}
     print("\n".join(_table(found, options)) if found or own else "no environments; rlx env init NAME writes one")
     for folder in sorted(set(newest.values())):
-        print(f"\n{folder}")
-        print("\n".join(_table([one for one, place in own if place == folder and newest[one.name] == folder], {})))
+        print("\n".join([f"\n{folder}", *_table([one for one, place in own if newest[one.name] == place == folder], {})]))
     return 0
 
 
@@ -109,24 +95,19 @@ def _table(found: Sequence[Listed], options: Mapping[str, str]) -> list[str]:
     from rlx.plan.explain import table
 
     rows = [[one.name, one.kind, one.version, f"env={options[one.name]}" if one.name in options else "", one.summary] for one in found]
-    head = ["name", "kind", "version", "shipped as", "what"]
-    if not any(row[3] for row in rows):
-        head, rows = [*head[:3], head[4]], [[*row[:3], row[4]] for row in rows]
     width = shutil.get_terminal_size((140, 24)).columns
-    return [line if len(line) <= width else line[: width - 1] + "…" for line in table(head, rows)]
+    return [line[:width] for line in table(["name", "kind", "version", "shipped as", "what"], rows)]
 
 
 # info
 
 
 def _info(chosen: argparse.Namespace) -> int:
-    from rlx.cli.env_check import say_shadowed
     from rlx.config.errors import ConfigError
     from rlx.config.pythons import python_for, sources_of
     from rlx.config.schema import EnvConfig
     from rlx.preflight.probes import about_of
 
-    say_shadowed(chosen.name)
     env_id = shipped_options().get(chosen.name, chosen.name)
     own = python_for(env_id)
     if own is None and sources_of(env_id) is None:
@@ -142,30 +123,22 @@ def _described(env_id: str, python: str | None, about: About) -> list[str]:
     lines += [f"  {about.doc}"] if about.doc else []
     lines += [f"  python   {python}"] if python else []
     if about.examples is not None:
-        held = "none held out" if about.eval_examples is None else f"{about.eval_examples:,} for evaluation"
-        lines += [f"  data     {about.examples:,} " + (f"examples, {held}" if about.kind == "classic" else "tasks")]
-    for number, line in enumerate(about.prompt.splitlines()):
-        lines += [f"  {'first' if number == 0 else '':9}{line}"]
-    if about.arguments:
-        lines += ["", "arguments (env.args.NAME=VALUE)", *_entries(about.arguments)]
-    elif about.kind:
-        lines += ["", "no arguments"]
+        lines += [f"  data     {about.examples:,} examples or tasks, {about.eval_examples or 0:,} more for evaluation"]
+    lines += [f"  {'prompt   ' if number == 0 else ' ' * 9}{line}" for number, line in enumerate(about.prompt.splitlines())]
     groups = {
-        "rewards": [one for one in about.rewards if one.weight != 0],
-        "metrics": [one for one in about.rewards if one.weight == 0],
+        "arguments (env.args.NAME=VALUE)": about.arguments,
+        "rewards" + (", comparing the rollouts of a group" if about.scores_groups else ""): [one for one in about.rewards if one.weight],
+        "metrics": [one for one in about.rewards if not one.weight],
         "tools": about.tools,
         "agents": about.agents,
     }
-    for name, entries in groups.items():
-        lines += ["", name + (", comparing the rollouts of a group" if name == "rewards" and about.scores_groups else "")] * bool(entries)
-        lines += _entries(entries)
+    for title, entries in groups.items():
+        lines += ["", title, *_entries(entries)] if entries else []
     if about.needs:
-        lines += ["", "it cannot run here", *(f"  {need}" for need in about.needs)]
-    elif about.problem:
-        lines += ["", f"problem: {about.problem}", f"  fix: {about.fix}"]
-    else:
-        lines += ["", "next", *(f"  {line}" for line in next_commands(env_id, about.prompt_chars))]
-    return lines
+        return [*lines, "", "it cannot run here", *(f"  {need}" for need in about.needs)]
+    if about.problem:
+        return [*lines, "", f"problem: {about.problem}", f"  fix: {about.fix}"]
+    return [*lines, "", "next", *(f"  {line}" for line in next_commands(env_id, about.prompt_chars))]
 
 
 def _entries(entries: Sequence[Entry]) -> list[str]:
@@ -173,10 +146,9 @@ def _entries(entries: Sequence[Entry]) -> list[str]:
 
     rows = []
     for one in entries:
-        value = "" if one.default is None else f"= {one.default}"
-        kind = one.type if one.weight is None else "" if one.weight in (0, 1) else f"× {one.weight:g}"
-        needed = "must be given" if one.type and one.default is None else ""
-        rows.append([f"  {one.name}", " ".join(part for part in (kind, value, needed) if part), one.doc])
+        value = f"= {one.default}" if one.default is not None else "must be given" if one.type and one.weight is None else ""
+        weight = f"× {one.weight:g}" if one.weight not in (None, 0, 1) else ""
+        rows.append([f"  {one.name}", " ".join(filter(None, (one.type, value, weight))), one.doc])
     return [line.rstrip() for line in table(["", "", ""], rows)[1:]]
 
 
@@ -195,25 +167,21 @@ def _install(chosen: argparse.Namespace) -> int:
     from rlx.preflight.packages import InstallFailed, install
 
     try:
-        done = install(chosen.what)
+        done = install(chosen.name)
     except InstallFailed as error:
         print(f"rlx: {error}", file=sys.stderr)
         return 1
-    print(f"{'installed into' if done.new else 'this was installed before:'} {done.folder}, {done.packages} packages")
+    print(f"{'installed into' if done.new else 'this was installed before:'} {done.folder}, {done.packages} packages\n")
     if not done.environments:
         print(
-            f"\nrlx: {chosen.what} has no environment that can be seen: no module with load_environment, and none whose __all__ names a "
-            f"Taskset.\n  If its module is only known to its author: envs.custom.id=MODULE envs.custom.python={done.folder}/bin/python",
+            f"rlx: {chosen.name} has no environment that can be seen: no module with load_environment, and none whose __all__ names a "
+            f"Taskset.\n  fix: if its author knows the module: envs.custom.id=MODULE envs.custom.python={done.folder}/bin/python",
             file=sys.stderr,
         )
         return 1
-    if len(done.environments) > MANY:
-        options = {name: option for option, name in shipped_options().items()}
-        print("\n".join(["", *_table(done.environments, options)]))
-        return 0
-    for one in done.environments:
-        print(f"\n{one.name} {one.version}: {one.kind}" + (f". {one.summary}" if one.summary else ""))
-        print("\n".join(f"  {line}" for line in next_commands(one.name)))
+    print("\n".join(_table(done.environments, {name: option for option, name in shipped_options().items()})))
+    for line in (line for one in done.environments[:MANY] for line in next_commands(one.name)):
+        print(f"  {line}")
     return 0
 
 
@@ -224,13 +192,13 @@ def _init(chosen: argparse.Namespace) -> int:
     from rlx.config.errors import ConfigError
     from rlx.envs.scaffold import FLAVOURS, create
 
-    kinds = [name for name in FLAVOURS if name != "v1"]
-    if chosen.kind is not None and chosen.kind not in kinds:
-        raise ConfigError(f"there is no --kind {chosen.kind}.\n  fix: one of {', '.join(kinds)}")
-    if chosen.v1 and chosen.kind not in (None, "single-turn"):
-        raise ConfigError(f"--v1 writes a taskset of one turn, not {chosen.kind}.\n  fix: leave out --kind, or --v1")
+    flavour = "v1" if chosen.v1 else chosen.kind or "single-turn"
+    if flavour not in FLAVOURS or (chosen.v1 and chosen.kind not in (None, "single-turn")):
+        raise ConfigError(
+            f"there is no --kind {chosen.kind}{' --v1' * chosen.v1}.\n  fix: --v1, or --kind with one of {', '.join(FLAVOURS)}"
+        )
     folder = chosen.folder or Path(chosen.name)
-    made = create(chosen.name, folder, "v1" if chosen.v1 else chosen.kind or "single-turn")
+    made = create(chosen.name, folder, flavour)
     keys = "".join(f" {key}" for key in made.keys)
     shown = f"./{folder}" if not folder.is_absolute() else str(folder)
     print(f"wrote {shown}: {', '.join(made.files)}\n\nnext")

@@ -14,10 +14,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rlx.cli.env_display import CheckDisplay
+    from rlx.rollout.worth import Assessment
 
 WORTH, NOT_PLAYABLE, NOT_WORTH = 0, 1, 3  # exit codes
 DEFAULTS = {  # of a check; the user's own values win
@@ -26,57 +26,57 @@ DEFAULTS = {  # of a check; the user's own values win
     "orchestrator.max_retries": "0",  # a retry would hide a failure
     "orchestrator.max_error_rate": "1",  # they are judged
 }
-USAGE = "usage: rlx env check NAME [GROUP=OPTION …] [key=value …] [--json]. See rlx env --help."
 
 
-def run(argv: list[str]) -> int:
-    from rlx.cli import start
-    from rlx.cli.command import Command
-    from rlx.cli.env_display import CheckDisplay
+def run(name: str, given: Sequence[str], as_json: bool) -> int:
+    """Check the environment with the user's values `given`. Returns the exit code."""
+    from rlx.cli.commands import EVAL
+    from rlx.cli.env import next_commands
     from rlx.config.errors import ConfigError
     from rlx.config.load import compose
-    from rlx.config.roots import EVAL
+    from rlx.paths import RunPaths
     from rlx.preflight.probes import environments_of
+    from rlx.rollout.results import RESULTS, read_results
+    from rlx.rollout.worth import assess, judge
+    from rlx.runs.status import read_status
 
-    as_json, words = "--json" in argv, [word for word in argv if word != "--json"]
-    if not words or "=" in words[0] or words[0].startswith("-"):
-        raise ConfigError(f"`rlx env check` needs an environment's name.\n  fix: {USAGE}")
-    name, *given = words
-    say_shadowed(name)
     env, arguments = overrides(name, given)
-    cfg = compose(arguments, None, EVAL).cfg
-    if cfg.rollouts_per_example < 2 or any((one.rollouts_per_example or 2) < 2 for one in cfg.envs.values()):
+    cfg = compose(arguments, None, EVAL.root).cfg
+    if cfg.rollouts_per_example < 2 or len(cfg.envs) != 1 or cfg.weights_dir is not None:
         raise ConfigError(
-            f"rollouts_per_example={cfg.rollouts_per_example}: a check compares rollouts of one example.\n  fix: 2 or more; 8 shows more"
+            "a check plays one environment with the initial model, two rollouts of an example or more.\n"
+            "  fix: leave out env=, weights_dir= and rollouts_per_example=1; rlx eval has them"
         )
-    if len(cfg.envs) != 1:
-        raise ConfigError(f"a check plays one environment, but these are chosen: {', '.join(cfg.envs)}.\n  fix: leave out env=")
-    if cfg.weights_dir is not None:
-        raise ConfigError("a check plays with one model, not with the weights of a run.\n  fix: rlx eval plays with weights_dir=")
-    try:
-        if not cfg.dry_run:
-            environments_of([cfg])
-    except ConfigError as error:
-        said = "\n".join(error.problems)
-        print(json.dumps({"env": name, "worth": False, "playable": False, "reasons": error.problems}) if as_json else f"rlx: {said}")
-        print(f"\n{name} cannot be played.", file=sys.stderr)
-        return NOT_PLAYABLE
-    displays: list[CheckDisplay] = []
-
-    def display(root: Path, settled: Any, _: Sequence[str]) -> CheckDisplay:
-        displays.append(CheckDisplay(root, settled, env, given))
-        return displays[-1]
-
+    answer = {"env": name, "worth": False, "playable": False, "reasons": [], "notes": [], "facts": None, "results": None}
+    paths, code = RunPaths(Path(cfg.run.dir or Path("outputs") / str(cfg.run.name)).expanduser().absolute()), NOT_PLAYABLE
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        code = start.run(arguments, Command(EVAL, display))
-    if not displays:  # a dry run, or a job in a queue
+        try:
+            if not cfg.dry_run:
+                environments_of([cfg])
+        except ConfigError as error:
+            print(f"rlx: {error}\n\n{name} cannot be played.")
+            answer["reasons"] = error.problems
+        else:
+            code = EVAL.run(arguments)
+            status = read_status(paths)
+            answer["reasons"] = [] if status is None or status.cause is None else [*status.cause.last_lines[-1:]]
+    if cfg.dry_run:
         return code
-    shown = displays[-1]
+    file = paths.evaluation_of(env, str(cfg.model.name), 0) / RESULTS
+    if code == 0 and file.is_file():
+        facts = assess(read_results(file))
+        own = cfg.envs[env]
+        verdict = judge(facts, own.sampling.max_tokens or cfg.sampling.max_tokens)
+        answer |= asdict(verdict) | {"facts": asdict(facts), "results": str(file)}
+        code = WORTH if verdict.worth else NOT_WORTH if verdict.playable else NOT_PLAYABLE
+        head = "worth training on" if verdict.worth else "not worth training on as it is" if verdict.playable else "not playable"
+        notes = [*verdict.reasons, *(f"note: {note}" for note in verdict.notes)]
+        said = [f"\n{own.id} with {cfg.model.name}", *in_words(facts), f"  {head}:", *(f"    {note}" for note in notes)]
+        said += [f"  next       {next_commands(own.id)[1]}"] if verdict.worth else []
+        print("\n".join([*said, f"  results    {file}"]), file=sys.stderr if as_json else sys.stdout)
     if as_json:
-        print(json.dumps(answer_of(name, shown, code), indent=1))
-    if code != 0 or shown.verdict is None:
-        return code or NOT_PLAYABLE
-    return WORTH if shown.verdict.worth else NOT_WORTH if shown.verdict.playable else NOT_PLAYABLE
+        print(json.dumps(answer | {"exit_code": code}, indent=1))
+    return code
 
 
 def overrides(name: str, given: Sequence[str]) -> tuple[str, list[str]]:
@@ -84,34 +84,26 @@ def overrides(name: str, given: Sequence[str]) -> tuple[str, list[str]]:
     from rlx.config.shipped import shipped_options
 
     options = shipped_options()
-    by_id = {env_id: option for option, env_id in options.items()}
-    option = name if name in options else by_id.get(name)
-    chosen = [] if any(word.startswith("env=") for word in given) else [f"env={option or 'custom'}"]
-    env = option or "custom"
-    if option is None:
-        chosen.append(f"envs.custom.id={name}")
-    keys = {word.partition("=")[0].lstrip("+") for word in given}
-    defaults = [f"{key}={value}" for key, value in DEFAULTS.items() if key not in keys]
+    option = name if name in options else next((option for option, env_id in options.items() if env_id == name), None)
+    env, keys = option or "custom", {word.partition("=")[0].lstrip("+") for word in given}
+    defaults = DEFAULTS | {"env": env, f"envs.{env}.split": "train"} | ({} if option else {"envs.custom.id": name})
     if not keys & {"run.name", "run.dir", "dry_run"}:
-        defaults.append(f"run.name=check-{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}-{secrets.token_hex(3)}")
-    split = [] if f"envs.{env}.split" in keys or "env.split" in keys else [f"envs.{env}.split=train"]
-    return env, [*chosen, *split, *defaults, *given]
+        defaults["run.name"] = f"check-{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}-{secrets.token_hex(3)}"
+    return env, [*(f"{key}={value}" for key, value in defaults.items() if key not in keys), *given]
 
 
-def say_shadowed(name: str) -> None:
-    """Print a note if an installed package has the name of a shipped environment: the name means the shipped one."""
-    from rlx.config.pythons import sources_of
-    from rlx.config.shipped import shipped_options
-
-    shipped = shipped_options().get(name)
-    if shipped is not None and sources_of(name) is not None:
-        print(f"{name} ships with rlx ({shipped}); the installed package of that name is local/{name}", file=sys.stderr)
-
-
-def answer_of(name: str, shown: CheckDisplay, code: int) -> dict[str, Any]:
-    """The answer as JSON."""
-    status, verdict = shown.run.status, shown.verdict
-    why = [] if status is None or status.cause is None else [*status.cause.last_lines[-1:]]
-    base = {"env": name, "worth": False, "playable": False, "reasons": why, "notes": [], "exit_code": code}
-    facts = {"facts": None if shown.facts is None else asdict(shown.facts), "results": None if shown.file is None else str(shown.file)}
-    return base | ({} if verdict is None else asdict(verdict)) | facts
+def in_words(facts: Assessment) -> list[str]:
+    """One line for each kind of fact."""
+    lines = [f"  rollouts   {facts.examples} examples × {facts.per_example}, {facts.failed:.0%} failed, {facts.truncated:.0%} truncated"]
+    lines += [f"             {one.count} {one.cause}: {one.first}" for one in facts.failures]
+    if facts.baseline is None:
+        return lines
+    base, (low, high) = facts.baseline, facts.scale
+    lines.append(f"  baseline   {base.mean:.3f}, 95 % interval {base.low:.3f} to {base.high:.3f}")
+    lines.append(f"  functions  {' · '.join(f'{name} {value:.3g}' for name, value in facts.by_function.items())}")
+    ends = f"{facts.equal_low:.0%} all {low:g}, {facts.equal_high:.0%} all {high:g}"
+    lines.append(f"  groups     rewards differ in {facts.differing:.0%} of {facts.groups} (mean deviation {facts.spread:.3f}); {ends}")
+    if facts.reward_errors:
+        lines.append(f"  rewards    a function raised in {facts.reward_errors:.0%}: {facts.first_reward_error}")
+    lines += [f"  turn {one.turn:<6} {one.prompt:.0f} tokens of prompt, {one.sampled:.1f} sampled" for one in facts.turns]
+    return [*lines, "  seconds    " + " · ".join(f"{part} {seconds:.3g}" for part, seconds in facts.seconds.items())]

@@ -24,22 +24,20 @@ exit codes: 0 everything is there; 2 something cannot be fetched"""
 
 def run(argv: list[str]) -> int:
     import os
-    import pkgutil
     from dataclasses import replace
 
+    from rlx.cli.commands import BY_NAME
     from rlx.config.load import compose
-    from rlx.config.roots import ROOTS
     from rlx.plan.environment import hub_variables
     from rlx.preflight.hub import fetch_models, hub_cache, use_cache
     from rlx.preflight.probes import environments_of, lines_of
 
     name, rest = (argv[0], argv[1:]) if argv and argv[0] in OF else ("train", argv)
-    root = next(each for each in ROOTS if each.command == name)
-    composed = compose([*rest, "dry_run=true"], None, root)
+    command = BY_NAME[name]
+    composed = compose([*rest, "dry_run=true"], None, command.root)
     os.environ.pop("HF_HUB_OFFLINE", None)
     use_cache({key: value for key, value in hub_variables(composed.cfg).items() if key != "HF_HUB_OFFLINE"})
     print(f"cache {hub_cache()}", flush=True)
-    command = pkgutil.resolve_name(f"rlx.cli.{name}").command()
     cfg = command.resolve(composed.cfg)  # of `rlx sft`: this loads the data sets
     for model, folder in fetch_models(cfg).items():
         print(f"model {model}: {folder}", flush=True)

@@ -7,40 +7,21 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from rlx.config.roots import has_key, key_of
-from rlx.config.schema import Config
 from rlx.config.shipped import shipped_groups
 from rlx.config.tree import type_at
 
-MAIN_KEYS = (
-    "max_steps",
-    "seed",
-    "max_async_level",
-    "seq_len",
-    "sampling.max_tokens",
-    "sampling.temperature",
-    "orchestrator.batch_size",
-    "orchestrator.rollouts_per_example",
-    "trainer.num_minibatches",
-    "inference.base_url",
-    "hardware.inference_replicas",
-    "hardware.trainer_processes",
-    "run.name",
-    "run.dir",
-    "dry_run",
-    "clean",
-)
 FOR_ALL = ("experiment", "sweeps")  # groups without a key of their own
 WIDTH = 120
 
 
-def groups(schema: type = Config) -> str:
+def groups(schema: type) -> str:
     """One line per configuration group of a command, with its options."""
     folders = {name: folder for name, folder in shipped_groups().items() if name in FOR_ALL or has_key(schema, key_of(name))}
     return _columns({name: ", ".join(sorted(path.stem for path in folder.glob("*.yaml"))) for name, folder in folders.items()})
 
 
-def keys(schema: type = Config, names: Sequence[str] = MAIN_KEYS) -> str:
-    """One line for each of the most common keys."""
+def keys(schema: type, names: Sequence[str]) -> str:
+    """One line for each of these keys."""
     found = {}
     for key in names:
         section, _, name = key.rpartition(".")

@@ -38,37 +38,28 @@ def logs_of(run: Run) -> list[str]:
 
 
 def make(run: Run, session: str) -> list[str]:
-    """Create the session in the background. Returns the names of logs that got no pane."""
-    root, names = run.root.absolute(), logs_of(run)
-    watch = shlex.join([sys.executable, "-m", "rlx.cli", "watch", str(root)])
+    """The command of tmux that creates the session in the background: the display, and a pane for each of the first logs."""
+    names = logs_of(run)[: MOST - 1]
+    watch = shlex.join([sys.executable, "-m", "rlx.cli", "watch", str(run.root.absolute())])
+    words = ["new-session", "-d", "-s", session, "-x", "200", "-y", "60", watch]
     # In one call: `rlx watch` of a run that has ended may end before a second one, and the session with it.
-    keep = (";", "set-option", "-w", "-t", f"={session}:", "remain-on-exit", "on")
-    pane = _tmux("new-session", "-d", "-P", "-F", "#{pane_id}", "-s", session, "-x", "200", "-y", "60", watch, *keep)
-    for option, value in (("pane-border-status", "top"), ("pane-border-format", " #{pane_title} ")):
-        _tmux("set-option", "-w", "-t", f"={session}:", option, value)
-    _tmux("select-pane", "-t", pane, "-T", _text(run.name))
-    for name in names[: MOST - 1]:
+    for option, value in (("remain-on-exit", "on"), ("pane-border-status", "top"), ("pane-border-format", " #{pane_title} ")):
+        words += [";", "set-option", "-w", "-t", f"={session}:", option, value]
+    words += [";", "select-pane", "-T", _text(run.name)]
+    for name in names:
         log = shlex.join(["sh", "-c", FOLLOW, "sh", str(run.paths.latest_logs.absolute()), f"{name}.log"])
-        new = _tmux("split-window", "-P", "-F", "#{pane_id}", "-t", pane, log)
-        _tmux("select-pane", "-t", new, "-T", _text(name))
-        _tmux("select-layout", "-t", f"={session}:", "tiled")
-    _tmux("select-pane", "-t", pane)
-    return names[MOST - 1 :]
+        words += [";", "split-window", "-t", f"={session}:", log, ";", "select-pane", "-T", _text(name)]
+        words += [";", "select-layout", "-t", f"={session}:", "tiled"]
+    return ["tmux", *words]
 
 
 def show(run: Run) -> int:
     """Create the session of a run, or find the one that exists, and show it in this terminal."""
-    if shutil.which("tmux") is None:
-        raise ConfigError(
-            "--tmux needs tmux, which is not installed here.\n  fix: install it (apt-get install tmux), or use rlx watch without --tmux"
-        )
-    if not sys.stdout.isatty():
-        raise ConfigError("--tmux needs a terminal.\n  fix: use rlx watch without --tmux")
+    if shutil.which("tmux") is None or not sys.stdout.isatty():
+        raise ConfigError("--tmux needs tmux and a terminal.\n  fix: apt-get install tmux, or rlx watch without --tmux")
     session = session_of(run)
-    exists = subprocess.run(["tmux", "has-session", "-t", f"={session}"], capture_output=True, check=False).returncode == 0
-    left = [] if exists else make(run, session)
-    if left:
-        print(f"no pane for {', '.join(left)}: see {run.paths.latest_logs}", file=sys.stderr)
+    if subprocess.run(["tmux", "has-session", "-t", f"={session}"], capture_output=True, check=False).returncode != 0:
+        subprocess.run(make(run, session), check=True)
     command = ["tmux", "switch-client" if os.environ.get("TMUX") else "attach-session", "-t", f"={session}"]
     return subprocess.run(command, check=False).returncode
 
@@ -76,11 +67,3 @@ def show(run: Run) -> int:
 def _text(name: str) -> str:
     """A title that tmux shows as it is: it would execute `#(…)`."""
     return shown(name).replace("#", "##")
-
-
-def _tmux(*arguments: str) -> str:
-    """Run a command of tmux and return its output. Raises ConfigError with what tmux says."""
-    done = subprocess.run(["tmux", *arguments], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise ConfigError(f"tmux {arguments[0]}: {done.stderr.strip()}")
-    return done.stdout.strip()

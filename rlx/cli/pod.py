@@ -12,10 +12,9 @@ import secrets
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -50,7 +49,9 @@ exit codes: those of the run; 75: preempted, to be started again"""
 
 
 def run(argv: list[str]) -> int:
-    parser = ArgumentParser(prog="rlx pod")
+    from rlx.cli.arguments import Parser
+
+    parser = Parser("pod")
     parser.add_argument("--job", required=True)
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--volume", type=Path, required=True)
@@ -59,43 +60,19 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--hosts", default="")  # NAME:PORT of each host's agent, in order; default: the names of the Job's pods
     parser.add_argument("command", choices=("train", "sft", "eval", "synthesize"))
     given, overrides = parser.parse_known_args(argv)
-    if os.getpid() == 1:
-        return _as_init(lambda: _host(given, overrides))
-    return _host(given, overrides)
+    return _as_init(argv) if os.getpid() == 1 else _host(given, overrides)
 
 
-def _as_init(work: Callable[[], int]) -> int:
-    """Do the work in a child and be the container's first process: pass signals on, and reap whatever is left without a parent."""
-    child = os.fork()
-    if child == 0:
-        os._exit(_code_of(work))
+def _as_init(argv: list[str]) -> int:
+    """Run the command in a child and be the container's first process: pass signals on, and reap whatever is left without a parent."""
+    child = subprocess.Popen([sys.executable, "-m", "rlx.cli", "pod", *argv])
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-        signal.signal(number, lambda number, _: os.kill(child, number))
+        signal.signal(number, lambda number, _: os.kill(child.pid, number))
     while True:
         pid, status = os.wait()
-        if pid == child:
+        if pid == child.pid:
             code = os.waitstatus_to_exitcode(status)
             return code if code >= 0 else 128 - code
-
-
-def _code_of(work: Callable[[], int]) -> int:
-    from rlx.cli import format_problems
-    from rlx.config.errors import ConfigError
-
-    try:
-        code = work()
-    except SystemExit as left:
-        code = left.code if isinstance(left.code, int) else 1
-    except ConfigError as error:
-        print(format_problems(error.problems), file=sys.stderr)
-        code = 2
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    return int(code)
 
 
 def _host(given: Namespace, overrides: list[str]) -> int:
@@ -108,7 +85,7 @@ def _host(given: Namespace, overrides: list[str]) -> int:
     pods = [f"{given.job}-{number}.{given.job}:{PORT}" for number in range(given.nodes)]
     places = [place.rpartition(":") for place in (given.hosts.split(",") if given.hosts else pods)]
     hosts = [(name.strip("[]"), int(port)) for name, _, port in places]
-    check_volume(given.volume)
+    file.parent.mkdir(parents=True, exist_ok=True)
     end = file.with_name(f"{file.name}.end")  # for a host that is being replaced and cannot be told
     agent = Agent(lambda: _read(file), hosts[index][1])
     if index == 0:
@@ -159,9 +136,8 @@ def _serve(agent: Agent, index: int, end: Callable[[], str | None]) -> int:
 
 def _first(given: Namespace, overrides: list[str], hosts: list[tuple[str, int]], file: Path) -> int:
     """Run one attempt of the run. Returns its exit code."""
-    import importlib
-
-    from rlx.cli.command import label_of
+    from rlx.cli.commands import BY_NAME
+    from rlx.cli.start import label_of
     from rlx.config.load import compose
     from rlx.launch.agents import wait_for_agents
     from rlx.launch.pods import after_missing, attempt, is_restart, make_token
@@ -172,7 +148,7 @@ def _first(given: Namespace, overrides: list[str], hosts: list[tuple[str, int]],
     from rlx.waiting import LEFT
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(LEFT))
-    command = importlib.import_module(f"rlx.cli.{given.command}").command()
+    command = BY_NAME[given.command]
     composed = compose(arguments(given, overrides, command.root), None, command.root)
     cfg = command.resolve(composed.cfg)
     if cfg.run.dir is None:
@@ -182,10 +158,6 @@ def _first(given: Namespace, overrides: list[str], hosts: list[tuple[str, int]],
     needed = max(spec.node for spec in plan) + 1
     if needed > given.nodes:
         print(f"the layout needs {needed} hosts, but the Job has {given.nodes}: correct `nodes` of the chart", file=sys.stderr)
-        return 2
-    gpus = cfg.hardware.gpus_per_node if cfg.hardware.device == "cuda" else 0
-    if given.gpus is not None and gpus > given.gpus:
-        print(f"the layout needs {gpus} GPUs a host, but the pods have {given.gpus}: correct `gpusPerNode` of the chart", file=sys.stderr)
         return 2
     root = Path(str(cfg.run.dir))
     # By hand, the same start may come again with other values, which `attempt` compares; a Job's stay what they are.
@@ -217,50 +189,24 @@ def _first(given: Namespace, overrides: list[str], hosts: list[tuple[str, int]],
     return code
 
 
-def check_volume(volume: Path) -> None:
-    """Raise ConfigError if this user cannot write the volume."""
-    from rlx.config.errors import ConfigError
-
-    try:
-        (volume / ".nodes").mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=volume / ".nodes"):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"the volume {volume} cannot be written by the user {os.getuid()}, groups {os.getgroups()}: "
-            f"{error.strerror}: {error.filename}.\n"
-            "  fix: the chart's `user` must be its owner; or correct the volume, whose storage may ignore fsGroup"
-        ) from error
-
-
 def arguments(given: Namespace, overrides: list[str], root: Root) -> list[str]:
-    """The command line of the run, with what the pod knows: the launcher, the layout of its GPUs, and a directory on the volume.
+    """The command line of the run, with what the pod knows: the launcher, the layout of its GPUs, the run's name, secrets.
 
     A configuration that was written elsewhere (the chart's `config`) names another launcher and a directory that no pod has.
     """
-    from rlx.config.composition import compose_tree
     from rlx.config.environment import variable_of
     from rlx.config.gpus import choose_layout
     from rlx.config.tree import secret_keys
 
-    found = [*overrides, "launcher.name=local"]
-
-    def has(*keys: str) -> bool:
-        return any(part.startswith(tuple(f"{key}=" for key in keys)) for part in overrides)
-
-    has_all = any(part.partition("=")[0] in ("--config-name", "-cn") for part in overrides)
-    if given.gpus is not None and not has_all and not has("hardware") and variable_of("hardware") not in os.environ:
-        found.append(f"hardware={choose_layout(given.gpus)[0]}")
+    typed = {part.partition("=")[0] for part in overrides}
+    has_all = bool(typed & {"--config-name", "-cn"})
+    found = {"launcher.name": "local"} | ({} if "run.name" in typed else {"run.name": given.job})
+    if given.gpus is not None and not has_all and variable_of("hardware") not in os.environ:
+        found["hardware"] = choose_layout(given.gpus)[0]
     if has_all:  # such a file reads no variables, but secrets can only be in them
-        given_by = {key: variable_of(key) for key in secret_keys(root.schema) if not has(key)}
-        found += [f"{key}=${{oc.env:{name}}}" for key, name in given_by.items() if name in os.environ]
-    run = compose_tree(found, os.environ, root).data.get("run")
-    name, place = (run.get("name"), run.get("dir")) if isinstance(run, dict) else (None, None)
-    if has("run.dir") or (place is not None and Path(str(place)).is_relative_to(given.volume)):
-        return found
-    if not has("run.name") and (name is None or place is not None):
-        found.append(f"run.name={given.job}")
-    return [*found, "run.dir=null"] if place is not None else found
+        found |= {"run.dir": "null"}
+        found |= {key: f"${{oc.env:{name}}}" for key in secret_keys(root.schema) if (name := variable_of(key)) in os.environ}
+    return [*overrides, *(f"{key}={value}" for key, value in found.items() if key not in typed)]
 
 
 def _read(file: Path) -> str | None:

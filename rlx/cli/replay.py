@@ -31,31 +31,34 @@ One process in float32. --device cuda: on one GPU. To train a whole run again: r
 
 
 def run(argv: list[str]) -> int:
+    from rlx.cli.arguments import Parser
     from rlx.config.errors import ConfigError
-    from rlx.runs.run import Run
-
-    options, places, overrides = _read(argv)
-    if len(places) != 1 or "--step" not in options or not options["--step"].isdecimal() or not options["--top"].isdecimal():
-        print("usage: rlx replay RUN --step N loss=OPTION [key=value …]. See rlx replay --help.", file=sys.stderr)
-        return 2
     from rlx.config.rules import target_name
     from rlx.report.tokens import as_text, checks, names_of, summary, write
     from rlx.runs.one_step import changes, label_of, other_objective, policy_of
+    from rlx.runs.run import Run
 
-    found, step = Run.open(Path(places[0]).expanduser()), int(options["--step"])
+    parser = Parser("replay")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--step", type=int, required=True)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--top", type=int, default=TOP)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    given, overrides = parser.parse_known_args(argv)
+    found, step = Run.open(given.run.expanduser()), given.step
     recorded, other, notes = other_objective(found, overrides)
     policy = policy_of(found, recorded, other, step)
-    folder = Path(options["--out"]).expanduser() if "--out" in options else found.paths.replay_of(step, label_of(overrides))
-    if options["--device"] not in ("cpu", "cuda"):
-        raise ConfigError(f"--device={options['--device']} must be cpu or cuda.")
+    folder = given.out.expanduser() if given.out is not None else found.paths.replay_of(step, label_of(overrides))
 
     from rlx.process import set_cpu_threads
 
     set_cpu_threads(recorded.hardware.cpu_threads)  # before numeric libraries are loaded
+    import numpy as np
+
     from rlx.train.compare import Begin, compare, set_up_torch, texts
 
-    set_up_torch(options["--device"], recorded.hardware.cpu_threads)
-    record = _record(found, step)
+    set_up_torch(given.device, recorded.hardware.cpu_threads)
+    record = found.history.records["trainer"].get(step)
     begin = Begin(model=policy.model, step=policy.step, checkpoint=policy.checkpoint, reference=policy.initial)
     try:
         compared = compare(
@@ -64,7 +67,7 @@ def run(argv: list[str]) -> int:
             found.paths,
             begin,
             step,
-            device=options["--device"],
+            device=given.device,
             beta=record.get("ref/beta") if record is not None else None,
             say=lambda line: print(line, file=sys.stderr, flush=True),
         )
@@ -76,8 +79,8 @@ def run(argv: list[str]) -> int:
         took = f"the run took {recorded.num_updates} optimizer steps on this batch"
         notes.append(f"{took}; every mini-batch is compared at the parameters before the first")
     ran = (recorded.model.dtype, recorded.hardware.device)
-    if ran != ("float32", options["--device"]):
-        here = f"computed in float32 on {options['--device']}"
+    if ran != ("float32", given.device):
+        here = f"computed in float32 on {given.device}"
         notes.append(f"{here}; the run computed in {ran[0]} on {ran[1]}, so numbers differ by rounding")
     if not any(sample.loss_mask.any() for sample in compared.samples):
         notes.append("the policy sampled no token of this batch, so weights are multiplied by the number of tokens of cross-entropy")
@@ -92,8 +95,10 @@ def run(argv: list[str]) -> int:
         "notes": notes,
         "checks": checks(compared, record, recorded.trainer.num_iterations),
     }
-    words = texts(policy.model, _ids(compared), trust_remote_code=recorded.model.trust_remote_code)
-    content = summary(compared, words, facts, int(options["--top"]))
+    words = texts(
+        policy.model, np.concatenate([sample.token_ids for sample in compared.samples]), trust_remote_code=recorded.model.trust_remote_code
+    )
+    content = summary(compared, words, facts, given.top)
     try:
         write(folder, compared, words, content)
     except OSError as error:
@@ -104,35 +109,3 @@ def run(argv: list[str]) -> int:
     if any(not check["close"] for check in facts["checks"]):
         print("rlx: the run's own objective gives other numbers than the run recorded, so this is not quite its policy", file=sys.stderr)
     return 0
-
-
-def _read(argv: list[str]) -> tuple[dict[str, str], list[str], list[str]]:
-    """Options, places and overrides."""
-    options, waiting = {"--top": str(TOP), "--device": "cpu"}, list(argv)
-    places: list[str] = []
-    overrides: list[str] = []
-    folders = [part for part in argv if "=" in part and Path(part).expanduser().is_dir()]  # of a sweep: `loss=grpo,seed=1`
-    while waiting:
-        part = waiting.pop(0)
-        name, equals, value = part.partition("=")
-        if name in ("--step", "--out", "--top", "--device"):
-            options[name] = value if equals else waiting.pop(0) if waiting else ""
-        elif part in ("--config-dir", "--config-path"):
-            overrides += [part, *waiting[:1]]
-            waiting = waiting[1:]
-        elif part.startswith("--") or (equals and (places or part not in folders)):
-            overrides.append(part)
-        else:
-            places.append(part)
-    return options, places, overrides
-
-
-def _record(found: Any, step: int) -> dict[str, Any] | None:
-    """What the trainer recorded of the step."""
-    return found.history.records["trainer"].get(step)
-
-
-def _ids(compared: Any) -> Any:
-    import numpy as np
-
-    return np.concatenate([sample.token_ids for sample in compared.samples])

@@ -4,9 +4,17 @@ Writes the final status of runs whose SLURM jobs could not."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlx.terminal import duration
+
+if TYPE_CHECKING:
+    from rlx.runs.run import Run
 
 SUMMARY = "list runs: kind, state, steps, reward, job"
 
@@ -27,66 +35,57 @@ SLURM is asked once for all runs. If a run's job ended before it could write its
 
 def run(argv: list[str]) -> int:
     from rlx.config.errors import ConfigError, may_read
+    from rlx.launch.follow import close_ended
     from rlx.plan.explain import table
+    from rlx.runs.jobs import waits
     from rlx.runs.run import PATIENCE, find
 
     roots = [Path(part) for part in argv] or [Path("outputs")]
     with may_read(roots[0]):
         absent = [str(root) for root in roots if not root.is_dir()]
     if absent:
-        print(f"rlx: there is no directory {', '.join(absent)}. Usage: rlx runs [DIRECTORY …]", file=sys.stderr)
-        return 2
-    found, unreadable = [], []
+        raise ConfigError(f"there is no directory {', '.join(absent)}.\n  fix: rlx runs DIRECTORY …")
+    found, rows = [], []
     for each in (run for root in roots for run in find(root)):
         each.patience = PATIENCE
         try:
             found.append((each, each.status, each.job, each.history.final_reward, each.command or "-"))
         except ConfigError as error:
-            unreadable.append([str(each.root), "-", "unreadable", "-", "-", "-", "-", ""])
+            rows.append([str(each.root), "-", "unreadable", "-", "-", "-", "-", ""])
             print(f"rlx: {error.problems[0].partition(chr(10))[0]}", file=sys.stderr)
-    jobs = _jobs() if any(job for _, _, job, _, _ in found) else {}
-    if jobs is not None and any(job for _, _, job, _, _ in found):
-        from rlx.launch.follow import close_ended
-
+    jobs = jobs_of([each for each, *_ in found])
+    if jobs:
         close_ended([each for each, *_ in found], jobs)
     states = {each: each.state(jobs) for each, *_ in found}
     waiting = {job for each, _, job, _, _ in found if job and states[each].startswith("waiting")}
-    why = _waits(waiting) if waiting else {}
-    rows = []
-    for each, _, job, reward, kind in sorted(found, key=lambda row: row[1].updated if row[1] else 0.0):
-        if (status := each.status) is not None:
+    why: Mapping[str, object] = {}
+    with contextlib.suppress(RuntimeError):  # SLURM does not answer
+        why = waits(waiting) if waiting else {}
+    for each, status, job, reward, kind in sorted(found, key=lambda row: row[1].updated if row[1] else 0.0):
+        if status is not None:
             steps, shown = f"{status.step}/{status.max_steps}", "-" if reward is None else f"{reward:.3f}"
-            note = why.get(job or "", "") if states[each].startswith("waiting") else ""
-            if status.cause is not None:
-                note = status.cause.line
-            rows.append([str(each.root), kind, states[each], steps, shown, job or "-", _age(status.updated), note])
-    rows = unreadable + rows
+            note = status.cause.line if status.cause is not None else str(why.get(job or "", ""))
+            age = f"{duration(max(0.0, time.time() - status.updated))} ago"
+            rows.append([str(each.root), kind, states[each], steps, shown, job or "-", age, note])
     print("\n".join(table(["run", "kind", "state", "steps", "reward", "job", "last sign", ""], rows)) if rows else "no runs")
     return 0
 
 
-def _waits(jobs: set[str]) -> dict[str, str]:
-    from rlx.runs.jobs import waits
-
-    try:
-        return {job: str(wait) for job, wait in waits(jobs).items()}
-    except RuntimeError:
-        return {}
-
-
-def _jobs() -> dict[str, str] | None:
+def jobs_of(runs: Sequence[Run]) -> dict[str, str] | None:
+    """SLURM's states of all jobs; empty if no run has one, None if SLURM does not answer."""
     from rlx.runs.jobs import queue
 
     try:
-        return queue()
+        return queue() if any(map(_has_job, runs)) else {}
     except RuntimeError as error:
         print(f"rlx: the states of jobs are unknown: {error}", file=sys.stderr)
         return None
 
 
-def _age(then: float) -> str:
-    seconds = max(0.0, time.time() - then)
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit} ago"
-    return f"{seconds:.0f} s ago"
+def _has_job(run: Run) -> bool:
+    from rlx.config.errors import ConfigError
+
+    try:
+        return run.job is not None
+    except ConfigError:  # of a run that may not be read
+        return False

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rlx.cli.command import Command, check_cluster, check_nodes, failure, label_of
+from rlx.config.errors import ConfigError
+from rlx.config.load import Composed, compose, to_yaml
+from rlx.config.schema import CommandConfig
+from rlx.config.sweeps import is_sweep
+from rlx.config.targets import must_be_built, nodes_of
+from rlx.plan.environment import hub_variables
+from rlx.plan.explain import explain
+from rlx.plan.make import make_plan
+from rlx.plan.place import require_one_host
+from rlx.plan.record import ProcessSpec
+from rlx.preflight.chats import check_chats
+from rlx.preflight.hub import check_cache, use_cache
+from rlx.preflight.probes import environments_of, lines_of
+from rlx.runs.claim import changes, create, settle, sources, write_description
+from rlx.runs.differences import change_note
+from rlx.runs.rewind import is_fork
+from rlx.runs.status import Cause, read_status
+
+if TYPE_CHECKING:
+    from rlx.cli.commands import Command
 
 
 def run(argv: list[str], command: Command) -> int:
     """Run the command line and return the exit code."""
-    from rlx.config.errors import ConfigError
-    from rlx.config.load import compose
-    from rlx.config.sweeps import is_sweep
-    from rlx.plan.environment import hub_variables
-    from rlx.plan.make import make_plan
-    from rlx.plan.place import require_one_host
-    from rlx.preflight.chats import check_chats
-    from rlx.preflight.hub import check_cache, use_cache
-    from rlx.preflight.probes import environments_of, lines_of
-    from rlx.runs.claim import changes, create, settle, sources, write_description
-    from rlx.runs.differences import change_note
-    from rlx.runs.rewind import is_fork
-
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # exit code 130, as after Ctrl-C
     if is_sweep(argv):
         from rlx.cli import sweep
@@ -33,62 +42,35 @@ def run(argv: list[str], command: Command) -> int:
     check_cluster(composed)
     if not composed.cfg.dry_run:  # which may be absent where a dry run is made
         use_cache(hub_variables(composed.cfg))
-    cfg, label = command.resolve(composed.cfg), label_of(composed, command)
-    cfg = settle(cfg, label)
-    assert cfg.run.dir is not None
-    plan = make_plan(cfg, Path(cfg.run.dir))
-    if cfg.launcher.name == "local":
-        if not cfg.dry_run:  # a plan may be for other machines
-            require_one_host(plan)
-    else:
+    cfg = settle(command.resolve(composed.cfg), label_of(composed, command))
+    root = Path(str(cfg.run.dir))
+    plan = make_plan(cfg, root)
+    if cfg.launcher.name == "slurm":
         from rlx.launch.slurm import check_directory, note_of, overriding, sbatch_options
 
-        check_directory(Path(cfg.run.dir), cfg)
+        check_directory(root, cfg)
         if cfg.dry_run and (dropped := overriding(sbatch_options(cfg, str(cfg.run.name)))):
             composed.notes.append(note_of(dropped))
+    elif not cfg.dry_run:  # a plan may be for other machines
+        require_one_host(plan)
     check_nodes(cfg, composed)
     check_cache([cfg])
     (found,) = environments_of([cfg])
     check_chats([cfg], [found])
     environments = lines_of(found)
     if cfg.dry_run:
-        sources(cfg)
-        from rlx.config.load import to_yaml
-        from rlx.plan.explain import explain
-
-        print(to_yaml(cfg), end="\n")
-        explained = explain(cfg, plan, composed.choices, composed.notes, cfg.run.dir, environments)
-        print(explained)
-        if changed := changes(cfg):
-            fork = f"starts from {cfg.resume}, with {', '.join(changed)}"
-            print("\n" + (fork if is_fork(cfg.resume) else change_note(Path(cfg.run.dir), changed)))
-        script = None
-        if cfg.launcher.name == "slurm":
-            from rlx.launch.slurm import FOLDER, sbatch_script
-
-            script = sbatch_script(cfg, str(cfg.run.name), Path(cfg.run.dir) / FOLDER, [Path(cfg.run.dir)])
-            print("\nsbatch script\n" + "".join(f"  {line}\n" for line in script.splitlines()), end="")
-        try:
-            written = write_description(cfg, composed.overrides, plan, script, explained)
-            print(f"\nwritten to {written.root}" if written else f"\nnot written: {cfg.run.dir} holds a run")
-        except ConfigError as error:
-            if composed.cfg.run.dir or composed.cfg.run.name:
-                raise
-            print(f"\nnot written: {error}")
-        print("\ndry run: nothing was started")
-        return 0
-    from rlx.config.limits import multiplies_in_16_bits
-    from rlx.plan.forecast import notes_of
-
+        return _dry_run(cfg, composed, plan, environments)
     here = cfg.launcher.name == "local"
-    times = notes_of(cfg, sixteen_bit=here and multiplies_in_16_bits())
-    for note in [*composed.notes, *times, *(f"environment {line}" for line in environments)]:
+    for note in [*composed.notes, *(f"environment {line}" for line in environments)]:
         print(note, flush=True)
     paths, lock = create(cfg, composed.overrides, plan)
 
-    from rlx.runs.status import read_status
+    if here:
+        from rlx.launch.local import launch
+        from rlx.launch.supervisor import Limits
 
-    if cfg.launcher.name == "slurm":
+        exit_code = launch(paths, Limits.of(cfg), lock, command.show(paths.root, cfg))
+    else:
         from rlx.launch.follow import follow
         from rlx.launch.slurm import FOLDER, submit
 
@@ -103,13 +85,68 @@ def run(argv: list[str], command: Command) -> int:
         if not cfg.launcher.wait:
             print(f"  state    squeue -j {job}; {paths.status}\n  stop     scancel {job}")
             return 0
-        exit_code = follow(paths, job, command.display(paths.root, cfg, argv))
-    else:
-        from rlx.launch.local import launch
-        from rlx.launch.supervisor import Limits
-
-        exit_code = launch(paths, Limits.of(cfg), lock, command.display(paths.root, cfg, argv))
+        exit_code = follow(paths, job, command.show(paths.root, cfg))
     status = read_status(paths)
     if status is not None and status.cause is not None:
         print(failure(status.cause, paths.root), file=sys.stderr)
     return exit_code
+
+
+def _dry_run(cfg: CommandConfig, composed: Composed, plan: Sequence[ProcessSpec], environments: Sequence[str]) -> int:
+    """Print the configuration, the plan and the batch script, and write them where the next run will be."""
+    root, script = Path(str(cfg.run.dir)), None
+    sources(cfg)
+    explained = explain(cfg, plan, composed.choices, composed.notes, str(root), environments)
+    print(f"{to_yaml(cfg)}\n{explained}")
+    if changed := changes(cfg):
+        print("\n" + (f"starts from {cfg.resume}, with {', '.join(changed)}" if is_fork(cfg.resume) else change_note(root, changed)))
+    if cfg.launcher.name == "slurm":
+        from rlx.launch.slurm import FOLDER, sbatch_script
+
+        script = sbatch_script(cfg, str(cfg.run.name), root / FOLDER, [root])
+        print("\nsbatch script\n" + "".join(f"  {line}\n" for line in script.splitlines()), end="")
+    try:
+        written = write_description(cfg, composed.overrides, plan, script, explained)
+        print(f"\nwritten to {written.root}" if written else f"\nnot written: {root} holds a run")
+    except ConfigError as error:
+        if composed.cfg.run.dir or composed.cfg.run.name:
+            raise
+        print(f"\nnot written: {error}")
+    print("\ndry run: nothing was started")
+    return 0
+
+
+def label_of(composed: Composed, command: Command) -> str:
+    """`reverse_text-tiny-grpo`, or `eval-math+sums-tiny`: what the run is named after."""
+    name = command.root.command
+    return composed.label if name == "train" else f"{name}-{composed.label}"
+
+
+def check_nodes(cfg: CommandConfig, composed: Composed) -> None:
+    """Build the open nodes of a configuration (loss, advantage, optim) where a rule cannot know whether they can be built.
+
+    A dry run builds them, too, because it must refuse what a start refuses. Before a run that waits in a queue they are always built.
+    """
+    if nodes_of(cfg) and ((cfg.launcher.name != "local" and not cfg.dry_run) or must_be_built(cfg, composed.origins)):
+        from rlx.train.nodes import check_built
+
+        check_built(cfg)
+
+
+def check_cluster(composed: Composed) -> None:
+    """Raise ConfigError if the command line describes the job of a cluster that the chosen launcher does not use.
+
+    A file or a variable (RLX_SLURM) may describe a site's cluster for all runs. Whoever types it wants the run to be there.
+    """
+    launcher = composed.cfg.launcher.name
+    typed = [line for line in composed.overrides if re.match(r"\+*slurm[.=]", line) and line.partition("=")[2] != "null"]
+    if typed and launcher != "slurm":
+        shown = composed.origins.show("launcher.name", launcher)
+        raise ConfigError(f"{', '.join(typed)} (command line) has no effect: {shown}.\n  fix: add launcher=slurm, or leave it out")
+
+
+def failure(cause: Cause, root: Path) -> str:
+    """The message about a failure, with the last lines of the process's log."""
+    name = f"{cause.role}_{cause.replica}" if cause.role == "inference" else cause.role
+    lines = [f"{name} failed: {cause.reason}", f"last lines of {root / cause.log}:", *(f"  | {line}" for line in cause.last_lines)]
+    return "\n".join([*lines, "all other processes were stopped"])

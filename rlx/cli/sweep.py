@@ -12,15 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlx.cli.command import Command, check_cluster, check_nodes
+from rlx.cli.start import check_cluster, check_nodes
 from rlx.config.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rlx.cli.commands import Command
     from rlx.config.composition import Kept
     from rlx.config.sweeps import Line, Sweep
     from rlx.launch.sweep import Element, Started
-
-MOST_PROBLEMS = 4  # number of problems that are shown in full
 
 
 def run(argv: list[str], command: Command) -> int:
@@ -106,9 +105,7 @@ def checked(lines: Sequence[Line], directory: Path, command: Command) -> list[El
             for text in error.problems:
                 problems.setdefault(text, []).append(line.name)
     if problems:
-        told = [f"{text}\n(in {_runs(names, len(lines))})" for text, names in list(problems.items())[:MOST_PROBLEMS]]
-        more = len(problems) - len(told)
-        raise ConfigError(told + ([f"{more} more problems in other runs of the sweep."] if more > 0 else []))
+        raise ConfigError([f"{text}\n(in {names[0]}; {len(names)} of {len(lines)} runs)" for text, names in problems.items()])
     launchers = [e.cfg.launcher for e in elements]
     if len({(each.name, each.array_parallelism, each.wait, each.code_changes) for each in launchers}) > 1:
         raise ConfigError("the runs of a sweep are launched together.\n  fix: give launcher= and its keys the same values for all runs")
@@ -238,9 +235,3 @@ def _machine_gpus(elements: Sequence[Element]) -> list[str]:
         return []
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return [part for part in named.split(",") if part] if named is not None else [str(gpu) for gpu in range(visible_gpus())]
-
-
-def _runs(names: list[str], total: int) -> str:
-    if len(names) == total:
-        return f"all {total} runs"
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

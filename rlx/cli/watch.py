@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import math
 import shlex
-import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from rlx.runs.run import Run
-    from rlx.runs.status import Status
 
+T = TypeVar("T")
 SUMMARY = "follow a run: progress, phases, last log lines, closing summary"
 UPDATE = 0.2  # seconds between two displays
 ASK = 10.0  # seconds between two questions to SLURM
 WAIT = 30.0  # seconds between two questions why the job waits, which are about all users' jobs
-PATIENCE = 5.0  # seconds that a run on another host has to show that it is alive: its clock may be wrong, and its files arrive late
+PATIENCE = 5.0  # seconds after which a run that seems lost is: files of another host arrive late
 ENDED = ("completed", "failed", "interrupted", "preempted", "lost", "not started")
 
 
@@ -39,49 +38,58 @@ exit codes: that of the run once it has ended; 0 after Ctrl-C; 1 if its processe
 
 
 def run(argv: list[str]) -> int:
+    from rlx.cli.arguments import Parser
     from rlx.runs.run import Run
 
-    places = [part for part in argv if part != "--tmux"]
-    if len(places) != 1 or places[0].startswith("-"):
-        print("usage: rlx watch [--tmux] RUN. See rlx watch --help.", file=sys.stderr)
-        return 2
-    found = Run.open(Path(places[0]))
-    if "--tmux" in argv:
+    parser = Parser("watch")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--tmux", action="store_true")
+    given = parser.parse_args(argv)
+    found = Run.open(given.run)
+    if given.tmux:
         from rlx.cli.panes import show
 
         return show(found)
     try:
         return watch(found)
     except KeyboardInterrupt:
-        print(f"\nthe run goes on; look again with: rlx watch {shlex.quote(places[0])}", file=sys.stderr)
+        print(f"\nthe run goes on; look again with: rlx watch {shlex.quote(str(given.run))}", file=sys.stderr)
         return 0
 
 
 def watch(run: Run) -> int:
     """Display a run until it ends. Returns its exit code; 1 if its processes are gone."""
-    import importlib
-
-    from rlx.cli.command import failure
+    from rlx.cli.commands import BY_NAME
+    from rlx.cli.start import failure
     from rlx.config.errors import ConfigError
     from rlx.config.roots import root_of
+    from rlx.runs.jobs import queue, waits
 
     cfg, status = run.config, run.status
     if cfg is None or status is None:
         raise ConfigError(f"{run.root} has not been started (a dry run?).\n  fix: name a run that has; rlx runs lists them")
-    command = importlib.import_module(f"rlx.cli.{root_of(cfg).command}").command()
-    console = command.display(run.root, cfg, run.overrides)
+    console = BY_NAME[root_of(cfg).command].show(run.root, cfg)
     console.started = status.started
     console.tail = [spec.name for spec in run.plan]
-    jobs, asked, explained, pulse = _jobs(run), time.monotonic(), -math.inf, Pulse()
-    while (state := run.state(jobs)) not in ENDED or pulse.alive(run, state) or _comes_back(run, state, jobs):
+    run.patience = PATIENCE  # the clock of another host may be wrong
+    jobs: dict[str, str] | None = None  # SLURM's states; None: the run is no job, or SLURM does not answer now
+    asked = explained = -math.inf
+    seen = time.monotonic()  # that it is not lost
+    while True:
+        now = time.monotonic()
+        if run.job is not None and now - asked > ASK:
+            jobs, asked = _answered(queue), now
+        state = run.state(jobs)
+        seen = now if state != "lost" else seen
+        if state in ENDED and now - seen >= (PATIENCE if state == "lost" else 0) and not _comes_back(run, state, jobs):
+            break
         if not state.startswith("waiting"):
             console.note, explained = "", -math.inf
-        elif time.monotonic() - explained > WAIT:
-            console.note, explained = _why(run, state), time.monotonic()
+        elif now - explained > WAIT:
+            why = (_answered(lambda: waits([str(run.job)])) or {}).get(str(run.job))
+            console.note, explained = f"job {run.job} is {state}" + (f": {why}" if why else ""), now
         console.update()
         time.sleep(UPDATE)
-        if time.monotonic() - asked > ASK:
-            jobs, asked = _jobs(run), time.monotonic()
     status = run.status or status
     console.started = time.time() - (status.updated - status.started)  # the summary says how long the run took
     console.close(status.exit_code if status.exit_code is not None else 1)
@@ -92,32 +100,6 @@ def watch(run: Run) -> int:
     return status.exit_code if status.exit_code is not None else 1
 
 
-class Pulse:
-    """Whether a run on other hosts is alive, by changes of its status and this host's own clock: the clocks of two hosts may differ."""
-
-    def __init__(self) -> None:
-        self._updated: float | None = None
-        self._since, self._patience = time.monotonic(), PATIENCE
-
-    def alive(self, run: Run, state: str) -> bool:
-        """Whether a run that seems lost may be alive."""
-        from rlx.runs.run import STALE
-
-        status = run.status
-        if state != "lost" or status is None or not (run.job or _is_elsewhere(status)):
-            return False
-        now = time.monotonic()
-        if status.updated != self._updated:
-            self._patience = PATIENCE if self._updated is None or run.job else STALE  # SLURM knows of a job
-            self._updated, self._since = status.updated, now
-        return now - self._since < self._patience
-
-
-def _is_elsewhere(status: Status) -> bool:
-    named = [each for each in (status.launcher, status.supervisor, *status.processes) if each is not None]
-    return any(each["host"] != socket.gethostname() for each in named)
-
-
 def _comes_back(run: Run, state: str, jobs: Mapping[str, str] | None) -> bool:
     """Whether a preempted run's job is still in SLURM's hands: it is about to be in the queue again."""
     from rlx.runs.jobs import ENDED as GONE_STATES
@@ -126,24 +108,9 @@ def _comes_back(run: Run, state: str, jobs: Mapping[str, str] | None) -> bool:
     return state == "preempted" and run.job is not None and jobs is not None and jobs.get(run.job, GONE) not in GONE_STATES
 
 
-def _why(run: Run, state: str) -> str:
-    """Why the run's job waits in SLURM's queue."""
-    from rlx.runs.jobs import waits
-
+def _answered(ask: Callable[[], T]) -> T | None:
+    """SLURM's answer; None if there is none now."""
     try:
-        why = waits([run.job or ""]).get(run.job or "", "")
-    except RuntimeError:
-        why = ""
-    return f"job {run.job} is {state}" + (f": {why}" if why else "")
-
-
-def _jobs(run: Run) -> dict[str, str] | None:
-    """SLURM's states; `None` if the run is no job, or SLURM does not answer now."""
-    from rlx.runs.jobs import queue
-
-    if run.job is None:
-        return None
-    try:
-        return queue()
+        return ask()
     except RuntimeError:
         return None

@@ -6,20 +6,18 @@ Pure: turns a configuration and its plan into text.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 from rlx.config.evaluated import evaluated, is_due
 from rlx.config.memory import TrainerMemory, size, trained_parameters, trainer_memory, versions_in_memory
-from rlx.config.objectives import losses_of
 from rlx.config.rows import why
-from rlx.config.schema import CommandConfig, Config, EvaluatedRun, PlayRoot, SftRoot, TrainingRoot
-from rlx.config.schema_eval import EvalRoot
+from rlx.config.schema import CommandConfig, Config, PlayRoot, SftRoot, TrainingRoot
+from rlx.config.schema_eval import EvalRoot, PlayWithModel
 from rlx.config.schema_synthesize import SynthesizeRoot
-from rlx.plan.benchmark import benchmark
-from rlx.plan.forecast import time_on_cpu
 from rlx.plan.record import ProcessSpec
 from rlx.plan.servers import command_lines, memory_of
+
+Row = tuple[str, str]
 
 
 def explain(
@@ -33,15 +31,27 @@ def explain(
     """The composed configuration, the placement of processes, the arithmetic of a batch, and memory estimates, as text.
 
     `environments`: what is known of each environment, one line each."""
-    rows = [_row(cfg, spec) for spec in plan]
-    sections = [
-        ("composed", _composed(choices, notes, run_dir)),
-        *([("environments", list(environments))] if environments else []),
-        ("processes", [*table(["process", "host", "GPUs", "ports", "command"], rows), *_apart(cfg, plan), *_idle(cfg, plan)]),
-        *([("vLLM's command lines", lines)] if isinstance(cfg, PlayRoot) and (lines := command_lines(cfg, plan)) else []),
-        *SECTIONS[type(cfg)](cfg, plan),
-    ]
-    return "\n\n".join(f"{title}\n" + "\n".join(f"  {line}" for line in lines) for title, lines in sections)
+    sections: dict[str, list[str]] = {
+        "composed": [
+            *table(["", ""], choices.items())[1:],
+            *(f"note: {note}" for note in notes),
+            f"run directory: {run_dir}",
+        ],
+        "environments": [*environments],
+        "processes": [
+            *table(["process", "host", "GPUs", "ports", "layout"], [_process(cfg, spec) for spec in plan]),
+            *_apart(cfg, plan),
+            *_idle(cfg, plan),
+        ],
+        "vLLM's command lines": command_lines(cfg, plan) if isinstance(cfg, PlayRoot) else [],
+    }
+    if isinstance(cfg, EvalRoot | SynthesizeRoot):
+        sections["what is played"] = table(["", ""], _played(cfg))[1:]
+    elif isinstance(cfg, Config | SftRoot) and cfg.measured != "inference":
+        rows = _runs(cfg) if cfg.hosts else _batch_of_rows(cfg) if isinstance(cfg, SftRoot) else _batch(cfg)
+        sections["one step"] = table(["", ""], rows)[1:]
+    sections["memory (estimates)"] = [*_memory_of_trainer(cfg), *_memory_of_servers(cfg, plan)]
+    return "\n\n".join(f"{title}\n" + "\n".join(f"  {line}" for line in lines) for title, lines in sections.items() if lines)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -51,40 +61,30 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
 
 
-def _composed(choices: Mapping[str, str], notes: Sequence[str], run_dir: str) -> list[str]:
-    lines = [f"{group.ljust(max(map(len, choices)))}  {choice}" for group, choice in choices.items()]
-    return [*lines, *(f"note: {note}" for note in notes), f"run directory: {run_dir}"]
-
-
-def _row(cfg: CommandConfig, spec: ProcessSpec) -> list[str]:
+def _process(cfg: CommandConfig, spec: ProcessSpec) -> list[str]:
     host = "this machine" if cfg.hardware.nodes == 1 and cfg.launcher.name == "local" else f"host {spec.node}"
-    gpus = ",".join(map(str, spec.gpus)) or "cpu"
     ports = ", ".join(f"{purpose} {port or 'any free'}" for purpose, port in spec.ports.items()) or "-"
-    return [spec.name, host, gpus, ports, _command(cfg, spec)]
+    return [spec.name, host, ",".join(map(str, spec.gpus)) or "cpu", ports, _layout(cfg, spec)]
 
 
-def _command(cfg: CommandConfig, spec: ProcessSpec) -> str:
-    if spec.role == "prepare" and cfg.model.gguf is not None:
-        return f"a model folder of {cfg.model.gguf}, unless it is in the cache"
-    if spec.role == "prepare":
-        untrained = isinstance(cfg, SftRoot) or (isinstance(cfg, Config) and cfg.on_random_tokens)
-        return f"{'makes' if untrained else 'supervised warm start of'} the model, unless it is in the cache"
+def _layout(cfg: CommandConfig, spec: ProcessSpec) -> str:
+    """How a process divides its model, or how many rollouts it has in flight."""
     if spec.role == "trainer" and isinstance(cfg, TrainingRoot):
-        copies = cfg.trainer.dp_replicate
-        over = f"{cfg.trainer_ranks // copies} ranks" + (f", {copies} copies" if copies > 1 else "")
-        together = cfg.trainer.ranks_of_a_row
-        over += f"; each row on {together} of them" if together > 1 else ""
-        over += f", matrices divided over {cfg.trainer.tp}" if cfg.trainer.tp > 1 else ""
-        over += f"; experts divided over {cfg.trainer.ep}" if cfg.trainer.ep > 1 else ""
-        return f"FSDP2 over {over}" if cfg.trainer_ranks > 1 else "one process"
-    if not isinstance(cfg, PlayRoot):
-        return " ".join(spec.argv)
-    if spec.role == "load_generator" and isinstance(cfg, Config):
-        return f"random prompts; {cfg.load:,} requests in flight"
-    if spec.role == "inference":
-        parallel = f", tensor parallel {cfg.hardware.tensor_parallel}" if cfg.hardware.tensor_parallel > 1 else ""
-        return f"vLLM, {cfg.model.dtype}, context {cfg.max_model_len:,}{parallel}"
-    return f"environments {', '.join(evaluated(cfg) if isinstance(cfg, SftRoot) else cfg.envs)}; {_in_flight(cfg)}"
+        copies, trainer = cfg.trainer.dp_replicate, cfg.trainer
+        parts = {
+            f", {copies} copies": copies,
+            f"; each row on {trainer.ranks_of_a_row} of them": trainer.ranks_of_a_row,
+            f", matrices divided over {trainer.tp}": trainer.tp,
+            f"; experts divided over {trainer.ep}": trainer.ep,
+        }
+        over = "".join(text for text, number in parts.items() if number > 1)
+        return f"FSDP2 over {cfg.trainer_ranks // copies} ranks{over}" if cfg.trainer_ranks > 1 else "one process"
+    if spec.role == "inference" and isinstance(cfg, PlayRoot):
+        return f"vLLM, {cfg.model.dtype}, context {cfg.max_model_len:,}, tensor parallel {cfg.hardware.tensor_parallel}"
+    if spec.role == "prepare" or not isinstance(cfg, PlayRoot):
+        return "-"
+    more = "" if not cfg.follows_engines else " at first, then as many as the engines can use"
+    return f"{cfg.concurrency} rollouts in flight{more}"
 
 
 def _apart(cfg: CommandConfig, plan: Sequence[ProcessSpec]) -> list[str]:
@@ -112,141 +112,104 @@ def _idle(cfg: CommandConfig, plan: Sequence[ProcessSpec]) -> list[str]:
     return [f"warning: no process is on {' and '.join(parts)}"] if parts else []
 
 
-def _in_flight(cfg: PlayRoot) -> str:
-    if not cfg.follows_engines:
-        return f"at most {cfg.concurrency} rollouts in flight"
-    return f"{cfg.concurrency} rollouts in flight at first, then as many as the engines can use"
-
-
-def _group_sizes(cfg: Config) -> str:
-    sizes = {name: cfg.group_size(name) for name, env in cfg.envs.items() if env.weight > 0}
-    if len(set(sizes.values())) == 1:
-        return f"{next(iter(sizes.values()))} rollouts per prompt"
-    return f"{cfg.mean_group_size:.4g} rollouts per prompt on average ({', '.join(f'{name} {size}' for name, size in sizes.items())})"
-
-
-def _batch(cfg: Config) -> list[str]:
-    rollouts, mini = cfg.orchestrator.batch_size, cfg.trainer.num_minibatches
-    row, lag = cfg.micro_batch_tokens, cfg.max_async_level
-    trained = rollouts * cfg.seq_len
-    rows = math.ceil(trained / (row * cfg.data_ranks * mini))
-    versions = "version" if lag == 1 else "versions"
+def _batch(cfg: Config) -> list[Row]:
+    """The arithmetic of a step of reinforcement learning."""
+    rollouts, mini, lag = cfg.orchestrator.batch_size, cfg.trainer.num_minibatches, cfg.max_async_level
+    trained, played = rollouts * cfg.seq_len, [env for env in cfg.envs.values() if env.weight > 0]
+    longest = max(env.sampling.max_tokens or cfg.sampling.max_tokens for env in played)
     stale = (
-        f"at most {lag} policy {versions} old; older groups are dropped, counted and replaced"
-        if lag
-        else "none: every token comes from the policy that it trains"
+        f"at most {lag} policy version{'s' * (lag > 1)} old; older groups are dropped, counted and replaced" if lag else "none: on-policy"
     )
-    steps = cfg.max_steps * cfg.num_updates
-    rest = f" ({mini} minibatches of {rollouts // mini} rollouts)" if mini > 1 else ""
-    rest += f", {cfg.trainer.num_iterations} times over" if cfg.trainer.num_iterations > 1 else ""
-    return table(
-        ["quantity", "value"],
-        [
-            ["prompts", f"{cfg.num_groups:,}{_more_prompts(cfg)}"],
-            ["rollouts", f"{rollouts:,} = {cfg.num_groups:,} prompts × {_group_sizes(cfg)}"],
-            ["new tokens", _new_tokens(cfg)],
-            ["tokens trained on", f"at most {trained:,} = {rollouts:,} × seq_len {cfg.seq_len:,}, prompts included"],
-            *(
-                [["micro-batches", f"rows of the shared trainer {cfg.trainer.shared}, together with those of its other runs"]]
-                if cfg.trained_elsewhere
-                else [
-                    [
-                        "micro-batches",
-                        f"at most {rows:,} per {_unit(cfg)} and optimizer step, each one row of {row:,} tokens, on {_ranks(cfg)}",
-                    ],
-                    ["", f"rows of {row:,} tokens: {why(cfg)}"],
-                ]
-            ),
-            ["optimizer steps", f"{cfg.num_updates} per step{rest}; {steps:,} in the run of {cfg.max_steps:,} steps"],
-            ["rollouts in the run", f"{rollouts * cfg.max_steps:,}"],
-            *([["time on CPU", time_on_cpu(cfg)]] if cfg.hardware.device == "cpu" else []),
-            ["staleness", stale],
-            *([["evaluations", _evaluations(cfg)]] if cfg.eval.interval is not None else []),
-            *([["rounding", _rounding(cfg)]] if cfg.model.dtype != "float32" else []),
-        ],
-    )[1:]
+    passes = f", {cfg.trainer.num_iterations} times over" if cfg.trainer.num_iterations > 1 else ""
+    elsewhere = f"rows of the shared trainer {cfg.trainer.shared}, together with those of its other runs"
+    return [
+        ("prompts", f"{cfg.num_groups:,}{_more_prompts(cfg)}"),
+        ("rollouts", f"{rollouts:,} = {cfg.num_groups:,} prompts × {cfg.mean_group_size:.4g}; {rollouts * cfg.max_steps:,} in the run"),
+        ("new tokens", f"at most {rollouts * longest:,} = {rollouts:,} × max_tokens {longest:,} (per turn)"),
+        ("tokens trained on", f"at most {trained:,} = {rollouts:,} × seq_len {cfg.seq_len:,}, prompts included"),
+        *([("micro-batches", elsewhere)] if cfg.trained_elsewhere else _rows(cfg, trained / mini)),
+        (
+            "optimizer steps",
+            f"{cfg.num_updates} per step{passes}; {cfg.max_steps * cfg.num_updates:,} in the run of {cfg.max_steps:,} steps",
+        ),
+        ("staleness", stale),
+        *_evaluations(cfg),
+    ]
 
 
-def _batch_of_rows(cfg: SftRoot) -> list[str]:
+def _batch_of_rows(cfg: SftRoot) -> list[Row]:
     """The arithmetic of a supervised step."""
-    rows, row, data = cfg.data.batch_size, cfg.micro_batch_tokens, cfg.data
-    trained = rows * cfg.seq_len
-    per_rank = math.ceil(trained / (row * cfg.data_ranks))
-    sets = [f"{name} (weight {each.weight:g}): {each.name}, {each.split}" for name, each in data.all_sets.items()]
-    long = "left out" if data.overflow == "drop" else "cut"
-    val = f"{cfg.val.name}, every {cfg.val.interval} steps" if cfg.val.name is not None else "none"
-    return table(
-        ["quantity", "value"],
-        [
-            *(["data" if number == 0 else "", text] for number, text in enumerate(sets or [f"random tokens, {data.length} length"])),
-            ["rows", f"{rows:,}, {rows * cfg.max_steps:,} in the run of {cfg.max_steps:,} steps"],
-            ["trained roles", ", ".join(data.loss_mask.roles)],
-            ["tokens", f"at most {trained:,} = {rows:,} × seq_len {cfg.seq_len:,}; a longer sample is {long} and counted"],
-            ["micro-batches", f"at most {per_rank:,} per {_unit(cfg)}, each one row of {row:,} tokens, on {_ranks(cfg)}"],
-            ["", f"rows of {row:,} tokens: {why(cfg)}"],
-            ["optimizer steps", f"{cfg.num_updates} per step; {cfg.max_steps * cfg.num_updates:,} in the run"],
-            *([["time on CPU", time_on_cpu(cfg)]] if cfg.hardware.device == "cpu" else []),
-            ["validation", val],
-            *([["evaluations", _evaluations(cfg)]] if cfg.plays else []),
-        ],
-    )[1:]
+    rows, data = cfg.data.batch_size, cfg.data
+    trained, long = rows * cfg.seq_len, "left out" if data.overflow == "drop" else "cut"
+    return [
+        *(("data", f"{name} (weight {each.weight:g}): {each.name}, {each.split}") for name, each in data.all_sets.items()),
+        ("rows", f"{rows:,}, {rows * cfg.max_steps:,} in the run of {cfg.max_steps:,} steps"),
+        ("trained roles", ", ".join(data.loss_mask.roles)),
+        ("tokens", f"at most {trained:,} = {rows:,} × seq_len {cfg.seq_len:,}; a longer sample is {long} and counted"),
+        *_rows(cfg, trained),
+        ("optimizer steps", f"{cfg.num_updates} per step; {cfg.max_steps * cfg.num_updates:,} in the run"),
+        ("validation", f"{cfg.val.name}, every {cfg.val.interval} steps" if cfg.val.name is not None else "none"),
+        *_evaluations(cfg),
+    ]
 
 
-def _unit(cfg: TrainingRoot) -> str:
-    """What trains on a row."""
-    return "group of ranks" if cfg.trainer.ranks_of_a_row > 1 else "rank"
+def _runs(cfg: TrainingRoot) -> list[Row]:
+    """What a shared trainer does; batches, steps and policy versions are those of its runs."""
+    idle = cfg.trainer.idle_timeout
+    return [
+        ("runs", f"at most {cfg.trainer.max_concurrent_runs} at a time, each with an adapter of rank {cfg.lora.rank}"),
+        ("rows", f"{cfg.micro_batch_tokens:,} tokens: {why(cfg)}; the longest sample of a run must fit"),
+        ("ends", "when it is stopped" if idle is None else f"after {idle:g} s without a run, or when it is stopped"),
+    ]
 
 
-def _ranks(cfg: TrainingRoot) -> str:
-    """How many of them there are."""
-    ranks, together = cfg.trainer_ranks, cfg.trainer.ranks_of_a_row
-    if together == 1:
-        return f"{ranks} rank{'s' * (ranks > 1)}"
-    groups = f"{cfg.data_ranks} group{'s' * (cfg.data_ranks > 1)} of {together} ranks"
-    return f"{groups}; a rank has {-(-cfg.micro_batch_tokens // together):,} tokens of it"
+def _played(cfg: EvalRoot | SynthesizeRoot) -> Iterable[Row]:
+    """What an evaluation or a synthesis plays, and with which weights."""
+    versions = cfg.versions if isinstance(cfg, EvalRoot) else ["newest" if cfg.step is None else cfg.step]
+    if cfg.weights_dir:
+        yield "weights", f"{', '.join('the initial model' if v == 0 else str(v) for v in versions)}, of {cfg.weights_dir}"
+    for name, env in cfg.envs.items():
+        examples, each = env.num_examples or cfg.num_examples or "all", env.rollouts_per_example or cfg.rollouts_per_example
+        tokens = env.sampling.max_tokens or cfg.sampling.max_tokens
+        yield name, f"{examples} examples × {each} rollouts, at most {tokens:,} new tokens per turn"
+    if cfg.client.base_url:
+        yield "endpoint", f"{cfg.client.base_url}, model {cfg.model.name}, key in ${cfg.client.api_key_var}"
 
 
-def _evaluations(cfg: EvaluatedRun) -> str:
+def _rows(cfg: TrainingRoot, tokens: float) -> list[Row]:
+    """How the `tokens` of an optimizer step become packed rows."""
+    row, together = cfg.micro_batch_tokens, cfg.trainer.ranks_of_a_row
+    unit = "rank" if together == 1 else f"group of {together} ranks"
+    count = math.ceil(tokens / (row * cfg.data_ranks))
+    each = f"at most {count:,} per {unit} and optimizer step, each one row of {row:,} tokens, on {cfg.data_ranks} of them"
+    return [("micro-batches", each), ("", f"rows of {row:,} tokens: {why(cfg)}")]
+
+
+def _evaluations(cfg: Config | SftRoot) -> list[Row]:
     """How often, and how many rollouts each."""
-    envs = evaluated(cfg).items()
-    sizes = ", ".join(f"{name} {env.num_examples or 'all'} × {env.rollouts_per_example}" for name, env in envs)
+    if cfg.eval.interval is None:
+        return []
+    sizes = ", ".join(f"{name} {env.num_examples or 'all'} × {env.rollouts_per_example}" for name, env in evaluated(cfg).items())
     count = sum(is_due(cfg, version) for version in range(cfg.max_steps + 1))
-    return f"{count} in the run, of {sizes} (examples × rollouts), each at one policy version, beside training"
-
-
-def _rounding(cfg: Config) -> str:
-    """The effect of 16-bit arithmetic on importance ratios, for each objective in use."""
-    measured = "SmolLM2-135M on a CPU: 0.04 nats per token; docs/objectives.md"
-    text = f"in {cfg.model.dtype} trainer and engine differ before any training ({measured})"
-    against = {True: "the trainer itself", False: "the engine"}
-    ways = {key: node.get("proximal", "inference") for key, node in losses_of(cfg).items()}
-    parts = [f"relative to {against[way == 'recompute']}: {key}.proximal={way}" for key, way in ways.items()]
-    return f"{text}; ratios are {', '.join(parts)}"
-
-
-def _new_tokens(cfg: Config) -> str:
-    """Upper bound on the tokens sampled for a batch. Environments may have their own bounds; each counts by its share of the groups."""
-    rollouts, default = cfg.orchestrator.batch_size, cfg.sampling.max_tokens
-    bounds = {name: env.sampling.max_tokens or default for name, env in cfg.envs.items() if env.weight > 0}
-    if set(bounds.values()) <= {default}:
-        return f"at most {rollouts * default:,} = {rollouts:,} × sampling.max_tokens {default:,} (per turn)"
-    if len(bounds) == 1:
-        ((name, bound),) = bounds.items()
-        return f"at most {rollouts * bound:,} = {rollouts:,} × envs.{name}.sampling.max_tokens {bound:,} (per turn)"
-    total = sum(cfg.envs[name].weight for name in bounds)
-    mean = sum(cfg.envs[name].weight * bound for name, bound in bounds.items()) / total
-    each = ", ".join(f"{name} {bound:,}" for name, bound in bounds.items())
-    return f"at most about {rollouts * mean:,.0f} = {rollouts:,} × {mean:,.0f}, the mean of the environments' max_tokens ({each}; per turn)"
+    return [("evaluations", f"{count} in the run, of {sizes} (examples × rollouts), each at one policy version, alongside training")]
 
 
 def _more_prompts(cfg: Config) -> str:
     """The extra prompts of a step that oversampling and filters cause."""
-    filters, text = cfg.orchestrator.difficulty_filter, ""
-    if cfg.orchestrator.oversampling_factor > 1:
-        text += f"; {math.ceil(cfg.num_groups * cfg.orchestrator.oversampling_factor):,} are requested at a time"
+    filters, asked = cfg.orchestrator.difficulty_filter, math.ceil(cfg.num_groups * cfg.orchestrator.oversampling_factor)
+    text = f"; {asked:,} are requested at a time" if asked > cfg.num_groups else ""
     if rules := filters.rules:
         text += f"; groups filtered out by {', '.join(rules)} are replaced, at most {cfg.num_groups * filters.max_rounds:,} per step"
     return text
+
+
+def _memory_of_servers(cfg: CommandConfig, plan: Sequence[ProcessSpec]) -> list[str]:
+    if not isinstance(cfg, PlayRoot) or (isinstance(cfg, PlayWithModel) and cfg.client.base_url):
+        return []
+    if isinstance(cfg, TrainingRoot) and (cfg.hosts or not cfg.plays):
+        return []
+    shares = isinstance(cfg, TrainingRoot) and cfg.own_ranks
+    return memory_of(cfg, plan, trainer_memory(cfg).device if shares and isinstance(cfg, TrainingRoot) else 0.0)
 
 
 def _of_trainer(cfg: TrainingRoot, memory: TrainerMemory) -> list[str]:
@@ -283,7 +246,9 @@ def _of_trainer(cfg: TrainingRoot, memory: TrainerMemory) -> list[str]:
     return [*shown, f"the peak: {size(memory.states)} always, plus {size(memory.moments[peak])} when {peak}{less}"]
 
 
-def _memory(cfg: TrainingRoot) -> list[str]:
+def _memory_of_trainer(cfg: CommandConfig) -> list[str]:
+    if not isinstance(cfg, TrainingRoot) or cfg.measured == "inference":
+        return []
     if cfg.trained_elsewhere:
         return [f"trainer: elsewhere ({cfg.trainer.shared}); a dry run of its own command shows its memory"]
     trainer = trainer_memory(cfg)
@@ -298,80 +263,3 @@ def _memory(cfg: TrainingRoot) -> list[str]:
         f"{' of each run' if cfg.hosts else ''} that is written beside the next step",
         *([f"  its host also: {size(kept)} for versions in weight_broadcast.folder"] if (kept := versions_in_memory(cfg)) else []),
     ]
-
-
-Sections = list[tuple[str, list[str]]]
-
-
-def _runs(cfg: TrainingRoot) -> list[str]:
-    """What a shared trainer does; batches, steps and policy versions are those of its runs."""
-    row, idle = cfg.micro_batch_tokens, cfg.trainer.idle_timeout
-    return table(
-        ["quantity", "value"],
-        [
-            ["runs", f"at most {cfg.trainer.max_concurrent_runs} at a time, each with an adapter of rank {cfg.lora.rank}"],
-            ["rows", f"{row:,} tokens, {why(cfg)}; the longest sample of a run must fit, so its seq_len is at most that"],
-            ["ranks", _ranks(cfg)],
-            ["a step", "the runs whose batch is complete; prompts, rollouts, staleness and steps are each run's own"],
-            ["ends", "when it is stopped" if idle is None else f"after {idle:g} s without a run, or when it is stopped"],
-        ],
-    )[1:]
-
-
-def _of_training(cfg: Config | SftRoot, plan: Sequence[ProcessSpec]) -> Sections:
-    if cfg.hosts:
-        return [("the runs it trains", _runs(cfg)), ("memory (estimates)", _memory(cfg))]
-    measures = [("the benchmark", table(["quantity", "value"], rows)[1:])] if (rows := benchmark(cfg)) else []
-    if cfg.measured == "inference":
-        time_of = [("time on CPU", [time_on_cpu(cfg)])] if isinstance(cfg, Config) and cfg.hardware.device == "cpu" else []
-        return [*measures, *time_of, ("memory (estimates)", memory_of(cfg, plan))]
-    servers = memory_of(cfg, plan, 0.0 if cfg.trained_elsewhere else trainer_memory(cfg).device) if cfg.plays else []
-    batch = _batch_of_rows(cfg) if isinstance(cfg, SftRoot) else _batch(cfg)
-    return [*measures, ("one step", batch), ("memory (estimates)", [*_memory(cfg), *servers])]
-
-
-def _of_eval(cfg: EvalRoot, plan: Sequence[ProcessSpec]) -> Sections:
-    envs = evaluated(cfg)
-    sizes = {name: f"{env.num_examples or 'all'} examples × {env.rollouts_per_example} rollouts" for name, env in envs.items()}
-    weights = f", of {cfg.weights_dir}" if cfg.weights_dir else ""
-    rows = [["weights", f"{len(cfg.versions)}: {', '.join('the initial model' if v == 0 else f'step_{v}' for v in cfg.versions)}{weights}"]]
-    rows += [[name, text] for name, text in sizes.items()]
-    rows += [["new tokens", f"at most {max(env.sampling.max_tokens or 0 for env in envs.values()):,} per turn"]] if envs else []
-    parts: Sections = [("the evaluation", table(["quantity", "value"], rows)[1:])]
-    if cfg.client.base_url:
-        return [*parts, ("endpoint", [f"{cfg.client.base_url}, model {cfg.model.name}, key in ${cfg.client.api_key_var}"])]
-    return [*parts, ("memory (estimates)", memory_of(cfg, plan))]
-
-
-def _of_synthesis(cfg: SynthesizeRoot, plan: Sequence[ProcessSpec]) -> Sections:
-    rows = [
-        [
-            name,
-            f"{env.num_examples or cfg.num_examples or 'all'} examples × {env.rollouts_per_example or cfg.rollouts_per_example} rollouts",
-        ]
-        for name, env in cfg.envs.items()
-    ]
-    if cfg.weights_dir:
-        rows.insert(
-            0,
-            [
-                "weights",
-                f"{'the initial model' if cfg.step == 0 else f'step_{cfg.step}' if cfg.step else 'the newest'}, of {cfg.weights_dir}",
-            ],
-        )
-    if cfg.envs:  # else they are those of a run that only the pods can read
-        rows.append(
-            ["new tokens", f"at most {max(e.sampling.max_tokens or cfg.sampling.max_tokens for e in cfg.envs.values()):,} per turn"]
-        )
-    parts: Sections = [("the synthesis", table(["quantity", "value"], rows)[1:])]
-    if cfg.client.base_url:
-        return [*parts, ("endpoint", [f"{cfg.client.base_url}, model {cfg.model.name}, key in ${cfg.client.api_key_var}"])]
-    return [*parts, ("memory (estimates)", memory_of(cfg, plan))]
-
-
-SECTIONS: dict[type, Callable[[Any, Sequence[ProcessSpec]], Sections]] = {  # a new command adds what it explains here
-    Config: _of_training,
-    SftRoot: _of_training,
-    EvalRoot: _of_eval,
-    SynthesizeRoot: _of_synthesis,
-}

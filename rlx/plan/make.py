@@ -10,17 +10,18 @@ Pure: the same configuration gives the same plan on any machine.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rlx.config.schema import CommandConfig, Config, PlayRoot, SftRoot, TrainingRoot
 from rlx.config.schema_eval import EvalRoot, PlayWithModel
 from rlx.config.schema_synthesize import SynthesizeRoot
-from rlx.plan.place import place, place_servers
+from rlx.plan.place import Place, place, place_servers
 from rlx.plan.record import ProcessSpec
-from rlx.plan.specs import Specs
 
+Start = Callable[..., ProcessSpec]  # `_process` with what the processes of a run have in common
 SHARING = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 """Threads that wait for each other leave their cores to other processes, where there are any. Otherwise they spin, which is faster."""
 
@@ -32,56 +33,57 @@ def make_plan(cfg: CommandConfig, run_dir: Path, python: str | None = None) -> l
     Raises ConfigError if the layout needs more GPUs than the hosts have.
     """
     container = cfg.slurm.container if cfg.launcher.name == "slurm" else None
-    plan = list(_processes(cfg, Specs(cfg, run_dir, python or (container.python if container else sys.executable))))
+    start = partial(_process, cfg, run_dir, python or (container.python if container else sys.executable))
+    plan = list(_processes(cfg, start))
     if cfg.hardware.cpu_threads == 1:
         return plan
     beside = [spec for spec in plan if spec.role != "prepare"]  # which has finished before the others compute
     return plan if len(beside) == 1 else [replace(spec, env=spec.env | SHARING) if spec in beside else spec for spec in plan]
 
 
-def _processes(cfg: CommandConfig, specs: Specs) -> Iterator[ProcessSpec]:
+def _processes(cfg: CommandConfig, start: Start) -> Iterator[ProcessSpec]:
     match cfg:  # a new command adds its plan here
         case TrainingRoot():
-            return _training(cfg, specs)
+            return _training(cfg, start)
         case EvalRoot():
-            return _playing(cfg, specs, "evaluator")
+            return _playing(cfg, start, "evaluator")
         case SynthesizeRoot():
-            return _playing(cfg, specs, "synthesizer") if cfg.play else iter([specs.one("synthesizer")])
+            return _playing(cfg, start, "synthesizer") if cfg.play else iter([start("synthesizer")])
     raise TypeError(f"{type(cfg).__name__} has no plan")
 
 
-def _playing(cfg: PlayRoot, specs: Specs, role: str) -> Iterator[ProcessSpec]:
+def _playing(cfg: PlayRoot, start: Start, role: str) -> Iterator[ProcessSpec]:
     """The processes that play with a model. `role`: the one that plays; it runs on the first host."""
     places = place_servers(cfg)
     if cfg.model.prepared and (not isinstance(cfg, PlayWithModel) or cfg.weights_dir is None):
-        yield specs.one("prepare", *((places[0][0], places[0][1][:1]) if places else (0, ())))
-    yield from specs.servers(cfg, places)
-    yield specs.one(role)
+        yield start("prepare", *((places[0][0], places[0][1][:1]) if places else (0, ())))
+    yield from _servers(start, cfg, places)
+    yield start(role)
 
 
-def _training(cfg: TrainingRoot, specs: Specs) -> Iterator[ProcessSpec]:
+def _training(cfg: TrainingRoot, start: Start) -> Iterator[ProcessSpec]:
     """The processes of a command that trains."""
     if isinstance(cfg, Config) and cfg.trainer.shared is not None:  # the shared trainer makes the initial model and trains
-        yield from specs.servers(cfg, place_servers(cfg))
-        yield specs.one("orchestrator")
+        yield from _servers(start, cfg, place_servers(cfg))
+        yield start("orchestrator")
         return
     if isinstance(cfg, Config) and cfg.measured == "inference":
-        yield from _playing(cfg, specs, "load_generator")
+        yield from _playing(cfg, start, "load_generator")
         return
     inference, trainers = place(cfg)
     replays = isinstance(cfg, Config) and cfg.replay is not None
     if cfg.model.prepared and not replays:
         # It finishes before any other process computes, so it may use a GPU that others use later.
-        yield specs.one("prepare", trainers[0][0], trainers[0][1][:1])
+        yield start("prepare", trainers[0][0], trainers[0][1][:1])
     if isinstance(cfg, PlayRoot) and cfg.plays:  # the rollouts of a replay are already on disk
-        yield from specs.servers(cfg, inference)
+        yield from _servers(start, cfg, inference)
     if isinstance(cfg, SftRoot) and cfg.plays:
-        yield specs.one("evaluator", trainers[0][0])
+        yield start("evaluator", trainers[0][0])
     if cfg.has_orchestrator:
-        yield specs.one("orchestrator", trainers[0][0])  # on the host of the trainer, which reads its batches
+        yield start("orchestrator", trainers[0][0])  # on the host of the trainer, which reads its batches
     module = "shared_trainer" if isinstance(cfg, Config) and cfg.hosts else None
     if cfg.trainer_ranks == 1:
-        yield specs.one("trainer", *trainers[0], module=module)
+        yield start("trainer", *trainers[0], module=module)
         return
     ranks_per_host = cfg.trainer_ranks // len(trainers)
     for rank in range(cfg.trainer_ranks):
@@ -89,4 +91,49 @@ def _training(cfg: TrainingRoot, specs: Specs) -> Iterator[ProcessSpec]:
         mine = gpus[rank % ranks_per_host :][:1]
         world = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(cfg.trainer_ranks)}
         ports = {"rendezvous": 0} if rank == 0 else None
-        yield specs.one("trainer", node, mine, replica=rank, ports=ports, env=world, module=module)
+        yield start("trainer", node, mine, replica=rank, ports=ports, env=world, module=module)
+
+
+def _servers(start: Start, cfg: PlayRoot, places: Sequence[Place]) -> Iterator[ProcessSpec]:
+    """The inference servers, and the processes that watch them."""
+    for replica, (node, gpus) in enumerate(places):
+        port = cfg.inference.port + replica if cfg.inference.port else 0
+        yield start("inference", node, gpus, replica=replica, ports={"http": port}, service=True)
+
+
+def _process(
+    cfg: CommandConfig,
+    run_dir: Path,
+    python: str,
+    role: str,
+    node: int = 0,
+    gpus: tuple[int, ...] = (),
+    *,
+    replica: int = 0,
+    ports: dict[str, int] | None = None,
+    env: dict[str, str] | None = None,
+    service: bool = False,
+    module: str | None = None,
+) -> ProcessSpec:
+    """A process of `rlx/roles/<role>.py` on a host, with GPUs of that host. `module`: another file in `rlx/roles/` for this role."""
+    hardware = cfg.hardware
+    common = {
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONUTF8": "1",  # whatever the locale of the host
+        "PYTHONHASHSEED": str(cfg.seed % 2**32),
+        "OMP_NUM_THREADS": str(hardware.cpu_threads),
+        "MKL_NUM_THREADS": str(hardware.cpu_threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        **({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if hardware.device == "cuda" else {}),  # the order of nvidia-smi and SLURM
+    }
+    command = ("-m", f"rlx.roles.{module or role}", "--run-dir", str(run_dir))
+    return ProcessSpec(
+        role=role,
+        replica=replica,
+        node=node,
+        gpus=gpus,
+        ports=ports or {},
+        env=common | (env or {}),
+        argv=(python, *command, *(("--replica", str(replica)) if service else ())),
+        service=service,
+    )

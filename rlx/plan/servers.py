@@ -10,13 +10,10 @@ from rlx.config.errors import ConfigError
 from rlx.config.kv_cache import kv_cache_bytes
 from rlx.config.memory import engine_memory, size
 from rlx.config.schema import PlayRoot
-from rlx.config.schema_model import InferenceConfig
 from rlx.inference.arguments import command, environment
 from rlx.inference.middleware import SECRET
 from rlx.plan.environment import DEVICES
 from rlx.plan.record import ProcessSpec
-
-ALONE = InferenceConfig().gpu_memory_utilization  # of an engine that shares its card with nobody
 
 
 def command_lines(cfg: PlayRoot, plan: Sequence[ProcessSpec]) -> list[str]:
@@ -39,34 +36,19 @@ def command_lines(cfg: PlayRoot, plan: Sequence[ProcessSpec]) -> list[str]:
 
 def memory_of(cfg: PlayRoot, plan: Sequence[ProcessSpec], beside: float = 0.0) -> list[str]:
     """The servers' memory. `beside`: bytes of the trainer on a GPU that they share."""
-    engine = engine_memory(cfg)
-    cpu = cfg.hardware.device == "cpu"
+    engine, cpu = engine_memory(cfg), cfg.hardware.device == "cpu"
     if not any(spec.role == "inference" for spec in plan):
         return [f"inference: elsewhere ({', '.join(cfg.inference.base_url)})"]
-    lines = [
-        f"inference, each {'server' if cpu else 'GPU'}: weights {size(engine.weights)}, keys and values {size(engine.kv_token)} per token"
-    ]
+    each = f"weights {size(engine.weights)}, KV cache {size(engine.kv_token)} per token"
+    full = f"{size(engine.kv_wanted)} would hold all concurrent sequences at full length; they need less if they share prompts"
     if cpu:
         budget = kv_cache_bytes(cfg)
-        tokens, sequences = budget / engine.kv_token, budget / (engine.kv_token * cfg.seq_len)
-        lines.append(
-            f"  key-value cache {size(budget)} (inference.kv_cache_gb): {tokens:,.0f} tokens, {sequences:,.0f} sequences of full length"
-        )
-    else:
-        share = cfg.inference.gpu_memory_utilization
-        least = (engine.weights + engine.kv_longest) / share
-        lines.append(
-            f"  it takes {share:.0%} of the card (inference.gpu_memory_utilization); the weights and one sequence must fit into that"
-        )
-        if cfg.hardware.shared and not cfg.own_ranks and share < ALONE:
-            lines.append(f"  no trainer shares the card here: inference.gpu_memory_utilization={ALONE} lets the engine use it")
-        if cfg.hardware.shared and beside:
-            least = max(least, beside / (1 - share)) if share < 1 else math.inf
-            lines.append("  the trainer has the rest of the same card")
-        lines.append(
-            f"  so the card must have at least {size(least)}" if math.isfinite(least) else "  so no memory is left for the trainer"
-        )
-    lines.append(
-        f"  {size(engine.kv_wanted)} of cache would hold all concurrent sequences at full length; they need less if they share prompts"
-    )
-    return lines
+        kept = f"  KV cache {size(budget)} (inference.kv_cache_gb): {budget / engine.kv_token:,.0f} tokens; {full}"
+        return [f"inference, each server: {each}", kept]
+    share = cfg.inference.gpu_memory_utilization
+    least = (engine.weights + engine.kv_longest) / share
+    if cfg.hardware.shared and beside:
+        least = max(least, beside / (1 - share)) if share < 1 else math.inf
+    card = f"the card must have at least {size(least)}" if math.isfinite(least) else "no memory is left for the trainer"
+    taken = f"  it takes {share:.0%} of the card (inference.gpu_memory_utilization): {card}; {full}"
+    return [f"inference, each GPU: {each}", taken]

@@ -5,13 +5,11 @@ A cluster's file may name the cache that its nodes see (`slurm.hf_home`) and say
 
 from __future__ import annotations
 
-import errno
+import json
 import os
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rlx.config.errors import ConfigError
 from rlx.config.schema import CommandConfig
@@ -62,26 +60,11 @@ def fetch_models(cfg: CommandConfig) -> dict[str, Path]:
             found[name] = fetch(name, None)
         except Exception as error:  # of the network, the hub, or the name: the hub's library and its client raise many types
             why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            fix = "check model.name, HF_ENDPOINT and HF_TOKEN"
-            if _no_network(error):
-                fix = "no network here: run it where there is internet, or check HF_ENDPOINT and HTTPS_PROXY"
+            fix = "check model.name, HF_ENDPOINT and HF_TOKEN; run it where there is internet"
             raise ConfigError(f"the model {name} cannot be fetched: {why}\n  fix: {fix}") from error
         if lacking := lacks(name):
             raise ConfigError(f"the hub has no complete model {name}: it lacks {', '.join(lacking)}.\n  fix: another model.name")
     return found
-
-
-def _no_network(error: BaseException) -> bool:
-    """Whether nothing was reached at all, rather than that the hub refused."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    unreached = False
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, HfHubHTTPError):
-        numbered = isinstance(cause, OSError) and cause.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH)
-        unreached = unreached or numbered or isinstance(cause, ConnectionError | TimeoutError | socket.gaierror)
-        cause = cause.__cause__ or cause.__context__
-    return unreached and cause is None
 
 
 def lacks(name: str) -> list[str]:
@@ -103,8 +86,6 @@ def lacks(name: str) -> list[str]:
 
 def needed(folder: Path) -> list[str]:
     """The files without which a model's folder cannot be loaded."""
-    import json
-
     index = folder / "model.safetensors.index.json"
     shards = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else []
     whole = [] if shards or any(folder.glob("*.safetensors")) else ["model.safetensors"]
@@ -114,19 +95,14 @@ def needed(folder: Path) -> list[str]:
 
 def check_cache(configs: Sequence[CommandConfig]) -> None:
     """Raise ConfigError if nodes without internet would miss a model in their cache."""
-    problems: dict[str, Any] = {}
-    for cfg in configs:
-        if cfg.launcher.name != "slurm" or not cfg.slurm.offline or cfg.dry_run:
-            continue
-        for name in models_of(cfg):
-            if name not in problems:
-                problems[name] = (lacks(name), hub_cache())
+    offline = [cfg for cfg in configs if cfg.launcher.name == "slurm" and cfg.slurm.offline and not cfg.dry_run]
+    lacking = {name: lacks(name) for name in dict.fromkeys(name for cfg in offline for name in models_of(cfg))}
     texts = [
-        f"the nodes have no internet (slurm.offline=true), and the cache {home} lacks of the model {name}: {', '.join(lacking[:3])}"
-        + (f" and {len(lacking) - 3} more files" if len(lacking) > 3 else "")
+        f"the nodes have no internet (slurm.offline=true), and the cache {hub_cache()} lacks of the model {name}: {', '.join(files[:3])}"
+        + (f" and {len(files) - 3} more files" if len(files) > 3 else "")
         + ".\n  fix: rlx fetch, with the same arguments, where there is internet"
-        for name, (lacking, home) in problems.items()
-        if lacking
+        for name, files in lacking.items()
+        if files
     ]
     if texts:
         raise ConfigError(texts)

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
+from uv import find_uv_bin
 
 from rlx.config.errors import ConfigError
 from rlx.config.pythons import LOCK, RECORD, home, shipped
@@ -68,10 +69,6 @@ def wanted(what: str) -> Wanted:
         return SHIPPED
     folder = Path(what).expanduser()
     if folder.is_dir():
-        if not any((folder / name).is_file() for name in ("pyproject.toml", "setup.py")):
-            raise ConfigError(
-                f"{folder} is no package: it has no pyproject.toml.\n  fix: name the package's own folder; rlx env init NAME writes one"
-            )
         return Wanted(f"-e {folder.absolute()}", folder.absolute().name)
     if folder.is_file():
         return Wanted(str(folder.absolute()), folder.name.partition("-")[0])
@@ -146,11 +143,7 @@ def _base() -> str:
 
 def _uv(arguments: Sequence[str], given: str) -> subprocess.CompletedProcess[str]:
     """Run uv, which comes with rlx, with a text as its input."""
-    beside = Path(sys.executable).with_name("uv")
-    program = str(beside) if beside.is_file() else shutil.which("uv")
-    if program is None:
-        raise InstallFailed(f"there is no uv, which installs environments.\n  fix: {sys.executable} -m pip install uv")
-    return subprocess.run([program, *arguments], env=_environment(), input=given, capture_output=True, text=True, check=False)
+    return subprocess.run([find_uv_bin(), *arguments], env=_environment(), input=given, capture_output=True, text=True, check=False)
 
 
 def _environment() -> dict[str, str]:

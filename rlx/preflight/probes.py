@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -35,7 +34,6 @@ from rlx.plan.environment import DEVICES, inherited
 from rlx.process import SUPERVISOR
 from rlx.runs.status import describe_returncode
 
-PATIENCE = 5.0  # seconds after which the user is told what is being loaded
 SCHEMA = 3  # changes when the meaning of a kept answer changes
 
 Identity = tuple[str, str, str]  # Python, verifiers' name, arguments and what is used of it as JSON
@@ -52,15 +50,10 @@ def environments_of(configs: Sequence[CommandConfig], *, anew: bool = False) -> 
     for cfg in configs:
         for name, env in _looked_at(cfg).items():
             wanted.setdefault(identity(env), (name, env))
-    known = {each: found for each in wanted if not anew and (found := _kept(each)) is not None}
-    by_python: dict[str, list[Identity]] = {}
-    for each in wanted:
-        if each not in known:
-            by_python.setdefault(each[0], []).append(each)
-    for python, missing in by_python.items():
-        known |= _ask(python, {each: wanted[each] for each in missing})
+    known = {each: (None if anew else _kept(each)) or _load(each, name, env) for each, (name, env) in wanted.items()}
+    offline = "if it lacks data of the hub, rlx fetch, where there is internet; " if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
     problems = [
-        f"{section_of(name)}: {probed.problem}.\n  fix: {_offline()}{probed.fix}; launcher.check_envs=false starts without this check"
+        f"{section_of(name)}: {probed.problem}.\n  fix: {offline}{probed.fix}; launcher.check_envs=false starts without this check"
         for each, (name, _) in wanted.items()
         if (probed := known[each]).problem is not None
     ]
@@ -68,11 +61,6 @@ def environments_of(configs: Sequence[CommandConfig], *, anew: bool = False) -> 
     if problems:
         raise ConfigError(problems)
     return [{name: known[identity(env)] for name, env in _looked_at(cfg).items()} for cfg in configs]
-
-
-def _offline() -> str:
-    """What to do first if the hub is not asked."""
-    return "if it lacks data of the hub, rlx fetch, where there is internet; " if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
 
 
 def _too_long(cfg: CommandConfig, known: Mapping[Identity, Probed]) -> Iterator[str]:
@@ -147,55 +135,43 @@ def _probed(fields: Mapping[str, Any]) -> Probed:
 # asking
 
 
-def _ask(python: str, wanted: Mapping[Identity, tuple[str, EnvConfig]]) -> dict[Identity, Probed]:
-    """Load environments in one process of that Python. If an environment ends the process, another one loads the rest."""
-    found: dict[Identity, Probed] = {}
-    left = list(wanted)
-    while left:
-        named = {str(number): each for number, each in enumerate(left)}
-        entries = [{"key": key, "name": wanted[each][0]} | asked(wanted[each][1]) for key, each in named.items()]
-        answers, loading, ending = _run(python, entries)
-        for key, answer in answers.items():
-            each = named[key]
-            found[each] = _probed(answer["probed"])
-            if found[each].problem is None:
-                kept = {"probed": asdict(found[each]), "files": answer["files"], "folders": answer["folders"]}
-                with contextlib.suppress(OSError):  # a cache that cannot be written only costs time
-                    write_text(_file_of(each), json.dumps(kept))
-        if len(answers) < len(left):
-            each = named[loading] if loading is not None else left[0]
-            if loading is not None or python == sys.executable:
-                found[each] = Probed(problem=f"loading {each[1]} ended its process: {ending}", fix="correct the environment")
-            else:
-                key = f"{section_of(wanted[each][0])}.python"
-                found[each] = Probed(problem=f"{each[1]} cannot be loaded: {ending}", fix=f"correct {key}={python}")
-        left = [each for each in left if each not in found]
+def _load(each: Identity, name: str, env: EnvConfig) -> Probed:
+    """Load an environment in a process of its own, and keep what it is in the cache."""
+    python, env_id, _ = each
+    answer, ending = _run(python, {"key": "0", "name": name} | asked(env))
+    if answer is None:
+        fix = "correct the environment" if python == sys.executable else f"correct the environment, or {section_of(name)}.python={python}"
+        return Probed(problem=f"{env_id} cannot be loaded: {ending}", fix=fix)
+    found = _probed(answer["probed"])
+    if found.problem is None:
+        kept = {"probed": asdict(found), "files": answer["files"], "folders": answer["folders"]}
+        with contextlib.suppress(OSError):  # a cache that cannot be written only costs time
+            write_text(_file_of(each), json.dumps(kept))
     return found
 
 
 def about_of(env: EnvConfig) -> About:
     """An environment for people: its arguments, data, rewards and tools. It is loaded in a process of its own, in its own Python."""
     python = identity(env)[0]
-    entry = {"key": "0", "name": "custom"} | asked(env)
-    answers, _, ending = _run(python, [entry], "about")
-    if "0" in answers:
-        return about_from_json(answers["0"]["about"])
+    answer, ending = _run(python, {"key": "0", "name": "custom"} | asked(env), "about")
+    if answer is not None:
+        return about_from_json(answer["about"])
     return About(problem=f"loading {env.id} with {python} failed: {ending}", fix="correct the environment, or that Python")
 
 
-def _run(python: str, entries: list[dict[str, Any]], module: str = "probe") -> tuple[dict[str, Any], str | None, str]:
-    """Answers by key, the key that was being loaded at the end, and how the process ended, with its last line.
+def _run(python: str, entry: dict[str, Any], module: str = "probe") -> tuple[dict[str, Any] | None, str]:
+    """The answer about an environment, if there is one, and how its process ended, with its last line.
 
-    Everything that the environments started ends with the process: it may hold the pipe of the answers, or a port that the run needs.
+    Everything that the environment started ends with the process: it may hold the pipe of the answer, or a port that the run needs.
     """
+    print(f"loading the environment {entry['name']}", file=sys.stderr, flush=True)  # which may take long
     environment = inherited(boot.environment(another=python != sys.executable)) | {
         DEVICES: "",
         SUPERVISOR: str(os.getpid()),
         "OMP_NUM_THREADS": "1",
     }
     token = secrets.token_hex(16)
-    answers: dict[str, Any] = {}
-    loading: str | None = None
+    answer: dict[str, Any] | None = None
     with tempfile.TemporaryFile("w+") as errors:
         try:
             process = subprocess.Popen(
@@ -208,7 +184,7 @@ def _run(python: str, entries: list[dict[str, Any]], module: str = "probe") -> t
                 start_new_session=True,  # no terminal: an environment that asks for a password gets an error instead of waiting
             )
         except OSError as error:
-            return {}, None, f"{python} cannot be started here: {error.strerror}"
+            return None, f"{python} cannot be started here: {error.strerror}"
         assert process.stdin is not None
         assert process.stdout is not None
         reaper = threading.Thread(target=_end_leftovers, args=(process.pid, token), daemon=True)
@@ -216,18 +192,12 @@ def _run(python: str, entries: list[dict[str, Any]], module: str = "probe") -> t
         try:
             with contextlib.suppress(BrokenPipeError):  # it has ended already; its last line says why
                 try:
-                    process.stdin.write(json.dumps({"envs": entries}))
+                    process.stdin.write(json.dumps({"envs": [entry]}))
                 finally:
                     process.stdin.close()
-            names = {entry["key"]: entry["name"] for entry in entries}
-            with _Patience() as patience:
-                for line in process.stdout:
-                    message = json.loads(line)
-                    if "loading" in message:
-                        loading, patience.what = message["loading"], f"loading the environment {names[message['loading']]}"
-                    else:
-                        answers[message["key"]] = message
-                reaper.join()
+            for message in map(json.loads, process.stdout):
+                answer = message if "loading" not in message else answer
+            reaper.join()
         finally:
             kill_all([process.pid], token)
             reaper.join()  # before `wait`: until then no other process can have this number
@@ -236,32 +206,10 @@ def _run(python: str, entries: list[dict[str, Any]], module: str = "probe") -> t
         errors.seek(0)
         said = [line for line in errors.read().splitlines() if line.strip()]
     ending = describe_returncode(process.returncode, service=False)
-    return answers, loading if loading not in answers else None, ending + (f"; its last line: {said[-1].strip()}" if said else "")
+    return answer, ending + (f"; its last line: {said[-1].strip()}" if said else "")
 
 
 def _end_leftovers(pid: int, token: str) -> None:
     """Wait until a child has ended, without reaping it, and kill what it has started: its session, and what carries the token."""
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     kill_all([pid], token)
-
-
-class _Patience:
-    """Says what takes long, every `PATIENCE` seconds."""
-
-    def __init__(self) -> None:
-        self.what = "importing verifiers"
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._say, daemon=True)
-
-    def __enter__(self) -> _Patience:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _say(self) -> None:
-        began = time.monotonic()
-        while not self._ended.wait(PATIENCE):
-            print(f"still {self.what}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)

@@ -6,11 +6,23 @@ need not. What a chat template makes of the rows is the trainer's to say: render
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from rlx.config.errors import ConfigError
 from rlx.config.schema import SftRoot
 from rlx.config.schema_sft import DataSetConfig
+
+
+def resolve(cfg: SftRoot) -> SftRoot:
+    """The configuration with absolute paths of data sets. Raises ConfigError if one cannot be read."""
+    try:
+        val = replace(cfg.val, name=cfg.val.name and absolute(cfg.val.name))
+        cfg = replace(cfg, data=cfg.data.with_sets(absolute), val=val)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    print("".join(f"{line}\n" for line in check_rows(cfg)), end="", flush=True)
+    return cfg
 
 
 def absolute(name: str) -> str:
@@ -23,23 +35,10 @@ def absolute(name: str) -> str:
 def check_rows(cfg: SftRoot) -> list[str]:
     """What the data sets are, one line each. Raises ConfigError if one cannot be opened, or its first row is no conversation."""
     sets = {f"data.{'name' if key == 'data' else f'sets.{key}'}": each for key, each in cfg.data.all_sets.items()}
-    weights = {key: each.weight for key, each in sets.items()}
     if cfg.val.name is not None:
         sets["val.name"] = DataSetConfig(name=cfg.val.name, subset=cfg.val.subset, split=cfg.val.split)
     from rlx.data.conversations import RowError, read_conversation
     from rlx.data.rows import HubNotReached, open_rows
-
-    def passes(key: str, rows: int) -> str:
-        """How often the run's steps go through a set: others say epochs where rlx says steps."""
-        if key not in weights:
-            return ""
-        taken = cfg.max_steps * cfg.data.batch_size * weights[key] / sum(weights.values())
-        return f"; {cfg.max_steps:,} steps pass over it {taken / rows:.2f} times"
-
-    def seen(each: DataSetConfig) -> str:
-        """Whether the rows of the validation set are trained on, too."""
-        twin = next((key for key in weights if _overlap(sets[key], each)), None)
-        return f". {twin} has these rows, too, so val/loss does not say how the policy does on others" if twin is not None else ""
 
     lines, problems = [], []
     for key, each in sets.items():
@@ -58,8 +57,9 @@ def check_rows(cfg: SftRoot) -> list[str]:
         else:
             form = f"prompt of {first.first} messages, completion" if first.first else f"{len(first.messages)} messages"
             form += ", tools" if first.tools else ""
-            more = seen(each) if key == "val.name" else passes(key, len(rows))
-            lines.append(f"{key}: {len(rows):,} rows of {each.name}; the first: {form}{more}")
+            lines.append(f"{key}: {len(rows):,} rows of {each.name}; the first: {form}")
+            twins = [twin for twin in sets if key == "val.name" and twin != key and _overlap(sets[twin], each)]
+            lines += [f"warning: {twin} has the rows of {key}, too, so val/loss does not measure held-out rows" for twin in twins]
     if problems:
         raise ConfigError(problems)
     return lines
@@ -69,14 +69,11 @@ def _overlap(trained: DataSetConfig, held_out: DataSetConfig) -> bool:
     """Whether the two have rows in common, as far as their names say. Two different parts of one split may be apart."""
     from rlx.data.rows import files_of
 
-    def whole(split: str) -> str:
-        return split.partition("[")[0]
-
     one, other = files_of(trained.name), files_of(held_out.name)
-    same = (
-        (trained.name, trained.subset) == (held_out.name, held_out.subset)
-        if one is None or other is None
-        else not {file.resolve() for file in one}.isdisjoint(file.resolve() for file in other)
-    )
-    parts = "[" in trained.split and "[" in held_out.split and trained.split != held_out.split
-    return same and whole(trained.split) == whole(held_out.split) and not parts
+    if one is not None and other is not None:
+        same = bool({file.resolve() for file in one} & {file.resolve() for file in other})
+    else:
+        same = (trained.name, trained.subset) == (held_out.name, held_out.subset)
+    splits = [trained.split, held_out.split]
+    apart = splits[0] != splits[1] and all("[" in split for split in splits)
+    return same and not apart and len({split.partition("[")[0] for split in splits}) == 1

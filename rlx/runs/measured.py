@@ -12,11 +12,11 @@ from typing import Any
 from rlx.config.kv_cache import kv_cache_bytes
 from rlx.config.memory import engine_memory, trainer_memory
 from rlx.config.schema import PlayRoot, TrainingRoot
-from rlx.plan.benchmark import WARMUP
 
 Record = Mapping[str, Any]
 Records = Mapping[str, Mapping[int, Record]]  # by source and step
 
+WARMUP = 3  # steps that are not counted, if there are more: they allocate and compile
 GATHERED = "time/broadcast"  # only the whole run publishes weights
 BESIDE = "update servers"  # while rollouts are played, or, on policy, while they wait
 STAGES: dict[str, dict[str, str]] = {  # what a step of each source consists of: metric -> name in the table
