@@ -17,7 +17,7 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import OmegaConf, open_dict
 
 from rlx.config.errors import ConfigError
-from rlx.config.sources import make_sweep_loader
+from rlx.config.search_path import make_sweep_loader
 from rlx.config.sweeps import Sweep
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlx.config.near import near_keys
-from rlx.config.roots import elsewhere, key_of
+from rlx.config.roots import key_of, where_else
 from rlx.config.tree import closest, split_optional, type_at
 
 PREFIX = "RLX_"
@@ -64,7 +64,7 @@ def read_variables(environ: Mapping[str, str], groups: list[str], schema: type) 
         try:
             kind, _ = split_optional(type_at(schema, key))
         except KeyError:
-            if elsewhere(schema, key_of(key)) is None:
+            if not where_else(schema, key_of(key)):
                 problems.append(_unknown(name, groups, schema))
         else:
             found.append(Variable(name, key, environ[name], False, kind is str))

@@ -78,15 +78,6 @@ class Origins:
         return f"{key}={HIDDEN if hidden else show(value)}" + (f" ({origin})" if origin else "")
 
 
-def merge(into: dict[str, Any], values: typing.Mapping[str, Any]) -> None:
-    """Put nested values into a nested dictionary, in place. Sections are merged; any other value replaces."""
-    for name, value in values.items():
-        if isinstance(value, dict) and isinstance(into.get(name), dict):
-            merge(into[name], value)
-        else:
-            into[name] = value
-
-
 def show(value: Any) -> str:
     """A value as written on the command line."""
     if value is None:
