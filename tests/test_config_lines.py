@@ -55,7 +55,7 @@ def test_a_path_with_a_comma_or_letters_of_other_languages_is_quoted():
     assert found.directory == folder
     assert [compose(element.argv, {}).cfg.resume for element in found.elements] == [folder] * 2
     for line in (f"resume={folder}", "run.dir=läufe"):
-        with pytest.raises(ConfigError, match="cannot be parsed|several values"):
+        with pytest.raises(ConfigError, match=r"cannot be parsed|several values"):
             compose([line], {})
 
 

@@ -28,7 +28,7 @@ from rlx.config.environment import Variable, read_variables
 from rlx.config.errors import ConfigError
 from rlx.config.gpus import choose_layout
 from rlx.config.inherited import Inherited
-from rlx.config.nested import flatten, merge, nested
+from rlx.config.nested import flatten, merge, nested, section_at
 from rlx.config.overrides import LATE, Groups, Request, chooses_one, line_of, one_each, parse, read_request, read_variable, value_of
 from rlx.config.roots import ROOTS, TRAIN, Root, key_of
 from rlx.config.run_config import Source, escaped, source_of
@@ -255,8 +255,7 @@ def _set_values(data: dict[str, Any], overrides: list[Override], origins: Origin
                 raise ConfigError(f"`{line_of(o)}` needs one environment, but this run has {', '.join(names) or 'none'}.\nUse {key}=…")
         *above, last = key.split(".")
         if o.is_delete():
-            section = functools.reduce(lambda inner, name: inner.get(name) or {}, above, data)
-            if section.pop(last, o) is o:
+            if section_at(data, above).pop(last, o) is o:
                 raise ConfigError(f"`{line_of(o)}` removes a key that is not there.")
         elif isinstance(value, dict):
             merge(data, nested(key, value))
@@ -312,4 +311,4 @@ def _resolve(data: dict[str, Any], origins: Origins, problems: list[Problem]) ->
                 raise ConfigError(text) from None
             if not isinstance(error, InterpolationToMissingValueError):  # the missing value is reported as its own problem
                 problems.append(Problem(text, (key,)))
-            node[error.key] = MISSING  # type: ignore[index]
+            node[error.key] = MISSING

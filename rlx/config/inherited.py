@@ -5,15 +5,13 @@ They stand in the defaults list before environment variables, so everything that
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rlx.config.errors import ConfigError, may_read
-from rlx.config.nested import merge, nested
+from rlx.config.nested import merge, nested, section_at
 from rlx.config.strangers import executing, is_mine, said
 from rlx.config.yaml_files import read
 
@@ -77,11 +75,11 @@ def _of_run(run: Path, takes_envs: bool) -> Inherited:
     data = read(run / FILE)
     left = {} if is_mine(run) else dict(executing(data))
     for *above, last in left:
-        del functools.reduce(operator.getitem, above, data)[last]
+        del section_at(data, above)[last]
     values: dict[str, Any] = {}
     for key in OF_THE_RUN:
         *above, last = key.split(".")
-        section = functools.reduce(lambda inner, name: inner.get(name) or {}, above, data)
+        section = section_at(data, above)
         merge(values, nested(key, section[last]) if last in section else {})
     if takes_envs:
         values["envs"] = {name: {key: env[key] for key in OF_ENV if key in env} for name, env in data.get("envs", {}).items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from rlx.config.keys import MISSING
@@ -32,3 +32,11 @@ def flatten(value: Any, prefix: str = "") -> Iterator[str]:
             yield from flatten(inner, f"{prefix}.{name}" if prefix else str(name))
     elif prefix:
         yield prefix
+
+
+def section_at(data: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """The section that names lead to; an empty one if there is none."""
+    inner: Any = data
+    for name in names:
+        inner = inner.get(name) if isinstance(inner, dict) else None
+    return inner if isinstance(inner, dict) else {}

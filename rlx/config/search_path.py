@@ -69,8 +69,8 @@ class Directories(SearchPathPlugin):
         conf, path = conf_directory(), search_path.get_path()
         for each in [each for each in path if each.path == str(conf)]:  # none in another application of hydra
             path.remove(each)
-            for directory in (*self.of_user, conf, conf.parent):
-                search_path.append("rlx", f"rlx://{Path(directory).resolve()}")
+            for directory in (*map(Path, self.of_user), conf, conf.parent):
+                search_path.append("rlx", f"rlx://{directory.resolve()}")
 
 
 def make_loader(directories: Sequence[str], layout: str | None = None) -> ConfigLoader:
