@@ -150,8 +150,9 @@ def _compose(
     overrides += parse([f"{group}={option}" for each in inherited for group, option in each.groups.items() if group not in chosen])
     if problems := problems + groups.problems(overrides, variables):
         raise ConfigError(problems)
+    given = {o.key_or_group for o in overrides}
+    overrides += parse(f"{v.key}={v.text}" for v in variables if v.is_group and v.key in LATE and v.key not in given)
     lines = [groups.line(o) for o in overrides if groups.is_choice(o)]
-    lines += [f"{v.key}={v.text}" for v in variables if v.is_group and v.key in LATE and v.key not in {o.key_or_group for o in overrides}]
 
     key = (root.command, request.config_name, layout, request.directories, repr(variables), repr(inherited), source is None, *lines)
     if key not in kept:
