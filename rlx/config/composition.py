@@ -275,8 +275,8 @@ def _preset(loader: ConfigLoader, groups: Groups, origins: Origins, group: str, 
     given = set(origins.of_key)
     for layer in files.layers:
         merge(node, layer.values)
-        keys = {f"{key}.{inner}" for inner in flatten(layer.values.get(group) or {})}
-        origins.note(keys - given, layer.origin, layer.of_group, layer.shipped)
+        keys = [f"{key}.{inner}" for inner in flatten(layer.values.get(group) or {})]
+        origins.note([each for each in keys if each not in given], layer.origin, layer.of_group, layer.shipped)
     if not node.keys() <= {*NODES}:
         raise ConfigError(
             f"{key}: {group}={option} sets more than an objective and its advantage, so it cannot serve one environment. "

@@ -95,13 +95,10 @@ def parse(lines: Iterable[str], schema: type | None = None) -> list[Override]:
 def _with_text(override: Override, line: str, schema: type | None) -> Override:
     """An override whose value is the text of the line, where hydra reads a number (2024_06_01, 1e3, 007) and the key holds text."""
     key, _, text = line.partition("=")
-    value = value_of(override)
+    value, name = value_of(override), key.lstrip("+")
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return _parse(f"{key}='{text}'") if is_number and schema is not None and _holds_text(schema, key.lstrip("+")) else override
-
-
-def _holds_text(schema: type, key: str) -> bool:
-    return has_key(schema, key) and split_optional(type_at(schema, key))[0] is str
+    holds_text = is_number and schema is not None and has_key(schema, name) and split_optional(type_at(schema, name))[0] is str
+    return _parse(f"{key}='{text}'") if holds_text else override
 
 
 @functools.lru_cache(maxsize=4096)

@@ -40,7 +40,6 @@ class Source:
 
     file: Path
     data: dict[str, Any]  # literal
-    is_fork: bool
 
 
 def text_of(data: dict[str, Any], command: str, schema: str) -> str:
@@ -64,7 +63,7 @@ def source_of(request: Request, root: Root) -> Source | None:
                 f"{file} is the configuration of `rlx {its.command}`, not of `rlx {root.command}`.\n"
                 f"Use rlx {its.command} with the same arguments."
             )
-        return Source(file, data, is_fork=False)
+        return Source(file, data)
     resume = next((o.value() for o in request.overrides if o.key_or_group == "resume" and not o.is_sweep_override()), None)
     if request.config_name != root.command or not isinstance(resume, str) or resume == "latest" or resume.isdecimal():
         return None
@@ -78,7 +77,7 @@ def source_of(request: Request, root: Root) -> Source | None:
             f"resume={resume} is a run of another user, whose configuration executes code: {said(found)}.\n"
             "  fix: read that code; then copy the run (cp -r), and resume from your copy"
         )
-    return Source(run / FILE, {**data, **ITS_OWN}, is_fork=True)
+    return Source(run / FILE, {**data, **ITS_OWN})
 
 
 def escaped(value: Any) -> Any:
