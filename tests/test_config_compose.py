@@ -121,11 +121,6 @@ def test_two_loggers():
     assert compose([], {}).cfg.logger.wandb is None
 
 
-def test_a_loss_chooses_its_advantage_and_the_command_line_another():
-    assert compose(["loss=reinforce"], {}).choices["advantage"] == "none"
-    assert compose(["loss=reinforce", "advantage=leave_one_out"], {}).choices["advantage"] == "leave_one_out"
-
-
 def test_keys_of_open_nodes_are_added_and_removed_without_ceremony():
     cfg = compose(["loss.entropy_coef=0.01", "~loss.eps_low", "inference.vllm.block_size=16"], {}).cfg
     assert cfg.loss["entropy_coef"] == 0.01

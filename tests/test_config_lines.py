@@ -43,12 +43,6 @@ def test_other_groups_take_one_option(key: str):
         compose([], {f"RLX_{key.upper()}": f"[{','.join(options)}]"})
 
 
-def test_several_options_without_a_sweep_are_one_problem():
-    with pytest.raises(ConfigError) as caught:
-        compose(["loss=grpo,gspo"], {})
-    assert len(caught.value.problems) == 1, "not also: there is no loss=null"
-
-
 def test_a_path_with_a_comma_or_letters_of_other_languages_is_quoted():
     folder = "outputs/läufe/loss=grpo,seed=1"
     found = expand([f"resume='{folder}'", f"run.dir='{folder}'", "seed=1,2", "dry_run=true"], {})
@@ -65,12 +59,6 @@ def test_a_key_of_text_keeps_what_looks_like_a_number(text: str):
     assert (composed.cfg.run.name, composed.cfg.slurm.partition) == (text, text)
     assert composed.overrides[0] == f"run.name={text}", "as it was written"
     assert compose(["optim.lr=1e-3", "max_steps=1_0"], {}).cfg.max_steps == 10
-
-
-@pytest.mark.parametrize("line", ["slurm.partition=gpu,preemptible", "seed=1,2", "optim.betas=0.9,0.99"])
-def test_several_values_without_a_sweep_are_refused_with_advice(line: str):
-    with pytest.raises(ConfigError, match=r"""several values. For a list write .*=\[a,b\], .*='"a,b"'. For one run per value: -m"""):
-        compose([line], {})
 
 
 def test_the_advice_for_a_text_with_a_comma_works():
