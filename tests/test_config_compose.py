@@ -109,7 +109,7 @@ def test_environments_merge_into_one_mix():
 def test_env_dot_key_means_the_only_environment():
     assert compose(["env=sums", "env.args.level=3"], {}).cfg.envs["sums"].args["level"] == 3
     assert compose(["env.id=rlx_sums", "env.args.level=3"], {}).cfg.envs["custom"].args == {"level": 3}
-    with pytest.raises(ConfigError, match=r"envs\.<name>\.weight=2"):
+    with pytest.raises(ConfigError, match=r"envs\.<name>\.weight="):
         compose(["env=[sums,reverse_text]", "env.weight=2"], {})
 
 
@@ -119,11 +119,6 @@ def test_two_loggers():
     assert cfg.logger.tensorboard is not None
     assert (cfg.logger.wandb.project, cfg.logger.wandb.mode) == ("p", "offline")
     assert compose([], {}).cfg.logger.wandb is None
-
-
-def test_a_loss_chooses_its_advantage_and_the_command_line_another():
-    assert compose(["loss=reinforce"], {}).choices["advantage"] == "none"
-    assert compose(["loss=reinforce", "advantage=leave_one_out"], {}).choices["advantage"] == "leave_one_out"
 
 
 def test_keys_of_open_nodes_are_added_and_removed_without_ceremony():
@@ -195,10 +190,6 @@ def test_cuda_visible_devices_narrows_the_gpus(monkeypatch, chosen: str, count: 
     monkeypatch.setattr(gpus, "installed_gpus", lambda: 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
     assert gpus.visible_gpus() == count
-
-
-def test_a_directory_may_have_letters_of_any_language():
-    assert compose(["run.dir=größe-模/läufe", "dry_run=true"], {}).cfg.run.dir == "größe-模/läufe"
 
 
 def test_a_runs_config_file_is_the_configuration_again(tmp_path: Path):

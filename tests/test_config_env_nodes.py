@@ -49,6 +49,7 @@ def test_a_file_may_hold_it_and_the_command_line_wins(tmp_path: Path):
     cfg = compose(argv, environ={}).cfg
     assert cfg.envs["sums"].loss["eps_high"] == 0.1
     assert cfg.envs["reverse_text"].loss["aggregate"] == "fixed_length"
+    assert compose([*argv, "envs.reverse_text.loss.eps_low=0.1"], environ={}).cfg.envs["reverse_text"].loss["aggregate"] == "fixed_length"
     other = compose([*argv, "envs.sums.loss=cispo"], environ={}).cfg
     assert other.envs["sums"].loss == composed("loss=cispo").loss, "keys for another preset are not carried over"
 
@@ -64,10 +65,9 @@ def test_the_runs_own_file_is_the_same_configuration_again(tmp_path: Path):
 def test_a_users_own_preset_may_build_on_another(tmp_path: Path):
     (tmp_path / "loss").mkdir()
     (tmp_path / "loss" / "mine.yaml").write_text("defaults: [dr_grpo, _self_]\neps_high: ${seq_len}\n")
-    (tmp_path / "loss" / "more.yaml").write_text("defaults: [grpo, {override /optim@_global_.optim: adamw}]\n")
     argv = ["--config-dir", str(tmp_path), MIX]
     own = compose([*argv, "envs.sums.loss=mine"], environ={}).cfg.envs["sums"]
     assert own.loss == {**composed("loss=dr_grpo").loss, "eps_high": 64}
     assert own.advantage == composed("loss=dr_grpo").advantage
     with pytest.raises(ConfigError, match="sets more than an objective and its advantage, so it cannot serve one environment"):
-        compose([*argv, "envs.sums.loss=more"], environ={})
+        compose([*argv, "envs.sums.loss=dapo"], environ={})

@@ -12,7 +12,7 @@ import pytest
 from rlx.config.checks.evaluation import metrics_of
 from rlx.config.errors import ConfigError
 from rlx.config.evaluated import environments, evaluated, is_due, section_of
-from rlx.config.load import NOT_SET, compose, load_command, load_run
+from rlx.config.load import compose, load_run
 from rlx.config.roots import EVAL, SYNTHESIZE, TRAIN
 from rlx.config.schema import Config
 from rlx.envs.base import sampling_of
@@ -118,13 +118,6 @@ def test_what_an_evaluation_sets_is_read_again_from_the_runs_directory(tmp_path:
     composed = compose(["eval.interval=5", "launcher.check_envs=false", *mix, *own], {})
     (tmp_path / "config.yaml").write_text(composed.yaml)
     assert evaluated(load_run(tmp_path)) == evaluated(composed.cfg)
-    composed = compose(["eval.interval=5", "launcher.check_envs=false", *mix, "eval.envs.reverse_text.workers=2"], {})
-    older = composed.yaml  # as an older version wrote it: the defaults of `envs` for what is not set
-    for key, value in NOT_SET.items():
-        older = older.replace(f"      {key}: null\n", f"      {key}: {value}\n")
-    assert older.count("reward_raises: fail") == 1
-    (tmp_path / "config.yaml").write_text(older)
-    assert load_run(tmp_path) == composed.cfg
 
 
 def test_rlx_eval_of_a_run_takes_what_decides_how_its_environments_are_played(tmp_path: Path) -> None:
@@ -152,16 +145,6 @@ def test_one_run_of_an_episode_is_scored_also_where_all_of_them_train(root: Any,
         compose([*argv, "envs.reverse_text.agents_per_group=all"], {}, root)
     with pytest.raises(ConfigError, match=r"eval\.envs\.reverse_text\.agents_per_group.*one"):
         compose(["eval.interval=5", "eval.envs.reverse_text.agents_per_group=all"], {})
-
-
-@pytest.mark.parametrize("root", [EVAL, SYNTHESIZE, TRAIN], ids=["eval", "synthesize", "train"])
-def test_the_directory_of_an_older_version_that_inherited_all_runs_is_still_read(root: Any, tmp_path: Path) -> None:
-    argv = ["eval.interval=5", "eval.envs.reverse_text.num_examples=3"] if root is TRAIN else ["env=reverse_text", "dry_run=true"]
-    made = compose(["launcher.check_envs=false", *argv], {}, root)
-    now = "agents_per_group: null" if root is TRAIN else "agents_per_group: one"
-    (tmp_path / "config.yaml").write_text(made.yaml.replace(now, "agents_per_group: all"))
-    assert "agents_per_group: all" in (tmp_path / "config.yaml").read_text()
-    assert load_command(tmp_path) == made.cfg
 
 
 def test_an_option_of_env_can_be_evaluated_without_training_on_it() -> None:

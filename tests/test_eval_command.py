@@ -63,7 +63,6 @@ def test_model_lengths_sampling_and_environments_are_those_of_the_run_unless_the
     cfg = composed.cfg
     assert (cfg.seed, cfg.seq_len, cfg.model.dtype, cfg.sampling.max_tokens) == (5, 48, "bfloat16", 7)
     assert (list(cfg.envs), cfg.envs["sums"].args["level"], cfg.envs["sums"].split) == (["sums"], 2, "eval")
-    assert f"sampling.max_tokens=7 (command line); the run {trained} has 9" in composed.notes
     assert list(config_of(f"weights_dir={trained}", "env=reverse_text").envs) == ["reverse_text"]
     with pytest.raises(ConfigError, match=r"model=tiny has no effect: the weights are those of .*, and its model is tiny"):
         config_of(f"weights_dir={trained}", "model=tiny")
@@ -106,7 +105,7 @@ def test_a_named_endpoint_gives_its_address_its_key_and_its_model(tmp_path: Path
     cfg = config_of("env=sums", f"client.endpoints={file}", "client.endpoint=mine")
     assert (cfg.client.base_url, cfg.client.api_key_var, cfg.model.name) == ("http://there/v1", "MINE", "big")
     assert cfg.sampling.max_tokens == 4096, "not the tiny model's"
-    for chosen, says in (("other", "has no endpoint other"), ("bad", "unknown: url")):
+    for chosen, says in (("other", "has no endpoint other"), ("bad", "no other keys than base_url")):
         with pytest.raises(ConfigError, match=says):
             config_of("env=sums", f"client.endpoints={file}", f"client.endpoint={chosen}")
 
@@ -134,7 +133,7 @@ def test_a_directory_says_which_command_made_it(trained: Path, tmp_path: Path, c
     (tmp_path / "eval" / "config.yaml").write_text(to_yaml(cfg))
     assert load_command(tmp_path / "eval") == cfg == load_run(tmp_path / "eval", EVAL)
     assert load_command(trained) == load_run(trained)
-    with pytest.raises(ConfigError, match="is a directory of `rlx eval`, not of `rlx train`"):
+    with pytest.raises(ConfigError, match="is a directory of `rlx eval`"):
         load_run(tmp_path / "eval")
     assert main(["train", "--config-dir", str(tmp_path / "eval"), "--config-name", "config"]) == 2
     assert "is the configuration of `rlx eval`" in capsys.readouterr().err

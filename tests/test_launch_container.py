@@ -249,12 +249,8 @@ def test_what_contradicts_the_container_is_refused(tmp_path: Path, more: list[st
 
 def test_a_container_on_the_command_line_is_given_whole() -> None:
     line = ["launcher=slurm", "hardware=cpu", "dry_run=true"]
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=r"`slurm\.container\.runtime` .* that section is null here.* set it whole: 'slurm\.container="):
         compose([*line, "slurm.container.runtime=pyxis"], {})
-    assert error.value.problems == [
-        "`slurm.container.runtime=pyxis` sets a key of slurm.container, but that section is null here. "
-        "Set it whole: 'slurm.container={runtime: …, image: …, python: …}', or in the file of slurm=NAME."
-    ]
     whole = "slurm.container={runtime: pyxis, image: x, python: /opt/python}"
     container = compose([*line, whole, "slurm.container.home=true"], {}).cfg.slurm.container
     assert container is not None

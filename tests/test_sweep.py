@@ -104,7 +104,7 @@ hydra:
 def test_a_sweeper_gets_the_keys_of_the_chosen_file_and_those_of_the_command_line_win(tmp_path: Path):
     from hydra.types import RunMode
 
-    from rlx.config.sources import make_sweep_loader
+    from rlx.config.search_path import make_sweep_loader
 
     (tmp_path / "sweeps").mkdir()
     (tmp_path / "sweeps" / "mine.yaml").write_text(OPTUNA)

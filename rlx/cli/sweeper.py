@@ -17,7 +17,7 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import OmegaConf, open_dict
 
 from rlx.config.errors import ConfigError
-from rlx.config.sources import make_sweep_loader
+from rlx.config.search_path import make_sweep_loader
 from rlx.config.sweeps import Sweep
 
 
@@ -37,7 +37,7 @@ def optimise(sweep: Sweep, directory: Path) -> int:
     with open_dict(config):
         config.hydra.mode = RunMode.MULTIRUN
         OmegaConf.set_readonly(config, False)
-    context = HydraContext(config_loader=loader, callbacks=_no_callbacks())
+    context = HydraContext(config_loader=loader, callbacks=None)  # type: ignore[arg-type] # callbacks are hydra's launchers' alone
     chosen = plugins.instantiate_sweeper(config=config, hydra_context=context, task_function=_not_called)
     try:
         chosen.sweep(arguments=list(sweep.params))
@@ -49,9 +49,3 @@ def optimise(sweep: Sweep, directory: Path) -> int:
 
 def _not_called(cfg: Any) -> None:
     raise AssertionError("rlx's launcher starts processes, not functions")
-
-
-def _no_callbacks() -> Any:
-    from hydra._internal.callbacks import Callbacks
-
-    return Callbacks()

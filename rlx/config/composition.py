@@ -1,55 +1,73 @@
-"""Composes one plain tree from `conf/`, the user's own directories, environment variables and the command line, with hydra.
+"""Composes one plain tree from `conf/`, the user's own directories, environment variables and the command line.
 
 Order, weakest first: the schema's defaults, the group options and values of `train.yaml`, `RLX_…` variables, the experiment or
-the user's file, the command line. Hydra only merges plain values here. `tree.py` then finds wrong types, wrong ranges and unknown
-keys, all in one pass; `Origins` tells it where each value came from.
-
-Only hydra's composition is used: it writes nothing, configures no logging and does not change the working directory.
+the user's file, the command line. Hydra's defaults list says which files count, and in which order; they are merged here as plain values,
+which also tells where each came from (`Origins`). `tree.py` then finds wrong types, wrong ranges and unknown keys, all in one pass.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from hydra._internal.config_repository import CachingConfigRepository
-from hydra._internal.defaults_list import create_defaults_list
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_store import ConfigStore
-from hydra.core.default_element import GroupDefault, ResultDefault
+from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from hydra.plugins.config_source import ConfigResult
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError, InterpolationToMissingValueError, OmegaConfBaseException
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from rlx.config import fork, written
-from rlx.config.again import ambiguous, with_all_values, without_effect
-from rlx.config.env_nodes import as_presets, fill_in
+from rlx.config.env_nodes import KEY, NODES, Preset, as_node, fill_in, spell_out
 from rlx.config.environment import Variable, read_variables
 from rlx.config.errors import ConfigError
 from rlx.config.gpus import choose_layout
 from rlx.config.inherited import Inherited
-from rlx.config.overrides import LATE, Groups, expand_env_keys, line_of, parse, read_request, read_variable, value_of
-from rlx.config.roots import ROOTS, TRAIN, Root, elsewhere, has_key, root_named
-from rlx.config.saved import escaped
+from rlx.config.nested import flatten, merge, nested, section_at
+from rlx.config.overrides import LATE, Groups, Request, chooses_one, line_of, one_each, parse, read_request, read_variable, value_of
+from rlx.config.roots import ROOTS, TRAIN, Root, key_of
+from rlx.config.run_config import Source, escaped, source_of
 from rlx.config.schema import MISSING
-from rlx.config.sources import SAVED, WRITTEN, Repository, copied, is_shipped, label, make_loader
-from rlx.config.tree import Origins, Problem, merge, optional_sections, secret_keys, show, split_optional, type_at
+from rlx.config.search_path import file_at, is_shipped, label, make_loader
+from rlx.config.tree import Origins, Problem, optional_sections
+from rlx.config.yaml_files import read
 
 SCHEMA = "rlx_schema"  # every key with its default; first in the defaults list
 INHERITED = "rlx_inherited"  # what another run or a named endpoint gives (`Root.inherits`); before the variables in the defaults list
-NO_SECTION = re.compile(r"node `([\w.]+)` is not a container")  # OmegaConf's words: a reference into a section that is null
-SHELL_VARIABLE = re.compile(r"(?<!\\)\$\{([A-Z_][A-Z0-9_]*)\}")
 VARIABLES = "rlx_variables"  # what environment variables set; before the experiment in the defaults list
+CHOSEN = "rlx_chosen"  # lists every group without an option: a run that starts from another's configuration, the node of an environment
+GROUPS = ("hardware", "launcher", "slurm", "env", "data", "advantage", "loss", "optim", "model", "logger")
+"""The groups of which such a run may choose another option, in the order of `train.yaml`: its section comes from there."""
 
-Kept = dict[tuple[Any, ...], tuple[list[ResultDefault], DictConfig]]
-"""Composed files by all that chose them, before the values of the command line are set: the runs of a sweep share most."""
-OURS = (VARIABLES, INHERITED, *(each.schema_name for each in ROOTS))
+
+@dataclass(frozen=True)
+class Layer:
+    """Values from one place."""
+
+    values: dict[str, Any]  # nested like the configuration; not to be changed
+    origin: str  # its name in messages; empty for the schema's defaults
+    of_file: bool = True
+    of_group: bool = False
+    shipped: bool = False
+    typed: bool = False  # by the user, in a variable
+
+
+@dataclass(frozen=True)
+class Files:
+    """What the chosen options give, in its order, before the command line sets keys."""
+
+    layers: list[Layer]
+    choices: dict[str, str]  # group -> option; several options are joined with "+"
+    sweeper: dict[str, Any]  # `hydra.sweeper` of the files: what a sweep varies
+
+
+Kept = dict[tuple[Any, ...], Files]
+"""The files of compositions by all that chose them: the runs of a sweep share most."""
 
 
 @dataclass
@@ -61,13 +79,9 @@ class Tree:
     choices: dict[str, str]  # group -> option; several options are joined with "+"
     overrides: list[str]  # from the command line, as written
     notes: list[str]  # messages for the user
-    problems: list[Problem] = field(default_factory=list)
-    unresolved: list[str] = field(default_factory=list)  # keys without a value; the cause is in `problems`
-    hydra: dict[str, Any] = field(default_factory=dict)  # the `hydra` node of the files: what a sweep varies
-    may_inherit: bool = False  # the primary file lists `rlx_inherited`; a run's `config.yaml` does not, because it has all values
-    file: str = ""  # the primary file
-    texts: list[str] = field(default_factory=list)  # its keys with a text that may be meant as a number; in a run's file of before only
-    chosen: list[str] = field(default_factory=list)  # groups that the command line or a variable chooses
+    problems: list[Problem]
+    sweeper: dict[str, Any]  # `hydra.sweeper` of the files: what a sweep varies
+    chosen: list[str]  # groups that the command line or a variable chooses
 
 
 def compose_tree(argv: list[str], environ: Mapping[str, str], root: Root = TRAIN, kept: Kept | None = None) -> Tree:
@@ -76,34 +90,25 @@ def compose_tree(argv: list[str], environ: Mapping[str, str], root: Root = TRAIN
     `kept`: filled with what is shared with other compositions, as long as no file changes.
     Raises ConfigError when no tree can be composed. All other problems are listed in the result.
     """
-    kept = {} if kept is None else kept
     request = read_request(argv, environ, root)
-    if request.config_name == root.command and (source := fork.source_of(request.overrides, root)) is not None:
-        return fork.forked(source, request, argv, environ, root, lambda argv, environ: _compose(argv, environ, root, (), kept))
-    tree = _compose(argv, environ, root, (), kept)
-    layout = None
-    if tree.choices.get("hardware") == "auto" and tree.data["launcher"]["name"] == "slurm":
-        layout = _layout_of_cluster(tree)
-        tree = _compose(argv, environ, root, (), kept, layout)
-    found = root.inherits(tree.data, tree.chosen) if tree.may_inherit else ()
-    if not found:
-        return tree
-    refused = [
-        f"{group}={tree.choices.get(group)} has no effect: {why}.\nRemove it."
-        for each in found
-        for group, why in each.refuses.items()
-        if group in tree.chosen
-    ]
+    source = source_of(request, root)
+    compose = functools.partial(_compose, request, source, environ, root, {} if kept is None else kept)
+    tree = compose()
+    layout = _layout_of_cluster(tree)
+    found = root.inherits(tree.data, tree.chosen) if source is None else ()
+    refused = {group: why for each in found for group, why in each.refuses.items() if group in tree.chosen}
     if refused:
-        raise ConfigError(refused)
-    again = _compose(argv, environ, root, found, kept, layout)
-    for each in found:
-        again.notes += [*filter(None, [each.note]), *_differing(each, again)]
-    return again
+        raise ConfigError([f"{group}={tree.choices.get(group)} has no effect: {why}.\nRemove it." for group, why in refused.items()])
+    return compose(found, layout) if found or layout else tree
 
 
-def _layout_of_cluster(tree: Tree) -> tuple[str, str]:
-    """The layout that hardware=auto chooses for a cluster, and why. Raises ConfigError if nothing is known of its nodes."""
+def _layout_of_cluster(tree: Tree) -> tuple[str, str] | None:
+    """The layout that hardware=auto chooses for a cluster, and why; None where it goes by this machine.
+
+    Raises ConfigError if nothing is known of the cluster's nodes.
+    """
+    if tree.choices.get("hardware") != "auto" or tree.data["launcher"]["name"] != "slurm":
+        return None
     named, gpus = tree.data["slurm"].get("layout"), tree.data["slurm"]["gpus_per_node"]
     if named is not None:
         return str(named), f"slurm.layout={named}"
@@ -116,170 +121,114 @@ def _layout_of_cluster(tree: Tree) -> tuple[str, str]:
     return choose_layout(int(gpus) if str(gpus).isdecimal() else 0)  # else its type is wrong, which is reported with the rest
 
 
-def _differing(inherited: Inherited, tree: Tree) -> Iterable[str]:
-    """A note for every inherited value that the user has replaced."""
-    for key in _flatten(inherited.values, "") if inherited.values else ():
-        there: Any = inherited.values
-        here: Any = tree.data
-        for part in key.split("."):
-            there, here = there[part], here.get(part) if isinstance(here, dict) else None
-        if here != there and not key.startswith("envs.") and tree.origins.find(key) != inherited.origin:
-            yield f"{tree.origins.show(key, here)}; {inherited.origin} has {show(there)}"
-
-
 def _compose(
-    argv: list[str],
+    request: Request,
+    source: Source | None,
     environ: Mapping[str, str],
     root: Root,
-    inherited: Sequence[Inherited],
     kept: Kept,
+    inherited: Sequence[Inherited] = (),
     layout: tuple[str, str] | None = None,
 ) -> Tree:
     """`layout`: what `hardware=auto` chooses, and why; None: what fits this machine."""
     layout = layout or choose_layout()
-    request = read_request(argv, environ, root)
     loader = make_loader([directory for _, directory in request.directories], layout[0])
-    groups = Groups(loader.get_sources(), root)
-    name = request.config_name
-    of_others = {each.command for each in ROOTS if each.command != root.command}
-    if name not in groups.options("") or name in of_others:
-        known = [each for each in groups.options("") if each not in OURS and each not in of_others and not each.startswith("_")]
-        raise ConfigError(f"there is no configuration file {name}.yaml (--config-name). Choices: {', '.join(known)}.")
-    repository = Repository(loader.repository, root.schema, {SCHEMA, root.schema_name})
-    primary = repository.load_config(name)
-    _refuse_other_command(primary, name, root)
+    groups = Groups(loader, root)
+    of_others = {each.command for each in ROOTS if each is not root}
+    if source is None and (request.config_name in of_others or file_at(loader, request.config_name) is None):
+        raise ConfigError(f"there is no configuration file {request.config_name}.yaml (--config-name) for `rlx {root.command}`.")
     variables, problems = read_variables(environ, groups.names, root.schema)
-    variables, notes = with_all_values(primary, name, variables)
-    overrides = as_presets(list(request.overrides))
+    notes = [each.note for each in inherited if each.note]
+    if source is not None:
+        notes += [f"{v.name} has no effect: {source.file} is a run's configuration, which has every value" for v in variables]
+        variables = []
+    overrides = list(request.overrides)
     chosen = [o.key_or_group for o in overrides if groups.is_choice(o)] + [v.key for v in variables if v.is_group]
-    chosen += ["env"] if any(o.key_or_group == "env.id" for o in overrides) else []
+    if any(o.key_or_group == "env.id" for o in overrides) and "env" not in chosen:
+        overrides += parse(["env=custom"])
+        chosen.append("env")
     overrides += parse([f"{group}={option}" for each in inherited for group, option in each.groups.items() if group not in chosen])
-    problems += groups.problems(overrides, variables)
-    if problems:
+    if problems := problems + groups.problems(overrides, variables):
         raise ConfigError(problems)
     given = {o.key_or_group for o in overrides}
-    overrides += parse([f"{v.key}={v.text}" for v in variables if v.is_group and v.key in LATE and v.key not in given])
-    _store_nodes(root, variables, inherited)
+    overrides += parse(f"{v.key}={v.text}" for v in variables if v.is_group and v.key in LATE and v.key not in given)
+    lines = [groups.line(o) for o in overrides if groups.is_choice(o)]
 
-    chosen_files = [f"{o.key_or_group}/{option}" for o in overrides if groups.is_choice(o) for option in _as_list(value_of(o))]
-    if problems := _wrong_in_files(repository, groups, [name, *chosen_files]):
-        raise ConfigError(problems)
+    key = (root.command, request.config_name, layout, request.directories, repr(variables), repr(inherited), source is None, *lines)
+    if key not in kept:
+        stored = _store(root, variables, inherited)
+        kept[key] = _files(loader, request.config_name if source is None else CHOSEN, lines, groups, stored)
+    files = kept[key]
+    if several := {group: option.split("+") for group, option in files.choices.items() if "+" in option and chooses_one(group)}:
+        raise ConfigError(
+            [f"a configuration has one {group}, not {' and '.join(each)}. {one_each(group)}" for group, each in several.items()]
+        )
 
-    around = (root.command, name, layout[0], repr(request.directories), repr(variables), repr(inherited))
+    layers = files.layers
+    if source is not None:
+        of_groups = {key_of(group) for group in (*files.choices, *chosen)}
+        rest = {name: escaped(value) for name, value in source.data.items() if name not in of_groups}
+        layers = [Layer(rest, label(source.file)), *layers]
+    data: dict[str, Any] = {}
+    origins = Origins()
+    for layer in layers:
+        merge(data, layer.values)
+        keys = list(flatten(layer.values)) if layer.origin else []
+        origins.note(keys, layer.origin, layer.of_group, layer.shipped, layer.typed)
+        origins.in_files.update(keys if layer.of_file else ())
+    values = [o for o in overrides if not groups.is_choice(o)]
+    spell_out(data)
+    _set_values(data, values, origins)
+    fill_in(data, origins, lambda group, option, at: _preset(loader, groups, origins, group, option, at))
+    problems_found = _sections_off(root, origins, {o.key_or_group for o in values if isinstance(value_of(o), dict)})
+    data = _resolve(data, origins, problems_found)
+    notes += [f"hardware=auto: {layout[1]}"] if files.choices.get("hardware") == "auto" else []
+    return Tree(data, origins, dict(files.choices), list(request.lines), notes, problems_found, files.sweeper, chosen)
 
-    def files_of(chosen: list[Override]) -> tuple[list[ResultDefault], DictConfig]:
-        lines = groups.lines(chosen)
-        # Only these have a say in the defaults list; all others set values afterwards.
-        key = (*around, *(line_of(o) for o in lines if repository.group_exists(o.key_or_group) and not isinstance(value_of(o), dict)))
-        if key not in kept:
-            defaults = create_defaults_list(repository, name, lines, prepend_hydra=False, skip_missing=False).defaults
-            kept[key] = defaults, loader._compose_config_from_defaults_list(defaults, repository)
-        return kept[key][0], copied(kept[key][1])
 
+def _store(root: Root, variables: Sequence[Variable], inherited: Sequence[Inherited]) -> dict[str, list[Layer]]:
+    """Put what defaults lists name besides files where hydra finds it. Returns its values by name."""
+    late = [v for v in variables if v.is_group and v.key not in LATE]
+    nodes = {
+        **{name: {} for name in (SCHEMA, root.schema_name, INHERITED)},
+        VARIABLES: {"defaults": [{f"override /{v.key}": read_variable(v)} for v in late]},
+        CHOSEN: {"defaults": [{f"optional {group}": None} for group in GROUPS]},
+    }
+    for name, node in nodes.items():
+        ConfigStore.instance().store(name=name, node=node, package="_global_")
+    schema = [Layer(dataclasses.asdict(root.schema()), "")]
+    set_by = [Layer(nested(v.key, read_variable(v)), v.name, of_file=False, typed=True) for v in variables if not v.is_group]
+    given = [Layer(escaped(each.values) if each.literal else each.values, each.origin) for each in inherited]
+    return {SCHEMA: schema, root.schema_name: schema, VARIABLES: set_by, INHERITED: given, CHOSEN: []}
+
+
+def _files(loader: ConfigLoader, name: str, lines: list[str], groups: Groups, stored: Mapping[str, list[Layer]]) -> Files:
+    """The files that a primary file and choices of options lead to. `stored`: what is no file."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # hydra warns about a missing `_self_`; the file's own values then come last, as intended
-            overrides = expand_env_keys(overrides, lambda rest: _environments(files_of([o for o in rest if groups.is_choice(o)])[0]))
-            values = [o for o in overrides if not groups.is_choice(o)]
-            defaults, cfg = files_of(overrides)
-            loader._apply_overrides_to_config(groups.lines(values), cfg)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_explain(error, groups)) from None
-    sweep = cfg.pop("hydra", None)  # for sweeps only; not part of a run's configuration
-    hydra = {str(name): value for name, value in _plain(sweep, resolve=False).items()} if isinstance(sweep, DictConfig) else {}
-    ignored, variables = variables, [v for v in variables if not v.is_group]
-    origins = _find_origins(repository, defaults, variables, values, inherited)
-    off = _sections_off(root, variables, values, origins)
-    fill_in(cfg, repository, groups, origins)
-    resolved, unresolved_problems, unresolved = _resolve(cfg, origins)
-    data = {str(key): value for key, value in resolved.items()}
-    written.keep(root.schema, data, origins)
-    _drop_of_other_commands(root, data, origins)
-    if primary is not None and SAVED in primary.header and data.get("launcher", {}).get("name") != "kubernetes":
-        data.pop("kubernetes", None)  # a section of earlier versions, in every run's file
-    notes += without_effect(primary, name, ignored, data, origins, secret_keys(root.schema))
-    may_inherit = any(default.config_path == INHERITED for default in defaults)
-    choices = _find_choices(defaults, groups.names)
-    notes += [f"hardware=auto: {layout[1]}"] if choices.get("hardware") == "auto" else []
-    tree = Tree(data, origins, choices, list(request.lines), notes, off + unresolved_problems, unresolved, hydra, may_inherit)
-    tree.chosen, tree.texts, tree.file = chosen, ambiguous(primary), label(primary, name) if primary else ""
-    return tree
-
-
-def _refuse_other_command(loaded: ConfigResult | None, name: str, root: Root) -> None:
-    """Raise ConfigError if the primary file is a run's `config.yaml` of another command."""
-    defaults = loaded.defaults_list if loaded is not None else None
-    listed = [getattr(default, "path", None) for default in defaults or []]
-    named = root_named(listed)
-    is_a_runs = listed == [SCHEMA, "_self_"]  # a `config.yaml` of `rlx train`
-    if loaded is not None and any(each in OURS for each in listed) and named is not root and (named is not TRAIN or is_a_runs):
-        raise ConfigError(
-            f"{label(loaded, name)} is the configuration of `rlx {named.command}`, not of `rlx {root.command}`.\n"
-            f"Use rlx {named.command} with the same arguments."
-        )
-
-
-def _store_nodes(root: Root, variables: list[Variable], inherited: Sequence[Inherited]) -> None:
-    """Put the schema, inherited values and the values of environment variables where defaults lists find them."""
-    node: dict[str, Any] = {}
-    for variable in variables:
-        value = read_variable(variable)
-        if variable.is_group:
-            if variable.key not in LATE:
-                node.setdefault("defaults", []).append({f"override /{variable.key}": value})
-            continue
-        section = node
-        *above, last = variable.key.split(".")
-        for part in above:
-            section = section.setdefault(part, {})
-            if not isinstance(section, dict):
-                outer = next(v for v in variables if variable.key.startswith(f"{v.key}."))
-                raise ConfigError(
-                    f"{outer.name}={outer.text} leaves no section in which {variable.name}={variable.text} could set a key. "
-                    "Unset one of the two."
-                )
-        section[last] = value
-    store = ConfigStore.instance()
-    _store_schema(root)
-    values: dict[str, Any] = {}
-    for each in inherited:
-        merge(values, escaped(each.values) if each.literal else each.values)
-    store.store(name=INHERITED, node=values, package="_global_", provider="another run or a file of endpoints")
-    store.store(name=VARIABLES, node=node, package="_global_", provider="environment variables")
-
-
-@functools.lru_cache(maxsize=1)  # not more: the root of another command puts its own schema under the name `SCHEMA`
-def _store_schema(root: Root) -> None:
-    for schema in {SCHEMA, root.schema_name}:
-        ConfigStore.instance().store(name=schema, node=dataclasses.asdict(root.schema()), package="_global_", provider="rlx")
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [] if value is None else [value]
-
-
-def _wrong_in_files(repository: CachingConfigRepository, groups: Groups, paths: list[str]) -> list[str]:
-    """A problem for each option that a file's defaults list chooses but the group does not have."""
-    problems: list[str] = []
-    for path in paths:
-        loaded = repository.load_config(path)
-        assert loaded is not None  # unknown choices were refused before
-        for default in loaded.defaults_list or []:
-            group = default.group.strip("/") if isinstance(default, GroupDefault) and default.group else ""
-            value = getattr(default, "value", None)
-            if group in groups.names and value is not None and "${" not in str(value):
-                problems += groups.wrong(group, list(value) if isinstance(value, ListConfig) else value, label(loaded, path))
-    return problems
-
-
-def _plain(cfg: DictConfig, resolve: bool) -> dict[Any, Any]:
-    data = OmegaConf.to_container(cfg, resolve=resolve, throw_on_missing=False)
-    assert isinstance(data, dict)
-    return data
-
-
-def _environments(defaults: list[ResultDefault]) -> list[str]:
-    return [d.package.removeprefix("envs.") for d in defaults if d.package and d.package.startswith("envs.")]
+            found: list[ResultDefault] = loader.compute_defaults_list(name, lines, RunMode.RUN).defaults
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        said = str(error).partition("\n\n")[0]
+        group, _, option = str(getattr(error, "missing_cfg_file", None) or "").rpartition("/")
+        wrong = list(groups.wrong(group, option, said)) if group in groups.names else []
+        raise ConfigError(wrong or f"the configuration cannot be composed: {said}") from None
+    layers: list[Layer] = []
+    sweeper: dict[str, Any] = {}
+    for default in (each for each in found if each.config_path is not None):
+        path = str(default.config_path)
+        file = file_at(loader, path)
+        if path in stored:
+            layers += stored[path]
+        elif file is not None:
+            values = {name: value for name, value in read(file).items() if name != "defaults"}
+            merge(sweeper, (values.pop("hydra", None) or {}).get("sweeper") or {})
+            values = nested(default.package or "", values)
+            of_group = "/" in path
+            layers.append(
+                Layer(groups.of_command(values) if of_group else values, label(file), of_group=of_group, shipped=is_shipped(file))
+            )
+    return Files(layers, _find_choices(found, groups.names), sweeper)
 
 
 def _find_choices(defaults: list[ResultDefault], groups: list[str]) -> dict[str, str]:
@@ -290,130 +239,77 @@ def _find_choices(defaults: list[ResultDefault], groups: list[str]) -> dict[str,
     chosen: dict[str, list[str]] = {}
     for default in defaults:
         group, _, option = (default.config_path or "").rpartition("/")
-        parent = (default.parent or "").rpartition("/")[0]
-        if (default.package or "").startswith("eval."):
-            continue
-        if group in groups and (group != parent or default.is_self) and option not in chosen.get(group, []):
+        is_added = group == (default.parent or "").rpartition("/")[0] and not default.is_self
+        if group in groups and not is_added and not (default.package or "").startswith("eval."):
             chosen.setdefault(group, []).append(option)
-    return {group: "+".join(options) for group, options in chosen.items()}
+    return {group: "+".join(dict.fromkeys(options)) for group, options in chosen.items()}
 
 
-def _drop_of_other_commands(root: Root, data: dict[str, Any], origins: Origins, prefix: str = "") -> None:
-    """Remove the keys that group files set for other commands: `model=tiny` sets a learning rate for every command that uses the model."""
-    for name in list(data):
-        key = f"{prefix}{name}"
-        if has_key(root.schema, key):
-            if isinstance(data[name], dict) and is_dataclass(split_optional(type_at(root.schema, key))[0]):
-                _drop_of_other_commands(root, data[name], origins, f"{key}.")
-        elif elsewhere(root.schema, key) is not None:
-            set_by = [known for known in origins.of_key if known == key or known.startswith(f"{key}.")]
-            if set_by and all(known in origins.of_groups for known in set_by):
-                del data[name]
+def _set_values(data: dict[str, Any], overrides: list[Override], origins: Origins) -> None:
+    """Set the keys of the command line, in place; `env.KEY` is one of the only environment."""
+    for o in overrides:
+        key, value = o.key_or_group, value_of(o)
+        if key.startswith("env."):
+            names = list(data.get("envs") or ())
+            key = f"envs.{names[0] if len(names) == 1 else '<name>'}.{key.removeprefix('env.')}"
+            if len(names) != 1:
+                raise ConfigError(f"`{line_of(o)}` needs one environment, but this run has {', '.join(names) or 'none'}.\nUse {key}=…")
+        *above, last = key.split(".")
+        if o.is_delete():
+            if section_at(data, above).pop(last, o) is o:
+                raise ConfigError(f"`{line_of(o)}` removes a key that is not there.")
+        elif isinstance(value, dict):
+            merge(data, nested(key, value))
+        else:
+            merge(data, nested(key, None))  # what is replaced may be a section
+            merge(data, nested(key, as_node(value) if KEY.fullmatch(key) else value))
+        origins.note(flatten(value, key), "command line", typed=True)
 
 
-def _find_origins(
-    repository: CachingConfigRepository,
-    defaults: list[ResultDefault],
-    variables: list[Variable],
-    values: list[Override],
-    inherited: Sequence[Inherited],
-) -> Origins:
-    """Walk the defaults list in order and record what set each key last."""
-    origins = Origins()
-    for default in defaults:
-        path = default.config_path
-        if path == VARIABLES:
-            for variable in variables:
-                origins.note(_flatten(read_variable(variable), variable.key), variable.name, typed=True)
-        elif path == INHERITED:
-            for each in inherited:
-                keys = list(_flatten(each.values, "")) if each.values else []
-                origins.note(keys, each.origin)
-                origins.in_files.update(keys)
-        elif path is not None and path not in OURS:
-            loaded = repository.load_config(path)
-            assert loaded is not None  # the defaults list only holds files that were found
-            keys = list(_flatten(OmegaConf.to_container(loaded.config, resolve=False), default.package or ""))
-            origins.note(keys, label(loaded, path), of_group="/" in path, shipped=is_shipped(loaded))
-            origins.in_files.update(keys)
-            written.note(origins, loaded.header.get(WRITTEN), default.package or "")
-    for override in values:
-        origins.note(_flatten(value_of(override), override.key_or_group), "command line", typed=True)
-    return origins
+def _preset(loader: ConfigLoader, groups: Groups, origins: Origins, group: str, option: str, key: str) -> Preset:
+    """The node of an objective or an advantage for the environment's node at `key`, and the advantage that its file chooses."""
+    if problems := list(groups.wrong(group, option, f"{key}, {origins.find(key)}")):
+        raise ConfigError(problems)
+    files = _files(loader, CHOSEN, [f"{group}={option}"], groups, {CHOSEN: []})
+    node: dict[str, Any] = {}
+    given = set(origins.of_key)
+    for layer in files.layers:
+        merge(node, layer.values)
+        keys = [f"{key}.{inner}" for inner in flatten(layer.values.get(group) or {})]
+        origins.note([each for each in keys if each not in given], layer.origin, layer.of_group, layer.shipped)
+    if not node.keys() <= {*NODES}:
+        raise ConfigError(
+            f"{key}: {group}={option} sets more than an objective and its advantage, so it cannot serve one environment. "
+            "Use a preset that does not, or set the objective for the whole run."
+        )
+    return node[group], files.choices.get("advantage")
 
 
-def _sections_off(root: Root, variables: list[Variable], values: list[Override], origins: Origins) -> list[Problem]:
-    """A problem for each override or variable that sets a key of a section that is null: this must not turn the section on."""
+def _sections_off(root: Root, origins: Origins, whole: set[str]) -> list[Problem]:
+    """A problem for each section that is null, of which the command line or a variable sets a key: this must not turn the section on."""
     problems = []
-    set_keys = [(o.key_or_group, line_of(o).lstrip("+")) for o in values] + [(v.key, f"{v.name}={v.text}") for v in variables]
-    whole = {o.key_or_group for o in values if isinstance(value_of(o), dict)}
     for section in (each for each in optional_sections(root.schema) if each not in whole):
-        for key, line in set_keys:
-            if key.startswith(section + ".") and not any(known.startswith(section + ".") for known in origins.in_files):
-                group = section.partition(".")[0]
-                needed = [f.name for f in dataclasses.fields(split_optional(type_at(root.schema, section))[0]) if f.default is MISSING]
-                hint = f"The chosen {group} has no such section; remove the setting."
-                if group == "logger":
-                    hint = f"Turn it on with {section.replace('.', '=')}."
-                elif group == "slurm":
-                    hint = f"Set it whole: '{section}={{{', '.join(f'{name}: …' for name in needed)}}}', or in the file of slurm=NAME."
-                problems.append(Problem(f"`{line}` sets a key of {section}, but that section is null here. {hint}", (section,)))
+        inside = [key for key in origins.of_key if key.startswith(f"{section}.")]
+        if inside and not any(key in origins.in_files for key in inside):
+            text = f"`{inside[0]}` ({origins.find(inside[0])}) is a key of {section}, but that section is null here."
+            problems.append(Problem(f"{text} Choose an option that has it, or set it whole: '{section}={{…}}'.", (section,)))
     return problems
 
 
-def _flatten(value: Any, prefix: str) -> Iterable[str]:
-    if isinstance(value, dict) and value:
-        for name, inner in value.items():
-            yield from _flatten(inner, f"{prefix}.{name}" if prefix else str(name))
-    else:
-        yield prefix
-
-
-def _resolve(cfg: DictConfig, origins: Origins) -> tuple[dict[Any, Any], list[Problem], list[str]]:
-    """The values without interpolations, with `???` for those that have none; one problem per cause; all keys without a value."""
-    problems: list[Problem] = []
-    keys: list[str] = []
-    without: dict[str, list[str]] = {}  # a section that is null: the keys that take their values from it
+def _resolve(data: dict[str, Any], origins: Origins, problems: list[Problem]) -> dict[str, Any]:
+    """The values without interpolations, with `???` for those that have none. Adds a problem for each of these with a cause of its own."""
+    cfg = None
     while True:
         try:
-            values = _plain(cfg, resolve=True)
-            for section, inside in without.items():
-                said = f"{origins.show(section, OmegaConf.select(cfg, section))}, but values are taken from there: {', '.join(inside)}."
-                problems.append(Problem(f"{said}\nSet these, too, or leave {section} as it was.", (section, *inside)))
-            return values, problems, keys
-        except (InterpolationResolutionError, InterpolationKeyError) as error:
-            key = error.full_key
-            if not key:
-                raise
-            inner, node = error.child_node, error.parent_node  # the key's own text cannot be looked up: `slurm.setup[0]`, a name with dots
-            assert inner is not None
-            assert node is not None
-            text = inner._value()
-            absent = NO_SECTION.search(str(error))
-            near = f"{key.rpartition('.')[0]}." if str(text).startswith("${.") else ""
-            section = f"{near}{absent[1]}" if absent else ""
-            if absent and str(text).startswith((f"${{{absent[1]}.", f"${{.{absent[1]}.")) and OmegaConf.select(cfg, section) is None:
-                without.setdefault(section, []).append(key)
-            elif not isinstance(error, InterpolationToMissingValueError):  # the missing value is reported as its own problem
-                cause = str(error).splitlines()[0].removeprefix("KeyError raised while resolving interpolation: ").strip('"')
-                hint = " Set it, or give a default: ${oc.env:NAME,VALUE}." if "oc.env:" in str(text) else ""
-                if shell := SHELL_VARIABLE.search(str(text)):
-                    hint = f" Write a variable of the shell as ${shell[1]} or \\${{{shell[1]}}}."
-                problems.append(Problem(f"`{key}` cannot be resolved: {origins.show(key, text)}.\n{cause}.{hint}", (key,)))
-            keys.append(key)
+            cfg = OmegaConf.create(data) if cfg is None else cfg
+            resolved: Any = OmegaConf.to_container(cfg, resolve=True)
+            return {str(name): value for name, value in resolved.items()}
+        except OmegaConfBaseException as error:
+            key, node = str(error.full_key), error.parent_node
+            said = str(error).splitlines()[0].rpartition("while resolving interpolation: ")[2]
+            text = f"`{key}` ({origins.find(key)}) cannot be resolved: {said} (as text, `${{` is `\\${{`)."
+            if cfg is None or node is None:
+                raise ConfigError(text) from None
+            if not isinstance(error, InterpolationToMissingValueError):  # the missing value is reported as its own problem
+                problems.append(Problem(text, (key,)))
             node[error.key] = MISSING
-
-
-def _explain(error: Exception, groups: Groups) -> str:
-    """Hydra's message with its cause, but without its search path."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    for number, line in enumerate(lines):
-        if line.startswith(("Config search path", "Available options", "See https")):
-            lines = lines[:number]
-            break
-    if error.__cause__ is not None:
-        lines += [line for line in str(error.__cause__).splitlines() if line.strip()][:2]
-    for group in groups.names:
-        if any(f"'{group}/" in line for line in lines):
-            lines.append(f"Choices of {group}: {', '.join(groups.options(group))}.")
-    return "the configuration cannot be composed: " + "\n".join(lines)

@@ -47,8 +47,9 @@ python train.py loss=gspo env=[math,reverse_text] model=qwen3_8b optim.lr=1e-6 d
 ```
 
 `group=option` chooses a file of `conf/`, `slurm/` or `sweeps/`; `key=value` sets a key. `env`, `logger`, `experiment` and `sweeps` take
-several options in a list; of any other group a configuration has one (`-m loss=grpo,gspo`: one run per option). A path that exists needs no
-quotes, such as `resume=outputs/s/loss=grpo,seed=1`.
+several options in a list; of any other group a configuration has one (`-m loss=grpo,gspo`: one run per option). Quote values with commas or
+with letters that are not ASCII: `"resume='outputs/s/loss=grpo,seed=1'"`. Files have the numbers of YAML 1.2: `1e-5` is one; `12:30:00`,
+`0x10` and `007` are text.
 
 rlx checks everything before it starts anything. It reports all problems at once: the keys, where their values come from, and what to do.
 The exit code is then 2.
@@ -65,8 +66,8 @@ Weakest first:
 5. the command line
 
 Further forms: `env.KEY=VALUE` is short for `envs.<name>.KEY=VALUE` when the run has one environment. `env.id=MODULE` runs any
-installed verifiers environment. `~envs.math` removes a key; this works for keys of `loss`, `advantage`, `optim`, `envs`, `eval.envs`
-and `inference.vllm`. `env@eval.envs.math=math` evaluates on an option of `env` that the run does not train on.
+installed verifiers environment. `~envs.math` removes a key; one that rlx knows then has its default. `env@eval.envs.math=math` evaluates on
+an option of `env` that the run does not train on.
 
 ## Files of your own
 
@@ -81,7 +82,8 @@ my_conf/mine.yaml                 defaults: [train, _self_]    →  --config-dir
 
 A run's own `config.yaml` holds every value: `--config-dir outputs/RUN --config-name config run.dir=NEW` runs it again. Its values
 are literal: `${seed}` is text there, but in a file of your own it is the value of the key `seed`. The first line tells the two apart.
-Variables that set keys or choose options (`RLX_SEED`, `RLX_LOSS`) have no effect on it, and a line says so with the value that is used.
+Variables that set keys or choose options (`RLX_SEED`, `RLX_LOSS`) have no effect on it, and a line says so. An option of a group
+(`loss=gspo`) replaces the whole section.
 
 The value of a secret key (`inference.api_key`) is never in this file, and never shown, logged or sent: `<secret>` replaces it. A new run
 needs it again. `inference.api_key='${oc.env:NAME}'` takes it from a variable, which keeps it out of the list of

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlx.config.near import near_keys
-from rlx.config.roots import elsewhere, key_of
+from rlx.config.roots import has_key, key_of, where_else
 from rlx.config.tree import closest, split_optional, type_at
 
 PREFIX = "RLX_"
@@ -54,20 +54,14 @@ def read_variables(environ: Mapping[str, str], groups: list[str], schema: type) 
     `groups` and `schema` are those of one command. Variables for the keys of another command are skipped.
     """
     found, problems = [], []
-    for name in sorted(environ):
-        if not name.startswith(PREFIX) or name in RESERVED:
-            continue
+    for name in sorted(name for name in environ if name.startswith(PREFIX) and name not in RESERVED):
         key = name.removeprefix(PREFIX).lower().replace("__", ".")
-        if key in groups:
-            found.append(Variable(name, key, environ[name], True, False))
-            continue
-        try:
-            kind, _ = split_optional(type_at(schema, key))
-        except KeyError:
-            if elsewhere(schema, key_of(key)) is None:
-                problems.append(_unknown(name, groups, schema))
-        else:
-            found.append(Variable(name, key, environ[name], False, kind is str))
+        is_group = key in groups
+        if is_group or has_key(schema, key):
+            is_text = not is_group and split_optional(type_at(schema, key))[0] is str
+            found.append(Variable(name, key, environ[name], is_group, is_text))
+        elif not where_else(schema, key_of(key)):
+            problems.append(_unknown(name, groups, schema))
     return found, problems
 
 

@@ -6,17 +6,9 @@ Pure: reads the configuration only.
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
-from rlx.config.schema import (
-    CommandConfig,
-    Config,
-    EvalEnvConfig,
-    EvalSampling,
-    EvaluatedRun,
-    PlayRoot,
-    ScoredEnvConfig,
-    TrainingRoot,
-)
+from rlx.config.schema import CommandConfig, Config, EvalEnvConfig, EvalSampling, EvaluatedRun, PlayRoot, ScoredEnvConfig, TrainingRoot
 from rlx.config.schema_eval import EvalRoot
 from rlx.config.schema_rollout import EnvConfig
 
@@ -72,35 +64,36 @@ def is_due(cfg: TrainingRoot, version: int) -> bool:
 
 def _completed(cfg: EvalRoot, env: ScoredEnvConfig) -> ScoredEnvConfig:
     """An environment of `rlx eval` with what it takes from the top level."""
-    own = {f.name: getattr(env.sampling, f.name) for f in fields(EvalSampling)}
-    sampling = EvalSampling(**{name: getattr(cfg.sampling, name) if value is None else value for name, value in own.items()})
     return replace(
         env,
         num_examples=env.num_examples or cfg.num_examples,
         rollouts_per_example=env.rollouts_per_example or cfg.rollouts_per_example,
-        sampling=sampling,
+        sampling=_sampling(env.sampling, cfg.sampling),
     )
 
 
 def _filled(cfg: EvaluatedRun, name: str, entry: EvalEnvConfig) -> EvalEnvConfig:
     own = cfg.envs[name] if entry.id is None else None
     base = own or ScoredEnvConfig()
-    values = {f.name: getattr(entry, f.name) for f in fields(entry)}
-    values |= {f.name: getattr(base, f.name) for f in fields(EnvConfig) if values[f.name] is None}
-    values["args"] = {**base.args, **entry.args}
+    values: dict[str, Any] = {f.name: getattr(base, f.name) for f in fields(EnvConfig) if getattr(entry, f.name) is None}
     for part in ("box", "harness"):
-        mine, theirs, usual = getattr(entry, part), getattr(base, part), type(getattr(entry, part))()
+        mine, usual = getattr(entry, part), type(getattr(entry, part))()
         changed = {f.name: getattr(mine, f.name) for f in fields(mine) if getattr(mine, f.name) != getattr(usual, f.name)}
-        values[part] = replace(theirs, **changed)
-    values["agents_per_group"] = "one"  # also where the mix trains all
-    values["num_examples"] = entry.num_examples or cfg.eval.num_examples
-    values["rollouts_per_example"] = entry.rollouts_per_example or cfg.eval.rollouts_per_example
-    sources = [entry.sampling, cfg.eval.sampling, *([own.sampling] if own is not None else []), cfg.sampling]
-    sampling = EvalSampling()
-    for f in fields(EvalSampling):
-        given = (getattr(source, f.name, None) for source in sources)
-        sampling = replace(sampling, **{f.name: next((value for value in given if value is not None), None)})
-    return replace(entry, **(values | {"sampling": sampling}))
+        values[part] = replace(getattr(base, part), **changed)
+    values |= {
+        "args": {**base.args, **entry.args},
+        "agents_per_group": "one",  # also where the mix trains all
+        "num_examples": entry.num_examples or cfg.eval.num_examples,
+        "rollouts_per_example": entry.rollouts_per_example or cfg.eval.rollouts_per_example,
+        "sampling": _sampling(entry.sampling, cfg.eval.sampling, own and own.sampling, cfg.sampling),
+    }
+    return replace(entry, **values)
+
+
+def _sampling(*sources: object) -> EvalSampling:
+    """Each parameter from the first source that sets it."""
+    given = {f.name: [getattr(source, f.name, None) for source in sources] for f in fields(EvalSampling)}
+    return EvalSampling(**{name: next((value for value in values if value is not None), None) for name, values in given.items()})
 
 
 def pins(cfg: EvaluatedRun) -> bool:

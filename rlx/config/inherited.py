@@ -5,20 +5,19 @@ They stand in the defaults list before environment variables, so everything that
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rlx.config.errors import ConfigError, may_read
+from rlx.config.nested import merge, nested, section_at
 from rlx.config.strangers import executing, is_mine, said
+from rlx.config.yaml_files import read
 
-OF_THE_RUN = ("seed", "seq_len", "model", "lora", "sampling", "inference.max_model_len", "orchestrator.trajectory_strategy", "chat", "envs")
-"""What evaluation and synthesis take from the run whose weights they use; `envs` only if no environment is chosen.
+FILE = "config.yaml"
+OF_THE_RUN = ("seed", "seq_len", "model", "lora", "sampling", "inference.max_model_len", "orchestrator.trajectory_strategy", "chat")
+"""What evaluation and synthesis take from the run whose weights they use; also its environments, if none is chosen.
 
 An entry of `envs` without `id` says how an environment of the run differs.
 """
@@ -43,23 +42,17 @@ class Inherited:
 
 def of_model(data: Mapping[str, Any], chosen: Sequence[str]) -> list[Inherited]:
     """What an evaluation inherits. `data`: its composed tree. `chosen`: groups that the user has chosen. Raises ConfigError."""
-    found = []
-    client = data.get("client") or {}
-    entry = _endpoint(client)
-    if entry is not None:
-        found.append(entry)
-    if client.get("base_url") or entry is not None:
+    client, found = data.get("client") or {}, []
+    if client.get("endpoints") is not None or client.get("endpoint") is not None:
+        found.append(_endpoint(client))
+    if client.get("base_url") or found:
         found.append(Inherited("an endpoint", groups={"model": "endpoint"}))
-    if data.get("weights_dir"):
-        _, run = find_weights(str(data["weights_dir"]))
-        if run is not None:
-            found.append(_of_run(run, envs=_takes_envs(data, chosen)))
+    _, run = find_weights(str(data["weights_dir"])) if data.get("weights_dir") else (None, None)
+    if run is not None:
+        given = (data.get("envs") or {}).values()
+        takes_envs = "env" not in chosen and all(isinstance(env, dict) and "id" not in env for env in given)
+        found.append(_of_run(run, takes_envs))
     return found
-
-
-def _takes_envs(data: Mapping[str, Any], chosen: Sequence[str]) -> bool:
-    """Whether the environments are those of the run: none is chosen."""
-    return "env" not in chosen and not any(not isinstance(env, dict) or "id" in env for env in (data.get("envs") or {}).values())
 
 
 def find_weights(given: str) -> tuple[Path, Path | None]:
@@ -69,70 +62,45 @@ def find_weights(given: str) -> tuple[Path, Path | None]:
     """
     path = Path(given).expanduser().absolute()
     with may_read(path):
-        return _find_weights(given, path)
+        if (path / FILE).is_file():
+            return path / "weights", path
+        if any(path.glob("step_*")):
+            is_a_runs = path.name == "weights" and (path.parent / FILE).is_file()
+            return path, path.parent if is_a_runs else None
+    what = "has no step_N folders and is no run directory" if path.is_dir() else f"is no directory; the current directory is {Path.cwd()}"
+    raise ConfigError(f"weights_dir={given} {what}.\n  fix: name a run or its weights/")
 
 
-def _find_weights(given: str, path: Path) -> tuple[Path, Path | None]:
-    if not path.is_dir():
-        raise ConfigError(f"weights_dir={given} is no directory; the current directory is {Path.cwd()}.\n  fix: name a run or its weights/")
-    if (path / "config.yaml").is_file():
-        return path / "weights", path
-    if any(path.glob("step_*")):
-        run = path.parent
-        return path, run if path.name == "weights" and (run / "config.yaml").is_file() else None
-    raise ConfigError(f"weights_dir={given} has no step_N folders and is no run directory.\n  fix: name a run or its weights/")
-
-
-def _of_run(run: Path, *, envs: bool) -> Inherited:
-    try:
-        data = yaml.load((run / "config.yaml").read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"weights_dir: {run / 'config.yaml'} cannot be read: {error}") from error
+def _of_run(run: Path, takes_envs: bool) -> Inherited:
+    data = read(run / FILE)
     left = {} if is_mine(run) else dict(executing(data))
     for *above, last in left:
-        del functools.reduce(operator.getitem, above, data)[last]
+        del section_at(data, above)[last]
     values: dict[str, Any] = {}
     for key in OF_THE_RUN:
         *above, last = key.split(".")
-        source, target = data, values
-        for part in above:
-            source, target = source.get(part) or {}, target.setdefault(part, {})
-        if last in source:
-            target[last] = source[last]
-    own = values.pop("envs", {})
-    if envs:
-        values["envs"] = {name: {key: env[key] for key in OF_ENV if key in env} for name, env in own.items()}
+        section = section_at(data, above)
+        merge(values, nested(key, section[last]) if last in section else {})
+    if takes_envs:
+        values["envs"] = {name: {key: env[key] for key in OF_ENV if key in env} for name, env in data.get("envs", {}).items()}
     values.get("sampling", {}).pop("allow_biased_ratio", None)
-    name = values.get("model", {}).get("name")
-    refuses = {"model": f"the weights are those of {run}, and its model is {name}"}
+    refuses = {"model": f"the weights are those of {run}, and its model is {values.get('model', {}).get('name')}"}
     note = f"not taken from the run {run} of another user, because it makes code run: {said(left)}" if left else ""
     return Inherited(f"the run {run}", values, refuses=refuses, note=note, literal=True)
 
 
-def _endpoint(client: Mapping[str, Any]) -> Inherited | None:
+def _endpoint(client: Mapping[str, Any]) -> Inherited:
     """The chosen entry of a file of endpoints."""
     file, name = client.get("endpoints"), client.get("endpoint")
-    if file is None and name is None:
-        return None
-    if file is None or name is None:
-        lacks, has = ("client.endpoints", "client.endpoint") if file is None else ("client.endpoint", "client.endpoints")
-        raise ConfigError(f"{has}={name or file} needs {lacks}.\n  fix: client.endpoints=FILE client.endpoint=NAME")
     path = Path(str(file)).expanduser()
-    try:
-        entries = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
+    if name is None or not path.is_file():
+        raise ConfigError(f"client.endpoints={file} client.endpoint={name}: one is missing, or there is no such file.\n  fix: set both")
+    entries = read(path)
+    entry = entries.get(name)
+    if not isinstance(entry, dict) or not entry.get("base_url") or not entry.keys() <= {*ENDPOINT}:
         raise ConfigError(
-            f"client.endpoints={file} cannot be read: {error}.\n  fix: give a YAML file with an entry for each endpoint"
-        ) from error
-    if not isinstance(entries, dict) or name not in entries:
-        known = ", ".join(map(str, entries)) if isinstance(entries, dict) else "none"
-        raise ConfigError(f"client.endpoints={file} has no endpoint {name}.\n  fix: client.endpoint= one of: {known}")
-    entry = entries[name]
-    wrong = sorted(set(entry) - set(ENDPOINT)) if isinstance(entry, dict) else ["a value instead of keys"]
-    if wrong or not entry.get("base_url"):
-        what = f"unknown: {', '.join(wrong)}" if wrong else "base_url is missing"
-        raise ConfigError(f"the endpoint {name} of {file} is not one: {what}.\n  fix: its keys are {', '.join(ENDPOINT)}")
-    values: dict[str, Any] = {"client": {key: entry[key] for key in ENDPOINT[:2] if key in entry}}
-    if "model" in entry:
-        values["model"] = {"name": entry["model"]}
-    return Inherited(f"{file}, {name}", values)
+            f"client.endpoints={file} has no endpoint {name} with a base_url and no other keys than {', '.join(ENDPOINT)}.\n"
+            f"  fix: client.endpoint= one of: {', '.join(map(str, entries))}"
+        )
+    model = {"model": {"name": entry["model"]}} if "model" in entry else {}
+    return Inherited(f"{file}, {name}", {"client": {key: entry[key] for key in ENDPOINT[:2] if key in entry}, **model})

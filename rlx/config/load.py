@@ -15,21 +15,22 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
-import yaml
-
 from rlx.config.checks import check
-from rlx.config.errors import ConfigError, may_parse
-from rlx.config.near import REMOVED, suggest
+from rlx.config.errors import ConfigError
+from rlx.config.near import suggest
+from rlx.config.nested import merge, nested
 from rlx.config.notes import notes_of
 from rlx.config.pythons import python_for, shipped
-from rlx.config.roots import EVAL, SYNTHESIZE, TRAIN, Root, root_named, root_of, where_else
+from rlx.config.roots import TRAIN, Root, root_named, root_of, where_else
 from rlx.config.rules import Rule, target_name
-from rlx.config.saved import text_of
+from rlx.config.run_config import FILE, text_of
 from rlx.config.schema import CommandConfig, Config, PlayRoot, TrainingRoot
-from rlx.config.secret import FILE, hidden
+from rlx.config.secret import FILE as SECRETS
+from rlx.config.secret import hidden
 from rlx.config.signatures import READABLE, module_of
 from rlx.config.targets import all_nodes_of, check_targets, instantiate, read_numbers
 from rlx.config.tree import Builder, Origins
+from rlx.config.yaml_files import read
 
 if TYPE_CHECKING:
     from rlx.config.composition import Kept, Tree
@@ -37,9 +38,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 __all__ = ["Composed", "checked", "compose", "instantiate", "load_run", "to_yaml"]
-
-NOT_SET = {"agents": [], "agents_per_group": "one", "reward_raises": "fail", "weight": 1.0}
-"""What an entry of `eval.envs` that sets none of these keys has in the file of an older version; now it has null."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +58,10 @@ class Composed(Generic[T]):
     @property
     def label(self) -> str:
         """`reverse_text-tiny-grpo`: environments, model and objective, usable as a file name."""
-        cfg, parts = self.cfg, []
-        if envs := getattr(cfg, "envs", None):
-            parts.append("+".join(envs))
-        if model := getattr(cfg, "model", None):
-            parts.append(self.choices.get("model") or Path(model.name).name)
-        if loss := getattr(cfg, "loss", None):
-            parts.append(self.choices.get("loss") or target_name(loss))
-        return "-".join(parts)
+        envs, model, loss = (getattr(self.cfg, name, None) for name in ("envs", "model", "loss"))
+        of_model = (self.choices.get("model") or Path(model.name).name) if model else ""
+        of_loss = (self.choices.get("loss") or target_name(loss)) if loss else ""
+        return "-".join(filter(None, ["+".join(envs or ()), of_model, of_loss]))
 
 
 @overload
@@ -101,21 +95,18 @@ def checked(tree: Tree, root: Root = TRAIN, without: Collection[Rule] = ()) -> C
     cfg = builder.build(root.schema, tree.data)
     notes = [*tree.notes, *use_own_pythons(cfg)]
     read_numbers(cfg)
-    reported = [f"{key}." for problem in tree.problems for key in problem.keys]
-    builder.missing = [  # without those of which the cause is reported already
-        (key, doc) for key, doc in builder.missing if key not in tree.unresolved and not key.startswith(tuple(reported))
-    ]
-    problems = tree.problems + [problem for problem in builder.problems if not set(tree.unresolved) & set(problem.keys)]
-    unknown = tuple(tree.unresolved)
-    problems += check(cfg, tree.origins, tuple(key for problem in problems for key in problem.keys) + unknown, without)
+    reported = {key for problem in tree.problems for key in problem.keys}  # the cause of what is missing there
+    builder.missing = [(key, doc) for key, doc in builder.missing if not any(f"{key}.".startswith(f"{each}.") for each in reported)]
+    problems = tree.problems + builder.problems
+    wrong = tuple(key for problem in problems for key in problem.keys)
+    problems += check(cfg, tree.origins, wrong, without)
     problems = problems or check_targets(cfg, tree.origins)
     targets = [] if problems else [node["_target_"] for node, _ in all_nodes_of(cfg).values()]
     if any(target.partition(".")[0] not in READABLE for target in targets):
-        problems = check(cfg, tree.origins, unknown, without)
+        problems = check(cfg, tree.origins, (), without)
     if problems:
         raise ConfigError([problem.text for problem in problems])
-    notes += [*_still_text(cfg, tree), *notes_of(cfg, tree.origins)]
-    return Composed(cfg, tree.overrides, tree.choices, notes, tree.origins)
+    return Composed(cfg, tree.overrides, tree.choices, [*notes, *notes_of(cfg, tree.origins)], tree.origins)
 
 
 def use_own_pythons(cfg: Any) -> list[str]:
@@ -134,24 +125,6 @@ def use_own_pythons(cfg: Any) -> list[str]:
     return notes
 
 
-def _still_text(cfg: Any, tree: Tree) -> list[str]:
-    """A note with the keys of a run's file of an older version that hold text such as 1e-5, and are no numbers."""
-
-    def value_of(key: str) -> Any:
-        value = cfg
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
-        return value
-
-    kept = [key for key in tree.texts if any(isinstance(each, str) for each in _listed(value_of(key)))]
-    text = f"{tree.file} is a run's configuration, where 1e-5, without a point, is text: {', '.join(kept)}. Write 1.0e-5"
-    return [text] if kept else []
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
 @overload
 def load_run(run_dir: str | os.PathLike[str], *, secrets: bool = ...) -> Config: ...
 @overload
@@ -162,76 +135,38 @@ def load_run(run_dir: str | os.PathLike[str], root: Root = TRAIN, *, secrets: bo
     `secrets`: whether to read the run's secrets, which only its owner can. Without them `<secret>` stands for each, which is enough
     to look at a run. Raises ConfigError when the file does not exist, is not a configuration of this version, or lacks a secret.
     """
-    path, data = _read(run_dir)
-    its = root_named(data.pop("defaults", None))
-    if its is not root and its.schema is not root.schema:
-        raise ConfigError(f"{run_dir} is a directory of `rlx {its.command}`, not of `rlx {root.command}`.\n  fix: use rlx {its.command}")
-    return _build(path, data, root, secrets)
+    return _load(run_dir, root.schema, secrets)
 
 
 def load_command(run_dir: str | os.PathLike[str], *, secrets: bool = True) -> CommandConfig:
     """Like `load_run`, for a directory of any command: its `config.yaml` says which one."""
-    path, data = _read(run_dir)
-    return _build(path, data, root_named(data.pop("defaults", None)), secrets)
+    return _load(run_dir, CommandConfig, secrets)
 
 
 def load_play(run_dir: str | os.PathLike[str]) -> PlayRoot:
     """Like `load_command`, for a command that plays environments. Raises ConfigError for any other."""
-    cfg = load_command(run_dir)
-    if not isinstance(cfg, PlayRoot):
-        raise ConfigError(f"{run_dir} is a directory of `rlx {root_of(cfg).command}`, which plays no environments.")
-    return cfg
+    return _load(run_dir, PlayRoot, True)
 
 
 def load_training(run_dir: str | os.PathLike[str]) -> TrainingRoot:
     """Like `load_command`, for a command that trains. Raises ConfigError for any other."""
-    cfg = load_command(run_dir)
-    if not isinstance(cfg, TrainingRoot):
-        raise ConfigError(f"{run_dir} is a directory of `rlx {root_of(cfg).command}`, which trains nothing.")
-    return cfg
+    return _load(run_dir, TrainingRoot, True)
 
 
-def _read(run_dir: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
-    path = Path(run_dir) / "config.yaml"
+def _load(run_dir: str | os.PathLike[str], kind: type, secrets: bool) -> Any:
+    path = Path(run_dir) / FILE
     if not path.is_file():
         raise ConfigError(f"{path} does not exist: {run_dir} is no run directory.")
-    with may_parse(path):
-        data = yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} holds no configuration: a run's config.yaml is a mapping of keys to values.")
-    _rename(data)
+    data = read(path)
+    root = root_named(data.pop("defaults", None))
+    if not issubclass(root.schema, kind):
+        raise ConfigError(f"{run_dir} is a directory of `rlx {root.command}`, not of this command.\n  fix: use rlx {root.command}")
     # Modules that it names may lie here. PYTHONPATH cannot say so where another rlx does, too: it would come before an installed one.
     if sys.flags.safe_path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    return path, data
-
-
-def _rename(data: dict[str, Any]) -> None:
-    """Give the values of a run of an older version the names that their keys have now."""
-    slurm = data.get("slurm")
-    if isinstance(slurm, dict) and isinstance(words := slurm.get("container"), list):
-        data["slurm"] = slurm | {"prefix": words, "container": None}
-    if data.pop("kubernetes", None) is not None and data.get("launcher", {}).get("name") == "kubernetes":  # its pods ran `rlx pod`
-        data["launcher"]["name"] = "local"
-    for section, _, name in (key.partition(".") for key in REMOVED):
-        if isinstance(values := data.get(section), dict):
-            values.pop(name, None)
-            if values.get("type") == "gloo":  # a way of weights that there was
-                values["type"] = "filesystem"
-    evaluation = data.get("eval")
-    for entry in (evaluation.get("envs") or {}).values() if isinstance(evaluation, dict) else ():
-        if NOT_SET.items() <= entry.items():
-            entry.update(dict.fromkeys(NOT_SET))
-        if entry.get("agents_per_group") == "all":  # it scored one run of each episode, whatever this said
-            entry["agents_per_group"] = None
-    if root_named(data.get("defaults")) in (EVAL, SYNTHESIZE):
-        for entry in (data.get("envs") or {}).values():
-            entry["agents_per_group"] = "one"
-
-
-def _build(path: Path, data: dict[str, Any], root: Root, secrets: bool) -> Any:
-    if secrets:
-        _fill_secrets(data, path.with_name(FILE))
+    private = path.with_name(SECRETS)
+    for key, value in read(private).items() if secrets and private.exists() else ():
+        merge(data, nested(key, value))
     builder = Builder(root.schema, hint=partial(suggest, root.schema))
     cfg = builder.build(root.schema, data)
     read_numbers(cfg)
@@ -240,18 +175,6 @@ def _build(path: Path, data: dict[str, Any], root: Root, secrets: bool) -> Any:
     if builder.problems:
         raise ConfigError([f"{path}: {problem.text}" for problem in builder.problems])
     return cfg
-
-
-def _fill_secrets(data: dict[str, Any], file: Path) -> None:
-    """Replace `<secret>` in a run's configuration by the values in `file`, if it exists."""
-    if not file.exists():
-        return
-    for key, value in yaml.safe_load(file.read_text()).items():
-        *above, last = key.split(".")
-        section = data
-        for part in above:
-            section = section.setdefault(part, {})
-        section[last] = value
 
 
 def to_yaml(cfg: Any) -> str:

@@ -24,17 +24,13 @@ T = TypeVar("T")
 PREFIX = "rlx_schema"
 
 
-def _nothing(data: Mapping[str, Any], chosen: Sequence[str]) -> Sequence[Inherited]:
-    return ()
-
-
 @dataclass(frozen=True)
 class Root(Generic[T]):
     """The configuration of one command."""
 
     command: str  # `train` starts from conf/train.yaml
     schema: type[T]  # every key, with its type, default and meaning
-    inherits: Callable[[Mapping[str, Any], Sequence[str]], Sequence[Inherited]] = field(default=_nothing, compare=False)
+    inherits: Callable[[Mapping[str, Any], Sequence[str]], Sequence[Inherited]] = field(default=lambda data, chosen: (), compare=False)
     """Values that other places give to a composed tree: the run whose weights are used, a named endpoint. They are weaker than variables,
     the user's file and the command line. Called with the tree and the groups that the user has chosen."""
 
@@ -52,12 +48,9 @@ ROOTS: tuple[Root, ...] = (TRAIN, SFT, EVAL, SYNTHESIZE)  # a new command adds i
 
 
 def root_of(cfg: CommandConfig | type) -> Root:
-    """The root of a configuration or of its class. Raises KeyError if it has none."""
+    """The root of a configuration or of its class."""
     cls = cfg if isinstance(cfg, type) else type(cfg)
-    for root in ROOTS:
-        if root.schema is cls:
-            return root
-    raise KeyError(cls.__name__)
+    return next(root for root in ROOTS if root.schema is cls)
 
 
 def root_named(defaults: object) -> Root:
@@ -80,12 +73,7 @@ def key_of(group: str) -> str:
     return "envs" if group == "env" else group
 
 
-def elsewhere(cls: type, key: str) -> str | None:
-    """Another command whose schema has the `key`; None if there is none."""
-    return next((root.command for root in ROOTS if root.schema is not cls and has_key(root.schema, key)), None)
-
-
 def where_else(cls: type, key: str) -> str:
     """`It is a key of …` when another command has the key; else an empty string."""
-    command = elsewhere(cls, key)
+    command = next((root.command for root in ROOTS if root.schema is not cls and has_key(root.schema, key)), None)
     return f"It is a key of `rlx {command}`." if command else ""

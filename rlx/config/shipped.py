@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rlx.config.errors import ConfigError
+from rlx.config.keys import MISSING
+from rlx.config.yaml_files import read
 
 PRIMARY = "train"
 LANGUAGE_MODEL = "model=qwen3_0_6b"  # suggested where the default model is too small
@@ -34,16 +36,10 @@ def shipped_groups() -> Mapping[str, Path]:
 
 def shipped_options() -> dict[str, str]:
     """The environment of each shipped option of the group `env`: `{"math": "rlx-math"}`."""
-    found = {}
-    for path in sorted(shipped_groups()["env"].glob("*.yaml")):
-        named = [line.removeprefix("id:").strip() for line in path.read_text().splitlines() if line.startswith("id:")]
-        if named and named[0] != "???":
-            found[path.stem] = named[0]
-    return found
+    found = {path.stem: read(path)["id"] for path in sorted(shipped_groups()["env"].glob("*.yaml"))}
+    return {option: env for option, env in found.items() if env != MISSING}
 
 
 def default_seq_len() -> int:
     """`seq_len` of the default model, which has a token for each character."""
-    import yaml
-
-    return yaml.safe_load((shipped_groups()["model"] / "tiny.yaml").read_text())["seq_len"]
+    return read(shipped_groups()["model"] / "tiny.yaml")["seq_len"]

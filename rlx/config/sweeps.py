@@ -7,23 +7,23 @@ wins. `load.compose` then composes and checks each run, like any single run.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
+from omegaconf import OmegaConf
 
-from rlx.config.again import starts_from_a_run
 from rlx.config.composition import compose_tree
 from rlx.config.errors import ConfigError
-from rlx.config.overrides import line_of, parse, read_request
+from rlx.config.overrides import line_of, parse, read_request, value_of
 from rlx.config.roots import TRAIN, Root
-from rlx.config.sources import make_loader
+from rlx.config.run_config import source_of
+from rlx.config.search_path import make_loader
 from rlx.config.tree import secret_keys, show
 
 LONGEST = 120  # maximum characters of a folder's name
@@ -64,66 +64,58 @@ def is_sweep(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> b
         return True
     environ = os.environ if environ is None else environ
     lines = [part for part in argv if part.lstrip("+").startswith("sweeps=")]
-    if lines:
-        return lines[-1].partition("=")[2] != "null"
-    return environ.get("RLX_SWEEPS", "null") != "null" and not starts_from_a_run(argv, environ, TRAIN)
+    if lines or environ.get("RLX_SWEEPS", "null") == "null":
+        return bool(lines) and lines[-1].partition("=")[2] != "null"
+    return source_of(read_request([part for part in argv if not _is_hydras(part)], environ, TRAIN), TRAIN) is None
+
+
+def _is_hydras(part: str) -> bool:
+    return part.lstrip("+").startswith(("hydra/", "hydra.")) and not part.startswith("hydra.searchpath")
 
 
 def expand(argv: Sequence[str], environ: Mapping[str, str] | None = None, root: Root = TRAIN) -> Sweep:
     """The runs of a sweep. Raises ConfigError when the line cannot be parsed, sweeps nothing, or gives two runs the same name."""
     environ = os.environ if environ is None else environ
-    argv = [part for part in argv if part not in ("-m", "--multirun")]
-    hydra_lines = [p for p in argv if p.lstrip("+").startswith(("hydra/", "hydra.")) and not p.startswith("hydra.searchpath")]
-    argv = [part for part in argv if part not in hydra_lines]
+    hydra_lines = [part for part in argv if _is_hydras(part)]
+    argv = [part for part in argv if part not in ("-m", "--multirun") and not _is_hydras(part)]
     request = read_request(argv, environ, root)
-    named = {o.key_or_group: o.value() for o in request.overrides if o.key_or_group in OF_THE_SWEEP and not o.is_sweep_override()}
-    options = [part for part in argv if part not in request.lines]  # --config-dir and similar
-    static = [o for o in request.overrides if not o.is_sweep_override() and o.key_or_group not in OF_THE_SWEEP]
-    shared = [*options, *map(line_of, static)]
+    values = [o for o in request.overrides if not o.is_sweep_override()]
+    named = {o.key_or_group: str(value_of(o)) for o in values if o.key_or_group in OF_THE_SWEEP}
+    static = [o for o in values if o.key_or_group not in OF_THE_SWEEP]
+    shared = [*(part for part in argv if part not in request.lines), *map(line_of, static)]  # with --config-dir and similar
 
-    tree = compose_tree(shared, environ, root)
-    of_file = dict(tree.hydra.get("sweeper") or {})
-    params = parse([f"{key}={value}" for key, value in (of_file.pop("params", None) or {}).items()])
+    of_file = dict(compose_tree(shared, environ, root).sweeper)
     chosen = {o.key_or_group for o in request.overrides}
-    swept = [o for o in params if o.key_or_group not in chosen] + [o for o in request.overrides if o.is_sweep_override()]
-    fixed = [line_of(o) for o in swept if not o.is_sweep_override()]  # a file may give a key only one value
-    swept = [o for o in swept if o.is_sweep_override()]
-    if hidden := [key for key in sorted(secret_keys(root.schema)) if any(_sets(o, key) for o in swept)]:
-        raise ConfigError(
-            f"{hidden[0]} is secret, but the directories of a sweep are named after the swept values. Give it only one value."
-        )
-    name = str(named.get("run.name") or _name(static, swept))
-    directory = str(named["run.dir"]) if "run.dir" in named else None
+    params = parse(f"{key}={value}" for key, value in (of_file.pop("params", None) or {}).items() if key not in chosen)
+    shared += [line_of(o) for o in params if not o.is_sweep_override()]  # a file may give a key only one value
+    swept = [o for o in (*params, *request.overrides) if o.is_sweep_override()]
+    for key, o in itertools.product(secret_keys(root.schema), swept):
+        if o.key_or_group == key or (key.startswith(f"{o.key_or_group}.") and key.rpartition(".")[2] in line_of(o)):
+            raise ConfigError(f"{key} is secret, but the directories of a sweep are named after the swept values. Give it only one value.")
+    name, directory = named.get("run.name") or _name(static, swept), named.get("run.dir")
     sweeper = next((line.partition("=")[2] for line in hydra_lines if line.startswith("hydra/sweeper=")), "basic")
     if sweeper != "basic":
-        lines = [f"++hydra.sweeper.{key}={_written(value)}" for key, value in of_file.items()]
-        hydra_lines = [*lines, *hydra_lines]  # the command line wins over the file
+        options = [*(f"++hydra.sweeper.{key}={_written(value)}" for key, value in of_file.items()), *hydra_lines]  # the last one wins
         if sweeper in REWARD:
-            _require_direction(sweeper, of_file, hydra_lines)
-        return Sweep(name, directory, (), sweeper, tuple(hydra_lines), tuple(map(line_of, swept)), (*shared, *fixed))
+            _require_direction(sweeper, of_file, options)
+        return Sweep(name, directory, (), sweeper, tuple(options), tuple(map(line_of, swept)), tuple(shared))
     if not swept:
         raise ConfigError(
             "-m starts several runs, but nothing here has several values.\nGive a key or a group several values (loss=grpo,gspo or "
             "seed=1,2,3), or choose a file of the group sweeps: sweeps=losses."
         )
-    elements = tuple(Line(element_name(each), tuple(each), (*shared, *fixed, *each)) for each in _product(swept))
-    seen: dict[str, Line] = {}
-    for element in elements:
-        if element.name in seen:
-            raise ConfigError(
-                f"two runs of the sweep have the same directory {element.name}: {' '.join(seen[element.name].swept)} and "
-                f"{' '.join(element.swept)}.\nGive each value only once."
-            )
-        seen[element.name] = element
+    products = _product(swept, [folder for _, folder in request.directories])
+    elements = tuple(Line(element_name(each), each, (*shared, *each)) for each in products)
+    names = [element.name for element in elements]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"two runs of the sweep have the same directory {twice[0]}.\nGive each value only once.")
     return Sweep(name, directory, elements, None)
 
 
 def _require_direction(sweeper: str, of_file: Mapping[str, Any], lines: Sequence[str]) -> None:
     """Raise ConfigError if neither the chosen files nor the command line say what a sweeper does with the reward: it would minimise it."""
     key, value = REWARD[sweeper]
-    in_file: Any = of_file
-    for part in key.removeprefix("hydra.sweeper.").split("."):
-        in_file = in_file.get(part) if isinstance(in_file, Mapping) else None
+    in_file = OmegaConf.select(OmegaConf.create(dict(of_file)), key.removeprefix("hydra.sweeper."))
     if in_file is None and not any(line.lstrip("+").startswith(f"{key}=") for line in lines):
         raise ConfigError(
             f"hydra/sweeper={sweeper} looks for the smallest value unless it is told otherwise, and the value of a run is its reward.\n"
@@ -134,41 +126,34 @@ def _require_direction(sweeper: str, of_file: Mapping[str, Any], lines: Sequence
 def _written(value: Any) -> str:
     """A value of a file, as hydra's grammar reads it on the command line."""
     if isinstance(value, str):
-        escaped = value.replace('"', '\\"')
-        return f'"{escaped}"'
+        return '"' + value.replace('"', '\\"') + '"'
     if isinstance(value, dict):
         return "{" + ",".join(f"{name}: {_written(inner)}" for name, inner in value.items()) + "}"
     return "[" + ",".join(map(_written, value)) + "]" if isinstance(value, list) else show(value)
 
 
-def _sets(override: Override, key: str) -> bool:
-    """Whether an override has values for `key`: it names the key, or a section with the key's last name in a value."""
-    section = override.key_or_group
-    return section == key or (key.startswith(f"{section}.") and re.search(rf"\b{key.rpartition('.')[2]}\b", line_of(override)) is not None)
-
-
 def element_name(swept: Sequence[str]) -> str:
     """`loss=grpo,seed=1`: sorted by key, usable as a folder's name."""
     name = re.sub(r"[^\w.,=+@:\[\]-]+", "_", ",".join(sorted(line.lstrip("+") for line in swept)))
-    if len(name) > LONGEST:
-        name = f"{name[: LONGEST - 9]}-{hashlib.sha256(','.join(sorted(swept)).encode()).hexdigest()[:8]}"
-    return name
+    return name if len(name) <= LONGEST else f"{name[: LONGEST - 9]}-{_digest(sorted(swept))[:8]}"
 
 
 def _name(static: list[Override], swept: list[Override]) -> str:
     """`losses` for `sweeps=losses`, else the swept keys. A hash of all other overrides gives different sweeps different folders."""
     files = [str(o.value()) for o in static if o.key_or_group == "sweeps"]
     rest = sorted(line_of(o) for o in static if o.key_or_group != "sweeps" and o.key_or_group.split(".")[0] not in NOT_PART)
-    keys = sorted(o.key_or_group for o in swept)
-    base = "+".join(files) if files else "+".join(keys).replace("/", "_")
     rest += [] if files else sorted(line_of(o) for o in swept)
-    return f"{base}-{hashlib.sha256(chr(0).join(rest).encode()).hexdigest()[:6]}" if rest else base
+    base = "+".join(files or sorted(o.key_or_group for o in swept)).replace("/", "_")
+    return f"{base}-{_digest(rest)[:6]}" if rest else base
 
 
-def _product(swept: list[Override]) -> list[list[str]]:
-    try:
-        parser = OverridesParser.create(config_loader=make_loader([]))  # choices like loss=glob(*) need the loader
-        (elements,) = BasicSweeper.split_arguments(parser.parse_overrides([line_of(o) for o in swept]), None)
-    except HydraException as error:
-        raise ConfigError(f"the sweep cannot be expanded: {error}") from None
-    return elements
+def _digest(lines: list[str]) -> str:
+    return hashlib.sha256("\0".join(lines).encode()).hexdigest()
+
+
+def _product(swept: list[Override], directories: list[str]) -> list[tuple[str, ...]]:
+    parser = OverridesParser.create(config_loader=make_loader(directories))  # choices like loss=glob(*) need the loader
+    overrides = parser.parse_overrides([line_of(o) for o in swept])
+    if endless := [line_of(o) for o in overrides if not o.is_discrete_sweep()]:
+        raise ConfigError(f"`{endless[0]}` has no list of values. Give several, or choose a sweeper: hydra/sweeper=optuna.")
+    return list(itertools.product(*([f"{o.get_key_element()}={value}" for value in o.sweep_string_iterator()] for o in overrides)))

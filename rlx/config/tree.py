@@ -47,14 +47,12 @@ class Origins:
     of_groups: set[str] = field(default_factory=set)  # keys set last by a group file, not by the user or the primary file
     shipped: set[str] = field(default_factory=set)  # keys set last by a file that ships with rlx
     typed: set[str] = field(default_factory=set)  # keys set last by the command line or a variable
-    texts: dict[str, list[tuple[tuple[str | int, ...], str]]] = field(default_factory=dict)  # what `written.note` adds
     secret: frozenset[str] = frozenset()  # keys whose values are not shown
 
     def note(self, keys: Iterable[str], origin: str, of_group: bool = False, shipped: bool = False, typed: bool = False) -> None:
         """Record that `origin` set `keys`, after any earlier origin."""
         for key in keys:
             self.of_key.pop(key, None)
-            self.texts.pop(key, None)
             self.of_key[key] = origin  # keys set last are at the end
             (self.of_groups.add if of_group else self.of_groups.discard)(key)
             (self.shipped.add if shipped else self.shipped.discard)(key)
@@ -76,15 +74,6 @@ class Origins:
         origin = (self.find(key) or "default") if self.of_key else ""  # without any origins, do not even claim a default
         hidden = value is not None and (key in self.secret or (isinstance(value, str) and called_a_secret(key.rpartition(".")[2])))
         return f"{key}={HIDDEN if hidden else show(value)}" + (f" ({origin})" if origin else "")
-
-
-def merge(into: dict[str, Any], values: typing.Mapping[str, Any]) -> None:
-    """Put nested values into a nested dictionary, in place. Sections are merged; any other value replaces."""
-    for name, value in values.items():
-        if isinstance(value, dict) and isinstance(into.get(name), dict):
-            merge(into[name], value)
-        else:
-            into[name] = value
 
 
 def show(value: Any) -> str:

@@ -1,0 +1,89 @@
+"""A run's `config.yaml`, and a run that starts from one: again (`--config-name config`), or a fork (`resume=outputs/mine optim.lr=1e-5`).
+
+Values in the file are literal: `${seed}` is text there. In a file that a user writes it is the value of the key `seed`; the first line
+tells the two apart, so it must stay as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlx.config.errors import ConfigError
+from rlx.config.roots import Root, root_named
+from rlx.config.strangers import executing, is_mine, said
+from rlx.config.yaml_files import dumped, read
+
+if TYPE_CHECKING:
+    from rlx.config.overrides import Request
+
+FILE = "config.yaml"
+FIRST = "# The whole configuration of a run of `rlx "
+HEADER = f"""\
+{FIRST}{{command}}`, with every value resolved.
+# Values are literal: here ${{{{seed}}}} is text, not the value of the key seed. Without these lines it is a reference.
+# To run it again, use the same command with --config-dir DIRECTORY_OF_THIS_FILE --config-name config run.dir=NEW
+defaults:
+  - {{schema}}
+  - _self_
+"""
+ITS_OWN = {"run": {"name": None, "dir": None}, "clean": False, "dry_run": False}
+"""What a run says of itself, and what a fork therefore does not take over."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """The configuration that a run starts from."""
+
+    file: Path
+    data: dict[str, Any]  # literal
+
+
+def text_of(data: dict[str, Any], command: str, schema: str) -> str:
+    """The text of a `config.yaml` of `command`, whose defaults list names `schema`."""
+    return HEADER.format(command=command, schema=schema) + dumped(data)
+
+
+def source_of(request: Request, root: Root) -> Source | None:
+    """The run's configuration that a command line starts from; None if it starts from rlx's files or the user's.
+
+    Raises ConfigError for a file of another command, and for the fork of a run of another user that would execute code.
+    """
+    named = (Path(directory, f"{request.config_name}.yaml") for _, directory in request.directories)
+    file = next((file for file in named if file.is_file()), None)
+    if file is not None:
+        if not file.read_text(encoding="utf-8", errors="replace").startswith(FIRST):
+            return None
+        data = read(file)
+        if (its := root_named(data.pop("defaults", None))) is not root:
+            raise ConfigError(
+                f"{file} is the configuration of `rlx {its.command}`, not of `rlx {root.command}`.\n"
+                f"Use rlx {its.command} with the same arguments."
+            )
+        return Source(file, data)
+    resume = next((o.value() for o in request.overrides if o.key_or_group == "resume" and not o.is_sweep_override()), None)
+    if request.config_name != root.command or not isinstance(resume, str) or resume == "latest" or resume.isdecimal():
+        return None
+    path = Path(resume).expanduser().absolute()
+    run = next((place for place in (path, path.parent.parent) if (place / FILE).is_file()), None)
+    data = read(run / FILE) if run is not None else {}
+    if run is None or root_named(data.pop("defaults", None)) is not root:
+        return None
+    if not is_mine(run) and (found := dict(executing(data))):
+        raise ConfigError(
+            f"resume={resume} is a run of another user, whose configuration executes code: {said(found)}.\n"
+            "  fix: read that code; then copy the run (cp -r), and resume from your copy"
+        )
+    return Source(run / FILE, {**data, **ITS_OWN})
+
+
+def escaped(value: Any) -> Any:
+    """A literal value for OmegaConf, which resolves it to exactly this value."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    if isinstance(value, Mapping):
+        return {name: escaped(inner) for name, inner in value.items()}
+    return [escaped(inner) for inner in value] if isinstance(value, list) else value
