@@ -23,7 +23,7 @@ from rlx.config.near import REMOVED, suggest
 from rlx.config.notes import notes_of
 from rlx.config.pythons import python_for, shipped
 from rlx.config.roots import EVAL, SYNTHESIZE, TRAIN, Root, root_named, root_of, where_else
-from rlx.config.rules import Rule, target_name
+from rlx.config.rules import Check, target_name
 from rlx.config.saved import text_of
 from rlx.config.schema import CommandConfig, Config, PlayRoot, TrainingRoot
 from rlx.config.secret import FILE, hidden
@@ -71,7 +71,9 @@ class Composed(Generic[T]):
 
 
 @overload
-def compose(argv: Sequence[str] = ..., environ: Mapping[str, str] | None = ..., *, without: Collection[Rule] = ...) -> Composed[Config]: ...
+def compose(
+    argv: Sequence[str] = ..., environ: Mapping[str, str] | None = ..., *, without: Collection[Check] = ...
+) -> Composed[Config]: ...
 @overload
 def compose(argv: Sequence[str], environ: Mapping[str, str] | None, root: Root[T], kept: Kept | None = ...) -> Composed[T]: ...
 def compose(
@@ -79,7 +81,7 @@ def compose(
     environ: Mapping[str, str] | None = None,
     root: Root = TRAIN,
     kept: Kept | None = None,
-    without: Collection[Rule] = (),
+    without: Collection[Check] = (),
 ) -> Composed:
     """Compose and check the configuration that a command line of the root's command describes.
 
@@ -92,7 +94,7 @@ def compose(
     return checked(compose_tree(list(argv), os.environ if environ is None else environ, root, kept), root, without)
 
 
-def checked(tree: Tree, root: Root = TRAIN, without: Collection[Rule] = ()) -> Composed:
+def checked(tree: Tree, root: Root = TRAIN, without: Collection[Check] = ()) -> Composed:
     """Check a composed tree: types and unknown keys, then the rules between keys, then the targets of open nodes.
 
     The last check imports targets of the user's own. The rules then run again, because they use what these targets declare.

@@ -5,124 +5,65 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from rlx.config.checks.data import module_problems
+from rlx.config.checks.data import is_complete, module_problems
 from rlx.config.evaluated import PREFIX, evaluated
-from rlx.config.rules import Show, rule
+from rlx.config.rules import Rule, Show, check_of, problem, table
 from rlx.config.schema import EvaluatedRun, SftRoot
+from rlx.config.tree import Problem
 
-LOWER_IS_BETTER = ("error_frac", "truncated_frac")
-FACTS = ("examples", *LOWER_IS_BETTER, "completion_mean")  # metrics of every evaluation, beside its scores
+FACTS = ("examples", "completion_mean")  # metrics of every evaluation, beside its scores
+
+OF_SFT: list[Rule[SftRoot]] = [
+    Rule(
+        "eval.interval",
+        lambda c: c.eval.interval is not None and not c.envs and not c.eval.envs,
+        "there is no environment to evaluate on",
+        "env=reverse_text, or several: env=[sums,reverse_text]",
+    ),
+    Rule(
+        "eval.interval",
+        lambda c: c.eval.interval is None and c.envs,
+        "supervised training plays no environment, and there is no evaluation",
+        "eval.interval=50 or so, or leave out env=",
+    ),
+]
+table(SftRoot, OF_SFT)
 
 
-@rule("eval", "envs", "launcher")
-def evaluated_environments(cfg: EvaluatedRun, of: Show) -> Iterator[str]:
+@check_of(EvaluatedRun)
+def evaluated_environments(cfg: EvaluatedRun, of: Show) -> Iterator[Problem]:
     for name, entry in cfg.eval.envs.items():
         if entry.id is not None:
             yield from module_problems(f"eval.envs.{name}.id", entry.id, cfg.launcher.check_envs and entry.python is None, of)
         elif name not in cfg.envs:
-            known = ", ".join(cfg.envs) or "none"
-            yield (
-                f"eval.envs.{name} has no id, and the run has no environment of this name to evaluate (it has {known}).\n"
-                f"Set eval.envs.{name}.id=MODULE, choose an option with env@eval.envs.{name}=OPTION, or correct the name."
+            yield problem(
+                f"the run has no environment {name} to evaluate (it has {', '.join(cfg.envs) or 'none'})",
+                [f"eval.envs.{name}.id"],
+                f"eval.envs.{name}.id=MODULE, or env@eval.envs.{name}=OPTION, or correct the name",
+                of,
             )
     for name in cfg.eval.envs or cfg.envs:
         if cfg.eval.interval is not None and PREFIX + name in cfg.envs:
-            yield f"the evaluation of {name} and the environment envs.{PREFIX}{name} would have one name. Rename one of the two."
+            yield Problem(f"the evaluation of {name} and envs.{PREFIX}{name} would have one name.\n  fix: rename one", ("envs",))
 
 
-@rule("data", "eval", "envs")
-def something_is_evaluated(cfg: SftRoot, of: Show) -> Iterator[str]:
-    if cfg.eval.interval is not None and not cfg.envs and not cfg.eval.envs:
-        yield f"there is no environment to evaluate on: {of('eval.interval')}.\nChoose some: env=reverse_text, env=[sums,reverse_text]."
-    if cfg.eval.interval is None and cfg.envs:
-        yield (
-            f"supervised training plays no environment, and there is no evaluation: {of('eval.interval')}, envs has "
-            f"{', '.join(cfg.envs)}.\nSet eval.interval, or remove env=."
-        )
-
-
-@rule("eval.envs")
-def keys_of_training_alone(cfg: EvaluatedRun, of: Show) -> Iterator[str]:
-    for name, entry in cfg.eval.envs.items():
-        set_ = [key for key, untouched in (("weight", 1.0), ("curriculum", None)) if getattr(entry, key) not in (None, untouched)]
-        for key in set_:
-            why = "plays its first examples in their order" if key == "curriculum" else "plays all environments of eval.envs in full"
-            yield f"`eval.envs.{name}.{key}` has no effect: an evaluation {why}: {of(f'eval.envs.{name}.{key}')}. Remove it."
-
-
-@rule("eval", "envs", "sampling.max_tokens", "seq_len", "inference.max_model_len")
-def room_for_prompt_of_evaluation(cfg: EvaluatedRun, of: Show) -> Iterator[str]:
-    if any(entry.id is None and name not in cfg.envs for name, entry in cfg.eval.envs.items()):
-        return  # reported above
-    for name, env in evaluated(cfg).items():
-        if env.sampling.max_tokens is not None and env.sampling.max_tokens >= cfg.max_model_len:
-            own = cfg.eval.envs.get(name)
-            key = f"eval.envs.{name}.sampling.max_tokens" if own and own.sampling.max_tokens else "eval.sampling.max_tokens"
-            yield (
-                f"a completion leaves no room for its prompt when {name} is evaluated: {env.sampling.max_tokens} new tokens >= the "
-                f"engine's context of {cfg.max_model_len} (inference.max_model_len, or seq_len).\n"
-                f"Lower {key} or raise inference.max_model_len."
-            )
-
-
-@rule("eval.sampling", "eval.envs")
-def top_k_of_evaluation(cfg: EvaluatedRun, of: Show) -> Iterator[str]:
-    for key, sampling in [
-        ("eval.sampling", cfg.eval.sampling),
-        *((f"eval.envs.{name}.sampling", env.sampling) for name, env in cfg.eval.envs.items()),
-    ]:
-        if sampling.top_k == 0:
-            yield f"`{key}.top_k` must be -1 (all tokens) or at least 1: {of(f'{key}.top_k')}."
-
-
-@rule("ckpt", "eval", "envs")
-def best_checkpoint(cfg: EvaluatedRun, of: Show) -> Iterator[str]:
-    if cfg.ckpt.keep_best is None:
+@check_of(EvaluatedRun)
+def best_checkpoint(cfg: EvaluatedRun, of: Show) -> Iterator[Problem]:
+    wanted = cfg.ckpt.keep_best
+    if wanted is None or not is_complete(cfg):
         return
-    if cfg.eval.interval is None:
-        yield f"there is no evaluation to choose the best checkpoint by: {of('ckpt.keep_best')}, {of('eval.interval')}. Set eval.interval."
+    if cfg.eval.interval is None or cfg.ckpt.interval is None or cfg.eval.interval % cfg.ckpt.interval:
+        fix = "an eval.interval that is a multiple of ckpt.interval"
+        yield problem("every evaluated version must have a checkpoint", ["ckpt.keep_best", "eval.interval", "ckpt.interval"], fix, of)
         return
-    if cfg.ckpt.interval is None or cfg.eval.interval % cfg.ckpt.interval:
-        yield (
-            "an evaluated version must have a checkpoint for the best one to be kept: "
-            f"{of('eval.interval')} is not a multiple of {of('ckpt.interval')}.\n"
-            f"Use ckpt.interval={cfg.eval.interval} or a divisor of it."
-        )
-    if any(entry.id is None and name not in cfg.envs for name, entry in cfg.eval.envs.items()):
-        return  # reported above
-    envs = evaluated(cfg)
-    _, name, metric = [*cfg.ckpt.keep_best.split("/", 2), "", ""][:3]
-    if not cfg.ckpt.keep_best.startswith("eval/") or name not in envs or not metric:
-        examples = ", ".join(f"eval/{name}/avg@{env.rollouts_per_example}" for name, env in envs.items())
-        yield f"`ckpt.keep_best` must name a metric of an evaluation: {of('ckpt.keep_best')}. For example {examples}."
-        return
-    n = envs[name].rollouts_per_example or 1
-    if metric in LOWER_IS_BETTER:
-        yield (
-            f"the best checkpoint is the one with the highest value, but a lower {metric} is better: {of('ckpt.keep_best')}.\n"
-            f"Choose from {', '.join(_scores_of(n))}, with or without _low or _high, reward/FUNCTION, metric/METRIC."
-        )
-        return
-    if metric in metrics_of(n) or re.fullmatch(r"(reward|metric)/.+", metric):  # the environment's own names are not known yet
-        return
-    scores = ", ".join(_scores_of(n))
-    if re.fullmatch(r"(avg|pass)@\d+(_low|_high)?", metric):
-        yield (
-            f"the evaluation of {name} has no {metric}, because it plays {n} rollouts of each example: {of('ckpt.keep_best')}.\n"
-            f"Choose from {scores}, or set eval.rollouts_per_example."
-        )
-    else:
-        yield (
-            f"the evaluation of {name} has no {metric}: {of('ckpt.keep_best')}.\n"
-            f"Choose from {scores}, with or without _low or _high, examples, completion_mean, reward/FUNCTION, metric/METRIC."
-        )
-
-
-def _scores_of(n: int) -> list[str]:
-    """The scores of an evaluation with `n` rollouts of each example."""
-    return [f"avg@{n}", *(f"pass@{2**i}" for i in range(n.bit_length()))]
+    known = {f"eval/{name}/{metric}" for name, env in evaluated(cfg).items() for metric in metrics_of(env.rollouts_per_example or 1)}
+    own = re.fullmatch(r"eval/([^/]+)/(reward|metric)/.+", wanted)  # the environment's own names are not known yet
+    if wanted not in known and not (own and own[1] in evaluated(cfg)):
+        scores = ", ".join(sorted(each for each in known if each.rpartition("/")[2].startswith(("avg", "pass")) and each[-1].isdigit()))
+        yield problem("this is no metric of an evaluation of which more is better", ["ckpt.keep_best"], f"one of {scores}", of)
 
 
 def metrics_of(n: int) -> set[str]:
-    """The metrics that every evaluation has with `n` rollouts of each example, without `eval/<env>/`."""
-    return {*FACTS, *(score + end for score in _scores_of(n) for end in ("", "_low", "_high"))}
+    """The metrics of which more is better that every evaluation with `n` rollouts of each example has, without `eval/<env>/`."""
+    scores = [f"avg@{n}", *(f"pass@{2**i}" for i in range(n.bit_length()))]
+    return {*FACTS, *(score + end for score in scores for end in ("", "_low", "_high"))}
