@@ -28,7 +28,7 @@ from rlx.config.saved import text_of
 from rlx.config.schema import CommandConfig, Config, PlayRoot, TrainingRoot
 from rlx.config.secret import FILE, hidden
 from rlx.config.signatures import READABLE, module_of
-from rlx.config.targets import all_nodes_of, check_targets, instantiate, read_numbers
+from rlx.config.targets import all_nodes_of, check_targets, instantiate
 from rlx.config.tree import Builder, Origins
 
 if TYPE_CHECKING:
@@ -102,7 +102,6 @@ def checked(tree: Tree, root: Root = TRAIN, without: Collection[Check] = ()) -> 
     builder = Builder(root.schema, tree.origins, hint=lambda key: where_else(root.schema, key) or suggest(root.schema, key, tree.origins))
     cfg = builder.build(root.schema, tree.data)
     notes = [*tree.notes, *use_own_pythons(cfg)]
-    read_numbers(cfg)
     reported = [f"{key}." for problem in tree.problems for key in problem.keys]
     builder.missing = [  # without those of which the cause is reported already
         (key, doc) for key, doc in builder.missing if key not in tree.unresolved and not key.startswith(tuple(reported))
@@ -236,7 +235,6 @@ def _build(path: Path, data: dict[str, Any], root: Root, secrets: bool) -> Any:
         _fill_secrets(data, path.with_name(FILE))
     builder = Builder(root.schema, hint=partial(suggest, root.schema))
     cfg = builder.build(root.schema, data)
-    read_numbers(cfg)
     if not secrets:
         builder.missing = [(key, doc) for key, doc in builder.missing if key not in builder.origins.secret]
     if builder.problems:

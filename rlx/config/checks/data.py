@@ -186,11 +186,8 @@ table_each(Config, lambda cfg: [(cfg, name) for name in cfg.envs], IN_THE_MIX)
 
 def _reads_rewards(cfg: Config) -> bool:
     """Whether groups or examples are chosen by their mean reward or its variance."""
-    buffer = cfg.orchestrator.buffer
-    return {*cfg.orchestrator.difficulty_filter.rules} - {"zero_advantage"} or (buffer.easy_threshold, buffer.hard_threshold) != (
-        None,
-        None,
-    )
+    buffer, filters = cfg.orchestrator.buffer, {*cfg.orchestrator.difficulty_filter.rules} - {"zero_advantage"}
+    return bool(filters) or buffer.easy_threshold is not None or buffer.hard_threshold is not None
 
 
 ROWS: list[Rule[TrainingRoot]] = [
