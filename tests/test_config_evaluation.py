@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlx.config.checks.evaluation import metrics_of
+from rlx.config.checks.data import metrics_of
 from rlx.config.errors import ConfigError
 from rlx.config.evaluated import environments, evaluated, is_due, section_of
 from rlx.config.load import NOT_SET, compose, load_command, load_run

@@ -183,7 +183,7 @@ def test_a_users_own_objective_that_needs_a_teacher_is_refused_without_one(decla
 
 
 def test_a_declaration_that_cannot_be_is_explained(declaring: Path):
-    for wrong, message in (("uses_rato=False", "the known facts are: uses_ratio,"), ("std_over='all'", "it must be group or batch")):
+    for wrong, message in (("uses_rato=False", "unexpected keyword argument 'uses_rato'"), ("std_over='all'", "it must be group or batch")):
         declaring.write_text(f"from rlx.config.declared import declares\n@declares({wrong})\ndef own(tokens): ...\n")
         with pytest.raises(ConfigError, match=f"acme_declared cannot be imported: (Type|Value)Error: .*{message}"):
             compose(["loss._target_=acme_declared.own", "~loss.eps_low", "~loss.eps_high"], {})

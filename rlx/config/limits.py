@@ -32,10 +32,7 @@ def cores() -> int:
 
 def multiplies_in_16_bits() -> bool:
     """Whether this machine's processors have products of matrices in bfloat16 (AMX)."""
-    try:
-        return " amx_bf16" in PROCESSORS.read_text()
-    except OSError:
-        return False
+    return PROCESSORS.exists() and " amx_bf16" in PROCESSORS.read_text()
 
 
 def memory() -> int | None:

@@ -130,49 +130,40 @@ def split_optional(kind: Any) -> tuple[Any, bool]:
     return (functools.reduce(operator.or_, rest), True) if 0 < len(rest) < len(members) else (kind, False)
 
 
-def leaves(cls: type, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a dataclass, also in optional sections, but not the sections themselves; `envs.<name>.id` for mappings."""
-    for name, kind in types_of(cls).items():
-        kind, _ = split_optional(kind)
-        key = f"{prefix}{name}"
-        if is_dataclass(kind):
-            yield from leaves(typing.cast(type, kind), key + ".")
-        elif typing.get_origin(kind) is dict and is_dataclass(typing.get_args(kind)[1]):
-            yield from leaves(typing.get_args(kind)[1], f"{key}.<name>.")
-        else:
-            yield key
+def _walk(cls: type, prefix: str = "", mappings: bool = True) -> Iterator[tuple[str, Any, Field]]:
+    """Every dotted key of a dataclass with its type and field, sections before their keys; `envs.<name>.id` for mappings of sections."""
+    for f in fields(cls):
+        kind, key = types_of(cls)[f.name], f"{prefix}{f.name}"
+        plain, _ = split_optional(kind)
+        yield key, kind, f
+        if typing.get_origin(plain) is dict and is_dataclass(typing.get_args(plain)[1]) and mappings:
+            yield from _walk(typing.get_args(plain)[1], f"{key}.<name>.")
+        elif is_dataclass(plain):
+            yield from _walk(typing.cast(type, plain), f"{key}.", mappings)
+
+
+def leaves(cls: type) -> Iterator[str]:
+    """Every dotted key of a dataclass, also in optional sections, but not the sections themselves."""
+    keys = [key for key, _, _ in _walk(cls)]
+    sections = {key.rpartition(".")[0].removesuffix(".<name>") for key in keys}
+    return (key for key in keys if key not in sections)
+
+
+@functools.cache
+def secret_keys(cls: type) -> tuple[str, ...]:
+    """Every dotted key that the schema marks as secret."""
+    return tuple(key for key, _, f in _walk(cls, mappings=False) if f.metadata.get("secret"))
+
+
+def optional_sections(cls: type) -> Iterator[str]:
+    """The dotted key of every section that may be None."""
+    optional = ((key, *split_optional(kind)) for key, kind, _ in _walk(cls, mappings=False))
+    return (key for key, plain, may_be_none in optional if may_be_none and is_dataclass(plain))
 
 
 def called_a_secret(name: str) -> bool:
     """Whether a key or variable that rlx does not know is called like a secret."""
     return SECRET.search(name) is not None
-
-
-def secret_keys(cls: type) -> tuple[str, ...]:
-    """Every dotted key that the schema marks as secret."""
-    return _secret_keys(cls, "")
-
-
-@functools.cache
-def _secret_keys(cls: type, prefix: str) -> tuple[str, ...]:
-    found: list[str] = []
-    for f in fields(cls):
-        kind, _ = split_optional(types_of(cls)[f.name])
-        if is_dataclass(kind):
-            found += _secret_keys(typing.cast(type, kind), f"{prefix}{f.name}.")
-        elif f.metadata.get("secret"):
-            found.append(f"{prefix}{f.name}")
-    return tuple(found)
-
-
-def optional_sections(cls: type, prefix: str = "") -> Iterator[str]:
-    """The dotted key of every section that may be None."""
-    for name, kind in types_of(cls).items():
-        kind, optional = split_optional(kind)
-        if is_dataclass(kind):
-            if optional:
-                yield f"{prefix}{name}"
-            yield from optional_sections(typing.cast(type, kind), f"{prefix}{name}.")
 
 
 def type_at(cls: Any, key: str) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from rlx.config.checks import chat, cluster, data, engine, evaluation, hardware, objective, run, secrets, teacher  # noqa: F401
+from rlx.config.checks import data, engine, hardware, objective, run, secrets  # noqa: F401
 from rlx.config.rules import CHECKS, Check
 from rlx.config.schema import KlTerms, LossTerms
 from rlx.config.tree import Origins, Problem
