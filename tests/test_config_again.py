@@ -93,17 +93,6 @@ def older(run: Path, text: str) -> None:
     (run / "config.yaml").write_text("\n".join([first, *lines]))
 
 
-def test_a_number_without_a_point_in_a_file_of_an_older_version_is_a_number_where_one_is_wanted(tmp_path: Path):
-    text = compose(["env=math", "model=qwen3_0_6b", "dry_run=true", "loss.kl.beta=0.5", "lora.rank=8"], {}).yaml
-    for was, now in (("  lr: ", "  lr: 1e-5 #"), ("  betas:\n  - ", "  betas:\n  - 9e-1 #"), ("    beta: ", "    beta: 1e-3 #")):
-        assert was in text
-        text = text.replace(was, now)
-    older(tmp_path, text)
-    for cfg in (compose(again(tmp_path), {}).cfg, load_run(tmp_path)):
-        assert (cfg.optim["lr"], cfg.optim["betas"][0], cfg.loss["kl"]["beta"]) == (1e-5, 0.9, 1e-3)
-    assert [note for note in compose(again(tmp_path), {}).notes if "1e-5" in note] == []
-
-
 def test_an_edited_file_reads_numbers_as_any_file_does(tmp_path: Path):
     run, _ = made(tmp_path)
     text = (run / "config.yaml").read_text()

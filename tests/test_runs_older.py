@@ -9,8 +9,7 @@ import pytest
 from launch_configs import config
 
 from rlx.cli import main
-from rlx.config.errors import ConfigError
-from rlx.config.load import compose, load_command
+from rlx.config.load import load_command
 from rlx.config.schema import Config, RunConfig
 from rlx.paths import RunPaths
 from rlx.plan.make import make_plan
@@ -61,24 +60,3 @@ def test_the_words_of_an_older_run_are_the_prefix_now(tmp_path: Path) -> None:
     older(tmp_path / "run", "[apptainer, exec, a.sif]")
     slurm = load_command(tmp_path / "run").slurm
     assert (slurm.prefix, slurm.container) == (["apptainer", "exec", "a.sif"], None)
-
-
-@pytest.mark.parametrize("where", ["command line", "slurm/mine.yaml"])
-def test_a_list_for_the_container_is_refused_with_its_new_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "slurm").mkdir()
-    line = ["--config-dir", str(tmp_path), "slurm=mine", "launcher=slurm", "hardware=cpu", "dry_run=true"]
-    for words in ("[]", "[numactl,-l]"):
-        in_file = where != "command line"
-        (tmp_path / "slurm" / "mine.yaml").write_text(f"container: {words}\n" if in_file else "partition: gpu\n")
-        given = [*line, *([] if in_file else [f"slurm.container={words}"])]
-        if words == "[]":
-            assert compose(given, {}).cfg.slurm.container is None, "it says nothing"
-            continue
-        with pytest.raises(ConfigError) as error:
-            compose(given, {})
-        (said,) = error.value.problems
-        assert said == (
-            "`slurm.container`: a list of words is now slurm.prefix; for an image set runtime, image and python in the cluster's file: "
-            f"slurm.container={words} ({where})."
-        )

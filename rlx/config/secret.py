@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from rlx.config.keys import HIDDEN
@@ -20,14 +21,8 @@ FILE = "secrets.yaml"  # in the run directory, mode 0600: dotted key -> value
 
 def secrets_of(cfg: Any) -> dict[str, Any]:
     """The secrets in a configuration, by dotted key, without those that are None."""
-    found = {}
-    for key in secret_keys(type(cfg)):
-        value = cfg
-        for part in key.split("."):
-            value = getattr(value, part, None)
-        if value is not None:
-            found[key] = value
-    return found
+    values = {key: attrgetter(key)(cfg) for key in secret_keys(type(cfg))}
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def hidden(cfg: T) -> T:

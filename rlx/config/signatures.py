@@ -46,7 +46,7 @@ def signature_of(path: str) -> inspect.Signature:
     """Parameters of a target with types and defaults, without `self`. Raises ConfigError when there is no such target."""
     if path.partition(".")[0] in READABLE:
         module, _, name = path.rpartition(".")
-        if (found := _read(module, name)) is not None:
+        if (found := _signature(_find(module, name))) is not None:
             return found
     target = locate(path)
     hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
@@ -97,7 +97,7 @@ def is_installed(module: str) -> bool:
 def read_signature(module: str, name: str) -> inspect.Signature | None:
     """The signature of a function from the source of its module, or None if the source does not show it. Imports nothing."""
     try:
-        return _read(module, name)
+        return _signature(_find(module, name))
     except ConfigError:  # not readable from the source; calling it will show a mistake
         return None
 
@@ -111,23 +111,13 @@ def _source(module: str) -> Path:
     """The file of a module, found without importing its packages. Raises ConfigError."""
     top, *rest = module.split(".")
     spec = importlib.util.find_spec(top)
-    if spec is not None and not rest and spec.origin and spec.origin.endswith(".py"):
-        return Path(spec.origin)
-    for location in (spec.submodule_search_locations or []) if spec and rest else []:
-        base = Path(location, *rest)
-        for file in (base.with_suffix(".py"), base / "__init__.py"):
-            if file.is_file():
-                return file
+    if spec is not None and spec.origin is not None:
+        file = Path(spec.origin)
+        inside = file.parent.joinpath(*rest)
+        for each in (inside.with_suffix(".py"), inside / "__init__.py") if rest else (file,):
+            if each.suffix == ".py" and each.is_file():
+                return each
     raise ConfigError(f"there is no module {module}.")
-
-
-def _read(module: str, name: str) -> inspect.Signature | None:
-    """The signature of `name` from the source of its module; None if the source does not show it (decorated, inherited, assigned).
-
-    Raises ConfigError when there is no such module or name.
-    """
-    node = _find(module, name)
-    return None if node is None else _signature(node)
 
 
 def _find(module: str, name: str) -> DefinitionNode | None:
@@ -163,8 +153,9 @@ def _imported(node: ast.ImportFrom, module: str, file: Path) -> str:
     return ".".join([*base, *([node.module] if node.module else [])])
 
 
-def _signature(node: DefinitionNode) -> inspect.Signature | None:
-    if not all(map(_is_declaration, node.decorator_list)):
+def _signature(node: DefinitionNode | None) -> inspect.Signature | None:
+    """The signature of a definition; None if the source does not show it (decorated, inherited, assigned)."""
+    if node is None or not all(map(_is_declaration, node.decorator_list)):
         return None
     if isinstance(node, ast.ClassDef):
         constructor = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)

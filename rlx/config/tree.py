@@ -149,7 +149,6 @@ def leaves(cls: type) -> Iterator[str]:
     return (key for key in keys if key not in sections)
 
 
-@functools.cache
 def secret_keys(cls: type) -> tuple[str, ...]:
     """Every dotted key that the schema marks as secret."""
     return tuple(key for key, _, f in _walk(cls, mappings=False) if f.metadata.get("secret"))
@@ -328,6 +327,6 @@ class Builder:
                 return value
             expected: object = range_of(f.metadata)
         except TypeError as error:
-            expected = error
+            expected = range_of(f.metadata) if f.metadata.get("choices") else error
         self.found.append(Problem(f"`{key}` must be {expected}: {self.origins.show(key, value)}.", (key,)))
         return MISSING

@@ -295,6 +295,17 @@ OF_SFT: list[Rule[SftRoot]] = [
 table(SftRoot, OF_SFT)
 
 
+BEST: list[Rule[EvaluatedRun]] = [
+    Rule(
+        "ckpt.keep_best eval.interval ckpt.interval",
+        lambda c: c.ckpt.keep_best and not (c.eval.interval and c.ckpt.interval and c.eval.interval % c.ckpt.interval == 0),
+        "every evaluated version must have a checkpoint",
+        "an eval.interval that is a multiple of ckpt.interval",
+    ),
+]
+table(EvaluatedRun, BEST)
+
+
 @check_of(EvaluatedRun)
 def evaluated_environments(cfg: EvaluatedRun, of: Show) -> Iterator[Problem]:
     for name, entry in cfg.eval.envs.items():
@@ -315,11 +326,7 @@ def evaluated_environments(cfg: EvaluatedRun, of: Show) -> Iterator[Problem]:
 @check_of(EvaluatedRun)
 def best_checkpoint(cfg: EvaluatedRun, of: Show) -> Iterator[Problem]:
     wanted = cfg.ckpt.keep_best
-    if wanted is None or not is_complete(cfg):
-        return
-    if cfg.eval.interval is None or cfg.ckpt.interval is None or cfg.eval.interval % cfg.ckpt.interval:
-        fix = "an eval.interval that is a multiple of ckpt.interval"
-        yield problem("every evaluated version must have a checkpoint", ["ckpt.keep_best", "eval.interval", "ckpt.interval"], fix, of)
+    if wanted is None or cfg.eval.interval is None or not is_complete(cfg):
         return
     known = {f"eval/{name}/{metric}" for name, env in evaluated(cfg).items() for metric in metrics_of(env.rollouts_per_example or 1)}
     own = re.fullmatch(r"eval/([^/]+)/(reward|metric)/.+", wanted)  # the environment's own names are not known yet

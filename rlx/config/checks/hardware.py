@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 
@@ -215,6 +216,7 @@ VARIABLES = {"array": "SBATCH_ARRAY_INX", "time": "SBATCH_TIMELIMIT"} | {
 }
 """Variables that sbatch reads as these options. They win over the script, and some sites set them for everybody."""
 RUNTIMES = ("apptainer", "singularity", "enroot", "podman", "docker", "shifter")
+MOUNT = re.compile(r"/[^:,]*(:/[^:,]*(:r[ow])?)?")
 APART = {"--pid", "-p", "--containall", "-C"}  # options of Apptainer that give a container its own process ids
 
 
@@ -246,6 +248,16 @@ SLURM: list[Rule[CommandConfig]] = [
         lambda c: _on_slurm(c) and c.slurm.signal_seconds >= 60 * c.slurm.time_minutes,
         "the signal before the time limit would come before the job starts",
         "a larger slurm.time_minutes or a smaller slurm.signal_seconds",
+    ),
+    Rule(
+        "slurm.container.python slurm.container.mounts",
+        lambda c: (
+            _on_slurm(c)
+            and c.slurm.container
+            and not (c.slurm.container.python.startswith("/") and all(map(MOUNT.fullmatch, c.slurm.container.mounts)))
+        ),
+        "the Python in the container is an absolute path, and a mount is /SOURCE, /SOURCE:/TARGET or /SOURCE:/TARGET:ro",
+        "correct them",
     ),
     Rule(
         "slurm.container.options",

@@ -275,21 +275,7 @@ def played(cfg: Config) -> list[str]:
     return [name for name, env in cfg.envs.items() if env.played_by == "teacher"]
 
 
-@dataclass(frozen=True, slots=True)
-class Pupil:
-    """One environment, and the key of its objective."""
-
-    cfg: Config
-    name: str
-    loss: str
-
-    @property
-    def is_cross_entropy(self) -> bool:
-        node = loss_of(self.cfg, self.name)
-        return declared(node).kind == "ce" and not declared(node).uses_ratio and bool(node.get("ce_coef"))
-
-
-PLAYED: list[Rule[Pupil]] = [
+PLAYED: list[Rule[Trained]] = [
     Rule(
         "envs.{s.name}.played_by teacher.base_url teacher.model",
         lambda s: not s.cfg.teacher.base_url or s.cfg.teacher.model is None,
@@ -297,15 +283,13 @@ PLAYED: list[Rule[Pupil]] = [
         "teacher.base_url=[http://host:port] teacher.model=NAME",
     ),
     Rule(
-        "envs.{s.name}.played_by {s.loss}._target_ {s.loss}.ce_coef",
-        lambda s: not s.is_cross_entropy,
+        "envs.{s.name}.played_by {s.loss.key}._target_ {s.loss.key}.ce_coef",
+        lambda s: s.loss.facts.kind != "ce" or s.loss.facts.uses_ratio or not s.loss.node.get("ce_coef"),
         "the teacher samples these tokens, so no ratio or advantage of the policy applies to them",
         "cross-entropy: envs.{s.name}.loss=sft envs.{s.name}.loss.ce_coef=1",
     ),
 ]
-table_each(
-    Config, lambda cfg: [Pupil(cfg, name, "loss" if not cfg.envs[name].loss else f"envs.{name}.loss") for name in played(cfg)], PLAYED
-)
+table_each(Config, lambda cfg: [Trained(cfg, name) for name in played(cfg)], PLAYED)
 
 TEACHERS: list[Rule[Config]] = [
     Rule(
