@@ -237,7 +237,6 @@ CASES = {
     "environment_not_installed": Case("env.id=acme/word-ladder"),
     "no_environment": Case("~envs.reverse_text"),
     "no_weight": Case("envs.reverse_text.weight=0"),
-    "environment_argument": Case("env=sums env.args.levle=3 env.args.seed=one"),
     "logger_not_installed": Case("logger=[wandb,tensorboard]", absent=("wandb", "tensorboard")),
     "key_of_an_earlier_version": Case("weight_broadcast.keep_kv=true weight_broadcast.type=gloo hardware.data_parallel=2"),
     "engine_option_owned": Case("inference.vllm.max-model-len=128"),

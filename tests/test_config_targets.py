@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import inspect
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,7 +17,7 @@ from rlx.config.composition import compose_tree
 from rlx.config.errors import ConfigError
 from rlx.config.load import checked, compose, instantiate
 from rlx.config.schema import Config
-from rlx.config.signatures import read_signature, signature_of
+from rlx.config.signatures import signature_of
 from rlx.config.tree import convert, leaves
 
 pytestmark = pytest.mark.slow
@@ -67,23 +66,6 @@ def test_a_class_that_lacks_arguments_waits_for_them(module: str):
     node = {"_target_": f"{module}.Scale", "offset": 1.0}
     assert instantiate(node)(3).factor == 3
     assert instantiate(node, factor=4).factor == 4
-
-
-@pytest.mark.parametrize("name", ["loss", "any_keys", "Scale"])
-def test_a_signature_read_from_source_is_the_real_one(module: str, name: str):
-    import acme_loss
-
-    read = read_signature(module, name)
-    assert read is not None
-    real = inspect.signature(getattr(acme_loss, name))
-    assert [(p.name, p.kind, p.default) for p in read.parameters.values()] == [
-        (p.name, p.kind, p.default) for p in real.parameters.values()
-    ]
-
-
-@pytest.mark.parametrize("name", ["wrapped", "made", "Child", "absent"])
-def test_what_the_source_does_not_say_is_not_guessed(module: str, name: str):
-    assert read_signature(module, name) is None
 
 
 def test_a_users_own_objective_is_imported_and_its_arguments_checked(module: str):

@@ -251,7 +251,7 @@ def test_variables_that_sbatch_would_read_as_such_options_are_refused(monkeypatc
 
 def test_without_a_slurm_a_submission_is_refused_and_a_dry_run_is_not(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ConfigError, match="sbatch, srun, squeue, scontrol.* cannot be found"):
+    with pytest.raises(ConfigError, match=r"sbatch, srun, squeue, scontrol.* cannot be found"):
         compose(["launcher=slurm", "hardware=cpu"], {})
     compose(["launcher=slurm", "hardware=cpu", "dry_run=true"], {})
 

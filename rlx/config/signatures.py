@@ -94,14 +94,6 @@ def is_installed(module: str) -> bool:
     return module in sys.modules or importlib.util.find_spec(module) is not None
 
 
-def read_signature(module: str, name: str) -> inspect.Signature | None:
-    """The signature of a function from the source of its module, or None if the source does not show it. Imports nothing."""
-    try:
-        return _signature(_find(module, name))
-    except ConfigError:  # not readable from the source; calling it will show a mistake
-        return None
-
-
 def _no_such(module: str, name: str, names: list[str]) -> str:
     near = closest(name, names, 1)
     return f"{module} has no function or class {name}." + (f" Did you mean {module}.{near[0]}?" if near else "")
@@ -110,13 +102,13 @@ def _no_such(module: str, name: str, names: list[str]) -> str:
 def _source(module: str) -> Path:
     """The file of a module, found without importing its packages. Raises ConfigError."""
     top, *rest = module.split(".")
-    spec = importlib.util.find_spec(top)
-    if spec is not None and spec.origin is not None:
-        file = Path(spec.origin)
-        inside = file.parent.joinpath(*rest)
-        for each in (inside.with_suffix(".py"), inside / "__init__.py") if rest else (file,):
-            if each.suffix == ".py" and each.is_file():
-                return each
+    package = importlib.util.find_spec(top)
+    assert package is not None
+    assert package.origin is not None, "it is one of READABLE"
+    inside = Path(package.origin).parent.joinpath(*rest)
+    for file in (inside.with_suffix(".py"), inside / "__init__.py"):
+        if file.is_file():
+            return file
     raise ConfigError(f"there is no module {module}.")
 
 

@@ -17,7 +17,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.near import suggest
 from rlx.config.rules import declared
 from rlx.config.schema import LossTerms, OptimTerms, split_terms
-from rlx.config.signatures import locate, module_of, read_signature, signature_of
+from rlx.config.signatures import locate, signature_of
 from rlx.config.tree import Builder, Origins, Problem, closest, convert
 
 TERMS: dict[str, type | None] = {"loss": LossTerms, "advantage": None, "optim": OptimTerms}
@@ -53,18 +53,9 @@ def nodes_of(cfg: Any) -> dict[str, type | None]:
 
 def all_nodes_of(cfg: Any) -> dict[str, tuple[dict[str, Any], type | None]]:
     """Every open node by its key, with the shared keys of its targets: those of `nodes_of`, and those of single environments."""
-    nodes: dict[str, tuple[dict[str, Any], type | None]] = {name: (getattr(cfg, name), terms) for name, terms in nodes_of(cfg).items()}
-    for name, env in _envs_of(cfg).items():
-        for group in ("loss", "advantage"):
-            if group in nodes and getattr(env, group, None):
-                nodes[f"envs.{name}.{group}"] = (getattr(env, group), TERMS[group])
-    return nodes
-
-
-def _envs_of(cfg: Any) -> dict[str, Any]:
-    """The environments by name; empty for a command without them, and if `envs` itself is a problem, which has been reported."""
-    envs = getattr(cfg, "envs", None)
-    return envs if isinstance(envs, dict) else {}
+    own = [(f"envs.{name}.{group}", env, group) for name, env in getattr(cfg, "envs", {}).items() for group in ("loss", "advantage")]
+    nodes = {name: (getattr(cfg, name), terms) for name, terms in nodes_of(cfg).items()}
+    return nodes | {key: (node, TERMS[group]) for key, env, group in own if (node := getattr(env, group, None))}
 
 
 def must_be_built(cfg: Any, origins: Origins) -> bool:
@@ -72,19 +63,17 @@ def must_be_built(cfg: Any, origins: Origins) -> bool:
 
     The tests build what ships. Building imports torch, which takes two seconds, and not every start should wait for that.
     """
+    set_by_user = origins.of_key.keys() - origins.shipped
     for name, (node, terms) in all_nodes_of(cfg).items():
-        judged = {f.name for f in fields(terms)} if terms else set()
-        judged |= OPTIM_RANGES.keys() if name == "optim" else declared(node).ranges.keys()
-        inside = f"{name}."
-        own = {key.removeprefix(inside).split(".")[0] for key in origins.of_key if key.startswith(inside) and key not in origins.shipped}
-        own.discard("preset")
-        if own - judged:
+        ranges = OPTIM_RANGES if name == "optim" else declared(node).ranges
+        judged = {"preset", *ranges, *(f.name for f in (fields(terms) if terms else ()))}
+        if {key.split(".")[name.count(".") + 1] for key in set_by_user if key.startswith(f"{name}.")} - judged:
             return True
     return False
 
 
 def check_targets(cfg: Any, origins: Origins) -> list[Problem]:
-    """Compare the keys of every open node and the arguments of every environment with the signature of their target."""
+    """Compare the keys of every open node with the signature of its target."""
     problems: list[Problem] = []
     for name, (whole, terms) in all_nodes_of(cfg).items():
         node = dict(whole)
@@ -101,17 +90,13 @@ def check_targets(cfg: Any, origins: Origins) -> list[Problem]:
             problems += _check_arguments(f"{name}.", node, path, signature_of(path), shared, origins)
         except ConfigError as error:
             problems.append(Problem(f"{origins.show(f'{name}._target_', path)} cannot be used: {error}", (name,)))
-    for name, env in _envs_of(cfg).items():
-        loads = read_signature(module_of(env.id), "load_environment") if env.python is None else None
-        if loads is not None:
-            problems += _check_arguments(f"envs.{name}.args.", env.args, f"load_environment of {env.id}", loads, None, origins)
     return problems
 
 
 def _check_arguments(
-    prefix: str, node: dict[str, Any], path: str, signature: inspect.Signature, shared: Sequence[str] | None, origins: Origins
+    prefix: str, node: dict[str, Any], path: str, signature: inspect.Signature, shared: Sequence[str], origins: Origins
 ) -> Iterator[Problem]:
-    """`shared`: the keys of all targets of an open node; None: an environment's function, which is called by the names of its arguments."""
+    """`shared`: the keys of all targets of the node."""
     parameters = signature.parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
@@ -119,9 +104,9 @@ def _check_arguments(
     valid = {
         name: p
         for name, p in parameters.items()
-        if p.kind is p.KEYWORD_ONLY or (p.kind is p.POSITIONAL_OR_KEYWORD and (shared is None or p.default is not p.empty))
+        if p.kind is p.KEYWORD_ONLY or (p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty)
     }
-    names, target = [*valid, *(shared or ())], path.rpartition(".")[2]
+    names, target = [*valid, *shared], path.rpartition(".")[2]
     for name in sorted(node.keys() - parameters.keys()):
         near = "".join(f" Did you mean `{prefix}{each}`?" for each in closest(name, names, 1))
         shown = origins.show(prefix + name, node[name])

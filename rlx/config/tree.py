@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import json
 import math
 import operator
 import re
@@ -97,10 +98,8 @@ def merge(into: dict[str, Any], values: typing.Mapping[str, Any]) -> None:
 
 def show(value: Any) -> str:
     """A value as written on the command line."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(show(item) for item in value) + "]"
     if isinstance(value, dict):
