@@ -9,24 +9,37 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rlx.config.declared import Declared
+from rlx.config.schema import KlTerms, LossTerms
 from rlx.config.signatures import declared_by
-from rlx.config.tree import Problem
+from rlx.config.tree import Origins, Problem
 
 C = TypeVar("C")
 S = TypeVar("S")
 
 
-class Show(Protocol):
-    """What a rule may ask about a key."""
+@dataclass(frozen=True, slots=True)
+class Show:
+    """What a rule may ask about a key of a configuration."""
+
+    cfg: Any
+    origins: Origins
 
     def __call__(self, key: str, /) -> str:
         """The key with its value and where that was set: `seq_len=64 (conf/model/tiny.yaml)`."""
+        value: Any = self.cfg
+        for part in key.split("."):
+            if isinstance(value, dict):
+                value = value.get(part, DEFAULTS.get(part))
+            elif value is not None:  # an evaluation without an entry of its own, say
+                value = getattr(value, part)
+        return self.origins.show(key, value)
 
     def typed(self, key: str, /) -> bool:
         """Whether the command line or a variable set it, and not a file, which may hold keys for another choice."""
+        return key in self.origins.typed
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +59,7 @@ class Rule(Generic[S]):
 Check = Callable[[Any, Show], Iterable[Problem]]
 UNKNOWN = Declared(uses_ratio=False)  # violates no rule
 CHECKS: list[tuple[type, Check]] = []
+DEFAULTS = vars(LossTerms()) | vars(KlTerms())  # of the keys that every objective has
 
 
 def check_of(cls: type) -> Callable[[Check], Check]:
