@@ -35,8 +35,6 @@ RL, INFERENCE = ({"bench": True, "bench_role": role} for role in ("rl", "inferen
 @pytest.mark.parametrize(("keys", "says"), [
     (("bench_role=rl",), "nothing would be measured: bench_role=rl"),
     (("bench=true", "bench_role=rl", "eval.interval=2"), "a benchmark evaluates nothing"),
-    (("bench=true", "bench_role=rl", "sampling.min_tokens=2", "sampling.allow_biased_ratio=true"), "set bench_length=variable"),
-    (("bench=true", "bench_role=inference", "resume=/another"), "servers alone are measured with the initial model"),
     (("bench=true", "bench_role=inference", "seq_len=64", "sampling.max_tokens=64"), "leaves no room for its random prompt"),
     (("bench=true", "bench_role=servers"), "bench_role"),
 ])  # fmt: skip

@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import inspect
 import subprocess
 import sys
-import typing
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -20,9 +17,8 @@ from rlx.config.composition import compose_tree
 from rlx.config.errors import ConfigError
 from rlx.config.load import checked, compose, instantiate
 from rlx.config.schema import Config
-from rlx.config.signatures import read_signature, signature_of
-from rlx.config.targets import read_numbers
-from rlx.config.tree import alternatives, convert, leaves, split_optional
+from rlx.config.signatures import signature_of
+from rlx.config.tree import convert, leaves
 
 pytestmark = pytest.mark.slow
 
@@ -72,64 +68,19 @@ def test_a_class_that_lacks_arguments_waits_for_them(module: str):
     assert instantiate(node, factor=4).factor == 4
 
 
-@pytest.mark.parametrize("name", ["loss", "any_keys", "Scale"])
-def test_a_signature_read_from_source_is_the_real_one(module: str, name: str):
-    import acme_loss
-
-    read = read_signature(module, name)
-    assert read is not None
-    real = inspect.signature(getattr(acme_loss, name))
-    assert [(p.name, p.kind, p.default) for p in read.parameters.values()] == [
-        (p.name, p.kind, p.default) for p in real.parameters.values()
-    ]
-
-
-@pytest.mark.parametrize("name", ["wrapped", "made", "Child", "absent"])
-def test_what_the_source_does_not_say_is_not_guessed(module: str, name: str):
-    assert read_signature(module, name) is None
-
-
 def test_a_users_own_objective_is_imported_and_its_arguments_checked(module: str):
     cfg = compose([f"loss._target_={module}.loss", "loss.eps=0.1", "~loss.eps_low", "~loss.eps_high"], {}).cfg
     assert cfg.loss["eps"] == 0.1
     with pytest.raises(ConfigError) as caught:
         compose([f"loss._target_={module}.loss", "loss.eps=high", "loss.names=[a,true]"], {})
     for part in (
-        "unknown keys loss.eps_high=0.2",
-        "loss takes scale=null, eps=0.2",
+        "unknown key loss.eps_high=0.2",
+        "loss takes scale, eps, names, aggregate",
         "`loss.eps` must be a number",
         "`loss.names` must be a string",
     ):
         assert part in str(caught.value)
     assert compose([f"loss._target_={module}.any_keys", "loss.whatever=1"], {}).cfg.loss["whatever"] == 1
-
-
-NUMBERS = """
-from typing import Any, Literal
-
-def loss(tokens, *, first: int | str = 0, second: str | int = 0, rate: float | None = None, names: list[str] = (),
-         mixed: list[int | str] = (), pair: tuple[float, str] = (0.0, ""), several: list[float | None] = (),
-         anything: Any = None,
-         word: int | Literal["07"] = 1, either: str | list[int] = "", flag: bool = False):
-    return tokens
-"""
-
-
-def test_a_text_becomes_a_number_only_where_no_text_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "acme_numbers.py").write_text(NUMBERS)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    same = {"first": "007", "second": "007", "names": ["1e-5", "x"], "mixed": ["007", 7], "anything": "1e-5", "word": "07", "flag": "yes"}
-    node = {
-        "_target_": "acme_numbers.loss",
-        **same,
-        "rate": "1e-5",
-        "pair": ["9e-1", "08"],
-        "several": ["1e-5", None, "x"],
-        "either": ["007"],
-    }
-    read_numbers(SimpleNamespace(loss=node))
-    read = {"rate": 1e-5, "pair": [0.9, "08"], "several": [1e-5, None, "x"], "either": [7]}
-    assert node == {"_target_": "acme_numbers.loss", **same, **read}
 
 
 @pytest.mark.parametrize(
@@ -142,17 +93,8 @@ def test_a_text_becomes_a_number_only_where_no_text_is_taken(tmp_path: Path, mon
     ],
 )
 def test_what_may_not_be_null_is_named_by_all_that_it_may_be(kind: Any, words: str):
-    with pytest.raises(TypeError, match=f"^{words}, not null$"):
+    with pytest.raises(TypeError, match=f"^{words}$"):
         convert(kind, None)
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_how_a_value_is_read_does_not_depend_on_what_was_read_before(first: int):
-    both = [int | str | None, str | int | None]
-    for kind in (both[first], both[1 - first]):
-        members = [member for member in typing.get_args(kind) if member is not type(None)]
-        assert list(alternatives(split_optional(kind)[0])) == members
-        assert convert(kind, "007") == (7 if members[0] is int else "007")
 
 
 def test_a_users_module_that_fails_to_import_is_a_problem_of_the_configuration(tmp_path: Path, monkeypatch):
@@ -198,12 +140,12 @@ def declaring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("loss.dual_clip=3 loss.pull=0.1", "own with loss.pull=0.1 (command line) does not follow the sign"),
+        ("loss.dual_clip=3 loss.pull=0.1", "own does not follow its sign as it is set"),
         ("loss.pull=-1", "`loss.pull` must be at least 0: loss.pull=-1"),
         ("loss.proximal=recompute loss.correction=tis", "own already weighs tokens by their ratio to the engine"),
         ("orchestrator.rollouts_per_example=1 orchestrator.batch_size=32", "the advantage spread compares the rollouts of a group"),
         ("reward.soft_overlong=true", "the advantage spread needs rewards of at least 0"),
-        ("advantage.ddof=8", "the std of 8 rewards divides by 8 - ddof"),
+        ("advantage.ddof=8", "the std of a group divides by its rollouts - ddof"),
         ("loss.dual_clip=3 sampling.top_p=0.9", None),
     ],
 )
@@ -218,12 +160,12 @@ def test_the_rules_know_a_users_own_objective_by_what_it_declares(declaring: Pat
 
 def test_a_users_own_objective_that_needs_a_teacher_is_refused_without_one(declaring: Path):
     declaring.write_text(DECLARING.replace("NEEDS", "True"))
-    with pytest.raises(ConfigError, match=r"the objective own learns from a teacher, but there is none: ref\.name=null"):
+    with pytest.raises(ConfigError, match=r"the objective own learns from a teacher, and there is none: ref\.name=null"):
         compose(OWN, {})
 
 
 def test_a_declaration_that_cannot_be_is_explained(declaring: Path):
-    for wrong, message in (("uses_rato=False", "the known facts are: uses_ratio,"), ("std_over='all'", "it must be group or batch")):
+    for wrong, message in (("uses_rato=False", "unexpected keyword argument 'uses_rato'"), ("std_over='all'", "it must be group or batch")):
         declaring.write_text(f"from rlx.config.declared import declares\n@declares({wrong})\ndef own(tokens): ...\n")
         with pytest.raises(ConfigError, match=f"acme_declared cannot be imported: (Type|Value)Error: .*{message}"):
             compose(["loss._target_=acme_declared.own", "~loss.eps_low", "~loss.eps_high"], {})

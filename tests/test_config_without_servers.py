@@ -72,7 +72,7 @@ def test_a_trainer_alone_is_that_of_the_run_unless_its_processes_are_counted() -
 )
 def test_a_gpu_that_only_one_of_them_uses_may_be_used_by_it(root: Root, argv: tuple[str, ...]) -> None:
     planned(root, *argv, *NEARLY_ALL)
-    with pytest.raises(ConfigError, match="the engine leaves too little memory for the trainer"):
+    with pytest.raises(ConfigError, match="the engine leaves too little of their shared GPU"):
         planned(TRAIN, SMALL, *NEARLY_ALL)
 
 

@@ -156,7 +156,7 @@ def test_the_objective_that_the_page_adds_trains(tmp_path: Path, monkeypatch: py
     total.backward()
     assert tokens.logp.grad is not None
     assert tokens.logp.grad.tolist() == [-0.5, 0.25], "half of the gradient where the advantage is negative: loss.leak=0.5"
-    with pytest.raises(ConfigError, match=r"leaky takes leak=0\.25"):
+    with pytest.raises(ConfigError, match=r"leaky takes leak, "):
         compose([*arguments.split(), "loss.lek=1"], {})
     with pytest.raises(ConfigError, match=r"`loss\.leak` must be at least 0"):
         compose([*arguments.split(), "loss.leak=-1"], {})

@@ -116,9 +116,9 @@ def test_mistakes_are_explained_before_anything_starts(trained: Path, monkeypatc
     for line, parts in (
         (
             [*endpoint, "model.name=m", f"weights_dir={trained / 'weights' / '..' / 'weights'}", "inference.base_url=[http://here:1]"],
-            ("an endpoint serves its own weights", "either at an endpoint or on rlx's servers", "OPENAI_API_KEY is not set"),
+            ("the model would be in two places", "client.api_key_var=OPENAI_API_KEY (default)"),
         ),
-        ([*endpoint, "model=tiny", "resume=3", "run.name=x"], ("no endpoint serves a model that rlx makes itself", "Use resume=latest")),
+        ([*endpoint, "model=tiny", "resume=3", "run.name=x"], ("no endpoint serves a model that rlx makes itself", "fix: resume=latest")),
         (["model.name=org/model"], ("would only be a label", "there is no environment")),
         (["env=sums", "num_exampels=3", "max_steps=3"], ("Did you mean `num_examples`", "It is a key of `rlx train`")),
     ):

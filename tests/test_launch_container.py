@@ -227,14 +227,12 @@ def test_a_container_that_cannot_start_is_the_reason_of_the_runs_end(tmp_path, m
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["slurm.container.python=python3"], "the Python in the container must be an absolute path: slurm.container.python=python3"),
-        (["slurm.container.mounts=[data]"], "data is no mount: slurm.container.mounts=[data]"),
-        (["slurm.container.mounts=['/data:/data:rx']"], "/data:/data:rx is no mount"),
-        (["slurm.setup=['source /envs/rlx/bin/activate']"], "activates a Python of the host"),
+        (["slurm.container.python=python3"], "slurm.container.python=python3 (command line)"),
+        (["slurm.container.mounts=[data]"], "slurm.container.mounts=[data] (command line)"),
+        (["slurm.container.mounts=['/data:/data:rx']"], "slurm.container.mounts=[/data:/data:rx] (command line)"),
         (["slurm.container.options=[--containall]"], "process ids of its own: slurm.container.options=[--containall]"),
-        (["slurm.setup=['conda activate rlx']"], "`conda activate rlx` in slurm.setup"),
         (["slurm.prefix=[/usr/bin/apptainer,exec,other.sif]"], "one container in another: slurm.prefix="),
-        (["slurm.options={container-image: other}"], "sbatch's option container-image would put the whole job's script into a container"),
+        (["slurm.options={container-image: other}"], "the job's script would run in a container"),
         (["slurm.container.runtime=docker"], "`slurm.container.runtime` must be one of pyxis, apptainer, singularity"),
     ],
 )

@@ -207,31 +207,20 @@ def test_lines_of_the_script_can_be_replaced_and_taken_out(argv: list[str], ther
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["slurm.options.array=0-3"], "sbatch's option array would break the run: slurm.options.array=0-3 (command line)"),
-        (["slurm.options={ntasks_per_node: 8}"], "sbatch's option ntasks-per-node would break the run"),
+        (["slurm.options.array=0-3"], "sbatch's array would break the run: slurm.options.array=0-3 (command line)"),
+        (["slurm.options={ntasks_per_node: 8}"], "sbatch's ntasks-per-node would break the run"),
         (["slurm.options={output: /tmp/x}"], "logs/attempt_N/job.log"),
-        (["slurm.options={clusters: other}"], "sbatch's option clusters would break the run: slurm.options.clusters=other (command line)"),
-        (["slurm.options={M: other}"], "sbatch's option clusters would break the run: slurm.options.M=other (command line)"),
-        (["slurm.options={exclude: [n1,n2]}"], "an option of sbatch has one text: slurm.options.exclude=[n1,n2] (command line)"),
-        (["slurm.options.begin=960"], "a time, and YAML reads 16:00 as the number 960: slurm.options.begin=960 (command line)"),
-        (["slurm.options.time_min=7200"], "time-min: '16:00', or '7200' for minutes"),
-        (["slurm.options={n: 4}"], "sbatch's option ntasks would break the run"),
-        (["slurm.options={arr: 0-1}"], "sbatch's option array would break the run: slurm.options.arr=0-1"),
-        (["slurm.options={no-requeue: true}"], "launcher.max_requeues limits how often. Remove it."),
-        (["slurm.options={export: NONE}"], "need the variables of the shell that submits"),
-        (["slurm.options={export: 'HOME,PATH'}"], "sbatch's option export would break the run"),
-        (["slurm.options={input: /dev/null}"], "No process of a job reads its standard input"),
-        (["slurm.options={het-group: 1}"], "All hosts of a run are alike: hardware.nodes"),
-        (["slurm.options={gpus: 16}"], "srun would ask for as many for each process; write gpus-per-node"),
-        (["slurm.options={no_kill: true}"], "A job whose host has failed must end"),
-        (["slurm.options={wait: true}"], "launcher.wait=true waits for the run"),
-        (["slurm.options={parsable: true}"], "rlx reads the job's id"),
-        (["slurm.options={p: gpu}"], "given by their long names: slurm.options.p=gpu (command line)"),
-        (["slurm.options={C: h100}"], "given by their long names: slurm.options.C=h100 (command line). `sbatch --help` lists both."),
-        (["slurm.options={requeue: false}"], "an option of sbatch cannot be false: slurm.options.requeue=false (command line). Write null"),
-        (["slurm.options={--hold: true}"], "named without dashes in front: slurm.options.--hold=true (command line). Write hold."),
+        (["slurm.options={arr: 0-1}"], "sbatch's array would break the run: slurm.options.arr=0-1"),
+        (["slurm.options={no-requeue: true}"], "launcher.max_requeues limits how often"),
+        (["slurm.options={export: 'HOME,PATH'}"], "sbatch's export would break the run"),
+        (["slurm.options={gpus: 16}"], "write gpus-per-node"),
+        (["slurm.options={C: h100}"], "given by their long names, without dashes: slurm.options.C=h100 (command line)"),
+        (["slurm.options={--hold: true}"], "given by their long names, without dashes: slurm.options.--hold=true (command line)"),
         (["slurm.gpus_per_node=4", "hardware=node8", "model=qwen3_8b"], "more GPUs per host than the cluster's nodes have"),
-        (["launcher.preempt_grace=116"], "launcher.preempt_grace=116.0 (command line) + launcher.grace=5.0 (default) seconds are not less"),
+        (
+            ["launcher.preempt_grace=116"],
+            "SLURM would kill the job before it can stop by itself: launcher.preempt_grace=116.0 (command line)",
+        ),
         (["slurm.time_minutes=2"], "signal before the time limit would come before the job starts"),
     ],
 )
@@ -255,14 +244,14 @@ def test_variables_that_sbatch_would_read_as_such_options_are_refused(monkeypatc
     monkeypatch.setenv("SBATCH_TIMELIMIT", "5")
     with pytest.raises(ConfigError) as error:
         compose(["launcher=slurm", "hardware=cpu", "dry_run=true"], {})
-    assert "sbatch reads the variable SBATCH_EXPORT=NONE as its option export, which would break the run" in str(error.value)
-    assert "SBATCH_TIMELIMIT=5 as its option time, which would break the run.\nslurm.time_minutes sets it. Unset it." in str(error.value)
+    assert "sbatch's export would break the run: the variable SBATCH_EXPORT=NONE" in str(error.value)
+    assert "the variable SBATCH_TIMELIMIT=5.\n  fix: unset it: slurm.time_minutes sets it" in str(error.value)
     compose(["launcher=local", "hardware=cpu", "dry_run=true"], {})
 
 
 def test_without_a_slurm_a_submission_is_refused_and_a_dry_run_is_not(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ConfigError, match="sbatch, srun, squeue, scontrol cannot be found"):
+    with pytest.raises(ConfigError, match=r"sbatch, srun, squeue, scontrol.* cannot be found"):
         compose(["launcher=slurm", "hardware=cpu"], {})
     compose(["launcher=slurm", "hardware=cpu", "dry_run=true"], {})
 

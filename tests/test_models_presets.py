@@ -120,7 +120,7 @@ def test_what_a_preset_cannot_be_divided_into_is_refused_before_a_model_is_loade
             assert cfg.trainer_ranks % size == 0
             problems = [problem.text for problem in check(cfg) if f"trainer.{axis}={size}" in problem.text]
             assert bool(problems) == (not divides(on_meta(name, layers=1), axis, size, mesh)), (axis, size, problems)
-            assert all(f"trainer.{axis}" in text.split("Set ")[1] for text in problems), problems
+            assert all(f"trainer.{axis}" in text.split("fix: ")[1] for text in problems), problems
 
 
 def divides(hf: Any, axis: str, size: int, mesh: Any) -> bool:

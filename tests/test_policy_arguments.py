@@ -63,10 +63,10 @@ def test_an_argument_that_nothing_reads_is_refused_where_the_template_is_known(t
 @pytest.mark.parametrize(
     ("template", "argv", "says"),
     [
-        (HERMES + "{% if x %}", "", r"the chat template is not valid Jinja, line \d+: .*: model.chat_template=.*mine.jinja"),
-        (SWITCHED, "+model.chat_template_kwargs.enable_thinkng=false", r"does not read enable_thinkng, .* Did you mean enable_thinking\?"),
-        (HERMES, "+model.chat_template_kwargs.enable_thinking=false", r"does not read enable_thinking, .*\n.*It reads none"),
-        (SWITCHED, "+model.chat_template_kwargs.tools=null", r"rlx itself gives tools to the template"),
+        (HERMES + "{% if x %}", "", r"the chat template cannot be read \(line \d+: .*\): model.chat_template=.*mine.jinja"),
+        (SWITCHED, "+model.chat_template_kwargs.enable_thinkng=false", r"does not read enable_thinkng, .*\n.*it reads enable_thinking"),
+        (HERMES, "+model.chat_template_kwargs.enable_thinking=false", r"does not read enable_thinking, .*\n.*it reads none"),
+        (SWITCHED, "+model.chat_template_kwargs.tools=null", r"does not read tools"),
     ],
 )
 def test_a_template_that_does_not_fit_is_a_config_error(tmp_path: Path, template: str, argv: str, says: str) -> None:
@@ -83,12 +83,12 @@ def test_what_transformers_adds_to_jinja_is_valid(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_renderer_takes_the_arguments_that_its_family_has() -> None:
     compose(["model=qwen3_0_6b", "hardware=cpu", "+model.chat_template_kwargs.enable_thinking=false"], {})
-    with pytest.raises(ConfigError, match=r"the renderer qwen3 does not read date_string, .*\n.*It reads enable_thinking"):
+    with pytest.raises(ConfigError, match=r"does not read date_string, .*\n.*it reads enable_thinking"):
         compose(["model=qwen3_0_6b", "hardware=cpu", "+model.chat_template_kwargs.date_string=x"], {})
 
 
 def test_the_tiny_models_template_takes_none_and_other_arguments_are_another_warm_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the template of a model that rlx makes takes no arguments"):
+    with pytest.raises(ConfigError, match="does not read enable_thinking"):
         compose(["hardware=cpu", "+model.chat_template_kwargs.enable_thinking=false"], {})
     file = tmp_path / "mine.jinja"
     file.write_text(SWITCHED)

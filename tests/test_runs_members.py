@@ -36,11 +36,9 @@ def host(tmp_path: Path) -> RunPaths:
     ("overrides", "said"),
     [
         (["trainer.max_concurrent_runs=2"], "the runs of a shared trainer train adapters"),
-        ([*HOST, "trainer.compile=true"], "layers with several adapters are not compiled"),
+        ([*HOST, "trainer.compile=true"], "neither divides nor compiles"),
         ([*HOST, "launcher=slurm"], "shared trainers and their runs start on one machine only"),
         (["trainer.shared=x", *HOST], "a run cannot be a shared trainer and be trained by one"),
-        (["trainer.shared=x", "lora.rank=8", "trainer.compile=true"], "this run has no trainer of its own to be told trainer.compile"),
-        (["trainer.idle_timeout=5"], "is of a shared trainer. Set trainer.max_concurrent_runs"),
         (["trainer.shared=x", "lora.rank=8", "ref.name=y"], "the reference of the runs of a shared trainer is its model without adapters"),
     ],
 )

@@ -181,11 +181,14 @@ def test_a_benchmark_measures_the_trainer_and_writes_no_weights(data: Path) -> N
         (("reward.soft_overlong=true",), "It is a key of `rlx train`"),
         (("eval.interval=2",), "there is no environment to evaluate on: eval.interval=2"),
         (("env=sums",), "supervised training plays no environment, and there is no evaluation"),
-        (("bench=true",), "a benchmark trains on random tokens: bench=true (command line) with data.type=sft"),
-        (("data=fake", "data.name=null", "bench=true"), "a benchmark measures the trainer alone: bench=true (command line) with val.name"),
+        (("bench=true",), "and validates nothing: bench=true (command line), data.type=sft"),
+        (
+            ("data=fake", "data.name=null", "bench=true"),
+            "and validates nothing: bench=true (command line), data.type=fake",
+        ),
         (
             ("data=fake", "data.name=null", "val.name=null", "bench=true", "env=sums", "eval.interval=2"),
-            "bench=true (command line) with eval.interval=2",
+            "a benchmark evaluates nothing: bench=true (command line), eval.interval=2",
         ),
         (("env=sums", "eval.interval=2", "hardware=gpu2", "hardware.trainer_processes=2", "dry_run=true"), "the layout needs 3 GPUs"),
         (("val.name={data}/odd.jsonl",), r"val.name: row 0 of {data}/odd.jsonl (line 1) cannot be trained on: it needs `messages`"),

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from trainer_examples import make_model
 
 from rlx.cli.role import TRAINER
-from rlx.config.checks import weights as rules
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose
 from rlx.config.memory import published_bytes, versions_in_memory
@@ -199,29 +198,11 @@ def test_the_trainer_fails_at_once_if_its_versions_do_not_fit(tmp_path: Path, sh
     assert list(shm.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("kind", "total", "said"),
-    [
-        ("nfs4", 2**50, r"the folder is not in memory, its file system is nfs4: weight_broadcast\.folder="),
-        ("tmpfs", 2**16, r"4 versions of 3\.1 MiB do not fit .*its size is 64\.0 KiB; 12\.2 MiB are needed\.(.|\n)*or set weight_broadc"),
-        ("tmpfs", 2**50, None),
-    ],
-)
-def test_a_folder_that_cannot_hold_the_versions_is_refused_before_anything_starts(
-    shm: Path, monkeypatch: pytest.MonkeyPatch, kind: str, total: int, said: str | None
-) -> None:
-    monkeypatch.setattr(rules, "file_system", lambda _: kind)
-    monkeypatch.setattr(rules.shutil, "disk_usage", lambda _: SimpleNamespace(total=total))
-    argv = [f"weight_broadcast.folder={shm}"]
-    if said is None:
-        cfg = compose(argv, environ={}).cfg
-        assert cfg.memory_folder == shm
-        assert versions_in_memory(cfg) == 4 * published_bytes(cfg) > 0
-        assert versions_in_memory(compose([], environ={}).cfg) == 0
-        return
-    with pytest.raises(ConfigError, match=said):
-        compose(argv, environ={})
-    compose([*argv, "dry_run=true"], environ={})  # a plan may be for another machine
+def test_the_versions_that_a_folder_in_memory_holds_are_counted(shm: Path) -> None:
+    cfg = compose([f"weight_broadcast.folder={shm}"], environ={}).cfg
+    assert cfg.memory_folder == shm
+    assert versions_in_memory(cfg) == 4 * published_bytes(cfg) > 0
+    assert versions_in_memory(compose([], environ={}).cfg) == 0
 
 
 def test_rlx_doctor_asks_for_room_and_counts_it_as_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ import re
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rlx.config.schema import ModelConfig
 
@@ -35,12 +34,9 @@ def template_path(named: str) -> Path:
 
 def with_absolute_files(model: ModelConfig) -> ModelConfig:
     """The section with absolute paths of its files, so that a process in another folder finds them. A shipped template keeps its name."""
-    files: dict[str, Any] = {}
-    if model.chat_template and model.chat_template not in template_names():
-        files["chat_template"] = str(Path(model.chat_template).expanduser().absolute())
-    if model.gguf:
-        files["gguf"] = str(Path(model.gguf).expanduser().absolute())
-    return replace(model, **files)
+    given = {"chat_template": model.chat_template, "gguf": model.gguf}
+    files = {key: file for key, file in given.items() if file and file not in template_names()}
+    return replace(model, **{key: str(Path(file).expanduser().absolute()) for key, file in files.items()})  # type: ignore[arg-type]
 
 
 def arguments_of(template: str) -> set[str]:

@@ -60,10 +60,10 @@ class Declared:
         for key, words in self.ranges.items():
             if words not in RANGES:
                 raise ValueError(f"the range of {key} is declared as `{words}`; it must be one of: {', '.join(RANGES)}")
-        if self.kind not in ("policy", "ce", "ref_kl"):
-            raise ValueError(f"kind is declared as `{self.kind}`; it must be policy, ce or ref_kl")
-        if self.std_over not in (None, "group", "batch"):
-            raise ValueError(f"std_over is declared as `{self.std_over}`; it must be group or batch")
+        if self.kind not in ("policy", "ce", "ref_kl") or self.std_over not in (None, "group", "batch"):
+            raise ValueError(
+                f"kind is `{self.kind}`; it must be policy, ce or ref_kl; std_over is `{self.std_over}`; it must be group or batch"
+            )
 
 
 def declared_in(target: Callable[..., Any]) -> Declared:
@@ -73,13 +73,9 @@ def declared_in(target: Callable[..., Any]) -> Declared:
 
 def declares(**facts: Any) -> Callable[[Target], Target]:
     """Declare facts about the function or class below, by the field names of `Declared`."""
-    try:
-        declared = Declared(**facts)
-    except TypeError as error:
-        raise TypeError(f"{error}; the known facts are: {', '.join(Declared.__slots__)}") from None
 
     def mark(target: Target) -> Target:
-        setattr(target, ATTRIBUTE, declared)
+        setattr(target, ATTRIBUTE, Declared(**facts))
         return target
 
     return mark

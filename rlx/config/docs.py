@@ -5,19 +5,18 @@ This file holds the prose of the page. Keys, types, defaults and meanings come f
 
 from __future__ import annotations
 
-import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from rlx.config.environment import RESERVED
-from rlx.config.roots import ROOTS, TRAIN, Root, has_key, key_of
+from rlx.config.roots import ROOTS, has_key, key_of
 from rlx.config.schema import MISSING
 from rlx.config.shipped import shipped_groups
-from rlx.config.tree import range_of, show, split_optional, types_of
+from rlx.config.tree import alternatives, range_of, show, split_optional, types_of
 
 GROUPS = {
     "model": "the policy, with suitable lengths and a suitable learning rate",
@@ -35,6 +34,7 @@ GROUPS = {
 }
 
 FOR_ALL = ("experiment", "sweeps")  # groups without a key of their own
+BELOW = ("A key with the default `???` needs a value; the presets set it.\n", "Below are those that differ from the commands above.\n")
 
 HEAD = """\
 # Configuration
@@ -92,69 +92,36 @@ Keys that rlx does not know (arguments of environments and of vLLM) are saved as
 """
 
 
-Table = tuple[str, list[str]]  # the name of a section, and the rows of its keys
-
-
 def render() -> str:
-    """The whole page: every key of `rlx train`, then for each other command the keys that `rlx train` has not, or not so."""
-    parts = [
-        HEAD,
-        "## Groups\n",
-        *_groups(_groups_of(TRAIN)),
-        "## Keys\n",
-        "A key with the default `???` needs a value; the presets set it.\n",
-    ]
-    tables = _tables(TRAIN)
-    parts += [text for table in tables for text in _shown(*table)]
-    parts += [
-        "## Open nodes\n",
-        "`loss`, `advantage` and `optim` name a function or class by `_target_`; their other keys are its arguments.\n",
-    ]
-    for name, terms in _terms(TRAIN):
-        parts += _shown(f"Keys of every `{name}`", _rows(terms, f"{name}."))
-        parts += [text for table in _sections(f"{name}.", terms) for text in _shown(*table)]
-    parts += [text for root in ROOTS if root is not TRAIN for text in _beside(root, tables)]
+    """The whole page: for each command its groups and keys, but for those that an earlier command has in the same words."""
+    parts, groups, rows = [HEAD], set[str](), set[str]()
+    for root in ROOTS:
+        schema: Any = root.schema
+        own = [group for group in GROUPS if group in FOR_ALL or has_key(schema, key_of(group))]
+        parts.append(f"## `rlx {root.command}`\n\nIt starts from `conf/{root.command}.yaml`. Groups: {_code(own)}.\n")
+        parts.append(f"Keys and sections: {_code(f.name for f in fields(schema))}. " + BELOW[bool(rows)])
+        parts += [_group(group) for group in own if group not in groups]
+        groups.update(own)
+        tables = {"Top level": _rows(schema, ""), **_sections("", schema)}
+        for f in fields(schema):
+            if terms := f.metadata.get("terms"):  # shared by all targets of an open node
+                tables |= {f"Keys of every `{f.name}`": _rows(terms, f"{f.name}."), **_sections(f"{f.name}.", terms)}
+        for title, table in tables.items():
+            if new := [row for row in table if row not in rows]:
+                parts += [f"### {title}\n\n| key | type | default | meaning |\n| --- | --- | --- | --- |", *new, ""]
+                rows.update(new)
     parts += ["## Other environment variables\n", "| variable | meaning |\n| --- | --- |"]
     parts += [f"| `{name}` | {meaning} |" for name, meaning in RESERVED.items()]
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _beside(root: Root, known: list[Table]) -> Iterator[str]:
-    """The section about another command than `rlx train`, whose tables are `known`."""
-    tables, there = _tables(root), {row for _, rows in known for row in rows}
-    same = [title for title, rows in tables if (title, rows) in known]
-    keys = [row.split("`")[1] for title, rows in tables if title not in same for row in rows if row in there]
-    yield f"## `rlx {root.command}`\n"
-    yield f"It starts from `conf/{root.command}.yaml`. Its groups: {', '.join(f'`{group}=`' for group in _groups_of(root))}.\n"
-    yield f"All keys of these sections of `rlx train`: {', '.join(same)}.\n" if same else ""
-    yield f"These keys of `rlx train`: {', '.join(f'`{key}`' for key in keys)}.\n" if keys else ""
-    yield from _groups([group for group in _groups_of(root) if group not in _groups_of(TRAIN)])
-    for title, rows in tables:
-        yield from _shown(title, [row for row in rows if row not in there])
+def _code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
-def _tables(root: Root) -> list[Table]:
-    """All keys of a command, but for those inside open nodes."""
-    return [("the top level", _rows(root.schema, "")), *_sections("", root.schema)]
-
-
-def _terms(root: Root) -> list[tuple[str, type]]:
-    """The open nodes of a command with the keys that every target shares."""
-    schema: Any = root.schema
-    return [(f.name, f.metadata["terms"]) for f in fields(schema) if f.metadata.get("terms")]
-
-
-def _groups(names: Sequence[str]) -> Iterator[str]:
-    for group in names:
-        meaning = GROUPS[group]
-        yield f"### `{group}=`\n\n{meaning[0].upper()}{meaning[1:]}.\n\n| option | |\n| --- | --- |"
-        for file in sorted(shipped_groups()[group].glob("*.yaml")):
-            yield f"| `{file.stem}` | {_comment(file)} |"
-        yield ""
-
-
-def _groups_of(root: Root) -> list[str]:
-    return [group for group in GROUPS if group in FOR_ALL or has_key(root.schema, key_of(group))]
+def _group(group: str) -> str:
+    options = [f"| `{file.stem}` | {_comment(file)} |" for file in sorted(shipped_groups()[group].glob("*.yaml"))]
+    return "\n".join([f"### `{group}=`\n\n{GROUPS[group].capitalize()}.\n\n| option | |\n| --- | --- |", *options, ""])
 
 
 def _comment(file: Path) -> str:
@@ -169,40 +136,35 @@ def _comment(file: Path) -> str:
     return " ".join(lines).replace("|", "\\|")
 
 
-def _sections(prefix: str, cls: Any) -> Iterator[Table]:
+def _sections(prefix: str, cls: Any) -> dict[str, list[str]]:
     """The tables of the sections of a dataclass, each followed by those of its inner sections."""
+    tables: dict[str, list[str]] = {}
     for f in fields(cls):
         kind, _ = split_optional(types_of(cls)[f.name])
         name = f"{prefix}{f.name}"
         if (named := typing.get_args(kind)[1:]) and is_dataclass(named[0]):  # dict[str, Section]
             name, kind = f"{name}.<name>", named[0]
         if is_dataclass(kind):
-            yield f"`{name}`", _rows(typing.cast(type, kind), f"{name}.")
-            yield from _sections(f"{name}.", kind)
+            tables |= {f"`{name}`": _rows(kind, f"{name}."), **_sections(f"{name}.", kind)}
+    return tables
 
 
-def _rows(cls: type, prefix: str) -> list[str]:
+def _rows(cls: Any, prefix: str) -> list[str]:
     """One row for each key of a dataclass that is no section. An optional section has a row too: null unless a preset sets it."""
     rows = []
     for f in fields(cls):
         kind, optional = split_optional(types_of(cls)[f.name])
-        if f.name == "envs" or (is_dataclass(kind) and not optional):
-            continue
-        limits = "" if f.metadata["choices"] else range_of(f.metadata)
-        doc = f.metadata["doc"] + (f" ({limits})" if limits else "")
-        shown = "section or null" if is_dataclass(kind) else _type_name(kind, optional)
-        rows.append(f"| `{prefix}{f.name}` | {shown} | {_default(f)} | {doc.replace('|', chr(92) + '|')} |")
+        if f.name != "envs" and (optional or not is_dataclass(kind)):
+            limits = "" if f.metadata["choices"] else range_of(f.metadata)
+            doc = f.metadata["doc"] + (f" ({limits})" if limits else "")
+            shown = "section or null" if is_dataclass(kind) else _type_name(kind, optional)
+            rows.append(f"| `{prefix}{f.name}` | {shown} | {_default(f)} | {doc.replace('|', chr(92) + '|')} |")
     return rows
 
 
-def _shown(title: str, rows: list[str]) -> list[str]:
-    head = f"### {title.replace('the top', 'Top')}\n\n| key | type | default | meaning |\n| --- | --- | --- | --- |"
-    return [head, *rows, ""] if rows else []
-
-
 def _type_name(kind: Any, optional: bool) -> str:
-    if typing.get_origin(kind) in (types.UnionType, typing.Union):
-        return " or ".join(_type_name(each, False) for each in typing.get_args(kind)) + (" or null" if optional else "")
+    if len(members := alternatives(kind)) > 1:
+        return " or ".join(_type_name(each, False) for each in members) + (" or null" if optional else "")
     item = {str: "strings", int: "integers"}.get(next(iter(typing.get_args(kind)), str), "mappings")
     name = {"list": f"list of {item}", "dict": "keys"}.get(getattr(typing.get_origin(kind), "__name__", ""), "")
     name = name or {int: "integer", float: "number", bool: "true or false", str: "string"}[kind]

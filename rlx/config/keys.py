@@ -19,17 +19,14 @@ def key(
     high: float | None = None,
     secret: bool = False,
     terms: type | None = None,
-    was_list: str = "",
 ) -> Any:
     """A configuration key with its one-line meaning and the conditions on its value.
 
     `choices`: the allowed values; `low` and `high`: the smallest and the largest; `above`: the value must be greater.
     `secret`: the value is never shown or sent, and written only into a file of the run that nobody but its owner can read.
     `terms`: for an open node, the dataclass of the keys that all its targets share.
-    `was_list`: for a section under the name of an older key that was a list, what to write instead of a list.
     """
     metadata = {"doc": doc, "choices": choices, "low": low, "above": above, "high": high, "secret": secret, "terms": terms}
-    metadata["was_list"] = was_list
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)

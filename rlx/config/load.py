@@ -22,13 +22,13 @@ from rlx.config.nested import merge, nested
 from rlx.config.notes import notes_of
 from rlx.config.pythons import python_for, shipped
 from rlx.config.roots import TRAIN, Root, root_named, root_of, where_else
-from rlx.config.rules import Rule, target_name
+from rlx.config.rules import Check, target_name
 from rlx.config.run_config import FILE, text_of
 from rlx.config.schema import CommandConfig, Config, PlayRoot, TrainingRoot
 from rlx.config.secret import FILE as SECRETS
 from rlx.config.secret import hidden
 from rlx.config.signatures import READABLE, module_of
-from rlx.config.targets import all_nodes_of, check_targets, instantiate, read_numbers
+from rlx.config.targets import all_nodes_of, check_targets, instantiate
 from rlx.config.tree import Builder, Origins
 from rlx.config.yaml_files import read
 
@@ -65,7 +65,9 @@ class Composed(Generic[T]):
 
 
 @overload
-def compose(argv: Sequence[str] = ..., environ: Mapping[str, str] | None = ..., *, without: Collection[Rule] = ...) -> Composed[Config]: ...
+def compose(
+    argv: Sequence[str] = ..., environ: Mapping[str, str] | None = ..., *, without: Collection[Check] = ...
+) -> Composed[Config]: ...
 @overload
 def compose(argv: Sequence[str], environ: Mapping[str, str] | None, root: Root[T], kept: Kept | None = ...) -> Composed[T]: ...
 def compose(
@@ -73,7 +75,7 @@ def compose(
     environ: Mapping[str, str] | None = None,
     root: Root = TRAIN,
     kept: Kept | None = None,
-    without: Collection[Rule] = (),
+    without: Collection[Check] = (),
 ) -> Composed:
     """Compose and check the configuration that a command line of the root's command describes.
 
@@ -86,7 +88,7 @@ def compose(
     return checked(compose_tree(list(argv), os.environ if environ is None else environ, root, kept), root, without)
 
 
-def checked(tree: Tree, root: Root = TRAIN, without: Collection[Rule] = ()) -> Composed:
+def checked(tree: Tree, root: Root = TRAIN, without: Collection[Check] = ()) -> Composed:
     """Check a composed tree: types and unknown keys, then the rules between keys, then the targets of open nodes.
 
     The last check imports targets of the user's own. The rules then run again, because they use what these targets declare.
@@ -94,7 +96,6 @@ def checked(tree: Tree, root: Root = TRAIN, without: Collection[Rule] = ()) -> C
     builder = Builder(root.schema, tree.origins, hint=lambda key: where_else(root.schema, key) or suggest(root.schema, key, tree.origins))
     cfg = builder.build(root.schema, tree.data)
     notes = [*tree.notes, *use_own_pythons(cfg)]
-    read_numbers(cfg)
     reported = {key for problem in tree.problems for key in problem.keys}  # the cause of what is missing there
     builder.missing = [(key, doc) for key, doc in builder.missing if not any(f"{key}.".startswith(f"{each}.") for each in reported)]
     problems = tree.problems + builder.problems
@@ -169,7 +170,6 @@ def _load(run_dir: str | os.PathLike[str], kind: type, secrets: bool) -> Any:
         merge(data, nested(key, value))
     builder = Builder(root.schema, hint=partial(suggest, root.schema))
     cfg = builder.build(root.schema, data)
-    read_numbers(cfg)
     if not secrets:
         builder.missing = [(key, doc) for key, doc in builder.missing if key not in builder.origins.secret]
     if builder.problems:

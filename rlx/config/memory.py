@@ -111,11 +111,6 @@ def attention_widths(cfg: CommandConfig) -> tuple[int, int]:
     return model.num_attention_heads * head, model.num_key_value_heads * head
 
 
-def attention_parameters(cfg: CommandConfig) -> int:
-    """Parameters of a layer's projections of queries, keys, values and outputs."""
-    return 2 * cfg.model.hidden_size * sum(attention_widths(cfg))
-
-
 def adapter_parameters(cfg: TrainingRoot) -> float:
     """Parameters of one adapter beside all linear layers of a dense model, an upper bound; 0 without `lora.rank`."""
     model = cfg.model
@@ -123,7 +118,7 @@ def adapter_parameters(cfg: TrainingRoot) -> float:
         return 0.0
     width, (queries, keys) = model.hidden_size, attention_widths(cfg)
     layer = (model.num_parameters - model.vocab_size * width) / model.num_layers
-    inner = max(0.0, layer - attention_parameters(cfg)) / (3 * width)  # of a gated feed-forward layer
+    inner = max(0.0, layer - 2 * width * (queries + keys)) / (3 * width)  # of a gated feed-forward layer
     sides = 2 * (width + queries) + 2 * (width + keys) + 3 * (width + inner)
     return cfg.lora.rank * sides * model.num_layers
 

@@ -9,19 +9,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlx.config.schema import Config
+    from rlx.config.schema import Config, TrainingRoot
 
 Node = dict[str, Any]
 
 
-def losses_of(cfg: Config) -> dict[str, Node]:
+def losses_of(cfg: TrainingRoot) -> dict[str, Node]:
     """Every objective that the configuration names, by its key: `loss`, and `envs.NAME.loss` of environments with their own."""
-    return {"loss": cfg.loss} | {f"envs.{name}.loss": env.loss for name, env in cfg.envs.items() if env.loss}
+    return {"loss": cfg.loss} | _own(cfg, "loss")
 
 
 def advantages_of(cfg: Config) -> dict[str, Node]:
     """Every advantage, alike."""
-    return {"advantage": cfg.advantage} | {f"envs.{name}.advantage": env.advantage for name, env in cfg.envs.items() if env.advantage}
+    return {"advantage": cfg.advantage} | _own(cfg, "advantage")
+
+
+def _own(cfg: TrainingRoot, group: str) -> dict[str, Node]:
+    nodes = {f"envs.{name}.{group}": getattr(env, group, None) for name, env in getattr(cfg, "envs", {}).items()}
+    return {key: node for key, node in nodes.items() if node}
 
 
 def loss_of(cfg: Config, env: str) -> Node:
@@ -54,11 +59,5 @@ def kl_of(loss: Node) -> Node:
 
 
 def _distinct(nodes: list[tuple[Node, str]]) -> list[tuple[Node, tuple[str, ...]]]:
-    found: list[tuple[Node, list[str]]] = []
-    for node, name in nodes:
-        same = next((names for other, names in found if other == node), None)
-        if same is None:
-            found.append((node, [name]))
-        else:
-            same.append(name)
-    return [(node, tuple(names)) for node, names in found]
+    firsts = [node for place, (node, _) in enumerate(nodes) if node not in [earlier for earlier, _ in nodes[:place]]]
+    return [(node, tuple(name for other, name in nodes if other == node)) for node in firsts]

@@ -15,6 +15,7 @@ import importlib.util
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,12 +117,8 @@ def sources_of(env_id: str, program: str | None = None) -> Path | None:
             return Path(listed["source"])
         found = (path for end in ("", ".py") for path in Path(program).parent.parent.glob(f"lib/python*/site-packages/{module}{end}"))
         return next(found, None)
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        return None
-    if spec is None:
-        return None
-    if spec.submodule_search_locations:
-        return Path(next(iter(spec.submodule_search_locations)))
-    return Path(spec.origin) if spec.origin not in (None, "built-in", "frozen") else None
+    with suppress(ImportError, ValueError):
+        if spec := importlib.util.find_spec(module):
+            place = next(iter(spec.submodule_search_locations or ()), spec.origin)
+            return Path(place) if place not in (None, "built-in", "frozen") else None
+    return None

@@ -59,8 +59,8 @@ def why(cfg: TrainingRoot) -> str:
     """Where the length of a row comes from, in words."""
     if cfg.trainer.micro_batch_tokens is not None:
         return "trainer.micro_batch_tokens"
-    row = default_row(cfg)
-    if row == tokens_of_an_update(cfg):
-        return f"all tokens of a {'group of ranks' if cfg.trainer.ranks_of_a_row > 1 else 'rank'} in an optimizer step"
-    share = f"{budget(cfg) >> 30} GiB of activations at {activation_bytes(cfg) / 2**20:,.2f} MiB a token"
-    return f"what {share} allow" if row == tokens_in_budget(cfg) else f"seq_len; {share} would allow fewer"
+    reasons = {
+        tokens_of_an_update(cfg): f"all tokens of a {'group of ranks' if cfg.trainer.ranks_of_a_row > 1 else 'rank'} in an optimizer step",
+        tokens_in_budget(cfg): f"what {budget(cfg) >> 30} GiB of activations at {activation_bytes(cfg) / 2**20:,.2f} MiB a token allow",
+    }
+    return reasons.get(default_row(cfg), "seq_len")

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from rlx.config.memory import size, trainer_memory
 from rlx.config.rows import WHOLE
+from rlx.config.rules import target_name
 from rlx.config.schema import PlayRoot, TrainingRoot
 
 RAN_OUT = ("OutOfMemoryError", "CUDA out of memory", "CUDA error: out of memory")  # of torch's and CUDA's errors
@@ -25,22 +27,18 @@ def ran_out(lines: Iterable[str]) -> bool:
 def savings(cfg: TrainingRoot) -> dict[str, float]:
     """Overrides, and the bytes that each alone takes from the estimated peak of a rank; the largest saving first."""
     trainer, cuda = cfg.trainer, cfg.hardware.device == "cuda"
-    changed = {}
-    if trainer.ac.freq != 1 or trainer.ac.mode != "full":
-        full = " trainer.ac.mode=full" if trainer.ac.mode != "full" else ""
-        changed[f"trainer.ac.freq=1{full}"] = replace(trainer, ac=replace(trainer.ac, freq=1, mode="full"))
-    if cuda and trainer.ac.freq and not trainer.ac_offloading:
-        changed["trainer.ac_offloading=true"] = replace(trainer, ac_offloading=True)
     shorter = max(cfg.seq_len, cfg.micro_batch_tokens // 2 // WHOLE * WHOLE)
-    if shorter < cfg.micro_batch_tokens:
-        changed[f"trainer.micro_batch_tokens={shorter}"] = replace(trainer, micro_batch_tokens=shorter)
-    if not cfg.reshards and (cfg.trainer_ranks > 1 or cfg.mixed):
-        changed["trainer.reshard_after_forward=true"] = replace(trainer, reshard_after_forward=True)
-    if cuda and not trainer.optim_cpu_offload and not trainer.fsdp_cpu_offload:
-        changed["trainer.optim_cpu_offload=true"] = replace(trainer, optim_cpu_offload=True)
-    if cuda and not trainer.fsdp_cpu_offload and not str(cfg.optim.get("_target_", "")).endswith(".Muon"):
-        instead = " trainer.optim_cpu_offload=false" if trainer.optim_cpu_offload else ""
-        changed[f"trainer.fsdp_cpu_offload=true{instead}"] = replace(trainer, fsdp_cpu_offload=True, optim_cpu_offload=False)
+    full, instead = trainer.ac.mode == "full", " trainer.optim_cpu_offload=false" * trainer.optim_cpu_offload
+    muon = target_name(cfg.optim) == "Muon"
+    possible: list[tuple[str, bool, dict[str, Any]]] = [  # the override, whether it would change something, and what
+        ("trainer.ac.freq=1" + " trainer.ac.mode=full" * (not full), True, {"ac": replace(trainer.ac, freq=1, mode="full")}),
+        ("trainer.ac_offloading=true", cuda and trainer.ac.freq > 0, {"ac_offloading": True}),
+        (f"trainer.micro_batch_tokens={shorter}", shorter < cfg.micro_batch_tokens, {"micro_batch_tokens": shorter}),
+        ("trainer.reshard_after_forward=true", cfg.trainer_ranks > 1 or cfg.mixed, {"reshard_after_forward": True}),
+        ("trainer.optim_cpu_offload=true", cuda and not trainer.fsdp_cpu_offload, {"optim_cpu_offload": True}),
+        (f"trainer.fsdp_cpu_offload=true{instead}", cuda and not muon, {"fsdp_cpu_offload": True, "optim_cpu_offload": False}),
+    ]
+    changed = {override: replace(trainer, **changes) for override, applies, changes in possible if applies}
     peak = trainer_memory(cfg).device
     saved = {override: peak - trainer_memory(replace(cfg, trainer=other)).device for override, other in changed.items()}
     return dict(sorted(((key, value) for key, value in saved.items() if value > LEAST * peak), key=lambda pair: -pair[1]))

@@ -149,7 +149,7 @@ class TrainingRoot(CommandConfig):
     @property
     def objectives(self) -> dict[str, dict[str, Any]]:
         """Every objective that the configuration names, by its key."""
-        return {"loss": self.loss}
+        return losses_of(self)
 
     @property
     def longest_answer(self) -> int:
@@ -305,6 +305,10 @@ class Config(EvaluatedRun):
         return self.replay is None and self.measured in (None, "rl") and not self.hosts
 
     @property
+    def transfer(self) -> str | None:
+        return self.weight_broadcast.type if self.plays and self.weight_broadcast.type != "filesystem" else None
+
+    @property
     def has_checkpoints(self) -> bool:
         return not self.hosts  # its runs have theirs
 
@@ -347,10 +351,6 @@ class Config(EvaluatedRun):
         return -(-self.orchestrator.batch_size // self.trainer.num_minibatches)
 
     @property
-    def objectives(self) -> dict[str, dict[str, Any]]:
-        return losses_of(self)
-
-    @property
     def longest_answer(self) -> int:
         return self.sampling.max_tokens
 
@@ -381,22 +381,16 @@ class SftRoot(EvaluatedRun):
     val: ValConfig = section(ValConfig)
 
     @property
-    def needs_envs(self) -> bool:
-        return False
-
-    @property
     def plays(self) -> bool:
         return self.eval.interval is not None and not self.bench
 
     @property
     def num_servers(self) -> int:
-        """Only evaluations need servers."""
         return self.servers_of_layout if self.plays else 0
 
     @property
     def follows_engines(self) -> bool:
-        """Its evaluations have the servers to themselves, one at a time."""
-        return False
+        return False  # its evaluations have the servers to themselves, one at a time
 
     @property
     def samples_per_update(self) -> int:

@@ -107,11 +107,6 @@ class PlayRoot(CommandConfig):
     weight_broadcast: UpdateConfig = section(UpdateConfig)
 
     @property
-    def needs_envs(self) -> bool:
-        """Whether `envs` must not be empty."""
-        return True
-
-    @property
     def plays(self) -> bool:
         """Whether this run plays environments at all."""
         return True
@@ -123,7 +118,6 @@ class PlayRoot(CommandConfig):
 
     @property
     def num_servers(self) -> int:
-        """Inference servers that the command starts itself; 0 if it uses servers that already run."""
         return self.servers_of_layout
 
     @property
@@ -132,17 +126,11 @@ class PlayRoot(CommandConfig):
         return 0 if self.inference.base_url else self.hardware.inference_replicas
 
     @property
-    def transfer(self) -> str | None:
-        return self.weight_broadcast.without_files if self.plays else None
-
-    @property
     def max_restarts(self) -> int:
-        """How often each server may be started again."""
         return self.inference.max_restarts
 
     @property
     def hung_timeout(self) -> float | None:
-        """Seconds without a heartbeat after which a server that has served counts as hung."""
         return self.inference.hung_timeout
 
     @property

@@ -94,7 +94,6 @@ class SlurmConfig:
     container: ContainerConfig | None = key(
         None,
         "the container in which all processes of a job run; null: none",
-        was_list="a list of words is now slurm.prefix; for an image set runtime, image and python in the cluster's file",
     )
     hf_home: str | None = key(
         None, "the nodes' cache of models and data sets, on a shared file system (HF_HOME), also for `rlx fetch`; null: that of the shell"

@@ -208,11 +208,6 @@ class UpdateConfig:
         low=1,
     )
 
-    @property
-    def without_files(self) -> str | None:
-        """How weights reach the servers if not by files."""
-        return None
-
 
 @dataclass
 class WeightBroadcastConfig(UpdateConfig):
@@ -230,10 +225,6 @@ class WeightBroadcastConfig(UpdateConfig):
         "a folder in memory, such as `/dev/shm`: versions that only the servers need are written there, for a `run.dir` on a slow disk. On "
         "one host; they are gone when the run ends (docs/weights.md). null: in `weights/`, like all others",
     )
-
-    @property
-    def without_files(self) -> str | None:
-        return self.type if self.type != "filesystem" else None
 
 
 @dataclass

@@ -179,22 +179,17 @@ class EvalEnvConfig(ScoredEnvConfig):
     args: dict[str, Any] = key({}, "arguments of its `load_environment` that differ from those of `envs` with this name")
     agents: list[str] | None = key(None, f"agents of a v1 taskset that are evaluated, in turn; empty: all that it trains; {AS_IN_ENVS}")  # type: ignore[assignment]
     agents_per_group: str | None = key(None, ONE_SCORED, choices=("one",))  # type: ignore[assignment]
-    num_tasks: int | None = key(None, f"use only the first examples (a number above theirs: all); {AS_IN_ENVS}", low=1)
     weight: float | None = key(None, "has no effect: all environments are evaluated in full", low=0)  # type: ignore[assignment]
-    curriculum: str | None = key(None, "has no effect: an evaluation plays its first examples in their order")
-    rollout_timeout: float | None = key(None, f"seconds for one rollout; {AS_IN_ENVS}", above=0)
     reward_raises: str | None = key(  # type: ignore[assignment]
         None,
         f"what a reward function that raises means: `fail`: the rollout has failed and is played again; `zero`: it scores 0; {AS_IN_ENVS}",
         choices=("fail", "zero"),
     )
-    workers: int | None = key(None, f"processes that play this environment; {AS_IN_ENVS}", low=0)
     sandbox: str | None = key(  # type: ignore[assignment]
         None,
         f"where the agents' programs and commands run; {AS_IN_ENVS}",
         choices=("auto", "bwrap", "podman", "docker", "apptainer", "none"),
     )
-    python: str | None = key(None, f"path of another Python whose packages its workers use; {AS_IN_ENVS}")
 
 
 @dataclass
@@ -214,7 +209,10 @@ class EvalConfig(EvalTerms):
     interval: int | None = key(
         None, "evaluate every policy version that is a multiple of this, and the last one; null: no evaluation", low=1
     )
-    envs: dict[str, EvalEnvConfig] = key({}, "the environments to evaluate on, by name; empty: all of `envs`, on their evaluation data")
+    envs: dict[str, EvalEnvConfig] = key(
+        {},
+        "the environments to evaluate on, by name; null: as in `envs` with this name. Empty: all of `envs`, on their evaluation data",
+    )
     sampling: EvalSampling = section(EvalSampling)
     share: float = key(
         0.25,

@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from rlx.config.keys import key, section
+from rlx.config.keys import key
 from rlx.config.schema_eval import PlayWithModel
-from rlx.config.schema_rollout import ONE_SCORED, EnvConfig, EvalSampling
+from rlx.config.schema_rollout import ScoredEnvConfig
 
 
 @dataclass
@@ -36,13 +36,10 @@ class SelectionConfig:
 
 
 @dataclass
-class SynthesizedEnvConfig(EnvConfig):
+class SynthesizedEnvConfig(ScoredEnvConfig):
     """One environment of `rlx synthesize`."""
 
-    agents_per_group: str = key("one", ONE_SCORED, choices=("one",))
-    num_examples: int | None = key(None, "how many of its first examples to play; null: the command's `num_examples`", low=1)
-    rollouts_per_example: int | None = key(None, "rollouts of each example; null: the command's `rollouts_per_example`", low=1)
-    sampling: EvalSampling = section(EvalSampling)
+    split: str = key("train", "which data set of the environment to use", choices=("train", "eval"))
 
 
 @dataclass

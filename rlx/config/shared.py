@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from operator import attrgetter
 
 from rlx.config.schema import Config
 
@@ -12,18 +12,11 @@ EQUAL = (
 """Keys of the trainer that every run must have alike: one model and adapters of one shape."""
 
 
-def value_of(cfg: Any, key: str) -> Any:
-    """`value_of(cfg, "lora.rank")`."""
-    for part in key.split("."):
-        cfg = getattr(cfg, part)
-    return cfg
-
-
 def differing(host: Config, run: Config) -> list[str]:
     """Why a run cannot be trained by this shared trainer; empty if it can."""
     found = []
     for key in EQUAL:
-        there, here = value_of(host, key), value_of(run, key)
+        there, here = attrgetter(key)(host), attrgetter(key)(run)
         if there != here:
             found.append(f"{key} is {here} in this run and {there} in the shared trainer; it must be the same")
     tokens = host.micro_batch_tokens

@@ -46,7 +46,7 @@ def signature_of(path: str) -> inspect.Signature:
     """Parameters of a target with types and defaults, without `self`. Raises ConfigError when there is no such target."""
     if path.partition(".")[0] in READABLE:
         module, _, name = path.rpartition(".")
-        if (found := _read(module, name)) is not None:
+        if (found := _signature(_find(module, name))) is not None:
             return found
     target = locate(path)
     hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
@@ -94,14 +94,6 @@ def is_installed(module: str) -> bool:
     return module in sys.modules or importlib.util.find_spec(module) is not None
 
 
-def read_signature(module: str, name: str) -> inspect.Signature | None:
-    """The signature of a function from the source of its module, or None if the source does not show it. Imports nothing."""
-    try:
-        return _read(module, name)
-    except ConfigError:  # not readable from the source; calling it will show a mistake
-        return None
-
-
 def _no_such(module: str, name: str, names: list[str]) -> str:
     near = closest(name, names, 1)
     return f"{module} has no function or class {name}." + (f" Did you mean {module}.{near[0]}?" if near else "")
@@ -110,24 +102,14 @@ def _no_such(module: str, name: str, names: list[str]) -> str:
 def _source(module: str) -> Path:
     """The file of a module, found without importing its packages. Raises ConfigError."""
     top, *rest = module.split(".")
-    spec = importlib.util.find_spec(top)
-    if spec is not None and not rest and spec.origin and spec.origin.endswith(".py"):
-        return Path(spec.origin)
-    for location in (spec.submodule_search_locations or []) if spec and rest else []:
-        base = Path(location, *rest)
-        for file in (base.with_suffix(".py"), base / "__init__.py"):
-            if file.is_file():
-                return file
+    package = importlib.util.find_spec(top)
+    assert package is not None
+    assert package.origin is not None, "it is one of READABLE"
+    inside = Path(package.origin).parent.joinpath(*rest)
+    for file in (inside.with_suffix(".py"), inside / "__init__.py"):
+        if file.is_file():
+            return file
     raise ConfigError(f"there is no module {module}.")
-
-
-def _read(module: str, name: str) -> inspect.Signature | None:
-    """The signature of `name` from the source of its module; None if the source does not show it (decorated, inherited, assigned).
-
-    Raises ConfigError when there is no such module or name.
-    """
-    node = _find(module, name)
-    return None if node is None else _signature(node)
 
 
 def _find(module: str, name: str) -> DefinitionNode | None:
@@ -163,59 +145,54 @@ def _imported(node: ast.ImportFrom, module: str, file: Path) -> str:
     return ".".join([*base, *([node.module] if node.module else [])])
 
 
-def _signature(node: DefinitionNode) -> inspect.Signature | None:
-    decorated = not all(map(_is_declaration, node.decorator_list))
+def _signature(node: DefinitionNode | None) -> inspect.Signature | None:
+    """The signature of a definition; None if the source does not show it (decorated, inherited, assigned)."""
+    if node is None or not all(map(_is_declaration, node.decorator_list)):
+        return None
     if isinstance(node, ast.ClassDef):
         constructor = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
-        if constructor is None or decorated:
-            return None
-        whole = _signature(constructor)
+        whole = None if constructor is None else _signature(constructor)
         return whole and whole.replace(parameters=list(whole.parameters.values())[1:])
-    if decorated:
-        return None
     P, a = inspect.Parameter, node.args
     plain = [*a.posonlyargs, *a.args]
     defaults = [None] * (len(plain) - len(a.defaults)) + list(a.defaults)
-    parameters = [
-        _parameter(arg, P.POSITIONAL_ONLY if arg in a.posonlyargs else P.POSITIONAL_OR_KEYWORD, default)
-        for arg, default in zip(plain, defaults, strict=True)
+    listed = [
+        *((arg, P.POSITIONAL_OR_KEYWORD, default) for arg, default in zip(plain, defaults, strict=True)),
+        *([(a.vararg, P.VAR_POSITIONAL, None)] if a.vararg else []),
+        *((arg, P.KEYWORD_ONLY, default) for arg, default in zip(a.kwonlyargs, a.kw_defaults, strict=True)),
+        *([(a.kwarg, P.VAR_KEYWORD, None)] if a.kwarg else []),
     ]
-    parameters += [_parameter(a.vararg, P.VAR_POSITIONAL, None)] if a.vararg else []
-    parameters += [_parameter(arg, P.KEYWORD_ONLY, default) for arg, default in zip(a.kwonlyargs, a.kw_defaults, strict=True)]
-    parameters += [_parameter(a.kwarg, P.VAR_KEYWORD, None)] if a.kwarg else []
-    return inspect.Signature(parameters)
+    return inspect.Signature([P(arg.arg, kind, default=_value(default), annotation=_type(arg.annotation)) for arg, kind, default in listed])
 
 
-def _parameter(arg: ast.arg, kind: Any, default: ast.expr | None) -> inspect.Parameter:
+def _value(default: ast.expr | None) -> Any:
     if default is None:
-        return inspect.Parameter(arg.arg, kind, annotation=_type(arg.annotation))
+        return inspect.Parameter.empty
     try:
-        value = ast.literal_eval(default)
+        return ast.literal_eval(default)
     except ValueError:
-        value = ast.unparse(default)  # only for error messages
-    return inspect.Parameter(arg.arg, kind, default=value, annotation=_type(arg.annotation))
+        return ast.unparse(default)  # only for error messages
 
 
 def _type(node: ast.expr | None) -> Any:
     """The type of an annotation, if a configuration value can have it; otherwise Any."""
-    if isinstance(node, ast.Constant):
-        if node.value is None:
+    match node:
+        case ast.Constant(value=None):
             return type(None)
-        return _type(ast.parse(node.value, mode="eval").body) if isinstance(node.value, str) else Any
-    if isinstance(node, ast.Name):
-        return SIMPLE.get(node.id, Any)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-        return _union([node.left, node.right])
-    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
-        inner = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        if node.value.id == "Union":
-            return _union(inner)
-        if node.value.id == "Optional":
-            return _union([*inner, ast.Constant(None)])
-        if node.value.id in ("list", "List"):
-            return list[_type(inner[0])]  # type: ignore[misc]
-        if node.value.id in ("tuple", "Tuple"):
-            return tuple[tuple(_type(each) for each in inner)]  # type: ignore[misc]
+        case ast.Constant(value=str(text)):
+            return _type(ast.parse(text, mode="eval").body)
+        case ast.Name(id=name):
+            return SIMPLE.get(name, Any)
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return _union([left, right])
+        case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
+            return _union([inner, ast.Constant(None)])
+        case ast.Subscript(value=ast.Name(id="Union"), slice=ast.Tuple(elts=members)):
+            return _union(members)
+        case ast.Subscript(value=ast.Name(id="list" | "List"), slice=inner):
+            return list[_type(inner)]  # type: ignore[misc]
+        case ast.Subscript(value=ast.Name(id="tuple" | "Tuple"), slice=ast.Tuple(elts=members)):
+            return tuple[tuple(map(_type, members))]  # type: ignore[misc]
     return Any
 
 

@@ -6,14 +6,10 @@ and with it torch. Checking a node imports it only if the signature cannot be re
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import math
-import typing
-from collections.abc import Callable, Sequence
-from dataclasses import MISSING as NO_DEFAULT
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from typing import Any
 
 from rlx.config.declared import OPTIM_RANGES
@@ -21,8 +17,8 @@ from rlx.config.errors import ConfigError
 from rlx.config.near import suggest
 from rlx.config.rules import declared
 from rlx.config.schema import LossTerms, OptimTerms, split_terms
-from rlx.config.signatures import locate, module_of, read_signature, signature_of
-from rlx.config.tree import Builder, Origins, Problem, alternatives, closest, convert, show, types_of
+from rlx.config.signatures import locate, signature_of
+from rlx.config.tree import Builder, Origins, Problem, closest, convert
 
 TERMS: dict[str, type | None] = {"loss": LossTerms, "advantage": None, "optim": OptimTerms}
 """The open nodes of the configuration, with the keys that every target of a node shares."""
@@ -57,18 +53,9 @@ def nodes_of(cfg: Any) -> dict[str, type | None]:
 
 def all_nodes_of(cfg: Any) -> dict[str, tuple[dict[str, Any], type | None]]:
     """Every open node by its key, with the shared keys of its targets: those of `nodes_of`, and those of single environments."""
-    nodes: dict[str, tuple[dict[str, Any], type | None]] = {name: (getattr(cfg, name), terms) for name, terms in nodes_of(cfg).items()}
-    for name, env in _envs_of(cfg).items():
-        for group in ("loss", "advantage"):
-            if group in nodes and getattr(env, group, None):
-                nodes[f"envs.{name}.{group}"] = (getattr(env, group), TERMS[group])
-    return nodes
-
-
-def _envs_of(cfg: Any) -> dict[str, Any]:
-    """The environments by name; empty for a command without them, and if `envs` itself is a problem, which has been reported."""
-    envs = getattr(cfg, "envs", None)
-    return envs if isinstance(envs, dict) else {}
+    own = [(f"envs.{name}.{group}", env, group) for name, env in getattr(cfg, "envs", {}).items() for group in ("loss", "advantage")]
+    nodes = {name: (getattr(cfg, name), terms) for name, terms in nodes_of(cfg).items()}
+    return nodes | {key: (node, TERMS[group]) for key, env, group in own if (node := getattr(env, group, None))}
 
 
 def must_be_built(cfg: Any, origins: Origins) -> bool:
@@ -76,158 +63,63 @@ def must_be_built(cfg: Any, origins: Origins) -> bool:
 
     The tests build what ships. Building imports torch, which takes two seconds, and not every start should wait for that.
     """
+    set_by_user = origins.of_key.keys() - origins.shipped
     for name, (node, terms) in all_nodes_of(cfg).items():
-        judged = {f.name for f in fields(terms)} if terms else set()
-        judged |= OPTIM_RANGES.keys() if name == "optim" else declared(node).ranges.keys()
-        inside = f"{name}."
-        own = {key.removeprefix(inside).split(".")[0] for key in origins.of_key if key.startswith(inside) and key not in origins.shipped}
-        own.discard("preset")
-        if own - judged:
+        ranges = OPTIM_RANGES if name == "optim" else declared(node).ranges
+        judged = {"preset", *ranges, *(f.name for f in (fields(terms) if terms else ()))}
+        if {key.split(".")[name.count(".") + 1] for key in set_by_user if key.startswith(f"{name}.")} - judged:
             return True
     return False
 
 
 def check_targets(cfg: Any, origins: Origins) -> list[Problem]:
-    """Compare the keys of every open node and the arguments of every environment with the signature of their target."""
+    """Compare the keys of every open node with the signature of its target."""
     problems: list[Problem] = []
     for name, (whole, terms) in all_nodes_of(cfg).items():
-        node, prefix = dict(whole), f"{name}."
+        node = dict(whole)
+        shared = [f.name for f in fields(terms)] if terms is not None else []
         if terms is not None:
-            builder = Builder(type(cfg), origins, hint=functools.partial(suggest, type(cfg)))
-            shared = {f.name for f in fields(terms)}
-            builder.build(terms, {key: value for key, value in node.items() if key in shared}, prefix)
+            builder = Builder(type(cfg), origins, strict=True, hint=functools.partial(suggest, type(cfg)))
+            builder.build(terms, {key: node.pop(key) for key in shared if key in node}, f"{name}.")
             problems += builder.problems
-            node = {key: value for key, value in node.items() if key not in shared}
         path = node.pop("_target_", None)
-        if path is None:
-            problems.append(Problem(f"{name} names no function: it has no `_target_`. Choose a preset: {name}=NAME.", (name,)))
+        if not isinstance(path, str):
+            problems.append(Problem(f"{name} names no function: it has no `_target_`.\n  fix: a preset, {name}=NAME", (name,)))
             continue
         try:
-            signature = signature_of(path)
+            problems += _check_arguments(f"{name}.", node, path, signature_of(path), shared, origins)
         except ConfigError as error:
             problems.append(Problem(f"{origins.show(f'{name}._target_', path)} cannot be used: {error}", (name,)))
-            continue
-        problems += _check_arguments(prefix, node, path, signature, terms, origins)
-    for name, env in _envs_of(cfg).items():
-        module = module_of(env.id)
-        signature_of_env = read_signature(module, "load_environment") if env.python is None else None
-        if signature_of_env is not None:
-            problems += _check_arguments(
-                f"envs.{name}.args.",
-                dict(env.args),
-                f"{module}.load_environment of {env.id}",
-                signature_of_env,
-                None,
-                origins,
-                by_name=True,
-            )
     return problems
-
-
-def read_numbers(cfg: Any) -> None:
-    """Turn texts of open nodes into numbers, in place, where the target or a shared key takes a number.
-
-    A file that is read by YAML's own rules has text for 1e-5, without a point. Keys of the schema are read the same way (`tree.convert`).
-    """
-    for node, terms in all_nodes_of(cfg).values():
-        if _holds_numbers(node):
-            if terms is not None:
-                _numbers_of_terms(node, terms)
-            with contextlib.suppress(ConfigError):  # `check_targets` reports it
-                _numbers_of_arguments(node, signature_of(str(node.get("_target_", ""))))
-    for env in _envs_of(cfg).values():
-        if env.python is None and _holds_numbers(env.args):
-            _numbers_of_arguments(env.args, read_signature(module_of(env.id), "load_environment") or inspect.Signature())
-
-
-def _holds_numbers(value: Any) -> bool:
-    """Whether there is a text that Python reads as a number."""
-    if isinstance(value, dict | list):
-        return any(map(_holds_numbers, value.values() if isinstance(value, dict) else value))
-    try:
-        return isinstance(value, str) and not math.isnan(float(value))
-    except ValueError:
-        return False
-
-
-def _numbers_of_terms(node: dict[str, Any], terms: type) -> None:
-    for name, kind in types_of(terms).items():
-        if is_dataclass(kind) and isinstance(node.get(name), dict):
-            _numbers_of_terms(node[name], typing.cast(type, kind))
-        elif name in node:
-            node[name] = _as_numbers([kind], node[name])
-
-
-def _numbers_of_arguments(node: dict[str, Any], signature: inspect.Signature) -> None:
-    for name, parameter in signature.parameters.items():
-        if name in node:
-            node[name] = _as_numbers([parameter.annotation], node[name])
-
-
-def _as_numbers(kinds: Sequence[Any], value: Any) -> Any:
-    """`value` with numbers for its texts, where the types take numbers and no text. What is no number stays: the checks report it."""
-    kinds = [one for kind in kinds for one in alternatives(kind)]
-    if isinstance(value, list):
-        return [_as_numbers([item for kind in kinds for item in _items_of(kind, place)], each) for place, each in enumerate(value)]
-    if not isinstance(value, str) or any(kind in (str, Any) or value in typing.get_args(kind) for kind in kinds):
-        return value
-    for kind in kinds:
-        if kind in (int, float):
-            with contextlib.suppress(TypeError):
-                return convert(kind, value)
-    return value
-
-
-def _items_of(kind: Any, place: int) -> tuple[Any, ...]:
-    """The type of a list's value at `place`, if `kind` is a type of lists that says it. Any: it may be anything."""
-    if kind is Any:
-        return (Any,)
-    inner = typing.get_args(kind) if typing.get_origin(kind) in (list, tuple) else ()
-    return inner[:1] if typing.get_origin(kind) is list or Ellipsis in inner else inner[place : place + 1]
 
 
 def _check_arguments(
-    prefix: str, node: dict[str, Any], path: str, signature: inspect.Signature, terms: type | None, origins: Origins, by_name: bool = False
-) -> list[Problem]:
+    prefix: str, node: dict[str, Any], path: str, signature: inspect.Signature, shared: Sequence[str], origins: Origins
+) -> Iterator[Problem]:
+    """`shared`: the keys of all targets of the node."""
     parameters = signature.parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return []
-    # Without `by_name`, the caller passes positional parameters without a default: the tokens of a loss, the parameters of an optimizer.
+        return
+    # The caller of a node's target passes what is positional without a default: the tokens of a loss, the parameters of an optimizer.
     valid = {
         name: p
         for name, p in parameters.items()
-        if p.kind is p.KEYWORD_ONLY or (p.kind is p.POSITIONAL_OR_KEYWORD and (by_name or p.default is not p.empty))
+        if p.kind is p.KEYWORD_ONLY or (p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty)
     }
-    target = path.rpartition(".")[2]
-    problems = []
-    if unknown := sorted(node.keys() - parameters.keys()):
-        names = [*valid, *(f.name for f in fields(terms))] if terms else list(valid)
-        near = [f"`{prefix}{found}`" for name in unknown for found in closest(name, names, 1)]
-        text = f"unknown key{'s' * (len(unknown) > 1)} " + ", ".join(origins.show(prefix + name, node[name]) for name in unknown)
-        text += f". Did you mean {' and '.join(near)}?" if near else "."
-        text += f"\n{target} takes {', '.join(_describe(p) for p in valid.values()) or 'no keys of its own'}."
-        text += f"\nKeys of every {prefix[:-1]}: {', '.join(_describe_term(f) for f in fields(terms))}." if terms else ""
-        problems.append(Problem(text, tuple(prefix + name for name in unknown)))
+    names, target = [*valid, *shared], path.rpartition(".")[2]
+    for name in sorted(node.keys() - parameters.keys()):
+        near = "".join(f" Did you mean `{prefix}{each}`?" for each in closest(name, names, 1))
+        shown = origins.show(prefix + name, node[name])
+        yield Problem(f"unknown key {shown}.{near}\n  fix: {target} takes {', '.join(names) or 'no keys'}", (prefix + name,))
     for name, p in valid.items():
-        if name not in node:
-            if p.default is p.empty:
-                problems.append(Problem(f"`{prefix}{name}` has no value, but {target} needs one. Set {prefix}{name}=…", (prefix + name,)))
-            continue
-        try:
-            convert(p.annotation, node[name])
-        except TypeError as error:
-            problems.append(Problem(f"`{prefix}{name}` must be {error}: {origins.show(prefix + name, node[name])}.", (prefix + name,)))
-    return problems
-
-
-def _describe(parameter: inspect.Parameter) -> str:
-    return parameter.name if parameter.default is parameter.empty else f"{parameter.name}={show(parameter.default)}"
-
-
-def _describe_term(f: Any) -> str:
-    if is_dataclass(f.default_factory):
-        return "".join(f"{f.name}.{inner.name}={show(inner.default)}" for inner in fields(f.default_factory)[:1]) + " …"
-    return f.name if f.default in (NO_DEFAULT, "???") else f"{f.name}={show(f.default)}"
+        key = prefix + name
+        if name in node:
+            try:
+                convert(p.annotation, node[name], strict=True)
+            except TypeError as error:
+                yield Problem(f"`{key}` must be {error}: {origins.show(key, node[name])}.", (key,))
+        elif p.default is p.empty:
+            yield Problem(f"no value: {key}, which {target} needs.\n  fix: {key}=…", (key,))
 
 
 __all__ = ["check_targets", "instantiate", "locate", "split_terms"]

@@ -6,15 +6,17 @@ without hydra.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
+import json
 import math
 import operator
 import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import MISSING as MISSING_FACTORY
+from dataclasses import MISSING as NO_FACTORY
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -26,8 +28,15 @@ SECRET = re.compile(
     r"|(^|[_-])(hf|hub|auth|access|bearer|github|gitlab|wandb|refresh|api)[_-]token)$",
     re.IGNORECASE,
 )
-NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
-IN_WORDS: dict[Any, str] = {**NAMES, list: "a list", tuple: "a list", dict: "a section of keys"}
+IN_WORDS: dict[Any, str] = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    list: "a list",
+    tuple: "a list",
+    dict: "a section of keys",
+}
 
 
 @dataclass(frozen=True)
@@ -78,10 +87,8 @@ class Origins:
 
 def show(value: Any) -> str:
     """A value as written on the command line."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(show(item) for item in value) + "]"
     if isinstance(value, dict):
@@ -111,49 +118,39 @@ def split_optional(kind: Any) -> tuple[Any, bool]:
     return (functools.reduce(operator.or_, rest), True) if 0 < len(rest) < len(members) else (kind, False)
 
 
-def leaves(cls: type, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a dataclass, also in optional sections, but not the sections themselves; `envs.<name>.id` for mappings."""
-    for name, kind in types_of(cls).items():
-        kind, _ = split_optional(kind)
-        key = f"{prefix}{name}"
-        if is_dataclass(kind):
-            yield from leaves(typing.cast(type, kind), key + ".")
-        elif typing.get_origin(kind) is dict and is_dataclass(typing.get_args(kind)[1]):
-            yield from leaves(typing.get_args(kind)[1], f"{key}.<name>.")
-        else:
-            yield key
+def _walk(cls: type, prefix: str = "", mappings: bool = True) -> Iterator[tuple[str, Any, Field]]:
+    """Every dotted key of a dataclass with its type and field, sections before their keys; `envs.<name>.id` for mappings of sections."""
+    for f in fields(cls):
+        kind, key = types_of(cls)[f.name], f"{prefix}{f.name}"
+        plain, _ = split_optional(kind)
+        yield key, kind, f
+        if typing.get_origin(plain) is dict and is_dataclass(typing.get_args(plain)[1]) and mappings:
+            yield from _walk(typing.get_args(plain)[1], f"{key}.<name>.")
+        elif is_dataclass(plain):
+            yield from _walk(typing.cast(type, plain), f"{key}.", mappings)
+
+
+def leaves(cls: type) -> Iterator[str]:
+    """Every dotted key of a dataclass, also in optional sections, but not the sections themselves."""
+    keys = [key for key, _, _ in _walk(cls)]
+    sections = {key.rpartition(".")[0].removesuffix(".<name>") for key in keys}
+    return (key for key in keys if key not in sections)
+
+
+def secret_keys(cls: type) -> tuple[str, ...]:
+    """Every dotted key that the schema marks as secret."""
+    return tuple(key for key, _, f in _walk(cls, mappings=False) if f.metadata.get("secret"))
+
+
+def optional_sections(cls: type) -> Iterator[str]:
+    """The dotted key of every section that may be None."""
+    optional = ((key, *split_optional(kind)) for key, kind, _ in _walk(cls, mappings=False))
+    return (key for key, plain, may_be_none in optional if may_be_none and is_dataclass(plain))
 
 
 def called_a_secret(name: str) -> bool:
     """Whether a key or variable that rlx does not know is called like a secret."""
     return SECRET.search(name) is not None
-
-
-def secret_keys(cls: type) -> tuple[str, ...]:
-    """Every dotted key that the schema marks as secret."""
-    return _secret_keys(cls, "")
-
-
-@functools.cache
-def _secret_keys(cls: type, prefix: str) -> tuple[str, ...]:
-    found: list[str] = []
-    for f in fields(cls):
-        kind, _ = split_optional(types_of(cls)[f.name])
-        if is_dataclass(kind):
-            found += _secret_keys(typing.cast(type, kind), f"{prefix}{f.name}.")
-        elif f.metadata.get("secret"):
-            found.append(f"{prefix}{f.name}")
-    return tuple(found)
-
-
-def optional_sections(cls: type, prefix: str = "") -> Iterator[str]:
-    """The dotted key of every section that may be None."""
-    for name, kind in types_of(cls).items():
-        kind, optional = split_optional(kind)
-        if is_dataclass(kind):
-            if optional:
-                yield f"{prefix}{name}"
-            yield from optional_sections(typing.cast(type, kind), f"{prefix}{name}.")
 
 
 def type_at(cls: Any, key: str) -> Any:
@@ -175,59 +172,43 @@ def closest(name: str, known: list[str], limit: int = 3) -> list[str]:
     return difflib.get_close_matches(name, known, n=limit, cutoff=0.6)
 
 
-def convert(kind: Any, value: Any) -> Any:
-    """`value` as `kind`. Raises TypeError with what was expected. Strings are read as numbers: environment variables are strings."""
-    kind, optional = split_optional(kind)
-    if value is None:
-        if optional or kind is Any or kind is type(None):
-            return None
-        raise TypeError(_in_words(kind) + ", not null")
-    origin = typing.get_origin(kind)
+def convert(kind: Any, value: Any, strict: bool = False) -> Any:
+    """`value` as `kind`. Raises TypeError with what was expected. Unless `strict`, strings are read as numbers: variables are strings."""
+    plain, optional = split_optional(kind)
+    if value is None and (optional or plain in (Any, type(None))):
+        return None
+    origin, inner = typing.get_origin(plain), typing.get_args(plain)
     if origin in (types.UnionType, typing.Union):
-        return _convert_to_any_of([arg for arg in typing.get_args(kind) if arg is not type(None)], value)
-    if origin is list:
-        if not isinstance(value, (list, tuple)):
-            raise TypeError("a list, like [a,b]")
-        (item,) = typing.get_args(kind)
-        return [convert(item, each) for each in value]
-    if origin is dict or kind is dict:
-        if not isinstance(value, dict):
-            raise TypeError("a section of keys")
+        for member in inner:
+            with contextlib.suppress(TypeError):
+                if not _is_foreign(member):
+                    return convert(member, value, strict)
+        if all(map(_is_foreign, inner)):
+            return value
+    elif origin in (list, tuple) and isinstance(value, list | tuple):
+        kinds = inner[:1] * len(value) if origin is list or Ellipsis in inner else inner
+        if len(kinds) == len(value):
+            return [convert(each, item, strict) for each, item in zip(kinds, value, strict=True)]
+    elif dict in (origin, plain) and isinstance(value, dict):
+        return {name: convert(inner[1], each, strict) for name, each in value.items()} if inner else value
+    elif _is_foreign(plain) or (plain in (bool, str) and isinstance(value, plain)) or (origin is typing.Literal and value in inner):
         return value
-    if origin is tuple:
-        if not isinstance(value, (list, tuple)):
-            raise TypeError("a list, like [a,b]")
-        kinds = typing.get_args(kind)
-        if Ellipsis in kinds:
-            return [convert(kinds[0], each) for each in value]
-        if len(kinds) != len(value):
-            raise TypeError(f"a list of {len(kinds)} values")
-        return [convert(each, item) for each, item in zip(kinds, value, strict=True)]
-    if kind not in NAMES:
-        return value
-    or_null = " or null" if optional else ""
-    if kind is bool:
-        word = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}.get(str(value).lower())
-        if word is None:
-            raise TypeError(NAMES[bool] + or_null)
-        return word
-    if kind is str:
-        if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+    elif plain in (int, float, str) and isinstance(value, int | float | str) and not isinstance(value, bool):
+        if plain is str:
             return str(value)
-        raise TypeError(NAMES[str] + or_null)
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise TypeError(NAMES[kind] + or_null)
-    try:
-        number = float(value)
-    except ValueError:
-        raise TypeError(NAMES[kind] + or_null) from None
-    if kind is float:
-        if math.isnan(number):
-            raise TypeError("a number, not nan")
-        return number
-    if not number.is_integer():
-        raise TypeError(NAMES[int] + or_null)
-    return int(value) if isinstance(value, int) or (isinstance(value, str) and value.lstrip("+-").isdigit()) else int(number)
+        with contextlib.suppress(ValueError, OverflowError):
+            number = float(value)
+            if strict and isinstance(value, str):
+                raise TypeError(f"{_in_words(plain)}, and this is text (YAML reads 1.0e-5 as a number, 1e-5 as text)")
+            if number.is_integer() or (plain is float and not math.isnan(number)):
+                return plain(number)
+    raise TypeError(_in_words(plain) + (" or null" if optional else ""))
+
+
+def _is_foreign(kind: Any) -> bool:
+    """Whether it is a type that a file cannot hold, such as a tensor: then a value is taken as it is."""
+    origin = typing.get_origin(kind)
+    return (origin or kind) not in IN_WORDS and origin not in (types.UnionType, typing.Union, typing.Literal)
 
 
 def _in_words(kind: Any) -> str:
@@ -236,22 +217,9 @@ def _in_words(kind: Any) -> str:
         return " or ".join(map(_in_words, members))
     if typing.get_origin(kind) is typing.Literal:
         return " or ".join(map(show, typing.get_args(kind)))
+    size = len(typing.get_args(kind)) if typing.get_origin(kind) is tuple and Ellipsis not in typing.get_args(kind) else 0
     plain = typing.get_origin(kind) or kind
-    return IN_WORDS.get(plain, getattr(plain, "__name__", str(plain)))
-
-
-def _convert_to_any_of(kinds: list[Any], value: Any) -> Any:
-    """`value` as the first type of a union that accepts it. Types that a file cannot hold (a tensor) are skipped."""
-    kinds = [kind for kind in kinds if kind in NAMES or typing.get_origin(kind) is not None]
-    expected = []
-    for kind in kinds:
-        try:
-            return convert(kind, value)
-        except TypeError as error:
-            expected.append(str(error))
-    if expected:
-        raise TypeError(" or ".join(expected))
-    return value
+    return f"a list of {size} values" if size else IN_WORDS.get(plain, getattr(plain, "__name__", str(plain)))
 
 
 def range_of(metadata: typing.Mapping[str, Any]) -> str:
@@ -274,10 +242,9 @@ def in_range(metadata: typing.Mapping[str, Any], value: Any) -> bool:
 
 def _default(f: Field) -> Any:
     """A field's default; an empty dictionary for a section, so that its own missing values are found."""
-    if f.default_factory is MISSING_FACTORY:
-        return f.default
-    value = f.default_factory()
-    return {} if is_dataclass(value) else value
+    if is_dataclass(f.default_factory):
+        return {}
+    return f.default if f.default_factory is NO_FACTORY else f.default_factory()
 
 
 @dataclass
@@ -288,8 +255,8 @@ class Builder:
     origins: Origins = field(default_factory=Origins)
     found: list[Problem] = field(default_factory=list)
     missing: list[tuple[str, str]] = field(default_factory=list)  # keys without a value, with their meaning
+    strict: bool = False  # of `convert`
     hint: Callable[[str], str] = lambda key: ""  # what to say about an unknown key: where it is known, or the keys that are near
-    siblings: dict[str, list[str]] = field(default_factory=dict)  # section of a mapping, such as `envs.math` -> all names in the mapping
 
     def __post_init__(self) -> None:
         self.origins.secret = frozenset(secret_keys(self.root))
@@ -297,43 +264,32 @@ class Builder:
     @property
     def problems(self) -> list[Problem]:
         """All problems. The missing values of one section are one problem."""
-        return self.found + [self._lacks(section) for section in dict.fromkeys(key.rpartition(".")[0] for key, _ in self.missing)]
+        sections: dict[str, list[str]] = {}
+        for key, _ in self.missing:
+            sections.setdefault(key.rpartition(".")[0], []).append(key)
+        return self.found + [self._lacks(keys) for keys in sections.values()]
 
-    def _lacks(self, section: str) -> Problem:
-        missing = [(key, doc) for key, doc in self.missing if key.rpartition(".")[0] == section]
-        keys = tuple(key for key, _ in missing)
-        mapping, _, own = section.rpartition(".")
-        if others := [each for each in self.siblings.get(section, []) if f"{mapping}.{each}.id" not in dict(self.missing)]:
-            near = "".join(f" Did you mean `{mapping}.{each}`?" for each in closest(own, others, 1))
-            text = f"there is no `{section}` ({self.origins.written(section)}); `{mapping}` has {', '.join(others)}.{near}"
-            return Problem(f"{text}\nFor a new one, set {keys[0]}=…", keys)
-        if set(keys) <= self.origins.secret:
-            text = "".join(f"`{key}` is secret, so the file does not hold its value.\nGive it again: {key}=… " for key in keys)
-            return Problem(text + "(${oc.env:NAME} reads a variable), or null if it is no longer needed.", keys)
-        if len(keys) == 1:
-            return Problem(f"`{keys[0]}` has no value: {missing[0][1]}. Set {keys[0]}=…", keys)
-        names = ", ".join(key.rpartition(".")[2] for key in keys)
-        of_section = f" of `{section}`" if section else ""
-        text = f"keys{of_section} without a value: {names}.\nSet them in a file, as the presets in conf/ do, or each as {keys[0]}=…"
-        return Problem(text, keys)
+    def _lacks(self, keys: list[str]) -> Problem:
+        text, fix = f"no value: {', '.join(keys)}", " ".join(f"{key}=…" for key in keys)
+        if self.origins.secret.issuperset(keys):
+            text, fix = f"{text}; it is secret, so no file holds it", f"{fix} (${{oc.env:NAME}} reads a variable), or null"
+        elif len(keys) == 1:
+            text = f"{text} ({dict(self.missing)[keys[0]]})"
+        return Problem(f"{text}.\n  fix: {fix}", tuple(keys))
 
     def build(self, cls: type, data: Any, prefix: str = "") -> Any:
         """An instance of `cls`. A value with a problem becomes `???`, and the rules that read it are skipped."""
         if not isinstance(data, dict):
             section = prefix[:-1]
-            self.found.append(
-                Problem(
-                    f"`{section}` is a section of keys, not a value: {self.origins.show(section, data)}. Set its keys instead.", (section,)
-                )
-            )
+            text = f"`{section}` is a section of keys, not a value: {self.origins.show(section, data)}.\n  fix: set its keys instead"
+            self.found.append(Problem(text, (section,)))
             return cls()
         known = {f.name: f for f in fields(cls)}
         for name in data:
             if name not in known:
                 self._unknown(f"{prefix}{name}")
-        return cls(
-            **{name: self._value(types_of(cls)[name], data.get(name, _default(f)), f"{prefix}{name}", f) for name, f in known.items()}
-        )
+        values = {name: _default(f) for name, f in known.items()} | data
+        return cls(**{name: self._value(types_of(cls)[name], values[name], f"{prefix}{name}", f) for name, f in known.items()})
 
     def _unknown(self, key: str) -> None:
         """Report an unknown key as the user wrote it, even if only its first part was looked up."""
@@ -341,32 +297,24 @@ class Builder:
         origin = self.origins.find(written)
         text = f"unknown key `{written}`" + (f" ({origin})" if origin else "") + f". {self.hint(written)}".rstrip()
         if key == "env" and origin.endswith(".yaml"):
-            text += "\nA file of the group env must begin with the line `# @package envs.NAME`."
+            text += "\n  fix: the line `# @package envs.NAME` at the head of a file of the group env"
         self.found.append(Problem(text, (key, "envs") if key == "env" else (key,)))
 
-    def _value(self, kind: Any, value: Any, key: str, f: Any) -> Any:
+    def _value(self, kind: Any, value: Any, key: str, f: Field) -> Any:
         plain, optional = split_optional(kind)
-        if isinstance(value, str) and (value == MISSING or (value == HIDDEN and f.metadata.get("secret"))):
+        if value == MISSING or (value == HIDDEN and f.metadata.get("secret")):
             self.missing.append((key, f.metadata.get("doc", "a section of keys")))
             return plain() if is_dataclass(plain) else value  # type: ignore[operator]
         if is_dataclass(plain):
-            if optional and (value is None or (value == [] and f.metadata.get("was_list"))):
-                return None
-            if isinstance(value, list) and f.metadata.get("was_list"):
-                self.found.append(Problem(f"`{key}`: {f.metadata['was_list']}: {self.origins.show(key, value)}.", (key,)))
-                return None
-            return self.build(typing.cast(type, plain), value, key + ".")
-        if typing.get_origin(plain) is dict and is_dataclass(typing.get_args(plain)[1]) and isinstance(value, dict):
-            item = typing.cast(type, typing.get_args(plain)[1])
-            self.siblings |= {f"{key}.{name}": list(map(str, value)) for name in value}
-            return {str(name): self.build(item, each, f"{key}.{name}.") for name, each in value.items()}
+            return None if optional and value is None else self.build(typing.cast(type, plain), value, key + ".")
+        if typing.get_origin(plain) is dict and is_dataclass(item := typing.get_args(plain)[1]) and isinstance(value, dict):
+            return {str(name): self.build(item, each, f"{key}.{name}.") for name, each in value.items()}  # type: ignore[arg-type]
         try:
-            value = convert(kind, value)
+            value = convert(kind, value, self.strict)
+            if value is None or in_range(f.metadata, value):
+                return value
+            expected: object = range_of(f.metadata)
         except TypeError as error:
-            expected = range_of(f.metadata) if value is None and f.metadata.get("choices") else error
-            self.found.append(Problem(f"`{key}` must be {expected}: {self.origins.show(key, value)}.", (key,)))
-            return MISSING
-        if value is not None and f.metadata and not in_range(f.metadata, value):
-            self.found.append(Problem(f"`{key}` must be {range_of(f.metadata)}: {self.origins.show(key, value)}.", (key,)))
-            return MISSING
-        return value
+            expected = range_of(f.metadata) if f.metadata.get("choices") else error
+        self.found.append(Problem(f"`{key}` must be {expected}: {self.origins.show(key, value)}.", (key,)))
+        return MISSING

@@ -18,14 +18,9 @@ def flags(options: Mapping[str, Any]) -> list[str]:
     words: list[str] = []
     for name, value in options.items():
         flag = name.replace("_", "-")
-        if value is True:
-            words.append(f"--{flag}")
-        elif value is False:
-            words += [] if name in SWITCHES else [f"--no-{flag}"]
+        if isinstance(value, bool):
+            words += [f"--{flag}"] if value else [f"--no-{flag}"] * (name not in SWITCHES)
         elif value is not None:
-            words += [f"--{flag}", *([_word(each) for each in value] if isinstance(value, list | tuple) else [_word(value)])]
+            values = value if isinstance(value, list | tuple) else [value]
+            words += [f"--{flag}", *(json.dumps(each) if isinstance(each, Mapping) else str(each) for each in values)]
     return words
-
-
-def _word(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, Mapping) else str(value)

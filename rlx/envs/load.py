@@ -139,7 +139,7 @@ def let_play(env: Local, spec: PolicySpec, chat: Chat | None, generator: Any) ->
 
 def demonstrated(config: Config, name: str, rows: Sequence[Mapping[str, Any]]) -> Demonstrated | None:
     """How a demonstration enters the teacher's prompts of an environment. Raises ValueError if the first of its `rows` has none."""
-    from rlx.config.checks.teacher import shown
+    from rlx.config.checks.objective import shown
     from rlx.policy.base import PolicyError
     from rlx.policy.teacher_prompt import Demonstrated
 

@@ -1,7 +1,7 @@
 """A teacher that plays in the policy's place: an OpenAI-compatible endpoint answers, and its text is tokenized as the policy writes it.
 
 The turns have no log-probabilities and belong to no policy version (they carry the current one, so that they are never too old), so only
-cross-entropy may train on them: `rlx.config.checks.teacher` refuses everything else.
+cross-entropy may train on them: `rlx.config.checks.objective` refuses everything else.
 """
 
 from __future__ import annotations

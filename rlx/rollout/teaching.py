@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from rlx.arrays import Float, Int
-from rlx.config.checks.teacher import shown, taught
+from rlx.config.checks.objective import shown, taught
 from rlx.config.objectives import loss_of
 from rlx.config.schema import Config
 from rlx.heartbeat import INTERVAL

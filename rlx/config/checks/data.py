@@ -1,204 +1,341 @@
-"""The rules for training data: environments, batches and their filters, lengths, sampling, shaped rewards."""
+"""The rules for what is trained on: environments, batches and their filters, lengths, rows of data sets."""
 
 from __future__ import annotations
 
+import glob
+import re
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
-from rlx.config.rules import Show, rule
-from rlx.config.schema import Config
+from rlx.config.evaluated import PREFIX, environments, evaluated, section_of
+from rlx.config.pythons import program_of
+from rlx.config.rules import Rule, Show, check_of, declared, problem, table, table_each
+from rlx.config.schema import Config, EnvConfig, EvaluatedRun, PlayRoot, SftRoot, TrainingRoot
 from rlx.config.signatures import OWN_KINDS, is_installed, module_of
+from rlx.config.tree import Problem
 
-# environments
+PLAYED: list[Rule[PlayRoot]] = [
+    Rule(
+        "sampling.max_tokens seq_len",
+        lambda c: c.plays and c.sampling.max_tokens >= c.seq_len,
+        "a completion leaves no room for its prompt, because seq_len counts both",
+        "a smaller sampling.max_tokens or a larger seq_len",
+    ),
+]
+table(PlayRoot, PLAYED)
 
 
-@rule("envs", "launcher")
-def environments(cfg: Config, of: Show) -> Iterator[str]:
-    if not cfg.envs:
-        if not cfg.needs_envs:
-            return
-        yield "there is no environment. Choose one or more: env=reverse_text, env=[sums,reverse_text], or env.id=MODULE for your own."
-    elif sum(env.weight for env in cfg.envs.values()) <= 0:
-        weights = ", ".join(of(f"envs.{name}.weight") for name in cfg.envs)
-        yield f"no environment has a weight above 0: {weights}. Give at least one a weight above 0."
+@dataclass(frozen=True, slots=True)
+class Env:
+    """One environment, at `envs.math` or `eval.envs.math`."""
+
+    cfg: PlayRoot
+    at: str
+    env: EnvConfig
+
+    @property
+    def limit(self) -> int:
+        """Tokens of a prompt and its completion: an evaluation's need not fit into a training sample."""
+        return self.cfg.max_model_len if self.at.startswith("eval.") else self.cfg.seq_len
+
+
+OF_ENVS: list[Rule[Env]] = [
+    Rule(
+        "{s.at}.sampling.max_tokens seq_len inference.max_model_len",
+        lambda s: (s.env.sampling.max_tokens or 0) >= s.limit,
+        "{s.env.sampling.max_tokens} new tokens leave no room for the prompts of {s.at} in {s.limit}",
+        "a smaller max_tokens, or a larger seq_len",
+    ),
+    Rule(
+        "{s.at}.python {s.at}.workers orchestrator.env_workers",
+        lambda s: s.env.python is not None and (s.cfg.orchestrator.env_workers if s.env.workers is None else s.env.workers) == 0,
+        "another Python needs a process of its own, and {s.at} has no workers",
+        "{s.at}.workers=1 or more, or remove `python`",
+    ),
+    Rule(
+        "{s.at}.python",
+        lambda s: s.env.python is not None and s.cfg.launcher.name == "local" and not Path(program_of(s.env.python)).is_file(),
+        "{s.env.python} is no Python that can be run here",
+        "the path of one, such as /…/venv/bin/python; or rlx env install NAME",
+    ),
+]
+
+
+def is_complete(cfg: PlayRoot) -> bool:
+    """Whether every evaluated environment is known; a rule of its own reports one that is not."""
+    return not isinstance(cfg, EvaluatedRun) or all(entry.id is not None or name in cfg.envs for name, entry in cfg.eval.envs.items())
+
+
+def _envs(cfg: PlayRoot) -> list[Env]:
+    """Those that are trained on, and those of an evaluation beside training."""
+    loaded = environments(cfg) if is_complete(cfg) else cfg.envs
+    return [Env(cfg, f"envs.{name}" if name in cfg.envs else section_of(name), env) for name, env in loaded.items()]
+
+
+table_each(PlayRoot, _envs, OF_ENVS)
+
+
+@check_of(PlayRoot)
+def named_environments(cfg: PlayRoot, of: Show) -> Iterator[Problem]:
+    if not cfg.envs and not isinstance(cfg, SftRoot):
+        yield Problem(
+            "there is no environment.\n  fix: env=reverse_text, env=[sums,reverse_text], or env.id=MODULE for your own", ("envs",)
+        )
+    if cfg.envs and sum(env.weight for env in cfg.envs.values()) <= 0:
+        yield problem("no environment has a weight above 0", [f"envs.{name}.weight" for name in cfg.envs], "give one a weight", of)
     for name, env in cfg.envs.items():
         yield from module_problems(f"envs.{name}.id", env.id, cfg.launcher.check_envs and env.python is None, of)
 
 
-def module_problems(key: str, env_id: str, installed: bool, of: Show) -> Iterator[str]:
+def module_problems(key: str, env_id: str, installed: bool, of: Show) -> Iterator[Problem]:
     """Whether a key names an environment. `installed`: it must be installed here."""
     module = module_of(env_id)
     if module not in OWN_KINDS and not module.isidentifier():
-        yield f"{of(key)} is not the name of a Python module. Write the name of an installed environment, or owner/name."
+        yield problem("this is not the name of a Python module", [key], "the name of an installed environment, or owner/name", of)
     elif installed and not is_installed(module):
-        yield (
-            f"the environment {of(key)} is not installed: there is no module {module}.\n"
-            f"Install it with rlx env install FOLDER|PACKAGE, or into this Python ({sys.executable})."
-        )
+        fix = f"rlx env install FOLDER|PACKAGE, or install it into this Python ({sys.executable})"
+        yield problem(f"the environment is not installed: there is no module {module}", [key], fix, of)
 
 
-# batches
+TRAIN: list[Rule[Config]] = [
+    Rule(
+        "sampling.max_tokens seq_len",
+        lambda c: c.measured == "inference" and c.sampling.max_tokens >= c.seq_len,
+        "a completion leaves no room for its random prompt",
+        "a smaller sampling.max_tokens or a larger seq_len",
+    ),
+    Rule(
+        "orchestrator.batch_size orchestrator.rollouts_per_example",
+        lambda c: abs(c.num_groups * c.mean_group_size - c.orchestrator.batch_size) >= 0.5,
+        "a batch must hold whole groups, of {s.mean_group_size:.4g} rollouts on average",
+        "an orchestrator.batch_size that is a multiple of {s.mean_group_size:.4g}",
+    ),
+    Rule(
+        "trainer.num_minibatches orchestrator.batch_size orchestrator.rollouts_per_example",
+        lambda c: c.num_groups < c.trainer.num_minibatches,
+        "a batch of {s.num_groups} groups cannot be split into more minibatches than groups",
+        "trainer.num_minibatches={s.num_groups} or fewer",
+    ),
+    Rule(
+        "orchestrator.difficulty_filter.min_reward orchestrator.difficulty_filter.max_reward",
+        lambda c: _above(c.orchestrator.difficulty_filter.min_reward, c.orchestrator.difficulty_filter.max_reward),
+        "the difficulty filter drops every group",
+        "lower the first or raise the second",
+    ),
+    Rule(
+        "orchestrator.buffer.hard_threshold orchestrator.buffer.easy_threshold",
+        lambda c: _above(c.orchestrator.buffer.hard_threshold, c.orchestrator.buffer.easy_threshold),
+        "an example would be both easy and hard",
+        "lower the first or raise the second",
+    ),
+    Rule(
+        "orchestrator.buffer.easy_fraction orchestrator.buffer.easy_threshold",
+        lambda c: c.orchestrator.buffer.easy_fraction > 0 and c.orchestrator.buffer.easy_threshold is None,
+        "there is no easy pool to draw from",
+        "orchestrator.buffer.easy_threshold=0.9 or so",
+    ),
+    Rule(
+        "orchestrator.buffer.hard_fraction orchestrator.buffer.hard_threshold",
+        lambda c: c.orchestrator.buffer.hard_fraction > 0 and c.orchestrator.buffer.hard_threshold is None,
+        "there is no hard pool to draw from",
+        "orchestrator.buffer.hard_threshold=0.1 or so",
+    ),
+    Rule(
+        "orchestrator.buffer.easy_fraction orchestrator.buffer.hard_fraction",
+        lambda c: c.orchestrator.buffer.easy_fraction + c.orchestrator.buffer.hard_fraction > 1,
+        "the shares of the pools add up to more than 1",
+        "lower one of them",
+    ),
+    Rule(
+        "reward.overlong_cache sampling.max_tokens",
+        lambda c: c.reward.overlong_cache is not None and c.reward.overlong_cache > _shortest(c),
+        "every rollout would get a length penalty",
+        "a reward.overlong_cache below every maximum of new tokens; null: a fifth of it",
+    ),
+]
+table(Config, TRAIN)
 
 
-@rule("orchestrator.batch_size", "orchestrator.rollouts_per_example", "envs")
-def whole_groups(cfg: Config, of: Show) -> Iterator[str]:
-    size, group = cfg.orchestrator.batch_size, cfg.orchestrator.rollouts_per_example
-    own = [name for name, env in cfg.envs.items() if env.weight > 0 and env.rollouts_per_example not in (None, group)]
-    if own:
-        mean, groups = cfg.mean_group_size, cfg.num_groups
-        if abs(groups * mean - size) >= 0.5:
-            keys = ", ".join(of(f"envs.{name}.rollouts_per_example") for name in own)
-            below = int(size / mean)
-            fixes = " or ".join(f"{round(number * mean)}" for number in (below, below + 1) if number)
-            yield (
-                f"a batch must hold whole groups, {mean:.4g} rollouts each on average: {of('orchestrator.batch_size')}, with "
-                f"{of('orchestrator.rollouts_per_example')}, {keys} and the weights of the mix.\nUse orchestrator.batch_size={fixes}."
+def _above(low: float | None, high: float | None) -> bool:
+    return low is not None and high is not None and low > high
+
+
+def _shortest(cfg: Config) -> int:
+    """The smallest maximum of new tokens of an environment."""
+    return min((env.sampling.max_tokens or cfg.sampling.max_tokens for env in cfg.envs.values()), default=cfg.sampling.max_tokens)
+
+
+IN_THE_MIX: list[Rule[tuple[Config, str]]] = [
+    Rule(
+        "orchestrator.min_group orchestrator.rollouts_per_example envs.{s[1]}.rollouts_per_example",
+        lambda s: s[0].orchestrator.min_group > max(s[0].group_size(s[1]), 2),
+        "a group of envs.{s[1]} never has so many rollouts with a score",
+        "a smaller orchestrator.min_group",
+    ),
+    Rule(
+        "envs.{s[1]}.agents_per_group orchestrator.difficulty_filter.min_reward orchestrator.difficulty_filter.max_reward "
+        "orchestrator.difficulty_filter.min_reward_variance orchestrator.buffer.easy_threshold orchestrator.buffer.hard_threshold",
+        lambda s: s[0].envs[s[1]].agents_per_group == "all" and _reads_rewards(s[0]),
+        "a group with the rewards of several agents has no mean reward to filter by",
+        "orchestrator.difficulty_filter.zero_advantage=true, or agents_per_group=one",
+    ),
+]
+table_each(Config, lambda cfg: [(cfg, name) for name in cfg.envs], IN_THE_MIX)
+
+
+def _reads_rewards(cfg: Config) -> bool:
+    """Whether groups or examples are chosen by their mean reward or its variance."""
+    buffer, filters = cfg.orchestrator.buffer, {*cfg.orchestrator.difficulty_filter.rules} - {"zero_advantage"}
+    return bool(filters) or buffer.easy_threshold is not None or buffer.hard_threshold is not None
+
+
+ROWS: list[Rule[TrainingRoot]] = [
+    Rule(
+        "trainer.micro_batch_tokens seq_len",
+        lambda c: c.trainer.micro_batch_tokens is not None and c.trainer.micro_batch_tokens < c.seq_len,
+        "the longest sample does not fit into a packed row",
+        "trainer.micro_batch_tokens={s.seq_len} or more, or null",
+    ),
+]
+table(TrainingRoot, ROWS)
+
+SUPERVISED: list[Rule[SftRoot]] = [
+    Rule(
+        "data.type data.name",
+        lambda c: c.data.type != "fake" and not c.data.all_sets,
+        "there is nothing to train on",
+        "data.name=FILE (JSONL or Parquet), a folder, or a name on the hub; data=fake for random tokens",
+    ),
+    Rule(
+        "data.type data.name",
+        lambda c: c.data.type == "fake" and c.data.all_sets,
+        "random tokens come from no data set",
+        "remove one of the two",
+    ),
+    Rule(
+        "data.name",
+        lambda c: c.data.name is not None and "data" in c.data.sets,
+        "this data set and data.sets.data would have one name",
+        "rename the second: data.sets.NAME",
+    ),
+    Rule(
+        "data.loss_mask.assistant",
+        lambda c: not c.data.loss_mask.roles,
+        "no message would be trained",
+        "data.loss_mask.assistant=true",
+    ),
+    Rule(
+        "bench data.type val.name",
+        lambda c: c.bench and (c.data.type != "fake" or c.val.name is not None),
+        "a benchmark trains on random tokens, and validates nothing",
+        "data=fake val.name=null",
+    ),
+    Rule(
+        "loss._target_",
+        lambda c: declared(c.loss).uses_ratio,
+        "this objective weighs tokens by a ratio against the policy that sampled them, and no policy sampled these rows",
+        "loss=sft",
+    ),
+    Rule(
+        "loss.correction loss.proximal loss.ce_coef",
+        lambda c: c.loss.get("correction", "none") != "none" or c.loss.get("proximal", "inference") != "inference" or c.loss.get("ce_coef"),
+        "no policy sampled these rows, so no token has a ratio, and the objective itself is their cross-entropy",
+        "leave them out",
+    ),
+    Rule(
+        "trainer.num_minibatches trainer.num_iterations",
+        lambda c: c.trainer.num_minibatches * c.trainer.num_iterations > 1,
+        "a batch of rows is one optimizer step",
+        "a smaller data.batch_size, or more max_steps",
+    ),
+    Rule(
+        "trainer.shared trainer.max_concurrent_runs",
+        lambda c: c.trained_elsewhere or c.hosts,
+        "a shared trainer trains the runs of `rlx train`",
+        "leave it out",
+    ),
+]
+table(SftRoot, SUPERVISED)
+
+
+@check_of(SftRoot)
+def data_sets(cfg: SftRoot, of: Show) -> Iterator[Problem]:
+    names = {"data.name": cfg.data.name, "val.name": cfg.val.name} | {
+        f"data.sets.{key}.name": each.name for key, each in cfg.data.sets.items()
+    }
+    for key, name in names.items():
+        if name is not None and is_file_or_folder(name) and not glob.glob(str(Path(name).expanduser()), recursive=True):
+            yield problem("the data set does not exist", [key], f"correct the path; the current directory is {Path.cwd()}", of)
+
+
+def is_file_or_folder(name: str) -> bool:
+    """Whether the name of a data set can only be a path, or a pattern of paths."""
+    files = (".jsonl", ".ndjson", ".parquet")
+    return glob.has_magic(name) or name.startswith(("/", "./", "../", "~")) or Path(name).suffix in files or name.count("/") > 1
+
+
+FACTS = ("examples", "completion_mean")  # metrics of every evaluation, beside its scores
+
+OF_SFT: list[Rule[SftRoot]] = [
+    Rule(
+        "eval.interval",
+        lambda c: c.eval.interval is not None and not c.envs and not c.eval.envs,
+        "there is no environment to evaluate on",
+        "env=reverse_text, or several: env=[sums,reverse_text]",
+    ),
+    Rule(
+        "eval.interval",
+        lambda c: c.eval.interval is None and c.envs,
+        "supervised training plays no environment, and there is no evaluation",
+        "eval.interval=50 or so, or leave out env=",
+    ),
+]
+table(SftRoot, OF_SFT)
+
+
+BEST: list[Rule[EvaluatedRun]] = [
+    Rule(
+        "ckpt.keep_best eval.interval ckpt.interval",
+        lambda c: c.ckpt.keep_best and not (c.eval.interval and c.ckpt.interval and c.eval.interval % c.ckpt.interval == 0),
+        "every evaluated version must have a checkpoint",
+        "an eval.interval that is a multiple of ckpt.interval",
+    ),
+]
+table(EvaluatedRun, BEST)
+
+
+@check_of(EvaluatedRun)
+def evaluated_environments(cfg: EvaluatedRun, of: Show) -> Iterator[Problem]:
+    for name, entry in cfg.eval.envs.items():
+        if entry.id is not None:
+            yield from module_problems(f"eval.envs.{name}.id", entry.id, cfg.launcher.check_envs and entry.python is None, of)
+        elif name not in cfg.envs:
+            yield problem(
+                f"the run has no environment {name} to evaluate (it has {', '.join(cfg.envs) or 'none'})",
+                [f"eval.envs.{name}.id"],
+                f"eval.envs.{name}.id=MODULE, or env@eval.envs.{name}=OPTION, or correct the name",
+                of,
             )
-    elif size % group:
-        below = size // group * group
-        fixes = f"{below} or {below + group}" if below else f"{group}"
-        yield (
-            f"a batch must hold whole groups: {of('orchestrator.batch_size')} is not a multiple of "
-            f"{of('orchestrator.rollouts_per_example')}.\nUse orchestrator.batch_size={fixes}."
-        )
+    for name in cfg.eval.envs or cfg.envs:
+        if cfg.eval.interval is not None and PREFIX + name in cfg.envs:
+            yield Problem(f"the evaluation of {name} and envs.{PREFIX}{name} would have one name.\n  fix: rename one", ("envs",))
 
 
-@rule("orchestrator.min_group", "orchestrator.rollouts_per_example", "envs")
-def survivors(cfg: Config, of: Show) -> Iterator[str]:
-    for name in cfg.envs:
-        own, size = cfg.envs[name].rollouts_per_example is not None, cfg.group_size(name)
-        if cfg.orchestrator.min_group > max(size, 2):  # a group of one needs no second rollout
-            key = f"envs.{name}.rollouts_per_example" if own else "orchestrator.rollouts_per_example"
-            yield f"a group of {of(key)} rollouts never has {of('orchestrator.min_group')} with a score. Lower orchestrator.min_group."
-            return
+@check_of(EvaluatedRun)
+def best_checkpoint(cfg: EvaluatedRun, of: Show) -> Iterator[Problem]:
+    wanted = cfg.ckpt.keep_best
+    if wanted is None or cfg.eval.interval is None or not is_complete(cfg):
+        return
+    known = {f"eval/{name}/{metric}" for name, env in evaluated(cfg).items() for metric in metrics_of(env.rollouts_per_example or 1)}
+    own = re.fullmatch(r"eval/([^/]+)/(reward|metric)/.+", wanted)  # the environment's own names are not known yet
+    if wanted not in known and not (own and own[1] in evaluated(cfg)):
+        scores = ", ".join(sorted(each for each in known if each.rpartition("/")[2].startswith(("avg", "pass")) and each[-1].isdigit()))
+        yield problem("this is no metric of an evaluation of which more is better", ["ckpt.keep_best"], f"one of {scores}", of)
 
 
-@rule("trainer.num_minibatches", "orchestrator.batch_size", "orchestrator.rollouts_per_example", "envs")
-def minibatches(cfg: Config, of: Show) -> Iterator[str]:
-    groups = cfg.num_groups
-    if cfg.orchestrator.batch_size >= cfg.orchestrator.rollouts_per_example and groups < cfg.trainer.num_minibatches:
-        yield (
-            f"a batch of {groups} group{'s' * (groups > 1)} cannot be split into more minibatches than groups: "
-            f"{of('trainer.num_minibatches')}, {of('orchestrator.batch_size')}, {of('orchestrator.rollouts_per_example')}.\n"
-            f"Use trainer.num_minibatches={groups} or fewer."
-        )
-
-
-@rule("orchestrator.difficulty_filter")
-def filter_keeps_something(cfg: Config, of: Show) -> Iterator[str]:
-    low, high = cfg.orchestrator.difficulty_filter.min_reward, cfg.orchestrator.difficulty_filter.max_reward
-    if low is not None and high is not None and low > high:
-        keys = f"{of('orchestrator.difficulty_filter.min_reward')} > {of('orchestrator.difficulty_filter.max_reward')}"
-        yield f"the difficulty filter drops every group: {keys}. Lower the first or raise the second."
-
-
-@rule("orchestrator.difficulty_filter", "orchestrator.buffer", "envs")
-def rewards_of_several_agents(cfg: Config, of: Show) -> Iterator[str]:
-    keys = [f"orchestrator.difficulty_filter.{name}" for name in ("min_reward", "max_reward", "min_reward_variance")]
-    keys += ["orchestrator.buffer.easy_threshold", "orchestrator.buffer.hard_threshold"]
-    filters, buffer = cfg.orchestrator.difficulty_filter, cfg.orchestrator.buffer
-    used = [key for key in keys if getattr(filters if "filter" in key else buffer, key.rpartition(".")[2]) is not None]
-    for name, env in cfg.envs.items():
-        if env.agents_per_group == "all" and used:
-            yield (
-                f"a group of envs.{name} has the rewards of several agents, whose mean says nothing: {of(f'envs.{name}.agents_per_group')} "
-                f"with {' and '.join(map(of, used))}.\nUse orchestrator.difficulty_filter.zero_advantage=true, or train one agent a group."
-            )
-
-
-@rule("orchestrator.buffer")
-def pools(cfg: Config, of: Show) -> Iterator[str]:
-    buffer = cfg.orchestrator.buffer
-    low, high = buffer.hard_threshold, buffer.easy_threshold
-    if low is not None and high is not None and low >= high:
-        keys = f"{of('orchestrator.buffer.hard_threshold')} >= {of('orchestrator.buffer.easy_threshold')}"
-        yield f"an example would be both easy and hard: {keys}. Lower the first or raise the second."
-    for name, threshold, fraction in (("easy", high, buffer.easy_fraction), ("hard", low, buffer.hard_fraction)):
-        if fraction > 0 and threshold is None:
-            yield (
-                f"there is no {name} pool to draw from: {of(f'orchestrator.buffer.{name}_fraction')} without a threshold.\n"
-                f"Set orchestrator.buffer.{name}_threshold to a mean reward, or the fraction to 0."
-            )
-    if buffer.easy_fraction + buffer.hard_fraction > 1:
-        keys = f"{of('orchestrator.buffer.easy_fraction')} + {of('orchestrator.buffer.hard_fraction')}"
-        yield f"the shares of the pools add up to more than 1: {keys}. Lower one of them."
-
-
-# lengths
-
-
-@rule("sampling.max_tokens", "seq_len")
-def room_for_prompt(cfg: Config, of: Show) -> Iterator[str]:
-    if cfg.plays and cfg.sampling.max_tokens >= cfg.seq_len:
-        yield (
-            f"a completion leaves no room for its prompt: {of('sampling.max_tokens')} >= {of('seq_len')}.\n"
-            "seq_len counts prompt and completion. Lower sampling.max_tokens or raise seq_len."
-        )
-
-
-@rule("envs", "seq_len")
-def room_for_prompt_of_env(cfg: Config, of: Show) -> Iterator[str]:
-    for name, env in cfg.envs.items():
-        if env.sampling.max_tokens is not None and env.sampling.max_tokens >= cfg.seq_len:
-            yield (
-                f"a completion leaves no room for its prompt: {of(f'envs.{name}.sampling.max_tokens')} >= {of('seq_len')}.\n"
-                f"seq_len counts prompt and completion. Lower envs.{name}.sampling.max_tokens or raise seq_len."
-            )
-
-
-@rule("sampling.min_tokens", "sampling.max_tokens", "envs")
-def fewest_tokens(cfg: Config, of: Show) -> Iterator[str]:
-    for name, env in cfg.envs.items():
-        fewest, most = env.sampling.min_tokens, env.sampling.max_tokens
-        low, high = ("sampling.min_tokens", cfg.sampling.min_tokens), ("sampling.max_tokens", cfg.sampling.max_tokens)
-        if fewest is not None:
-            low = (f"envs.{name}.sampling.min_tokens", fewest)
-        if most is not None:
-            high = (f"envs.{name}.sampling.max_tokens", most)
-        if low[1] > high[1] and (fewest, most) != (None, None):
-            yield (
-                f"the minimum number of new tokens is above the maximum: {of(low[0])} > {of(high[0])}.\n"
-                "Lower the first or raise the second."
-            )
-    if cfg.sampling.min_tokens > cfg.sampling.max_tokens:
-        yield (
-            f"the minimum number of new tokens is above the maximum: {of('sampling.min_tokens')} > {of('sampling.max_tokens')}.\n"
-            "Lower the first or raise the second."
-        )
-
-
-@rule("trainer.micro_batch_tokens", "seq_len")
-def row_holds_sample(cfg: Config, of: Show) -> Iterator[str]:
-    tokens = cfg.trainer.micro_batch_tokens
-    if tokens is not None and tokens < cfg.seq_len:
-        yield (
-            f"the longest sample does not fit into a packed row: {of('trainer.micro_batch_tokens')} < {of('seq_len')}.\n"
-            f"Use trainer.micro_batch_tokens={cfg.seq_len} or more, or null to let rlx choose."
-        )
-
-
-@rule("reward", "sampling.max_tokens", "envs")
-def overlong_cache(cfg: Config, of: Show) -> Iterator[str]:
-    bounds = {
-        ("sampling.max_tokens" if env.sampling.max_tokens is None else f"envs.{name}.sampling.max_tokens"): (
-            env.sampling.max_tokens or cfg.sampling.max_tokens
-        )
-        for name, env in cfg.envs.items()
-    } or {"sampling.max_tokens": cfg.sampling.max_tokens}
-    key = min(bounds, key=lambda each: bounds[each])
-    if cfg.reward.overlong_cache is not None and cfg.reward.overlong_cache > bounds[key]:
-        yield (
-            f"every rollout would get a length penalty: {of('reward.overlong_cache')} is above the maximum number of new tokens in a turn, "
-            f"{of(key)}. Lower it, or set it to null."
-        )
-
-
-# sampling
-
-
-@rule("sampling.top_k", "envs")
-def top_k(cfg: Config, of: Show) -> Iterator[str]:
-    values = {"sampling.top_k": cfg.sampling.top_k} | {f"envs.{name}.sampling.top_k": env.sampling.top_k for name, env in cfg.envs.items()}
-    for key, value in values.items():
-        if value == 0:
-            yield f"`{key}` must be -1 (all tokens) or at least 1: {of(key)}."
+def metrics_of(n: int) -> set[str]:
+    """The metrics of which more is better that every evaluation with `n` rollouts of each example has, without `eval/<env>/`."""
+    scores = [f"avg@{n}", *(f"pass@{2**i}" for i in range(n.bit_length()))]
+    return {*FACTS, *(score + end for score in scores for end in ("", "_low", "_high"))}

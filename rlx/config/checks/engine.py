@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlx.config.rules import Show, rule
+from rlx.config.rules import Show, check_of, problem
 from rlx.config.schema import PlayRoot
-from rlx.config.tree import closest, show
+from rlx.config.tree import Problem, closest, show
 
 
 def _by_name(table: Mapping[str, str]) -> dict[str, str]:
@@ -193,25 +193,22 @@ HARMLESS = _by_name(  # option -> what it is about
 )
 
 
-@rule("inference.vllm", "hardware.device")
-def options(cfg: PlayRoot, of: Show) -> Iterator[str]:
+@check_of(PlayRoot)
+def options(cfg: PlayRoot, of: Show) -> Iterator[Problem]:
     for name, value in cfg.inference.vllm.items():
-        plain = name.replace("-", "_")
-        if (found := _problem(name, plain, value, cfg.hardware.device)) is not None:
-            yield f"{found[0]}: {of(f'inference.vllm.{name}')}.\n  fix: {found[1]}"
+        if (found := _wrong(name, value, cfg.hardware.device)) is not None:
+            yield problem(found[0], [f"inference.vllm.{name}"], found[1], of)
 
 
-def _problem(name: str, plain: str, value: Any, device: str) -> tuple[str, str] | None:
-    """What is wrong with an option, and the remedy; None if nothing is. `plain`: its name with underscores."""
+def _wrong(name: str, value: Any, device: str) -> tuple[str, str] | None:
+    """What is wrong with an option, and the fix; None if nothing is."""
+    plain = name.replace("-", "_")
     if plain in OWNED:
-        return "rlx has a key of its own for this option of vLLM", f"set {OWNED[plain]} instead"
+        return "rlx has a key of its own for this option of vLLM", OWNED[plain]
     if (why := (ON_CPU.get(plain) if device == "cpu" else None) or REFUSED.get(plain)) is not None:
-        if plain in PARTS and isinstance(value, dict):
-            others = ", ".join(sorted({*value} - {*PARTS[plain]}))
-            return (why, f"leave out {others}; {', '.join(PARTS[plain])} may be set") if others else None
-        same = SAME.get(plain, ())
-        return None if value in same else (why, f"{plain}={show(same[0])}, or leave it out" if same else "leave it out")
+        harmless = value in SAME.get(plain, ()) or (isinstance(value, dict) and {*value} <= {*PARTS.get(plain, ())})
+        may = PARTS.get(plain) or SAME.get(plain, ())
+        return None if harmless else (why, f"leave it out{', or use only ' + ', '.join(map(show, may)) if may else ''}")
     if name in HARMLESS:
         return None
-    near = closest(plain, [*HARMLESS, *OWNED, *REFUSED], 1)
-    return "rlx knows no option of vLLM with this name", f"inference.vllm.{near[0]}, or leave it out" if near else "leave it out"
+    return "rlx knows no option of vLLM with this name", " or ".join([*closest(plain, [*HARMLESS, *OWNED, *REFUSED], 1), "leave it out"])

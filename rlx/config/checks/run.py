@@ -1,29 +1,20 @@
-"""The rules for where and how a run executes: model, servers, hardware, run directory, loggers."""
+"""The rules for what is run and where its files are: model, adapters, run directory, benchmarks, shared trainers, endpoints."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
+from rlx.config.chat_format import arguments_of, families, family_of, fields_of, template_names, template_path, unread
 from rlx.config.elsewhere import in_a_pod
 from rlx.config.gpus import visible_gpus
-from rlx.config.rules import OWN_LOSS, Show, rule
-from rlx.config.schema import Config, TrainingRoot
-from rlx.config.schema_model import CPU_WIDTHS
+from rlx.config.rules import Rule, Show, check_of, problem, table
+from rlx.config.schema import CommandConfig, Config, EvaluatedRun, LoraConfig, PlayRoot, TrainingRoot
+from rlx.config.schema_eval import PlayWithModel
 from rlx.config.signatures import is_installed
-
-# trainer
-
-
-@rule("trainer.ac.freq", "trainer.ac.mode", "trainer.ac_offloading")
-def checkpointed_layers(cfg: TrainingRoot, of: Show) -> Iterator[str]:
-    asked = {"trainer.ac_offloading": cfg.trainer.ac_offloading, "trainer.ac.mode": cfg.trainer.ac.mode != "full"}
-    for name in [key for key, on in asked.items() if on and not cfg.trainer.ac.freq]:
-        yield f"{of(name)} is about checkpointed layers, but {of('trainer.ac.freq')} means none. Set trainer.ac.freq=1, or leave it out."
-
-
-# model
+from rlx.config.tree import Problem
 
 
 def is_path(name: str) -> bool:
@@ -31,260 +22,284 @@ def is_path(name: str) -> bool:
     return name.startswith(("/", ".", "~")) or name.count("/") > 1
 
 
-@rule("model.name", "model.gguf", "model.warm_start")
-def model_folder(cfg: Config, of: Show) -> Iterator[str]:
-    name = cfg.model.name
-    if cfg.model.gguf is not None or not is_path(name):
-        return
-    if cfg.model.warm_start is not None:
-        yield (
-            f"rlx would make the model itself, and these weights would not be used: {of('model.name')} with model.warm_start.\n"
-            "Use model=tiny_trained for the tiny model from a folder, or another model's option."
-        )
-        return
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        yield f"the model's folder does not exist: {of('model.name')}; the current directory is {Path.cwd()}. Correct the path."
-    elif (folder / "adapter_config.json").is_file():
-        yield (
-            f"the folder holds adapters, not a model: {of('model.name')}.\n"
-            "Merge them into their model first (docs/lora.md), or name that model."
-        )
-    elif not (folder / "config.json").is_file():
-        yield f"the model's folder has no config.json: {of('model.name')}. It must be a Hugging Face model folder."
+def _lies(folder: str | None, *file: str) -> bool:
+    return Path(folder or "", *file).expanduser().is_file()
 
 
-@rule("model.name", "model.warm_start")
-def name_of_a_model_that_rlx_makes(cfg: Config, of: Show) -> Iterator[str]:
-    if cfg.model.warm_start is not None and "/" in cfg.model.name:
-        yield (
-            f"{of('model.name')} would only be a label: the chosen model has a warm start, so rlx makes it itself.\n"
-            "Choose a model that is loaded, such as model=qwen3_0_6b, or a file of your own with the sizes of that model."
-        )
+OF_ALL: list[Rule[CommandConfig]] = [
+    Rule(
+        "model.name",
+        lambda c: c.model.warm_start is not None and "/" in c.model.name,
+        "rlx would make the model itself (model.warm_start), and the name would only be a label",
+        "a model that is loaded, such as model=qwen3_0_6b; model=tiny_trained is the tiny model from a folder",
+    ),
+    Rule(
+        "model.name",
+        lambda c: c.model.gguf is None and c.model.warm_start is None and is_path(c.model.name) and not _lies(c.model.name, "config.json"),
+        "this is no folder with a config.json",
+        "the path of a Hugging Face model folder; adapters are first merged into their model (docs/lora.md)",
+    ),
+    Rule(
+        "model.gguf model.name",
+        lambda c: c.model.gguf is not None and (c.model.warm_start is not None or is_path(c.model.name)),
+        "the weights would come from two places",
+        "remove one; a GGUF file needs the option of its model, such as model=smollm2_135m",
+    ),
+    Rule(
+        "model.gguf",
+        lambda c: c.model.gguf is not None and not _lies(c.model.gguf),
+        "the GGUF file does not exist",
+        "correct the path",
+    ),
+    Rule(
+        "seq_len model.context_length",
+        lambda c: c.seq_len > c.model.context_length,
+        "samples are longer than the model's context",
+        "seq_len={s.model.context_length} or less, or another model",
+    ),
+    Rule(
+        "run.name run.dir",
+        lambda c: not str(c.run.name or "").isprintable() or not str(c.run.dir or "").isprintable(),
+        "a character that steers a terminal is no part of a name",
+        "choose another",
+    ),
+    Rule(
+        "resume clean",
+        lambda c: c.resume is not None and c.clean,
+        "a run cannot be both deleted and resumed",
+        "remove one of the two",
+    ),
+    Rule(
+        "resume",
+        lambda c: c.resume and (c.resume == "latest" or c.resume.isdecimal()) and c.run.name is None and c.run.dir is None,
+        "this does not say which run to resume",
+        "run.name=NAME or run.dir=PATH; resume=PATH forks a run",
+    ),
+]
+table(CommandConfig, OF_ALL)
+
+OF_TRAINING: list[Rule[TrainingRoot]] = [
+    Rule(
+        "logger.wandb.mode",
+        lambda c: c.logger.wandb and not c.dry_run and not is_installed("wandb"),
+        "the package wandb is not installed",
+        "pip install 'rlx[wandb]'",
+    ),
+    Rule(
+        "logger.tensorboard.samples",
+        lambda c: c.logger.tensorboard and not c.dry_run and not is_installed("tensorboard"),
+        "the package tensorboard is not installed",
+        "pip install 'rlx[tensorboard]'",
+    ),
+    Rule(
+        "scheduler.type scheduler.decay_steps scheduler.min_lr",
+        lambda c: c.scheduler.type == "constant" and (c.scheduler.decay_steps is not None or c.scheduler.min_lr > 0),
+        "a constant learning rate does not decay",
+        "scheduler.type=cosine or linear, or leave out the others",
+    ),
+    Rule(
+        "ref.name ref.sync_interval",
+        lambda c: c.ref.name is not None and c.ref.sync_interval is not None,
+        "a teacher does not follow the policy",
+        "set one to null; without ref.name the reference is the initial policy",
+    ),
+    Rule(
+        "ref.sync_interval",
+        lambda c: c.ref.sync_interval is not None and not c.uses_reference,
+        "no reference is loaded that could follow the policy",
+        "loss.kl.beta above 0",
+    ),
+    Rule(
+        "lora.rank ref.sync_interval",
+        lambda c: c.lora.on and c.ref.sync_interval is not None,
+        "with adapters the reference is the model without them, which does not follow the policy",
+        "ref.sync_interval=null, or lora.rank=null to train the whole model",
+    ),
+]
+table(TrainingRoot, OF_TRAINING)
 
 
-@rule("model.gguf", "model.name", "model.warm_start")
-def gguf_file(cfg: Any, of: Show) -> Iterator[str]:
-    if cfg.model.gguf is None:
-        return
-    file, name = Path(cfg.model.gguf).expanduser(), cfg.model.name
-    if cfg.model.warm_start is not None:
-        yield (
-            f"rlx would make the model itself, and these weights would not be used: {of('model.gguf')} with model.warm_start.\n"
-            "Choose the model's own option, such as model=smollm2_135m, or a file of your own with the sizes of that model."
-        )
-    elif is_path(name):
-        yield f"the model comes from a folder or from a GGUF file: {of('model.name')}, {of('model.gguf')}. Remove one of the two."
-    elif not file.is_file():
-        yield f"the GGUF file does not exist: {of('model.gguf')}; the current directory is {Path.cwd()}. Correct the path."
-    else:
-        with file.open("rb") as content:
-            if content.read(4) != b"GGUF":
-                yield f"{of('model.gguf')} is no GGUF file: it does not begin with `GGUF`. A Hugging Face folder goes into model.name."
-    if missing := [package for package in ("accelerate", "gguf") if not is_installed(package)]:
-        yield f"{of('model.gguf')} needs packages that are not installed: {', '.join(missing)}. Install them: pip install 'rlx[gguf]'."
+@check_of(CommandConfig)
+def adapters_without_a_rank(cfg: CommandConfig, of: Show) -> Iterator[Problem]:
+    # A model's file may say what adapters would get. Whoever types a key wants adapters, and would train the whole model.
+    typed = [f"lora.{f.name}" for f in fields(LoraConfig) if f.name != "rank" and of.typed(f"lora.{f.name}")]
+    if typed and not cfg.lora.on:
+        yield problem("there are no adapters", [*typed, "lora.rank"], "lora.rank=16 or so, or leave out the others", of)
 
 
-@rule("seq_len", "model.context_length")
-def model_context(cfg: Config, of: Show) -> Iterator[str]:
-    if cfg.seq_len > cfg.model.context_length:
-        yield (
-            f"training samples are longer than the model's context: {of('seq_len')} > {of('model.context_length')}.\n"
-            f"Use seq_len={cfg.model.context_length} or less, or another model."
-        )
+OF_PLAY: list[Rule[PlayRoot]] = [
+    Rule(
+        "lora.rank model.dtype",
+        lambda c: c.lora.on and c.plays and not c.inference.base_url and (c.hardware.device, c.model.dtype) == ("cuda", "float32"),
+        "on a GPU vLLM serves adapters of models in 16 bits only",
+        "model.dtype=bfloat16",
+    ),
+]
+table(PlayRoot, OF_PLAY)
+
+OF_ENDPOINTS: list[Rule[PlayWithModel]] = [
+    Rule(
+        "client.base_url weights_dir inference.base_url",
+        lambda c: c.client.base_url and (c.weights_dir is not None or c.inference.base_url),
+        "the model would be in two places",
+        "leave one",
+    ),
+    Rule(
+        "client.base_url model.name",
+        lambda c: c.client.base_url and c.model.prepared,
+        "no endpoint serves a model that rlx makes itself",
+        "model=endpoint model.name=NAME, with the endpoint's name for the model",
+    ),
+    Rule(
+        "client.api_key_var",
+        lambda c: c.client.base_url and c.client.api_key_var and not c.dry_run and not os.environ.get(c.client.api_key_var),
+        "the key of {s.client.base_url} is missing: this variable is not set",
+        "set it, name another, or client.api_key_var=null for an endpoint that asks for none",
+    ),
+    Rule(
+        "resume",
+        lambda c: c.resume not in (None, "latest"),
+        "this command has no checkpoints, so it can only go on where it was",
+        "resume=latest",
+    ),
+]
+table(PlayWithModel, OF_ENDPOINTS)
+
+BENCHMARKS: list[Rule[Config]] = [
+    Rule(
+        "bench_role bench",
+        lambda c: c.bench_role != "trainer" and not c.bench,
+        "nothing would be measured",
+        "bench=true, or leave out bench_role",
+    ),
+    Rule(
+        "bench replay",
+        lambda c: c.bench and c.replay is not None,
+        "a benchmark does not train on recorded batches",
+        "remove one of the two",
+    ),
+]
+table(Config, BENCHMARKS)
+
+BENCH_OF_A_TRAINER: list[Rule[EvaluatedRun]] = [
+    Rule(
+        "bench eval.interval",
+        lambda c: c.bench and c.eval.interval is not None,
+        "a benchmark evaluates nothing",
+        "remove one of the two",
+    ),
+]
+table(EvaluatedRun, BENCH_OF_A_TRAINER)
+
+SHARED: list[Rule[Config]] = [
+    Rule(
+        "trainer.shared trainer.max_concurrent_runs",
+        lambda c: c.trained_elsewhere and c.hosts,
+        "a run cannot be a shared trainer and be trained by one",
+        "leave one",
+    ),
+    Rule(
+        "trainer.shared trainer.max_concurrent_runs lora.rank",
+        lambda c: (c.trained_elsewhere or c.hosts) and not c.lora.on,
+        "the runs of a shared trainer train adapters",
+        "lora.rank=16 or so",
+    ),
+    Rule(
+        "trainer.shared trainer.max_concurrent_runs replay bench",
+        lambda c: (c.trained_elsewhere or c.hosts) and (c.replay is not None or c.bench),
+        "a replay or a benchmark needs a trainer of its own",
+        "leave one",
+    ),
+    Rule(
+        "trainer.shared trainer.max_concurrent_runs launcher.name",
+        lambda c: (c.trained_elsewhere or c.hosts) and (c.launcher.name != "local" or in_a_pod()),
+        "shared trainers and their runs start on one machine only",
+        "launcher=local, without `rlx pod`",
+    ),
+    Rule(
+        "trainer.shared trainer.max_concurrent_runs ref.name",
+        lambda c: (c.trained_elsewhere or c.hosts) and c.ref.name is not None,
+        "the reference of the runs of a shared trainer is its model without adapters",
+        "ref.name=null",
+    ),
+    Rule(
+        "trainer.cp trainer.tp trainer.ep trainer.compile",
+        lambda c: c.hosts and (max(c.trainer.cp, c.trainer.tp, c.trainer.ep) > 1 or c.trainer.compile),
+        "a shared trainer neither divides nor compiles the layers of several adapters",
+        "leave them at their defaults",
+    ),
+]
+table(Config, SHARED)
 
 
-@rule("model.num_attention_heads", "model.num_key_value_heads")
-def head_groups(cfg: Config, of: Show) -> Iterator[str]:
-    if cfg.model.num_attention_heads % cfg.model.num_key_value_heads:
-        yield f"key and value heads must divide the query heads: {of('model.num_attention_heads')}, {of('model.num_key_value_heads')}."
-
-
-@rule("model.attention", "hardware.device")
-def varlen_attention(cfg: Config, of: Show) -> Iterator[str]:
-    if cfg.model.attention == "varlen" and cfg.hardware.device == "cpu":
-        yield f"FlashAttention needs a GPU: {of('model.attention')} with {of('hardware.device')}. Use model.attention=auto."
-
-
-@rule("model.liger", "hardware.device")
-def liger_layers(cfg: Config, of: Show) -> Iterator[str]:
-    if cfg.model.liger is True and cfg.hardware.device == "cpu":
-        yield f"Liger's layer kernels need a GPU: {of('model.liger')} with {of('hardware.device')}. Use model.liger=auto."
-
-
-@rule("model.logprob_backend", "model.dtype", "hardware.device", "sampling.temperature", "envs", OWN_LOSS)
-def logprob_backend(cfg: Config, of: Show) -> Iterator[str]:
-    name, cpu, remedy = cfg.model.logprob_backend, cfg.hardware.device == "cpu", "Use model.logprob_backend=auto."
-    if name == "triton" and cpu:
-        yield f"Triton needs a GPU: {of('model.logprob_backend')} with {of('hardware.device')}. {remedy}"
-    if name == "liger" and cfg.model.dtype != "float32":
-        yield f"Liger's op rounds its results to {of('model.dtype')}, so it needs float32: {of('model.logprob_backend')}. {remedy}"
-    own = {key: env.sampling.temperature for key, env in cfg.envs.items() if env.sampling.temperature is not None}
-    if name == "liger" and len({own.get(key, cfg.sampling.temperature) for key in cfg.envs}) > 1:
-        keys = ", ".join(of(f"envs.{key}.sampling.temperature") for key in own)
-        yield f"Liger's op supports one temperature: {of('model.logprob_backend')} with {of('sampling.temperature')} and {keys}. {remedy}"
-
-
-# servers
-
-
-@rule("inference.max_model_len", "seq_len")
-def engine_context(cfg: Config, of: Show) -> Iterator[str]:
-    length = cfg.inference.max_model_len
-    if length is not None and length < cfg.seq_len:
-        yield (
-            f"the engine's context is shorter than a training sample: {of('inference.max_model_len')} < {of('seq_len')}.\n"
-            "Raise inference.max_model_len, or set it to null, which means seq_len."
-        )
-
-
-@rule("inference.max_model_len", "model.context_length")
-def model_context_of_engine(cfg: Config, of: Show) -> Iterator[str]:
-    length = cfg.inference.max_model_len
-    if length is not None and length > cfg.model.context_length:
-        yield (
-            f"the engine's context is longer than the model's: {of('inference.max_model_len')} > {of('model.context_length')}.\n"
-            "Lower inference.max_model_len, or set it to null, which means seq_len."
-        )
-
-
-@rule("inference.base_url")
-def server_urls(cfg: Config, of: Show) -> Iterator[str]:
-    for url in cfg.inference.base_url:
-        if not url.startswith(("http://", "https://")):
-            yield f"`inference.base_url` must hold addresses like http://host:port: {of('inference.base_url')}."
-
-
-# hardware
-
-
-@rule("hardware", "inference.base_url", "model.num_attention_heads", "model.num_key_value_heads")
-def parallel_heads(cfg: Config, of: Show) -> Iterator[str]:
-    size, heads, kv = cfg.hardware.tensor_parallel, cfg.model.num_attention_heads, cfg.model.num_key_value_heads
-    if not cfg.num_servers:
-        return
-    if heads % size:
-        yield (
-            f"tensor parallelism must divide the query heads: {of('model.num_attention_heads')} is not a multiple of "
-            f"{of('hardware.tensor_parallel')}.\nUse {_divisors(heads)}."
-        )
-    elif kv % size and size % kv:
-        yield (
-            f"tensor parallelism must divide the key and value heads or be a multiple of them: {of('model.num_key_value_heads')}, "
-            f"{of('hardware.tensor_parallel')}. Choose another hardware.tensor_parallel."
-        )
-
-
-@rule("hardware", "inference.base_url", "model.head_dim", "model.warm_start")
-def heads_on_a_cpu(cfg: Config, of: Show) -> Iterator[str]:
-    # Without `model.head_dim` the server finds out, before it loads the model: many widths do not follow from the other keys.
-    made = cfg.model.warm_start
-    width = made.head_dim if made is not None else cfg.model.head_dim
-    if cfg.hardware.device == "cpu" and cfg.num_servers and width is not None and width not in CPU_WIDTHS:
-        yield (
-            f"vLLM computes no attention with heads {width} wide on a CPU: "
-            f"{of('model.head_dim' if made is None else 'model.warm_start.head_dim')}.\n"
-            f"It computes widths of {', '.join(map(str, CPU_WIDTHS))}. Use one of them, another model, or a GPU."
-        )
-
-
-def _divisors(number: int) -> str:
-    return "hardware.tensor_parallel=" + ", ".join(str(n) for n in range(1, min(number, 4096) + 1) if number % n == 0)
-
-
-@rule("hardware", "inference.base_url")
-def gpus_of_layout(cfg: Config, of: Show) -> Iterator[str]:
-    h = cfg.hardware
-    if h.device != "cuda":
-        return
-    servers = cfg.servers_placed > 0
-    if servers and h.tensor_parallel > h.gpus_per_node:
-        yield f"a server must fit on one host: {of('hardware.tensor_parallel')} > {of('hardware.gpus_per_node')}. Lower the first."
-    elif servers and h.gpus_per_node % h.tensor_parallel:
-        yield (
-            f"tensor parallelism must divide the GPUs of a host: {of('hardware.gpus_per_node')} is not a multiple of "
-            f"{of('hardware.tensor_parallel')}.\nUse {_divisors(h.gpus_per_node)}."
-        )
-    elif cfg.num_gpus > h.nodes * h.gpus_per_node:
-        how = "the larger number counts, because they share GPUs" if h.shared else "the numbers add up"
-        trainer = "at least 1" if h.trainer_processes is None else of("hardware.trainer_processes")
-        yield (
-            f"the layout needs {cfg.num_gpus} GPUs but has {h.nodes * h.gpus_per_node}. Needed for inference: "
-            f"{of('hardware.inference_replicas')} x {of('hardware.tensor_parallel')}; for the trainer: {trainer} ({how}). "
-            f"Available: {of('hardware.nodes')} x {of('hardware.gpus_per_node')}.\nUse fewer servers or trainer processes, or more hosts."
-        )
-
-
-@rule("hardware", "inference.gpu_memory_utilization", "inference.base_url")
-def shared_memory(cfg: Config, of: Show) -> Iterator[str]:
-    both = cfg.num_servers and cfg.own_ranks  # start
-    if both and cfg.hardware.device == "cuda" and cfg.hardware.shared and cfg.inference.gpu_memory_utilization > 0.7:
-        yield (
-            f"the engine leaves too little memory for the trainer on their shared GPU: {of('inference.gpu_memory_utilization')} with "
-            f"{of('hardware.shared')}.\nUse inference.gpu_memory_utilization=0.4 or so, at most 0.7."
-        )
-
-
-@rule("hardware", "launcher", "inference.base_url", "dry_run")
-def gpus_present(cfg: Config, of: Show) -> Iterator[str]:
-    h = cfg.hardware
+@check_of(CommandConfig)
+def gpus_present(cfg: CommandConfig, of: Show) -> Iterator[Problem]:
     if cfg.dry_run or cfg.launcher.name != "local" or in_a_pod():  # a plan may be for another machine
         return
-    if h.nodes > 1:
-        yield (
-            f"launcher=local starts processes on this host only: {of('hardware.nodes')}. Use launcher=slurm,\nstart "
-            "each host by hand (`rlx pod`) or each role (`rlx trainer`; docs/cluster.md), or dry_run=true to plan."
-        )
+    if cfg.hardware.nodes > 1:
+        fix = "launcher=slurm; start each host (`rlx pod`) or each role (`rlx trainer`) by hand (docs/cluster.md); or dry_run=true to plan"
+        yield problem("launcher=local starts processes on this host only", ["hardware.nodes"], fix, of)
         return
-    visible = visible_gpus() if h.device == "cuda" else 0
+    visible = visible_gpus() if cfg.hardware.device == "cuda" else 0
     if cfg.num_gpus > visible:
-        has = "no GPU is" if visible == 0 else f"only {visible} {'is' if visible == 1 else 'are'}"
-        yield (
-            f"{of('hardware.name')} needs {cfg.num_gpus} GPU{'s' * (cfg.num_gpus > 1)}, but {has} visible here.\n"
-            "Use hardware=auto, which fits the GPUs here, hardware=cpu, or dry_run=true to plan for another machine."
+        fix = "hardware=auto, which fits the GPUs here, hardware=cpu, or dry_run=true to plan for another machine"
+        yield problem(
+            f"the layout needs {cfg.num_gpus} GPUs, and {visible} are visible here", ["hardware.name", "hardware.device"], fix, of
         )
 
 
-# the run
+FORMATS: list[Rule[PlayRoot]] = [
+    Rule(
+        "model.renderer",
+        lambda c: c.model.renderer not in ("auto", "default") and c.model.renderer not in families(),
+        "there is no such renderer",
+        "auto, default (the chat template), or a family of the package `renderers`, such as qwen3",
+    ),
+    Rule(
+        "model.chat_template model.renderer",
+        lambda c: c.model.chat_template is not None and c.model.renderer not in ("auto", "default"),
+        "a renderer does not read a chat template",
+        "remove one; model.renderer=default uses the template",
+    ),
+    Rule(
+        "model.tool_call_parser model.reasoning_parser model.renderer",
+        lambda c: (c.model.tool_call_parser, c.model.reasoning_parser) != ("auto", "auto") and family_of(c.model) is not None,
+        "the model's renderer reads answers itself, so no parser is used",
+        "auto for both, or model.renderer=default, which uses the chat template",
+    ),
+    Rule(
+        "model.name model.strips_thinking orchestrator.trajectory_strategy model.renderer",
+        lambda c: (
+            c.plays
+            and c.model.strips_thinking
+            and c.orchestrator.trajectory_strategy == "interleaved"
+            and c.model.chat_template is None
+            and c.chat.thinking != "template"
+            and family_of(c.model) is None  # a renderer keeps all reasoning (rlx.policy.chat)
+        ),
+        "the chat template removes the reasoning of earlier turns, so later prompts do not extend earlier ones",
+        "the renderer of the model's family, such as model.renderer=qwen3; or chat.thinking=template: several samples a rollout",
+    ),
+]
+table(PlayRoot, FORMATS)
 
 
-@rule("run.name", "run.dir")
-def printable_names(cfg: Any, of: Show) -> Iterator[str]:
-    """Scripts are written with them, and they are shown."""
-    for key, value in (("run.name", cfg.run.name), ("run.dir", cfg.run.dir)):
-        if value is not None and not str(value).isprintable():
-            yield f"a line break or another character that steers a terminal is no part of a name: {of(key)}. Choose another."
-
-
-@rule("scheduler", "optim")
-def learning_rates(cfg: TrainingRoot, of: Show) -> Iterator[str]:
-    schedule, peak = cfg.scheduler, cfg.optim.get("lr")
-    if schedule.type == "constant":
-        for name, idle in (("decay_steps", schedule.decay_steps is None), ("min_lr", schedule.min_lr == 0)):
-            if not idle and of.typed(f"scheduler.{name}"):  # a run's own file may have it, and must go on
-                yield (
-                    f"a constant learning rate does not decay, so {of(f'scheduler.{name}')} has no effect with {of('scheduler.type')}.\n"
-                    "Set scheduler.type=cosine or linear, or leave it out."
-                )
-    elif isinstance(peak, int | float) and schedule.min_lr > peak and (of.typed("scheduler.min_lr") or of.typed("optim.lr")):
-        yield (
-            f"the learning rate would rise at the end: {of('scheduler.min_lr')} > {of('optim.lr')}. "
-            "Set scheduler.min_lr to a tenth of optim.lr, or to 0."
-        )
-
-
-@rule("resume", "clean", "run", "dry_run")
-def resuming(cfg: Config, of: Show) -> Iterator[str]:
-    if cfg.resume is None:
-        return
-    if cfg.clean:
-        yield f"a run cannot be both deleted and resumed: {of('resume')}, {of('clean')}.\nRemove one of the two."
-    if (cfg.resume == "latest" or cfg.resume.isdecimal()) and cfg.run.name is None and cfg.run.dir is None:
-        yield f"{of('resume')} does not say which run to resume.\nName it: run.name=NAME or run.dir=PATH; or fork a run: resume=PATH."
-
-
-@rule("logger", "dry_run")
-def loggers(cfg: Config, of: Show) -> Iterator[str]:
-    for name in ("wandb", "tensorboard"):
-        if getattr(cfg.logger, name) is not None and not cfg.dry_run and not is_installed(name):
-            yield f"logger={name} needs the package {name}, which is not installed. Install it: pip install 'rlx[{name}]'."
+@check_of(PlayRoot)
+def template_is_read(cfg: PlayRoot, of: Show) -> Iterator[Problem]:
+    model, keys = cfg.model, ["model.chat_template", "model.chat_template_kwargs"]
+    given, missing, known = model.chat_template_kwargs, [], []
+    if model.chat_template is not None:
+        try:
+            template = template_path(model.chat_template).read_text()
+            missing, known = unread(given, template), sorted(arguments_of(template))
+        except (OSError, ValueError) as error:
+            fix = f"the path of a Jinja file, or a template of rlx by its name: {', '.join(template_names())}"
+            yield problem(f"the chat template cannot be read ({error})", keys[:1], fix, of)
+    elif given and model.warm_start is not None:
+        missing = list(given)
+    elif given and (family := family_of(model)) in families():
+        known = sorted(fields_of(str(family)))
+        missing = sorted({*given} - {*known})
+    if missing:
+        why = f"the chat format does not read {', '.join(missing)}, so they would have no effect"
+        yield problem(why, keys[1:], f"leave them out; it reads {', '.join(known) or 'none'}", of)
