@@ -105,7 +105,7 @@ def trainer(folder: Path, options: argparse.Namespace) -> None:
         times = [clocks()]
         padded_step(bare, optimizer, samples)
         times.append(clocks())
-        ours.train_minibatch(pack(batch, rank=0, ranks=1, tokens=options.row).mini_batches[0], step=0)
+        ours.train_batch(pack(batch, rank=0, ranks=1, tokens=options.row))
         times.append(clocks())
         if step:  # the first one makes the optimizers' states
             for values, began, ended in zip(seconds.values(), times, times[1:], strict=False):

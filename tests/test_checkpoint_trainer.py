@@ -21,7 +21,7 @@ import xxhash
 from checkpoint_worker import UPDATES, Job, full, make_trainer, run
 from forked import run_ranks
 from torch.distributed.checkpoint import FileSystemReader, filesystem
-from trainer_examples import make_model, make_samples, step_batch
+from trainer_examples import make_model, make_samples, step_batch, train_minibatch
 from transformers.models.ernie4_5_moe import Ernie4_5_MoeConfig
 from transformers.models.llama import LlamaConfig
 from transformers.models.qwen3_moe import Qwen3MoeConfig
@@ -133,7 +133,7 @@ def test_saving_before_the_first_optimizer_step_changes_nothing(model: str, tmp_
     saver.close()
     for step in range(HALF):
         batch = pack(step_batch(step, [make_samples(seed=step)]), rank=0, ranks=1, tokens=60)
-        trainer.train_minibatch(batch.mini_batches[0], step=step)
+        train_minibatch(trainer, batch.mini_batches[0], step=step)
     same_weights({name: full(tensor) for name, tensor in trainer.model.named_weights()}, never)
 
 

@@ -13,7 +13,7 @@ import xxhash
 from forked import run_ranks
 from torch import Tensor
 from torch.distributed.tensor import Shard, distribute_tensor
-from trainer_examples import make_model, make_samples, step_batch
+from trainer_examples import make_model, make_samples, step_batch, train_minibatch
 from transformers import AutoModelForCausalLM
 from transformers.models.inkling import InklingTextConfig
 
@@ -82,7 +82,7 @@ def step(folder: Path, mesh: Mesh, **keys: Any) -> tuple[PolicyTrainer, dict[str
         return own(*args)
 
     optimizer.step = stepped  # type: ignore[method-assign]
-    metrics = trainer.train_minibatch(mini_batch, step=0)
+    metrics = train_minibatch(trainer, mini_batch, step=0)
     optimizer.step = own  # type: ignore[method-assign]
     found = {"computed": computed, "initial": initial, "dtypes": dtypes, "logp": logp, "gradients": gradients, "metrics": metrics}
     return trainer, found | {"after": {name: whole(p) for name, p in model.hf.named_parameters()}}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 
 import numpy as np
@@ -185,27 +184,6 @@ def test_a_lone_sample_does_not_take_their_prompt_from_its_neighbours():
     head, prompt = [1, 2, 3], [1, 2, 3, *range(20, 30)]
     group = [[*prompt, 40 + n, 50 + n] for n in range(3)]
     assert computed([[*head, 7, 8], *group]) == (5 + 13 + 3 * 2, False)
-
-
-def test_the_last_layer_computes_its_feed_forward_part_only_where_it_is_read():
-    model = PolicyModel(make_model(LlamaConfig))
-    lengths: list[int] = []
-    for layer in model.layers:
-        layer.mlp.gate_proj.register_forward_hook(lambda _, inputs, out: lengths.append(inputs[0].shape[1]))
-    row = one_row(make_samples(longest=20))
-    layout = build_layout(row.token_ids, row.cu_seqlens, row.loss_mask, "shared", "cpu")
-    model.hf.base_model(input_ids=layout.token_ids, position_ids=layout.position_ids, use_cache=False, layout=layout)
-    read = len(np.unique(layout.where[row.loss_mask]))
-    assert lengths == [layout.num_tokens] * (len(model.layers) - 1) + [read]
-    assert read < layout.num_tokens
-    lengths.clear()
-    own_log_probabilities(model.hf, make_samples()[:1])
-    assert len(set(lengths)) == 1, "the model's own forward computes all tokens in all layers"
-    other = copy.deepcopy(model.hf)
-    with torch.no_grad():
-        other.get_parameter("model.layers.1.mlp.down_proj.weight").zero_()
-    same, changed = (own_log_probabilities(hf, make_samples()[:1])[0] for hf in (model.hf, other))
-    assert not torch.equal(same, changed), "a copy of the model computes with its own weights"
 
 
 @pytest.mark.parametrize("seed", range(4))

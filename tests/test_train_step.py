@@ -14,7 +14,7 @@ import pytest
 import torch
 from test_train_models import own_log_probabilities
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainer_examples import gradients, make_model, make_sample, make_samples, make_trainer, step_batch
+from trainer_examples import gradients, make_model, make_sample, make_samples, make_trainer, step_batch, train_minibatch
 
 from rlx.config.schema import AcConfig, SchedulerConfig
 from rlx.data.packing import pack
@@ -67,7 +67,7 @@ def test_gradients_and_metrics_do_not_depend_on_packing(name):
         (mini_batch,) = pack(step_batch(0, [samples[::order]]), rank=0, ranks=1, tokens=tokens).mini_batches
         trainer.accumulate_gradients(mini_batch)
         found = gradients(trainer)
-        results.append((found, trainer.train_minibatch(mini_batch, step=2), len(mini_batch.micro_batches)))
+        results.append((found, train_minibatch(trainer, mini_batch, step=2), len(mini_batch.micro_batches)))
     assert [rows for _, _, rows in results[:2]] == [1, 2]
     assert results[2][2] >= 4
     scale = max(float(g.abs().max()) for g in results[0][0].values())
@@ -96,7 +96,7 @@ def test_the_gradient_is_that_of_a_plain_hugging_face_forward():
 def test_a_rank_without_work_contributes_zero_gradients():
     trainer = make_trainer(make_model())
     (mini_batch,) = pack(step_batch(0, [[]]), rank=0, ranks=1, tokens=10).mini_batches
-    metrics = trainer.train_minibatch(mini_batch, step=0)
+    metrics = train_minibatch(trainer, mini_batch, step=0)
     trainer.accumulate_gradients(mini_batch)
     assert all(not p.grad.any() for p in trainer.parameters if p.grad is not None)
     assert all(np.isfinite(value) for value in metrics.values())
@@ -162,7 +162,7 @@ def test_on_policy_mismatch_is_nothing_but_rounding():
         reported[sample.loss_mask] = logp[at : at + n]
         at += n
         exact.append(type(sample)(**{f: getattr(sample, f) for f in sample.__slots__} | {"inference_logprobs": reported}))
-    metrics = make_trainer(hf).train_minibatch(pack(step_batch(0, [exact]), rank=0, ranks=1, tokens=100).mini_batches[0], step=3)
+    metrics = train_minibatch(make_trainer(hf), pack(step_batch(0, [exact]), rank=0, ranks=1, tokens=100).mini_batches[0], step=3)
     assert metrics["mismatch/kl"] < 1e-9
     assert metrics["mismatch/abs_logp_diff_max"] < 1e-4
     assert metrics["policy/ratio_mean"] == pytest.approx(1, abs=1e-5)
@@ -174,8 +174,8 @@ def test_on_policy_mismatch_is_nothing_but_rounding():
 def test_lag_is_the_age_of_the_trained_tokens():
     samples = make_samples()
     versions = np.concatenate([s.versions[s.loss_mask] for s in samples])
-    metrics = make_trainer(make_model()).train_minibatch(
-        pack(step_batch(0, [samples]), rank=0, ranks=1, tokens=100).mini_batches[0], step=4
+    metrics = train_minibatch(
+        make_trainer(make_model()), pack(step_batch(0, [samples]), rank=0, ranks=1, tokens=100).mini_batches[0], step=4
     )
     assert metrics["off_policy/lag_mean"] == pytest.approx(4 - versions.mean())
     assert metrics["off_policy/lag_max"] == 4 - versions.min()
@@ -188,7 +188,7 @@ def test_lag_also_counts_tokens_of_weight_0():
     ]
     versions = np.concatenate([s.versions[s.loss_mask] for s in samples])
     (mini_batch,) = pack(step_batch(0, [samples]), rank=0, ranks=1, tokens=100).mini_batches
-    assert make_trainer(make_model()).train_minibatch(mini_batch, step=4)["off_policy/lag_mean"] == pytest.approx(4 - versions.mean())
+    assert train_minibatch(make_trainer(make_model()), mini_batch, step=4)["off_policy/lag_mean"] == pytest.approx(4 - versions.mean())
 
 
 def test_samples_of_another_trainers_policy_are_not_taken_for_this_ones():
@@ -217,7 +217,7 @@ def test_training_raises_the_probability_of_what_was_good():
     trainer = make_trainer(make_model(), reinforce)
     (mini_batch,) = pack(step_batch(0, [samples]), rank=0, ranks=1, tokens=100).mini_batches
     before, _ = trainer.score(mini_batch.micro_batches[0])
-    trainer.train_minibatch(mini_batch)
+    train_minibatch(trainer, mini_batch)
     after, _ = trainer.score(mini_batch.micro_batches[0])
     assert ((after - before)[:3].sum() > 0) & ((after - before)[3:].sum() < 0)
 
@@ -226,7 +226,7 @@ def test_the_optimizers_time_ends_when_the_device_has_done_its_work(monkeypatch:
     trainer = make_trainer(make_model())
     monkeypatch.setattr(type(trainer.mesh), "synchronize", lambda _: time.sleep(0.3))
     (mini_batch,) = pack(step_batch(0, [make_samples()]), rank=0, ranks=1, tokens=1000).mini_batches
-    assert trainer.train_minibatch(mini_batch)["time/optimizer"] >= 0.3
+    assert train_minibatch(trainer, mini_batch)["time/optimizer"] >= 0.3
 
 
 def test_gradients_are_clipped_to_the_norm_and_reported_before():
@@ -235,7 +235,7 @@ def test_gradients_are_clipped_to_the_norm_and_reported_before():
     for max_norm in (None, 1e-3):
         hf = make_model()
         before = [p.detach().clone() for p in hf.parameters()]
-        metrics = make_trainer(hf, max_norm=max_norm).train_minibatch(mini_batch)
+        metrics = train_minibatch(make_trainer(hf, max_norm=max_norm), mini_batch)
         change = torch.stack([(a - b).norm() for a, b in zip(before, hf.parameters(), strict=True)]).norm().item() / 0.1
         moved.append((change, metrics["optim/grad_norm"]))
     assert moved[0][0] == pytest.approx(moved[0][1], rel=1e-3)
@@ -283,7 +283,7 @@ def test_a_loss_that_is_not_finite_stops_before_anything_changes(value):
     hf = make_model()
     before = copy.deepcopy(hf.state_dict())
     with pytest.raises(NotFiniteError, match="optimizer step 0: the loss is"):
-        make_trainer(hf, reinforce).train_minibatch(pack(step_batch(0, [samples]), rank=0, ranks=1, tokens=1000).mini_batches[0])
+        train_minibatch(make_trainer(hf, reinforce), pack(step_batch(0, [samples]), rank=0, ranks=1, tokens=1000).mini_batches[0])
     assert all(torch.equal(before[name], tensor) for name, tensor in hf.state_dict().items())
 
 
@@ -293,7 +293,7 @@ def test_a_gradient_that_is_not_finite_stops():
         sample.advantages[sample.loss_mask] *= 1e36
     (mini_batch,) = pack(step_batch(0, [samples]), rank=0, ranks=1, tokens=1000).mini_batches
     with pytest.raises(NotFiniteError, match="the gradient norm is inf"):
-        make_trainer(make_model(), reinforce, "seq_sum").train_minibatch(mini_batch)
+        train_minibatch(make_trainer(make_model(), reinforce, "seq_sum"), mini_batch)
 
 
 def test_schedules():

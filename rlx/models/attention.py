@@ -24,7 +24,6 @@ from rlx.models.layout import Layout
 from rlx.parallel.row import Row
 
 NAME = "rlx"
-SHORT = 384  # keys up to which a CPU attends faster in float32 than in 16 bits: backward takes a quarter of the time at 50, all at 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,16 +143,12 @@ def _bucket(
     if softcap is not None or sinks is not None:
         out = attend_bounded(q, k, v, bucket.visible(window), scaling, softcap, sinks)
     else:
-        dtype = q.dtype
-        if q.is_cpu and dtype in (torch.float16, torch.bfloat16) and k.shape[-2] <= SHORT:
-            q, k, v = q.float(), k.float(), v.float()
-        summed = q.is_cpu and not torch.compiler.is_compiling()  # what is kept from layer to layer would break a compiled layer's graph
-        mask = bucket.summand(window, q.dtype) if summed else bucket.visible(window)
+        mask = bucket.visible(window)
         if grouped and q.is_cuda and (mask is not None or q.dtype == torch.float32 or q.shape[-1] > 256):
             # The one fast kernel for these knows no groups.
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
             grouped = False
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped).to(dtype)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped)
     return out.transpose(1, 2).reshape(bucket.queries.numel(), -1)
 
 
