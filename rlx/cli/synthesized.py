@@ -40,7 +40,7 @@ class SynthesisDisplay(PlayDisplay):
             return f"{chosen} model.name={short(Path(self.cfg.weights_dir) / f'step_{self.cfg.step}')}"
         if self.cfg.model.warm_start is not None and self.paths.initial_model.is_file():
             return f"{chosen} model.name={shlex.quote(self.paths.initial_model.read_text().strip())}"
-        return " ".join([chosen, *(shlex.quote(argument) for argument in self.argv if argument.startswith(("model.name=", "model.gguf=")))])
+        return " ".join([chosen, *(shlex.quote(argument) for argument in self.argv if argument.startswith("model.name="))])
 
     def results(self) -> list[str]:
         lines = []

@@ -38,8 +38,6 @@ def with_absolute_files(model: ModelConfig) -> ModelConfig:
     files: dict[str, Any] = {}
     if model.chat_template and model.chat_template not in template_names():
         files["chat_template"] = str(Path(model.chat_template).expanduser().absolute())
-    if model.gguf:
-        files["gguf"] = str(Path(model.gguf).expanduser().absolute())
     return replace(model, **files)
 
 

@@ -35,7 +35,7 @@ MAY_BE_ABSENT = ("experiment", "logger", "slurm", "sweeps")  # groups that may b
 OPTIONS = "Known options: --config-dir DIR, --config-name NAME, --config-path DIR; everything else is key=value."
 COMBINED = ("env", "experiment", "logger", "sweeps")  # shipped groups of which a configuration may have several options
 PATHS = (  # keys that may hold the path of something that exists; the folder of a sweep's run is called loss=grpo,seed=1
-    *("resume", "replay", "run.dir", "weights_dir", "model.name", "model.gguf", "model.chat_template", "ref.name", "teacher.template"),
+    *("resume", "replay", "run.dir", "weights_dir", "model.name", "model.chat_template", "ref.name", "teacher.template"),
     *("trainer.shared", "weight_broadcast.folder", "data.name", "client.endpoints"),
 )
 OPEN = ("loss", "advantage", "optim", "envs", "eval.envs", "inference.vllm")  # nodes whose keys may be deleted

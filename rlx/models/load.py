@@ -29,7 +29,7 @@ from rlx.models.layout import build_layout
 from rlx.models.liger import apply_liger, may_patch
 from rlx.models.lora import PARAMETERS, add_adapters, digest, draw_adapters
 from rlx.models.policy import PolicyModel, head_widths
-from rlx.models.read import different_from_first, empty_weights, is_untied, may_be_untied, read_weights
+from rlx.models.read import different_from_first, empty_weights, read_weights, unties
 from rlx.models.shard import checkpoint_activations, compile_layers, free_gathered, shard
 from rlx.models.slots import add_slots
 from rlx.models.split import split_layers
@@ -126,18 +126,17 @@ def load_policy(
         return model
 
     place = torch.device("cpu") if cpu_offload and device.type == "cuda" else device
-    model = built()
-    read = mesh.any(read or lora is not None or may_be_untied(model.hf, source))  # reading takes all ranks
+    if getattr(whole.get_text_config(), "tie_word_embeddings", False):
+        with torch.device("meta"):
+            tied = AutoModelForCausalLM.from_config(whole, trust_remote_code=trust_remote_code)
+        if mesh.any(unties(tied, source)):
+            # The configuration is corrected for everything made from it: the shards, and every written version.
+            whole.tie_word_embeddings = whole.get_text_config().tie_word_embeddings = False
+    model, read = built(), read or lora is not None
     if read:
-        read_weights(model.hf, source, mesh, place, trust_remote_code=trust_remote_code)
+        read_weights(model.hf, source, mesh, place)
     else:
         empty_weights(model.hf, place)
-    if is_untied(model.hf):
-        # transformers loads both matrices, as vLLM does. The configuration is corrected for everything made from it: the shards, and every
-        # written version.
-        whole.tie_word_embeddings = whole.get_text_config().tie_word_embeddings = False
-        model = built()
-        read_weights(model.hf, source, mesh, place, trust_remote_code=trust_remote_code)
     for module in model.modules() if place != device else ():  # only parameters stay in host memory
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))

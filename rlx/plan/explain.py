@@ -64,8 +64,6 @@ def _row(cfg: CommandConfig, spec: ProcessSpec) -> list[str]:
 
 
 def _command(cfg: CommandConfig, spec: ProcessSpec) -> str:
-    if spec.role == "prepare" and cfg.model.gguf is not None:
-        return f"a model folder of {cfg.model.gguf}, unless it is in the cache"
     if spec.role == "prepare":
         untrained = isinstance(cfg, SftRoot) or (isinstance(cfg, Config) and cfg.on_random_tokens)
         return f"{'makes' if untrained else 'supervised warm start of'} the model, unless it is in the cache"

@@ -25,12 +25,11 @@ def one_model(cfg: Any, of: Show) -> Iterator[str]:
         )
 
 
-@rule("client", "model.name", "model.gguf", "model.warm_start")
+@rule("client", "model.name", "model.warm_start")
 def model_of_endpoint(cfg: Any, of: Show) -> Iterator[str]:
     if cfg.client.base_url is not None and cfg.model.prepared:
-        key = "model.gguf" if cfg.model.gguf is not None else "model.warm_start"
         yield (
-            f"no endpoint serves a model that rlx makes itself ({key}): {of('client.base_url')}, {of('model.name')}.\n"
+            f"no endpoint serves a model that rlx makes itself (model.warm_start): {of('client.base_url')}, {of('model.name')}.\n"
             "Use model=endpoint model.name=NAME, with the endpoint's name for the model."
         )
 

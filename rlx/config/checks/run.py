@@ -31,10 +31,10 @@ def is_path(name: str) -> bool:
     return name.startswith(("/", ".", "~")) or name.count("/") > 1
 
 
-@rule("model.name", "model.gguf", "model.warm_start")
+@rule("model.name", "model.warm_start")
 def model_folder(cfg: Config, of: Show) -> Iterator[str]:
     name = cfg.model.name
-    if cfg.model.gguf is not None or not is_path(name):
+    if not is_path(name):
         return
     if cfg.model.warm_start is not None:
         yield (
@@ -61,28 +61,6 @@ def name_of_a_model_that_rlx_makes(cfg: Config, of: Show) -> Iterator[str]:
             f"{of('model.name')} would only be a label: the chosen model has a warm start, so rlx makes it itself.\n"
             "Choose a model that is loaded, such as model=qwen3_0_6b, or a file of your own with the sizes of that model."
         )
-
-
-@rule("model.gguf", "model.name", "model.warm_start")
-def gguf_file(cfg: Any, of: Show) -> Iterator[str]:
-    if cfg.model.gguf is None:
-        return
-    file, name = Path(cfg.model.gguf).expanduser(), cfg.model.name
-    if cfg.model.warm_start is not None:
-        yield (
-            f"rlx would make the model itself, and these weights would not be used: {of('model.gguf')} with model.warm_start.\n"
-            "Choose the model's own option, such as model=smollm2_135m, or a file of your own with the sizes of that model."
-        )
-    elif is_path(name):
-        yield f"the model comes from a folder or from a GGUF file: {of('model.name')}, {of('model.gguf')}. Remove one of the two."
-    elif not file.is_file():
-        yield f"the GGUF file does not exist: {of('model.gguf')}; the current directory is {Path.cwd()}. Correct the path."
-    else:
-        with file.open("rb") as content:
-            if content.read(4) != b"GGUF":
-                yield f"{of('model.gguf')} is no GGUF file: it does not begin with `GGUF`. A Hugging Face folder goes into model.name."
-    if missing := [package for package in ("accelerate", "gguf") if not is_installed(package)]:
-        yield f"{of('model.gguf')} needs packages that are not installed: {', '.join(missing)}. Install them: pip install 'rlx[gguf]'."
 
 
 @rule("seq_len", "model.context_length")

@@ -85,7 +85,7 @@ def teacher_is_used(cfg: Config, of: Show) -> Iterator[str]:
 @rule("ref.name", "model", "loss", "envs", "teacher")
 def teacher_is_another_model(cfg: Config, of: Show) -> Iterator[str]:
     losses = [loss for loss, _ in trained_by(cfg)]
-    loads_it = cfg.model.warm_start is None and cfg.model.gguf is None  # else the name is a label
+    loads_it = cfg.model.warm_start is None  # else the name is a label
     if cfg.ref.name is None or not loads_it or _model(cfg.ref.name) != _model(cfg.model.name):
         return
     if all(declared(loss).needs_teacher and not declared(loss).demonstrated and not loss.get("ce_coef") for loss in losses):
