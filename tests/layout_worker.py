@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 from checkpoint_worker import full, make_trainer
 from trainer_examples import make_samples, step_batch, train_minibatch
 
@@ -49,7 +48,7 @@ def save(trainer: PolicyTrainer, folder: Path, name: str, seed: int, mesh: Mesh)
     """Train one step on samples of `seed`, write the checkpoint `name`, and beside it the whole state."""
     batch = pack(step_batch(0, [make_samples(seed=seed)]), rank=mesh.data_rank, ranks=mesh.num_data_ranks, tokens=60)
     train_minibatch(trainer, batch.mini_batches[0], step=0)
-    saver = Saver(trainer, xxhash.xxh3_64, in_background=False)
+    saver = Saver(trainer, in_background=False)
     saver.save(folder / name, Progress(1, trainer.updates)).files()
     saver.close()
     whole = state(trainer)

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-import xxhash
 from checkpoint_worker import make_trainer
 from forked import run_ranks
 from safetensors.torch import load_file, save_file
@@ -200,7 +199,7 @@ def test_the_routers_bias_stays_float32_in_a_bfloat16_model(tmp_path: Path, read
 def test_a_head_of_its_own_is_not_lost_when_a_run_goes_on(tmp_path: Path):
     make_model(tie_word_embeddings=True).save_pretrained(tmp_path / "tied")
     make_model(tie_word_embeddings=False).save_pretrained(tmp_path / "untied")
-    Saver(make_trainer(str(tmp_path / "untied")), xxhash.xxh3_64).save(tmp_path / "saved", Progress(1, 1)).files()
+    Saver(make_trainer(str(tmp_path / "untied"))).save(tmp_path / "saved", Progress(1, 1)).files()
     with pytest.raises(ValueError, match=r"has 1 weights that this model lacks: model\.lm_head\.weight\. Resume with"):
         checkpoint.load(tmp_path / "saved", make_trainer(str(tmp_path / "tied"), read=False))
     weights = load_file(tmp_path / "untied" / "model.safetensors")

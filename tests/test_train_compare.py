@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import xxhash
 from mixed_examples import SFT, mix_of, taught
 from trainer_examples import make_model, make_samples, make_trainer, step_batch
 
@@ -207,7 +206,7 @@ def test_adapters_of_a_run_in_bfloat16_are_compared_from_a_checkpoint_and_withou
     arguments = ["max_steps=2", "lora.rank=4", "lora.dropout=0.5", "model.dtype=bfloat16", "trainer.optimization_dtype=bfloat16"]
     cfg, paths, initial = compose(arguments, {}).cfg, RunPaths(tmp_path / "run"), str(tmp_path / "initial")
     trainer = build(cfg, initial, one_process("cpu"), lambda _: nullcontext())
-    Saver(trainer, xxhash.xxh3_64).save(tmp_path / "saved", Progress(0, 0))
+    Saver(trainer).save(tmp_path / "saved", Progress(0, 0))
     record_batch(paths.recorded_of(0), step_batch(0, [[replace(sample, env="reverse_text") for sample in make_samples()]]))
     found = compare(cfg, cfg, paths, Begin(model=initial, step=0, checkpoint=tmp_path / "saved"), 0)
     assert found.cosines == [pytest.approx(1.0)]

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import xxhash
 from checkpoint_worker import make_trainer
 from launch_configs import config
 from trainer_examples import make_model
@@ -91,7 +90,7 @@ def test_a_checkpoint_in_the_background_is_copied_after_the_device_is_done(tmp_p
     make_model().save_pretrained(tmp_path / "model")
     trainer, called = make_trainer(str(tmp_path / "model")), []
     monkeypatch.setattr(Mesh, "synchronize", lambda _: called.append("synchronize"))
-    saver = Saver(trainer, xxhash.xxh3_64, in_background=True)
+    saver = Saver(trainer, in_background=True)
     monkeypatch.setattr(saver._stager, "stage", lambda *_: called.append("stage"))
     saver.warm()
 
@@ -121,7 +120,7 @@ def stop(*_: Any, **__: Any) -> None:
 def test_the_packed_forward_is_checked_when_a_model_is_read_and_when_a_checkpoint_is(tmp_path: Path, monkeypatch) -> None:
     make_model().save_pretrained(tmp_path / "model")
     trainer = make_trainer(str(tmp_path / "model"))
-    saver = Saver(trainer, xxhash.xxh3_64, in_background=False)
+    saver = Saver(trainer, in_background=False)
     saver.save(tmp_path / "saved", Progress(1, 1))
     saver.close()
     monkeypatch.setattr("rlx.models.load.check_packed_forward", stop)

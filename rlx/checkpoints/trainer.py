@@ -105,7 +105,7 @@ class Checkpoints:
 
     def _the_saver(self) -> Saver:
         if self._saver is None:
-            self._saver = Saver(self.trainer, xxhash.xxh3_64, in_background=self.config.save_async)
+            self._saver = Saver(self.trainer, in_background=self.config.save_async)
         return self._saver
 
     def wait_copied(self) -> None:
