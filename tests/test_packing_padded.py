@@ -12,7 +12,7 @@ import torch
 from test_train_models import ARCHITECTURES
 from trainer_examples import VOCABULARY, gradients, make_model, make_sample, make_trainer, step_batch
 
-from rlx.data import packing, padding
+from rlx.data import packing
 from rlx.data.packing import ONE, pack, pack_together, samples_in_rows
 from rlx.models.layout import build_layout
 from rlx.models.policy import PolicyModel
@@ -86,20 +86,6 @@ def test_a_rollout_of_several_samples_stays_whole_and_counts_with_its_longest() 
     assert sorted(np.diff(row.cu_seqlens).tolist() for row in rows_of(batch)) == [[9, 4, 4], [10, 4, 4]]
     alone = packed(samples[:3], 1, 20, padded=True)
     assert [computed(row) for row in rows_of(alone)] == [30], "a rollout that exceeds the limit has a row of its own"
-
-
-def test_the_row_of_a_rollout_that_exceeds_the_limit_by_its_padding_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(padding, "_said", [0])
-    uneven, even = [4000, *[100] * 5], [[1000, 900], [100]]
-    assert padding.fill_padded([uneven, *even], 1, 4500, sum) == [[0], [1, 2]]
-    assert padding.fill_padded([uneven, *even], 1, 4500, sum) == [[0], [1, 2]]
-    (said,) = caplog.messages
-    assert "a rollout of 6 samples takes a row of 24000 tokens, more than trainer.micro_batch_tokens=4500: its samples have 4500" in said
-    padding.fill_padded([[*uneven, 100]], 1, 4500, sum)
-    padding.fill_padded(even, 1, 4500, sum)
-    assert len(caplog.messages) == 2, "a larger one is said, and rows within the limit are not"
 
 
 def test_an_empty_batch_and_few_samples_for_many_ranks_give_dummies() -> None:

@@ -13,7 +13,7 @@ from traces import trace_of
 from trainer_examples import make_sample, make_samples, step_batch
 
 from rlx import arrays
-from rlx.data import oversized, packing
+from rlx.data import packing
 from rlx.data.packing import ONE, pack, pack_together
 from rlx.rollout.samples import samples_of
 from rlx.trace import Turn
@@ -348,7 +348,7 @@ def test_a_rollout_of_several_samples_may_exceed_a_row_but_a_sample_may_not():
 
 
 def test_a_rollout_that_exceeds_a_row_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(oversized, "_said", [0])
+    monkeypatch.setattr(packing, "_said", [0])
     rng = np.random.default_rng(0)
 
     def of(turns: int) -> list[TrainingSample]:

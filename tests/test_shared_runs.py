@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import threading
 import time
@@ -140,13 +139,6 @@ def test_a_run_goes_on_from_its_checkpoint_with_a_trainer_of_its_own(host: Host,
             for run in runs:
                 run.send([2])
             host.train([0, 1])
-
-
-def test_the_summary_of_a_run_shows_that_the_trainer_has_too_little_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rlx.config.limits.free_memory", lambda: 0)
-    host: Host = request.getfixturevalue("host")
-    run = host.join("a")
-    assert "the trainer may run out of memory" in json.loads(run.paths.kernels.read_text())["warning"]
 
 
 def test_the_other_ranks_hear_of_rank_0_although_there_is_nothing_to_do(host: Host, monkeypatch: pytest.MonkeyPatch):

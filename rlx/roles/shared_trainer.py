@@ -43,14 +43,12 @@ class SharedTrainer:
         from rlx.shared.member import Member
         from rlx.train.build import policy_of
         from rlx.train.flops import Meter
-        from rlx.train.room import too_little
         from rlx.weights.hub import TIMEOUT, initial_model
 
         assert cfg.trainer.max_concurrent_runs is not None
         self.cfg, self.paths, self.watch, self.slots = cfg, paths, watch, cfg.trainer.max_concurrent_runs
         self.presence = Presence(paths) if place.rank == 0 else None
         self.mesh = build_mesh(cfg, paths, place, timeout=TIMEOUT, tick=watch.beat_on, alive=watch.waiting)
-        self.warning = too_little(cfg, self.mesh)
         self.model = policy_of(cfg, initial_model(cfg, paths, self.mesh, watch), self.mesh, watch.working)
         self.meter = Meter(self.model, self.mesh)
         self.members: dict[int, Member] = {}
@@ -163,7 +161,7 @@ class SharedTrainer:
         from rlx.shared.member import Member
 
         with self.watch.working(f"loading {paths.root.name}"):
-            member, why = self.tried(Member, self.cfg, paths, token, slot, self.model, self.mesh, self.watch.beat_on, self.warning)
+            member, why = self.tried(Member, self.cfg, paths, token, slot, self.model, self.mesh, self.watch.beat_on)
         if member is None:
             log.warning("%s is refused: %s", paths.root.name, why)
             self.say(paths, token, "out", why)

@@ -51,12 +51,10 @@ class Member:
         model: PolicyModel,
         mesh: Mesh,
         tick: Callable[[], None],
-        warning: str | None = None,
     ) -> None:
         """Load the run in `paths`, which asks with `token`, from its checkpoint if it resumes.
 
-        `host`: the trainer's configuration. `tick`: called while waiting. `warning`: one of the trainer that the run's summary
-        shows too.
+        `host`: the trainer's configuration. `tick`: called while waiting.
 
         Raises ValueError if the run does not fit the trainer. Errors of building its loss and optimizer pass through.
         """
@@ -87,7 +85,7 @@ class Member:
         self.source = OrchestratorSource(paths, mesh, cfg.trainer.batch_timeout)
         self._evaluating = AtWork(paths, "orchestrator", (EVALUATING,))
         self.metrics = MetricsWriter(paths.metrics, "trainer") if mesh.first else None
-        self.summary = Summary(paths, mesh, self.trainer, warning)
+        self.summary = Summary(paths, mesh, self.trainer)
         source = model.base["name"]
 
         def begin() -> ModelFiles:

@@ -13,14 +13,11 @@ log = logging.getLogger("rlx.trainer")
 
 
 class Summary:
-    """The kernels that `auto` chose, and warnings, of memory and of the objective. Rank 0 writes them."""
+    """The kernels that `auto` chose, and the objective's warnings. Rank 0 writes them."""
 
-    def __init__(self, paths: RunPaths, mesh: Mesh, trainer: PolicyTrainer, warning: str | None = None) -> None:
-        """`warning`: one that is known already."""
+    def __init__(self, paths: RunPaths, mesh: Mesh, trainer: PolicyTrainer) -> None:
         self.paths, self.mesh, self.trainer = paths, mesh, trainer
         self.facts = {"logprob": trainer.model.logprob_backend, "layers": trainer.model.liger}
-        if warning is not None:
-            self.facts["warning"] = warning
         self._write()
 
     def after_step(self, step: int) -> None:
