@@ -66,7 +66,6 @@ class Layout:
     kind: Kind
     buckets: tuple[Bucket, ...] = ()
     order: Tensor | None = None  # [K] index of each computed token's result in the concatenated, flattened outputs of the buckets
-    keys_once: bool = False  # whether every block's keys are its queries, so that `order` holds for keys, too
     cu_seqlens: Tensor | None = None  # [S+1] int32, `varlen` and `mixed` only
     max_length: int = 0  # longest segment, `varlen` and `mixed` only
     pieces: tuple[Piece, ...] = ()  # of the computed tokens, in their order, if a sample of a `mixed` row is long
@@ -149,7 +148,6 @@ def build_layout(
         order = np.empty(count, dtype=np.int64)
         layout.buckets = tuple(buckets(blocks, positions, np.repeat(branch, lengths), order, device))
         layout.order = to_tensor(order, device)
-        layout.keys_once = not any(block.before[1] for block in blocks)
     return layout
 
 

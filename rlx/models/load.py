@@ -180,19 +180,6 @@ def choose_attention(model: PolicyModel, mesh: Mesh) -> None:
     log.info("attention: FlashAttention %d%s", 3 if third else 2, apart)
 
 
-def check_division(key: str, source: str, mesh: Mesh, *, trust_remote_code: bool = False) -> None:
-    """Raise ValueError, in seconds, if a frozen model cannot be divided over the mesh. `key`: where `source` was configured."""
-    if mesh.tensor is None and mesh.expert is None:
-        return
-    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    try:
-        _split(hf, mesh, dense=True)
-    except ValueError as error:
-        raise ValueError(f"{key}={source}: {error}") from error
-
-
 def _split(hf: Any, mesh: Mesh, *, dense: bool) -> None:
     if mesh.tensor is not None:
         assert mesh.row is not None

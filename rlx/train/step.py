@@ -164,8 +164,6 @@ class PolicyTrainer:
     def refuse_what_nobody_uses(self, micro_batch: MicroBatch) -> None:
         """Raise ValueError for data that would be ignored silently. Every rank has the same streams, so every rank raises."""
         check_streams([name for name in STREAMS if getattr(micro_batch, name) is not None], self.losses.streams)
-        if (micro_batch.adapters != self.slot).any():
-            raise ValueError(f"a sample is for the adapter of slot {micro_batch.adapters.max()}, but this trainer trains slot {self.slot}")
 
     def warn_of(self, metrics: dict[str, float]) -> None:
         """Look for a warning in the metrics of a batch's first optimizer step."""
