@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from test_codec_records import same
 from test_data_source import on_two_ranks
-from trainer_examples import make_samples
+from trainer_examples import Samples, make_samples
 
 from rlx.config.load import compose
 from rlx.config.roots import SFT
 from rlx.config.schema import WarmStartConfig
 from rlx.data import supervised
 from rlx.data.packing import pack
-from rlx.data.supervised import Conversations, Prepared, Samples, SupervisedSource, shares, shuffled_batches
+from rlx.data.supervised import Conversations, Prepared, SupervisedSource, shares, shuffled_batches
 from rlx.models import tiny
 from rlx.parallel.mesh import one_process
 from rlx.policy.source import chat_of

@@ -121,9 +121,7 @@ class SharedTrainer:
         try:
             if trouble := member.go_on():
                 return trouble
-            if gone := member.gone():
-                return None if member.settled else gone
-            return member.overdue()
+            return None if member.settled else member.gone()
         except OSError as error:  # its files cannot be read: the other runs go on
             return _text(error)
 
