@@ -92,7 +92,6 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, default=600, help="millions")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--warm", type=float, default=20.0, help="seconds between the trainer's first step and its first checkpoint")
     options = parser.parse_args()
     torch.set_num_threads(1)
     trainer = make_trainer(options.parameters)
@@ -104,10 +103,6 @@ def main() -> None:
         rows["synchronous"].append(on_empty_disk(options.folder, lambda folder: synchronous(trainer, folder)))
         print({name: [f"{value:.2f}" for value in values] for name, values in rows.items()}, flush=True)
     saver = Saver(trainer, in_background=True)
-    began = time.perf_counter()
-    saver.warm()
-    print(f"warm-up of the background: returns after {time.perf_counter() - began:.2f} s", flush=True)
-    time.sleep(options.warm)
     for _ in range(options.repeat):
         held, written = on_empty_disk(options.folder, lambda folder: in_background(saver, folder))
         rows["background, held"].append(held)

@@ -97,7 +97,6 @@ def stager(report: Report) -> None:
 
         step(0)
         saver = Saver(trainer, in_background=True)
-        saver.warm()
         alone = min(step(number) for number in (1, 2, 3))
         before = [value.clone() for value in _own(built.model)]
         began = time.perf_counter()

@@ -289,7 +289,6 @@ def test_a_background_checkpoint_does_not_read_from_the_device(model: str, tmp_p
         monkeypatch.setattr(filesystem, name, lambda *args, kind=kind, **keys: loaders.append(kind.__name__) or kind(*args, **keys))
     trainer = make_trainer(model)
     saver = Saver(trainer, in_background=True)
-    saver.warm()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     saving = saver.save(tmp_path / "saved", Progress(0, 0))
     saving.wait_copied()

@@ -20,7 +20,6 @@ from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 from rlx.config.schema import AcConfig, LoraConfig
 from rlx.kernels.logprob import choose_backend
 from rlx.kernels.toolchain import check_triton
-from rlx.models import routers
 from rlx.models.attention import watched
 from rlx.models.exact import keep_exact
 from rlx.models.experts import split_experts
@@ -219,7 +218,7 @@ def check_packed_forward(model: PolicyModel, device: torch.device | str = "cpu")
 
     For a sharded model every rank calls this. `device` is where the model computes. The check catches what no list of architectures could:
     factors on the logits, layers that ignore segment boundaries, masks of their own, windows that are longer than the check's sequences.
-    Experts that rounding chooses are no difference (`rlx.models.routers`).
+    In 16 bits rounding may choose another expert for some tokens, so of a mixture of experts 70 % of each sequence must agree.
     """
     vocabulary = model.hf.get_output_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
@@ -238,25 +237,18 @@ def check_packed_forward(model: PolicyModel, device: torch.device | str = "cpu")
         logp: Tensor = model(layout, index, labels, torch.ones(len(labels), device=device))[0]
         return logp
 
-    def own_log_probabilities(number: int) -> Tensor:
-        """Of one sequence, by the same experts. If several ranks share a row, none of them knows all tokens' experts."""
-        layout = build_layout(ids.numpy(), torch.tensor(boundaries).numpy(), trainable.numpy(), kind, device)
-        where = torch.from_numpy(layout.where)[boundaries[number] : boundaries[number + 1]].to(device)
-        known = choices if model.row is None else []
-        dtype = model.compute_dtype
-        with routers.repeated(known, layout.num_tokens, where, TOLERANCE[dtype], torch.finfo(dtype).eps):
-            return _own_log_probabilities(model.hf, sequences[number].to(device))
-
     with torch.compiler.set_stance("force_eager"):  # compiling is not worth it for a few tokens
-        with watched() as calls, routers.noted() as choices:
+        with watched() as calls:
             packed = log_probabilities()
         model.window = min((call.masked for call in calls if call.masked is not None and call.masked != call.window), default=None)
         _check_window(model, model.context)
         # From here on a sharded model's root keeps its parameters gathered; its layers gather theirs themselves.
         with nullcontext() if model.row is None else model.row.kept_whole():
-            own = torch.cat([own_log_probabilities(number) for number in range(len(sequences))])
+            own = torch.cat([_own_log_probabilities(model.hf, sequence.to(device)) for sequence in sequences])
     free_gathered(model)
-    difference, spread = float((packed - own).abs().max()), float(own.std())
+    differences, spread = (packed - own).abs().split([len(sequence) - 1 for sequence in sequences]), float(own.std())
+    rounds = model.compute_dtype != torch.float32 and any(name.endswith("experts") for name, _ in model.hf.named_modules())
+    difference = max(float(part.quantile(0.7 if rounds else 1.0)) for part in differences)
     limit = TOLERANCE[model.compute_dtype] * spread
     if not difference <= limit:
         raise ValueError(

@@ -190,7 +190,6 @@ class Trainer:
 
     def keep(self, step: int) -> None:
         """Save the state after `step` steps if a checkpoint is due. Also complete an earlier checkpoint whose files are written."""
-        self.checkpoints.prepare()
         if self.checkpoints.due(step):
             self.save(step, f"writing checkpoint {step}")
         self.checkpoints.finish(wait=False)

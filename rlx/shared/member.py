@@ -191,7 +191,6 @@ class Member:
         self.mesh.agreed(tell)
         log.info("%s: step %d: loss %.4f, gradient norm %.3f", self.name, step, values["loss/total"], values["optim/grad_norm"])
         self.step, self.since = version, time.perf_counter()
-        self.checkpoints.prepare()
         if self.checkpoints.due(version):
             self.save()
         self.checkpoints.finish(wait=False)

@@ -112,15 +112,6 @@ class Saver:
         )
         return Saving(folder, self.mesh, response.staging_completion, response.upload_completion)
 
-    def warm(self) -> None:
-        """Copy the state once in the background, to allocate the memory for it: allocating takes longer than copying.
-
-        Call it after an optimizer step, because there is no optimizer state to copy before.
-        """
-        if self._stager is not None:
-            self.mesh.synchronize()
-            self._stager.stage(_state_of(self.trainer, Progress(0, 0)))
-
     def close(self) -> None:
         """Release the background's memory, threads and connections. Every rank calls this, when everything is written."""
         if self._stager is not None:
