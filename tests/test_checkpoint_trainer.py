@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_worker import UPDATES, Job, full, make_trainer, run
 from forked import run_ranks
-from torch.distributed.checkpoint import FileSystemReader, filesystem
+from torch.distributed.checkpoint import FileSystemReader
 from trainer_examples import make_model, make_samples, step_batch, train_minibatch
 from transformers.models.ernie4_5_moe import Ernie4_5_MoeConfig
 from transformers.models.llama import LlamaConfig
@@ -279,22 +279,6 @@ def test_a_checkpoint_knows_all_its_files(model: str, tmp_path: Path, in_backgro
         files = saving.files()
         assert files == {path.name: {"size": path.stat().st_size} for path in folder.iterdir()}
     saver.close()
-
-
-def test_a_background_checkpoint_does_not_read_from_the_device(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stager has copied everything. torch's loader for devices would wait for what the trainer computes meanwhile."""
-    loaders: list[str] = []
-    for name in ("_OverlappingCpuLoader", "_SerialCpuLoader"):
-        kind = getattr(filesystem, name)
-        monkeypatch.setattr(filesystem, name, lambda *args, kind=kind, **keys: loaders.append(kind.__name__) or kind(*args, **keys))
-    trainer = make_trainer(model)
-    saver = Saver(trainer, in_background=True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    saving = saver.save(tmp_path / "saved", Progress(0, 0))
-    saving.wait_copied()
-    saving.files()
-    saver.close()
-    assert set(loaders) == {"_SerialCpuLoader"}
 
 
 def save_for_several_runs(rank: int, folder: str, model: str) -> None:

@@ -6,7 +6,6 @@ import csv
 import json
 import math
 import shutil
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -143,29 +142,6 @@ def test_tokens_that_only_cross_entropy_reads_have_their_weight() -> None:
     read = np.concatenate([sample.ce_weights for sample in samples if sample.ce_weights is not None])
     assert side.num_tokens == [int(read.sum())]
     assert side.weights[read > 0] == pytest.approx(1)
-
-
-def test_a_gradient_leaves_the_device_while_the_other_objective_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer, held = make_trainer(make_model()), []
-    zero_grad = trainer.optimizer.zero_grad
-
-    def remember(**keys: Any) -> None:
-        held.extend(weakref.ref(p.grad) for p in trainer.parameters if p.grad is not None)
-        zero_grad(**keys)
-
-    monkeypatch.setattr(trainer.optimizer, "zero_grad", remember)
-    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)  # stands in for a copy from another device
-    gradients = Measured(trainer, step_batch(2, [make_samples()]), tokens=40).gradients()
-    next(gradients)
-    assert held
-    assert not [one for one in held if one() is not None]
-
-
-def test_the_cosine_of_gradients() -> None:
-    one, other = [torch.tensor([1.0, 0.0]), torch.tensor([[0.0]])], [torch.tensor([1.0, 0.0]), torch.tensor([[1.0]])]
-    assert cosine(one, other) == pytest.approx(math.sqrt(0.5))
-    assert cosine(one, [-part for part in one]) == -1
-    assert math.isnan(cosine(one, [0 * part for part in one]))
 
 
 # the command

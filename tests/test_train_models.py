@@ -29,7 +29,6 @@ from transformers.models.qwen3_next import Qwen3NextConfig
 
 from rlx.data.packing import pack
 from rlx.kernels.logprob import logprob
-from rlx.models.backbone import backbone
 from rlx.models.layout import build_layout
 from rlx.models.load import check_packed_forward
 from rlx.models.policy import PolicyModel
@@ -117,20 +116,6 @@ def test_shared_prompts_give_the_gradients_of_separate_rows(name):
         found.append({name: p.grad for name, p in trainer.model.named_parameters()})
     for parameter, gradient in found[0].items():
         torch.testing.assert_close(gradient, found[1][parameter], rtol=2e-4, atol=2e-6, msg=parameter)
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3_next_recurrent", "llama4_chunks"])
-def test_the_backbone_gets_no_mask_and_keeps_no_cache(name):
-    """With an all-ones mask or a cache, transformers takes a packed row for one sequence, and a cache holds the keys of all layers."""
-    config_class, keys = ARCHITECTURES[name]
-    trainer, found = make_trainer(make_model(config_class, **keys)), []
-
-    def look(module, args, given, output):
-        found.append((given["attention_mask"], output.past_key_values))
-
-    backbone(trainer.model.hf).register_forward_hook(look, with_kwargs=True)
-    trainer.score(one_row(make_samples()))
-    assert found == [(None, None)]
 
 
 def test_the_head_meets_only_tokens_that_predict_a_trainable_one(monkeypatch):

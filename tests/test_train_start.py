@@ -86,24 +86,6 @@ def test_a_model_that_takes_long_to_load_gives_signs_of_life(tmp_path: Path, mon
     assert beats[0]["time"] < beats[1]["time"] < beats[2]["time"]
 
 
-def test_a_checkpoint_in_the_background_is_copied_after_the_device_is_done(tmp_path: Path, monkeypatch) -> None:
-    make_model().save_pretrained(tmp_path / "model")
-    trainer, called = make_trainer(str(tmp_path / "model")), []
-    monkeypatch.setattr(Mesh, "synchronize", lambda _: called.append("synchronize"))
-    saver = Saver(trainer, in_background=True)
-    monkeypatch.setattr(saver._stager, "stage", lambda *_: called.append("stage"))
-
-    def save(*_: Any, **__: Any) -> None:
-        called.append("stage")
-        raise Stop
-
-    monkeypatch.setattr(checkpoint.dcp, "async_save", save)
-    with pytest.raises(Stop):
-        saver.save(tmp_path / "saved", Progress(1, 1))
-    saver.close()
-    assert called == ["synchronize", "stage"]
-
-
 def test_a_model_whose_packed_forward_differs_is_refused_with_device_and_both_numbers() -> None:
     model = PolicyModel(make_model())
     check_packed_forward(model, "cpu")

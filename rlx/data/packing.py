@@ -18,7 +18,6 @@ A model that computes samples beside each other, `padded` to the longest of the 
 from __future__ import annotations
 
 import heapq
-import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -29,9 +28,6 @@ from rlx.data.padding import fill_padded
 from rlx.data.units import Cost, Unit, counts_of, groups_of, split, streams_of, trained
 from rlx.types import STREAMS, LossOf, MicroBatch, MiniBatch, RankBatch, StepBatch, TrainingSample, check_streams
 
-log = logging.getLogger(__name__)
-
-_said = [0]  # tokens of the largest row that this process has warned of
 ONE = LossOf(number=0, kind="policy", has_kl=True, has_ce=True)  # the only objective of a run; the counts of its kind are those of all
 
 NOTHING = TrainingSample(
@@ -142,21 +138,6 @@ def _rank_batch(
     )
 
 
-def samples_in_rows(
-    batch: StepBatch,
-    *,
-    rank: int,
-    ranks: int,
-    tokens: int,
-    loss_of: Callable[[str], LossOf] = lambda env: ONE,
-    cost: Cost = sum,
-    padded: bool = False,
-) -> list[list[TrainingSample]]:
-    """The samples of each row that `pack` makes with the same arguments, over all mini-batches, in their order. Empty: a dummy row."""
-    everyone = [_plan({0: samples}, ranks, tokens, {0: loss_of}, cost, padded)[1] for samples in batch.mini_batches]
-    return [[sample for unit in row for sample in unit.samples] for rows in everyone for row in _rows_of(rank, ranks, rows)]
-
-
 def _plan(
     samples: Mapping[int, Sequence[TrainingSample]],
     ranks: int,
@@ -198,10 +179,9 @@ def _all_rows(groups: list[list[Unit]], ranks: int, tokens: int, padded: Cost | 
     """
 
     def fill(groups: list[list[Unit]]) -> list[list[Unit]]:
-        units = [unit for group in groups for unit in group]
-        _warn_of_the_largest(units, tokens, padded=padded is not None)
         if padded is None:
             return _fill(groups, ranks, tokens)
+        units = [unit for group in groups for unit in group]
         return [[units[i] for i in row] for row in fill_padded([unit.lengths for unit in units], ranks, tokens, padded)]
 
     moving = [group for group in groups if any(sample.advantages.any() for unit in group for sample in unit.samples)]
@@ -209,19 +189,6 @@ def _all_rows(groups: list[list[Unit]], ranks: int, tokens: int, padded: Cost | 
         return fill(groups)
     still = [group for group in groups if not any(sample.advantages.any() for unit in group for sample in unit.samples)]
     return fill(moving) + fill(still)
-
-
-def _warn_of_the_largest(units: list[Unit], tokens: int, *, padded: bool) -> None:
-    """Say how large a row becomes that one rollout makes larger than `tokens`; again only for a larger one."""
-    sizes = [len(unit.lengths) * max(unit.lengths) if padded else unit.tokens for unit in units]
-    if (size := max(sizes, default=0)) > max(tokens, _said[0]):
-        _said[0] = size
-        log.warning(
-            "a rollout of %d samples takes a row of %d tokens, more than trainer.micro_batch_tokens=%d, since its objective needs a "
-            "rollout in one row; the memory of the step grows with it. orchestrator.trajectory_strategy=interleaved with a renderer "
-            "(model.renderer) makes one sample of a conversation that only appends messages; otherwise limit the turns of a rollout",
-            *(len(units[sizes.index(size)].lengths), size, tokens),
-        )
 
 
 def _fill(groups: list[list[Unit]], ranks: int, tokens: int) -> list[list[Unit]]:
@@ -300,7 +267,7 @@ def _pieces(groups: list[list[Unit]], tokens: int, cost: float) -> list[list[Uni
 
 def _micro_batch(row: list[Unit], streams: Sequence[str], slot: int = 0) -> MicroBatch:
     if not row:  # for a rank with less work than others, because collectives need all ranks
-        row = [Unit([replace(NOTHING, adapter=slot)], [1], 1, 0, 0, 0, ONE)]
+        row = [Unit([replace(NOTHING, adapter=slot)], [1], 0, 0, 0, 0, ONE)]
     samples = [sample for unit in row for sample in unit.samples]
     lengths = [len(sample.token_ids) for sample in samples]
     rollout_ids = [i for i, unit in enumerate(row) for _ in unit.samples]
@@ -330,5 +297,6 @@ def _micro_batch(row: list[Unit], streams: Sequence[str], slot: int = 0) -> Micr
         cu_seqlens=np.concatenate([[0], ends]).astype(np.int32),
         adapters=np.array([sample.adapter for sample in samples], dtype=np.int32),
         objectives=np.array([unit.loss.number for unit in row], dtype=np.int32),
+        samples=tuple(samples) if row[0].tokens else (),
         **{name: shifted(name, STREAMS[name]) for name in streams},
     )

@@ -78,7 +78,7 @@ class Trainer:
         self.checkpoints = Checkpoints.of(cfg, paths, self.step_trainer, watch.beat_on)
         self.first_step, self.updated = 0, False  # `updated`: the current step has already changed the weights
         self.step_trainer.before_micro_batch = self.between_micro_batches
-        self.scores = ScoreKeeper(cfg, paths, self.mesh, self.step_trainer, self.meter.flops.work)
+        self.scores = ScoreKeeper(cfg, paths, self.mesh, self.step_trainer)
         if start is not None:
             with watch.working(f"reading checkpoint {start.step}"):
                 self.resume(start.checkpoint / TRAINER, start.step)

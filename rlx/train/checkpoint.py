@@ -8,7 +8,6 @@ This module handles tensors in one folder. `rlx.checkpoints` coordinates the rol
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import logging
 import random
@@ -190,14 +189,9 @@ def _without_state(state: dict[str, Any], stored: Mapping[str, Any]) -> list[str
     Returns their names. The optimizer of a run that never stopped has none for them, either. Nothing is taken out if the checkpoint lacks
     the parameter itself, or has no optimizer's state at all: then loading says what does not fit.
     """
-    kept = sorted(name for name in stored if name.startswith("optimizer."))
-
-    def lacks(name: str) -> bool:
-        place = bisect.bisect_left(kept, begin := f"optimizer.{name}.")
-        return place == len(kept) or not kept[place].startswith(begin)
-
+    kept = {name.removeprefix("optimizer.").rpartition(".")[0] for name in stored if name.startswith("optimizer.")}
     there = {name for name in state["optimizer"] if f"model.{name.removeprefix('hf.')}" in stored}
-    found = [name for name, entry in state["optimizer"].items() if entry and kept and name in there and lacks(name)]
+    found = [name for name, entry in state["optimizer"].items() if entry and kept and name in there and name not in kept]
     for name in found:
         del state["optimizer"][name]
     return found
