@@ -149,7 +149,7 @@ class PolicyTrainer:
             more.sums["loss/nll"] = -trained.double().sum() / max(mini_batch.num_trained_tokens, 1)
         else:  # the age of the sampled tokens, also of those that only have a weight of 0
             lag = step - row.versions[row.loss_mask].astype(np.float64)
-            known = {"device": self.device, "dtype": torch.float64}
+            known: Any = {"device": self.device, "dtype": torch.float64}
             more.sums |= {"off_policy/lag_mean": torch.tensor(lag.sum(), **known), "lags": torch.tensor(len(lag), **known)}
             more.maxima["off_policy/lag_max"] = torch.tensor(lag.max(initial=-math.inf), **known)
         return loss, more
@@ -286,11 +286,10 @@ def score_before(rows: Sequence[Row], trainers: Mapping[int, PolicyTrainer], sev
                 continue
             first = trainers[slots[0]]
             first.before_micro_batch()
-            model, scoring = first.whole, nullcontext()
-            if name == "ref_logp":  # of several runs, the same model without adapters
-                model, scoring = first.reference.model, first.reference.scoring()
+            reference = first.reference if name == "ref_logp" else None  # of several runs, the same model without adapters
+            model = first.whole if reference is None else reference.model
             used[id(model)] = model
-            with scoring:
+            with nullcontext() if reference is None else reference.scoring():
                 for slot, tokens in zip(slots, forward(model, [row[slot] for slot in slots], first.device), strict=True):
                     known[slot][name] = tokens.logp
         found.append(known)
