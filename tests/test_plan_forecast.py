@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from rlx.cli.train import run
-from rlx.config import limits
 from rlx.config.load import compose
 from rlx.config.roots import SFT
 from rlx.plan.forecast import notes_of
@@ -27,20 +24,6 @@ def test_supervised_training_with_long_steps_says_so_too() -> None:
     seconds = 6 * 0.1345e9 * 32 * 512 / 200e9
     assert note == f"a step takes at most about {seconds:.0f} s to train, with 2 threads a role, every row full; 100 steps (docs/models.md)"
     assert notes_of(compose(["data=fake", "data.batch_size=8"], {}, SFT).cfg) == []
-
-
-def test_a_processor_that_multiplies_in_16_bits_is_named_to_a_run_in_float32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(limits, "PROCESSORS", tmp_path / "cpuinfo")
-    assert not limits.multiplies_in_16_bits()
-    limits.PROCESSORS.write_text("flags\t\t: fpu avx512_bf16 amx_tile amx_int8\n")
-    assert not limits.multiplies_in_16_bits()
-    limits.PROCESSORS.write_text("flags\t\t: fpu avx512_bf16 amx_bf16 amx_tile\n")
-    assert limits.multiplies_in_16_bits()
-    long = ["experiment=sums_smollm2", "hardware.cpu_threads=1"]
-    assert "model.dtype=bfloat16 is faster" in notes_of(compose(long, {}).cfg, sixteen_bit=True)[1]
-    assert len(notes_of(compose([*long, "model.dtype=bfloat16"], {}).cfg, sixteen_bit=True)) == 1
-    assert len(notes_of(compose([*long, "hardware.trainer_processes=2"], {}).cfg, sixteen_bit=True)) == 1, "FSDP takes the gain back"
-    assert notes_of(compose([], {}).cfg, sixteen_bit=True) == [], "steps are short"
 
 
 @pytest.mark.parametrize("arguments", [[], ["model=qwen3_8b", "env=math", "hardware=node8", "dry_run=true"]])

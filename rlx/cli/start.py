@@ -77,12 +77,9 @@ def run(argv: list[str], command: Command) -> int:
             print(f"\nnot written: {error}")
         print("\ndry run: nothing was started")
         return 0
-    from rlx.config.limits import multiplies_in_16_bits
     from rlx.plan.forecast import notes_of
 
-    here = cfg.launcher.name == "local"
-    times = notes_of(cfg, sixteen_bit=here and multiplies_in_16_bits())
-    for note in [*composed.notes, *times, *(f"environment {line}" for line in environments)]:
+    for note in [*composed.notes, *notes_of(cfg), *(f"environment {line}" for line in environments)]:
         print(note, flush=True)
     paths, lock = create(cfg, composed.overrides, plan)
 

@@ -14,7 +14,6 @@ from pathlib import Path, PurePosixPath
 GROUPS = Path("/proc/self/cgroup")  # a line for each hierarchy: `0::/path` in version 2, `4:cpu,cpuacct:/path` in version 1
 MOUNT = Path("/sys/fs/cgroup")
 MACHINE = Path("/proc/meminfo")
-PROCESSORS = Path("/proc/cpuinfo")
 
 
 def cores() -> int:
@@ -28,14 +27,6 @@ def cores() -> int:
             quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
             have = min(have, int(quota) / int(period)) if int(quota) > 0 else have  # −1 has no quota
     return max(1, int(have))
-
-
-def multiplies_in_16_bits() -> bool:
-    """Whether this machine's processors have products of matrices in bfloat16 (AMX)."""
-    try:
-        return " amx_bf16" in PROCESSORS.read_text()
-    except OSError:
-        return False
 
 
 def memory() -> int | None:

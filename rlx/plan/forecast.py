@@ -14,17 +14,11 @@ factor of 3."""
 LONG = 10.0  # seconds: a longer step is announced at the start of a run
 
 
-def notes_of(cfg: CommandConfig, *, sixteen_bit: bool = False) -> list[str]:
-    """What the start of a run says of its time: nothing on CUDA, and nothing if its steps are short.
-
-    `sixteen_bit`: whether the processor multiplies matrices in 16 bits.
-    """
+def notes_of(cfg: CommandConfig) -> list[str]:
+    """What the start of a run says of its time: nothing on CUDA, and nothing if its steps are short."""
     if not isinstance(cfg, (Config, SftRoot)) or cfg.hardware.device != "cpu" or cfg.hosts or sum(_seconds(cfg).values()) < LONG:
         return []
-    faster = []
-    if sixteen_bit and cfg.model.dtype == "float32" and cfg.trainer_ranks == 1 and not cfg.reshards:  # FSDP on a CPU takes it back
-        faster = ["this processor multiplies matrices in 16 bits (AMX): model.dtype=bfloat16 is faster (docs/models.md)"]
-    return [f"a step takes {time_on_cpu(cfg)}; {cfg.max_steps:,} steps (docs/models.md)", *faster]
+    return [f"a step takes {time_on_cpu(cfg)}; {cfg.max_steps:,} steps (docs/models.md)"]
 
 
 def time_on_cpu(cfg: Config | SftRoot) -> str:
