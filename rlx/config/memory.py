@@ -17,7 +17,6 @@ TILE = {"cpu": (1024, 1024), "cuda": (16_384, 8192)}  # tokens × vocabulary of 
 # Float32 tiles alive at once: the logits, and the results of the row functions. On CUDA Triton's return 16 bits; torch's take a tile more.
 TILES = {"cpu": 3, "cuda": 2}
 BUCKET = 2**28  # bytes of parameters that `trainer.optim_cpu_offload` updates at a time (rlx/train/offload.py)
-READERS = 4  # threads of transformers that read a tensor each
 CONTEXT = 2**30  # of a CUDA process: about half for context and kernels, the rest for cuBLAS workspaces and NCCL buffers
 
 
@@ -48,7 +47,7 @@ class TrainerMemory:
     # the optimizer step's temporary: one number per parameter of its shard; with `optimizer_on_host` of the largest bucket, with its state
     update: float
 
-    loading: float  # in host memory, while a process reads its shards to its GPU
+    loading: float  # in host memory, while a process reads its shards to its GPU, one tensor at a time; a layer's fused experts whole
     # In host memory: the copy of the weights (of each run) that is written beside the next step. The trainer's hosts divide it; adapters
     # are rank 0's alone.
     published: float
@@ -185,7 +184,7 @@ def trainer_memory(cfg: TrainingRoot) -> TrainerMemory:
         layer_gradients=layer * share * (compute + reduced) / divided if sharded else 0.0,
         table_gradients=table * (compute + reduced) if sharded and not cfg.lora.on else 0.0,
         update=updated * (1 + (states if offloads else 0)) if cuda else 0.0,
-        loading=READERS * table / ranks * master if cuda and not cfg.trainer.fsdp_cpu_offload else 0.0,
+        loading=(table / ranks if model.num_experts is None else layer) * master if cuda and not cfg.trainer.fsdp_cpu_offload else 0.0,
         published=published_bytes(cfg),
     )
 
