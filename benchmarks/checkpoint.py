@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3 import Qwen3Config
 
@@ -63,7 +62,7 @@ def with_torch_save(trainer: PolicyTrainer, folder: Path) -> float:
 
 def synchronous(trainer: PolicyTrainer, folder: Path) -> float:
     began = time.perf_counter()
-    Saver(trainer, xxhash.xxh3_64).save(folder / "trainer", Progress(1, 1)).files()
+    Saver(trainer).save(folder / "trainer", Progress(1, 1)).files()
     return time.perf_counter() - began
 
 
@@ -93,7 +92,6 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, default=600, help="millions")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--warm", type=float, default=20.0, help="seconds between the trainer's first step and its first checkpoint")
     options = parser.parse_args()
     torch.set_num_threads(1)
     trainer = make_trainer(options.parameters)
@@ -104,11 +102,7 @@ def main() -> None:
         rows["torch.save"].append(on_empty_disk(options.folder, lambda folder: with_torch_save(trainer, folder)))
         rows["synchronous"].append(on_empty_disk(options.folder, lambda folder: synchronous(trainer, folder)))
         print({name: [f"{value:.2f}" for value in values] for name, values in rows.items()}, flush=True)
-    saver = Saver(trainer, xxhash.xxh3_64, in_background=True)
-    began = time.perf_counter()
-    saver.warm()
-    print(f"warm-up of the background: returns after {time.perf_counter() - began:.2f} s", flush=True)
-    time.sleep(options.warm)
+    saver = Saver(trainer, in_background=True)
     for _ in range(options.repeat):
         held, written = on_empty_disk(options.folder, lambda folder: in_background(saver, folder))
         rows["background, held"].append(held)

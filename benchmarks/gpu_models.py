@@ -95,11 +95,11 @@ def build(
         if lora is not None:
             add_adapters(hf, lora, master)
     model = PolicyModel(hf, compute_dtype=report.dtype)
-    model.liger = apply_liger(hf, "auto", report.device, rope=compile is None, compiled=compile is not None)
+    model.liger = apply_liger(hf, "auto", report.device, rope=compile is None)
     if ac:
         checkpoint_activations(model, AcConfig(freq=ac))
     if compile is not None:
-        compile_layers(model, **compile)
+        compile_layers(model, report.device, **compile)
     if mesh.grouped:
         shard(model, mesh, compute_dtype=report.dtype, reduce_dtype=torch.float32)
     empty_weights(hf, report.device)

@@ -37,7 +37,6 @@ from rlx.config.limits import cores
 from rlx.config.load import compose
 from rlx.config.schema import Config
 from rlx.descendants import memory_below
-from rlx.heartbeat import Heartbeat
 from rlx.inference.endpoints import Endpoint
 from rlx.inference.sampler import Sampler
 from rlx.paths import RunPaths
@@ -63,17 +62,17 @@ print(json.dumps(seconds[1:]), torch.get_num_threads())
 
 
 def model_folder(named: Path | None) -> Path:
-    """The folder of the model; made of the package's GGUF file in the cache if none is named."""
+    """The folder of the model; made of the package's GGUF file if none is named."""
     if named is not None:
         return named.absolute()
-    from rlx.roles import prepare
-
     sys.path.insert(0, str(demo.ROOT / "tools"))
+    from from_gguf import make_folder
     from smollm2 import gguf_file
 
-    config = compose(["experiment=sums_smollm2", f"model.gguf={gguf_file()}", "hardware=cpu"], {}).cfg
-    with tempfile.TemporaryDirectory() as folder:
-        return prepare.find_or_make(config, Heartbeat(RunPaths(Path(folder)), "prepare"))
+    folder = demo.ROOT / "outputs" / "SmolLM2-135M-Instruct"
+    if not folder.exists():
+        make_folder(gguf_file(), folder)
+    return folder
 
 
 def trainer(folder: Path, options: argparse.Namespace) -> None:
@@ -105,7 +104,7 @@ def trainer(folder: Path, options: argparse.Namespace) -> None:
         times = [clocks()]
         padded_step(bare, optimizer, samples)
         times.append(clocks())
-        ours.train_minibatch(pack(batch, rank=0, ranks=1, tokens=options.row).mini_batches[0], step=0)
+        ours.train_batch(pack(batch, rank=0, ranks=1, tokens=options.row))
         times.append(clocks())
         if step:  # the first one makes the optimizers' states
             for values, began, ended in zip(seconds.values(), times, times[1:], strict=False):

@@ -67,8 +67,7 @@ def main() -> None:
         mesh.barrier()
         began = now()
         for number in numbers:
-            for batch in pack(source.receive(number), rank=rank, ranks=ranks, tokens=settings["row"]).mini_batches:
-                trainer.train_minibatch(batch)
+            trainer.train_batch(pack(source.receive(number), rank=rank, ranks=ranks, tokens=settings["row"]))
         mesh.barrier()
         if rank == 0:
             print(json.dumps({"seconds": now() - began, "tokens": tokens}), flush=True)

@@ -99,7 +99,7 @@ def main() -> None:
     loops: dict[str, Callable[[], object]] = {
         "bare Hugging Face loop, padded": lambda: padded_step(first, optimizers[0], samples),
         "bare Hugging Face loop, packed": lambda: packed_step(second, optimizers[1], packed()),
-        "rlx trainer, packing included": lambda: trainer.train_minibatch(packed(), step=0),
+        "rlx trainer, packing included": lambda: trainer.train_batch(pack(batch, rank=0, ranks=1, tokens=args.row)),
     }
     seconds: dict[str, list[float]] = {name: [] for name in loops}
     for step in range(args.steps + 2):

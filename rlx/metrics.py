@@ -117,8 +117,6 @@ METRICS: dict[str, str] = {
     "perf/imbalance": "work of the costliest of the rows that the ranks compute at a time, over their mean; 1: no rank waits for another. "
     "Work is the count of `perf/mfu_causal`: matrices for each token, and attention, which grows with Σ n². Rows are balanced by it",
     "perf/imbalance_attention": "the same of Σ n² alone, over the samples of each row",
-    "perf/compiled_graphs": "graphs that torch.compile has made in rank 0 since it began. If they still grow after the first steps, rows "
-    "differ in structure, and compiling takes time; only with `trainer.compile`",
     "data/epoch": "passes over the data sets so far; with this step",
     "data/overlong": "samples of the step left out because they are longer than `seq_len`",
     "data/truncated": "samples of the step cut to `seq_len`; only with data.overflow=truncate",

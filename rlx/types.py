@@ -169,6 +169,7 @@ class MicroBatch:
     ce_weights: Float | None = None
     ref_kl_weights: Float | None = None
     teacher_logprobs: Float | None = None
+    samples: tuple[TrainingSample, ...] = ()  # [S] what is packed here; empty: nothing to train
 
     @property
     def scored(self) -> Bool:

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
-from trainer_examples import make_samples, step_batch
+from trainer_examples import make_samples, step_batch, train_minibatch
 
 from rlx.config.schema import LoraConfig, LossTerms, SchedulerConfig
 from rlx.data.packing import pack
@@ -81,10 +80,10 @@ def run(job: Job, mesh: Mesh) -> None:
         step = load(Path(job.load), trainer).step
     assert step == job.first, (step, job.first)
     records: list[dict[str, Any]] = []
-    saver = Saver(trainer, xxhash.xxh3_64, in_background=job.in_background)
+    saver = Saver(trainer, in_background=job.in_background)
     for step in range(job.first, job.last):
         batch = pack(step_batch(step, [make_samples(seed=step)]), rank=mesh.data_rank, ranks=mesh.num_data_ranks, tokens=60)
-        values = trainer.train_minibatch(batch.mini_batches[0], step=step)
+        values = train_minibatch(trainer, batch.mini_batches[0], step=step)
         records.append({name: value for name, value in values.items() if not name.startswith("time/")})
     weights = {name: full(tensor) for name, tensor in trainer.model.named_weights()}
     out = Path(job.out)

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 from checkpoint_worker import full, make_trainer
-from trainer_examples import make_samples, step_batch
+from trainer_examples import make_samples, step_batch, train_minibatch
 
 from rlx.data.packing import pack
 from rlx.parallel.mesh import Mesh, divide, join
@@ -48,8 +47,8 @@ def state(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
 def save(trainer: PolicyTrainer, folder: Path, name: str, seed: int, mesh: Mesh) -> None:
     """Train one step on samples of `seed`, write the checkpoint `name`, and beside it the whole state."""
     batch = pack(step_batch(0, [make_samples(seed=seed)]), rank=mesh.data_rank, ranks=mesh.num_data_ranks, tokens=60)
-    trainer.train_minibatch(batch.mini_batches[0], step=0)
-    saver = Saver(trainer, xxhash.xxh3_64, in_background=False)
+    train_minibatch(trainer, batch.mini_batches[0], step=0)
+    saver = Saver(trainer, in_background=False)
     saver.save(folder / name, Progress(1, trainer.updates)).files()
     saver.close()
     whole = state(trainer)

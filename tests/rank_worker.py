@@ -21,14 +21,13 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from trainer_examples import make_samples, step_batch
+from trainer_examples import make_samples, step_batch, train_minibatch
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from rlx.config.schema import AcConfig, KlTerms, LoraConfig, LossTerms
 from rlx.data.packing import pack, pack_together
 from rlx.losses.base import Objective
 from rlx.losses.grpo import grpo
-from rlx.models.compiled import num_graphs
 from rlx.models.load import load_policy
 from rlx.models.lora import peft_config
 from rlx.models.policy import PolicyModel
@@ -36,12 +35,12 @@ from rlx.models.shard import compile_layers
 from rlx.models.slots import Slot
 from rlx.parallel.mesh import Mesh, divide, join, one_process
 from rlx.paths import RunPaths
+from rlx.train import step as steps
 from rlx.train.flops import Flops
 from rlx.train.muon import Muon, groups_of
 from rlx.train.offload import CPUOffloadOptimizer
 from rlx.train.reference import Reference
 from rlx.train.step import PolicyTrainer
-from rlx.train.together import Together
 from rlx.weights.files import ModelFiles
 from rlx.weights.publish import Publisher
 
@@ -79,13 +78,12 @@ def train(folder: Path, mesh: Mesh, settings: dict) -> None:
             continue
         gradients[name] = whole_of(gradient).clone()
     optimizer.zero_grad()
-    metrics = [trainer.train_minibatch(mini_batch, step=2) for mini_batch in batch.mini_batches]
+    metrics = [train_minibatch(trainer, mini_batch, step=2) for mini_batch in batch.mini_batches]
     out = folder / f"out_{world_size}"
     paths = RunPaths(out)
     Publisher.of(model, mesh, paths, source=str(folder / "model"), dtype=torch.float32, lora=lora).ensure(1)
     if rank == 0:
-        graphs = num_graphs() if model.compiled else 0
-        torch.save({"gradients": gradients, "metrics": metrics, "graphs": graphs}, out / "results.pt")
+        torch.save({"gradients": gradients, "metrics": metrics}, out / "results.pt")
     if world_size > 1:
         everyone: list = [None] * world_size
         dist.all_gather_object(everyone, [{k: v for k, v in m.items() if not k.startswith("time/")} for m in metrics])
@@ -130,7 +128,7 @@ def train_together(folder: Path, mesh: Mesh, settings: dict) -> None:
         batches = {slot: step_batch(step, [runs[slot].samples]) for slot in trainers}
         losses = {slot: each.losses.loss_of for slot, each in trainers.items()}
         packed = pack_together(batches, loss_of=losses, **packing(mesh, model, settings))
-        metrics += Together(model, mesh).train(packed, trainers, dict.fromkeys(batches, 1)).values()
+        metrics += steps.train(packed, trainers, dict.fromkeys(batches, 1)).values()
     out = folder / f"out_{mesh.world_size}"
     named = {f"{slot} {name}": tensor for slot, run in runs.items() for name, tensor in run.weights().items()}
     static = ModelFiles.of_adapters(peft_config(model.hf, lora, str(folder / "model")), folder / "model")

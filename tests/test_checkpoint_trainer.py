@@ -17,11 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import xxhash
 from checkpoint_worker import UPDATES, Job, full, make_trainer, run
 from forked import run_ranks
-from torch.distributed.checkpoint import FileSystemReader, filesystem
-from trainer_examples import make_model, make_samples, step_batch
+from torch.distributed.checkpoint import FileSystemReader
+from trainer_examples import make_model, make_samples, step_batch, train_minibatch
 from transformers.models.ernie4_5_moe import Ernie4_5_MoeConfig
 from transformers.models.llama import LlamaConfig
 from transformers.models.qwen3_moe import Qwen3MoeConfig
@@ -100,24 +99,6 @@ def test_a_parameter_that_never_has_a_gradient_has_no_state_and_training_goes_on
     assert len(trainer.optimizer.state) < len(list(trainer.model.parameters())), "as in the run that never stopped"
 
 
-def test_a_checkpoint_of_a_model_that_computes_with_copies_has_its_float32_parameters(model: str, tmp_path: Path) -> None:
-    """And goes on bit for bit, with copies as well as sharded over one process."""
-    job: dict[str, Any] = {"model": model, "dtype": "bfloat16"}
-    run(Job(**job, out=str(tmp_path / "whole"), first=0, last=UPDATES), one_process("cpu"))
-    run(Job(**job, out=str(tmp_path / "half"), first=0, last=HALF, save=str(tmp_path / "saved")), one_process("cpu"))
-    rest = {**job, "first": HALF, "last": UPDATES, "load": str(tmp_path / "saved")}
-    run(Job(**rest, out=str(tmp_path / "copies")), one_process("cpu"))
-    mesh = join(torch.device("cpu"), rank=0, world_size=1, timeout=60)
-    try:
-        run(Job(**rest, out=str(tmp_path / "sharded")), mesh)
-    finally:
-        mesh.close()
-    whole, copies, sharded = (result(tmp_path / name)["weights"] for name in ("whole", "copies", "sharded"))
-    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in whole.values())
-    same_weights(copies, whole)
-    same_weights(sharded, whole)
-
-
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Adagrad", "Muon"])
 def test_saving_before_the_first_optimizer_step_changes_nothing(model: str, tmp_path: Path, optimizer: str) -> None:
     """As after a batch without a trainable token."""
@@ -128,12 +109,12 @@ def test_saving_before_the_first_optimizer_step_changes_nothing(model: str, tmp_
     never = result(tmp_path / "never")["weights"]
     same_weights(result(tmp_path / "resumed")["weights"], never)
     trainer = make_trainer(model, optimizer)
-    saver = Saver(trainer, xxhash.xxh3_64, in_background=False)
+    saver = Saver(trainer, in_background=False)
     saver.save(tmp_path / "before", Progress(0, 0)).files()
     saver.close()
     for step in range(HALF):
         batch = pack(step_batch(step, [make_samples(seed=step)]), rank=0, ranks=1, tokens=60)
-        trainer.train_minibatch(batch.mini_batches[0], step=step)
+        train_minibatch(trainer, batch.mini_batches[0], step=step)
     same_weights({name: full(tensor) for name, tensor in trainer.model.named_weights()}, never)
 
 
@@ -162,7 +143,7 @@ def test_random_states_go_on_where_they_were(model: str, tmp_path: Path) -> None
         return [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
     trainer = make_trainer(model)
-    Saver(trainer, xxhash.xxh3_64).save(tmp_path / "saved", Progress(4, 7))
+    Saver(trainer).save(tmp_path / "saved", Progress(4, 7))
     expected = draw()
     draw()
     assert load(tmp_path / "saved", trainer) == Progress(4, 7)
@@ -288,39 +269,16 @@ def test_ranks_may_change_from_two_to_one_and_from_one_to_two(model: str, tmp_pa
         assert a == pytest.approx(b, rel=1e-3, abs=1e-5)
 
 
-@pytest.mark.parametrize(("in_background", "stages_again"), [(False, True), (True, True), (True, False)])
-def test_digests_are_those_of_the_files(
-    model: str, tmp_path: Path, in_background: bool, stages_again: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rlx.train.checkpoint.STAGES_AGAIN", stages_again)  # with an older torch, each save has a stager of its own
-    saver = Saver(make_trainer(model), xxhash.xxh3_64, in_background=in_background)
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_checkpoint_knows_all_its_files(model: str, tmp_path: Path, in_background: bool) -> None:
+    saver = Saver(make_trainer(model), in_background=in_background)
     for name in ("first", "second"):
         folder = tmp_path / name
         saving = saver.save(folder, Progress(1, 1))
         saving.wait_copied()
         files = saving.files()
-        assert set(files) == {path.name for path in folder.iterdir()}
-        for file, record in files.items():
-            content = (folder / file).read_bytes()
-            assert record == {"size": len(content), "xxh3": xxhash.xxh3_64(content).hexdigest()}
+        assert files == {path.name: {"size": path.stat().st_size} for path in folder.iterdir()}
     saver.close()
-
-
-def test_a_background_checkpoint_does_not_read_from_the_device(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stager has copied everything. torch's loader for devices would wait for what the trainer computes meanwhile."""
-    loaders: list[str] = []
-    for name in ("_OverlappingCpuLoader", "_SerialCpuLoader"):
-        kind = getattr(filesystem, name)
-        monkeypatch.setattr(filesystem, name, lambda *args, kind=kind, **keys: loaders.append(kind.__name__) or kind(*args, **keys))
-    trainer = make_trainer(model)
-    saver = Saver(trainer, xxhash.xxh3_64, in_background=True)
-    saver.warm()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    saving = saver.save(tmp_path / "saved", Progress(0, 0))
-    saving.wait_copied()
-    saving.files()
-    saver.close()
-    assert set(loaders) == {"_SerialCpuLoader"}
 
 
 def save_for_several_runs(rank: int, folder: str, model: str) -> None:
@@ -329,7 +287,7 @@ def save_for_several_runs(rank: int, folder: str, model: str) -> None:
     mesh = join(torch.device("cpu"), rank=rank, world_size=2, timeout=300, store=dist.FileStore(f"{folder}/store", 2))
     trainer, taken = make_trainer(model, mesh=mesh), []
     for number in range(5):
-        saver = Saver(trainer, xxhash.xxh3_64, in_background=True)
+        saver = Saver(trainer, in_background=True)
         saver.save(Path(folder) / f"saved_{number}", Progress(0, 0)).files()
         saver.close()
         mesh.barrier()
@@ -348,7 +306,7 @@ def test_savers_that_are_closed_leave_no_connections_and_threads(model: str, tmp
 
 def test_the_configuration_decides_the_learning_rate_of_what_follows(model: str, tmp_path: Path) -> None:
     trainer = make_trainer(model)
-    Saver(trainer, xxhash.xxh3_64).save(tmp_path / "saved", Progress(2, 2))
+    Saver(trainer).save(tmp_path / "saved", Progress(2, 2))
     other = make_trainer(model)
     other.optimizer.param_groups[0]["lr"] = 0.5
     load(tmp_path / "saved", other)
@@ -366,7 +324,7 @@ def test_a_reference_that_moved_is_not_forgotten_by_a_fork(model: str, tmp_path:
     with torch.no_grad():
         for parameter in first.reference.model.parameters():
             parameter.fill_(0.25)
-    Saver(first, xxhash.xxh3_64).save(tmp_path / "moved", Progress(2, 2))
+    Saver(first).save(tmp_path / "moved", Progress(2, 2))
     with pytest.raises(ValueError, match=r"followed the policy, but ref\.sync_interval=null makes it the initial policy\. Set it to"):
         load(tmp_path / "moved", with_reference(model, None))
     other = with_reference(model, 10**9)
@@ -375,7 +333,7 @@ def test_a_reference_that_moved_is_not_forgotten_by_a_fork(model: str, tmp_path:
     load(tmp_path / "moved", with_reference(model, None, teacher=True))
     load(tmp_path / "moved", make_trainer(model))  # has no reference
 
-    Saver(with_reference(model, None), xxhash.xxh3_64).save(tmp_path / "frozen", Progress(2, 2))
+    Saver(with_reference(model, None)).save(tmp_path / "frozen", Progress(2, 2))
     follower = with_reference(model, 2)
     before = [parameter.clone() for parameter in follower.reference.model.parameters()]
     with caplog.at_level("INFO", "rlx.trainer"):
@@ -385,7 +343,7 @@ def test_a_reference_that_moved_is_not_forgotten_by_a_fork(model: str, tmp_path:
 
 
 def test_a_checkpoint_of_another_model_is_refused(model: str, tmp_path: Path) -> None:
-    Saver(make_trainer(model), xxhash.xxh3_64).save(tmp_path / "saved", Progress(1, 1))
+    Saver(make_trainer(model)).save(tmp_path / "saved", Progress(1, 1))
     for name, other in {"wider": make_model(hidden_size=32), "untied": make_model(LlamaConfig, tie_word_embeddings=False)}.items():
         other.save_pretrained(tmp_path / name)
         with pytest.raises(ValueError, match=r"does not fit this model and optimizer: .+ Resume with the model"):

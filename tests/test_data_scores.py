@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from trainer_examples import make_samples, step_batch
 
-from rlx.data.packing import pack, samples_in_rows
+from rlx.data.packing import pack
 from rlx.data.scores import Scored, read_scores, scores_of, write_scores
 from rlx.paths import RunPaths
 from rlx.rollout.record import record_batch
@@ -28,14 +28,13 @@ def batch() -> StepBatch:
 def as_if_trained(row: MicroBatch) -> Scored:
     """A model that is 0.25 nat less certain than the engine, and whose entropy is a hundredth of the token's id."""
     mask = row.loss_mask
-    return (row.inference_logprobs[mask] - 0.25).astype(np.float32), (row.labels[mask] / 100).astype(np.float32)
+    return row, (row.inference_logprobs[mask] - 0.25).astype(np.float32), (row.labels[mask] / 100).astype(np.float32)
 
 
 def write(paths: RunPaths, rank: int) -> None:
-    rows = [row for part in pack(batch(), rank=rank, ranks=RANKS, tokens=TOKENS).mini_batches for row in part.micro_batches]
-    scored = [as_if_trained(row) for row in rows]
     whole = batch()
-    write_scores(paths, scores_of(whole, scored, samples_in_rows(whole, rank=rank, ranks=RANKS, tokens=TOKENS)), rank)
+    rows = [row for part in pack(whole, rank=rank, ranks=RANKS, tokens=TOKENS).mini_batches for row in part.micro_batches]
+    write_scores(paths, scores_of(whole, [as_if_trained(row) for row in rows]), rank)
 
 
 def test_scores_of_all_ranks_find_their_tokens(tmp_path: Path):

@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 from test_codec_records import same
 from test_data_source import on_two_ranks
-from trainer_examples import make_samples
+from trainer_examples import Samples, make_samples
 
 from rlx.config.load import compose
 from rlx.config.roots import SFT
 from rlx.config.schema import WarmStartConfig
-from rlx.data import supervised
 from rlx.data.packing import pack
-from rlx.data.supervised import Conversations, Prepared, Samples, SupervisedSource, shares, shuffled_batches
+from rlx.data.supervised import Conversations, Prepared, SupervisedSource, shares, shuffled_batches
 from rlx.models import tiny
 from rlx.parallel.mesh import one_process
 from rlx.policy.source import chat_of
@@ -140,16 +139,6 @@ def test_a_row_is_rendered_once_and_counted_each_time_that_it_is_cut(monkeypatch
     assert words.samples(0, counts) is first
 
 
-def test_no_more_rows_are_kept_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervised, "KEPT_BYTES", supervised.SAMPLE_BYTES + 200)
-    words = examples(skip_refused=True)
-    assert [len(words.samples(index, Counter())) for index in (0, 0)] == [1, 1]
-    other = Conversations(name="words", rows=Rows([{"prompt": "go", "completion": "yes"}] * 2), chat=Words(), seq_len=8, vocab_size=256)
-    kept = [other.samples(index, Counter()) for index in (0, 1)]
-    assert other.samples(0, Counter()) is kept[0]
-    assert other.samples(1, Counter()) is not kept[1]
-
-
 def test_a_refused_row_is_an_error_with_its_place_or_counted() -> None:
     with pytest.raises(ValueError, match=r"(?s)row 2 of words cannot be trained on: an answer contains '\.'.*data\.refused=skip"):
         examples().samples(2, Counter())
@@ -202,16 +191,6 @@ def test_a_row_that_cannot_be_used_ends_the_run_of_prepared_batches_too() -> Non
     source = Prepared(lambda: SupervisedSource([(examples(), 1.0)], batch_size=3, seed=0), one_process("cpu"))
     with pytest.raises(ValueError, match="row 2 of words cannot be trained on"):
         source.receive(0)
-
-
-def test_a_time_limit_of_the_files_ends_the_run_too() -> None:
-    """It has the type of the error that says that a batch is not ready."""
-
-    def source() -> SupervisedSource:
-        raise TimeoutError("the file system does not answer")
-
-    with pytest.raises(TimeoutError, match="the file system does not answer"):
-        Prepared(source, one_process("cpu")).receive(0)
 
 
 @pytest.mark.parametrize(("strategy", "keeps"), [("interleaved", True), ("branching", False)])

@@ -17,13 +17,14 @@ from test_data_supervised import samples_of
 from test_orchestrator_run import StandInServers, config_of, play
 from test_rollout_tasks import draw, envs
 from test_runs_rewind import ended, make, settled
+from trainer_examples import Samples
 
 from rlx.checkpoints.folders import Start, being_written, write_start
 from rlx.checkpoints.forked import write_forked
 from rlx.config.load import compose
 from rlx.config.roots import SFT
 from rlx.config.schema import CkptConfig, Config, SftRoot
-from rlx.data.supervised import Samples, SupervisedSource
+from rlx.data.supervised import SupervisedSource
 from rlx.heartbeat import Heartbeat
 from rlx.paths import RunPaths
 from rlx.policy.source import keep_digests

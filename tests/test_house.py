@@ -51,8 +51,7 @@ TORCH_ALONE = ("kernels", "losses", "advantages", "models", "data", "train", "pa
 ASKS_THE_MESH = ("models", "train", "weights", "checkpoints", "shared", "roles")  # they must ask the mesh for ranks and collectives
 WITH_TORCH = {"torch", "transformers", "safetensors", "tokenizers", "numpy"}  # tokenizers comes with transformers
 OPTIONAL = {
-    "rlx/models/gguf.py": "gguf",  # a library that the file imports only if it is installed
-    "rlx/kernels/rows_triton.py": "triton",
+    "rlx/kernels/rows_triton.py": "triton",  # a library that the file imports only if it is installed
     "rlx/kernels/logprob.py": "triton",
     "rlx/kernels/liger.py": "liger_kernel",
     "rlx/models/liger.py": "liger_kernel",

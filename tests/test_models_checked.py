@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.doge import DogeConfig
 from transformers.models.gemma2 import Gemma2Config
 from transformers.models.gemma3n import Gemma3nTextConfig
-from transformers.models.hrm_text import HrmTextConfig
 from transformers.models.llama import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.llama4 import Llama4Config, Llama4ForConditionalGeneration, Llama4TextConfig
 from transformers.models.mistral import MistralConfig
 from transformers.models.phi3 import Phi3Config
@@ -101,32 +98,6 @@ def check_gradients(source: str, **keys: Any) -> PolicyModel:
     return model
 
 
-def test_a_last_layer_that_runs_again_computes_all_tokens(tmp_path: Path, caplog) -> None:
-    with caplog.at_level(logging.INFO, "rlx.trainer"):
-        model = check_gradients(saved(tmp_path, HrmTextConfig, **LOOPED))
-    assert model.layers[-1].reads_all
-    assert "the last layer of HrmTextForCausalLM computes all tokens" in caplog.text
-
-
-def test_a_last_layer_with_several_streams_leaves_out_what_is_not_read(tmp_path: Path) -> None:
-    model = check_gradients(saved(tmp_path, Gemma3nTextConfig, **STREAMS))
-    assert not model.layers[-1].reads_all
-
-
-def feed_forward_first(self: Any, hidden_states: torch.Tensor, position_embeddings: Any = None, **keys: Any) -> torch.Tensor:
-    hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
-    normed = self.input_layernorm(hidden_states)
-    return hidden_states + self.self_attn(hidden_states=normed, position_embeddings=position_embeddings, **keys)[0]
-
-
-def test_a_last_layer_that_attends_after_its_feed_forward_part_computes_all_tokens(tmp_path: Path, monkeypatch) -> None:
-    """The order of the calls of attention is as usual, so only the log-probabilities tell it."""
-    source = saved(tmp_path, LlamaConfig)
-    assert not check_gradients(source).layers[-1].reads_all
-    monkeypatch.setattr(LlamaDecoderLayer, "forward", feed_forward_first)
-    assert check_gradients(source).layers[-1].reads_all
-
-
 @pytest.mark.parametrize("name", WINDOWS)
 def test_a_window_that_attention_is_not_told_is_refused(name: str, tmp_path: Path) -> None:
     config, keys = WINDOWS[name]
@@ -178,9 +149,9 @@ def test_windows_that_are_unused_or_told_are_trained(config: type, keys: dict[st
 def test_selective_checkpointing_is_refused_where_a_layer_writes_into_what_it_would_keep(tmp_path: Path) -> None:
     """Gemma 3n adds in place to what `torch.matmul` returns. torch does not notice, and gradients had a cosine of 0.78 to the right."""
     selective = {"ac": AcConfig(freq=1, mode="selective"), "dtype": "float32"}
-    with pytest.raises(ValueError, match=r"write into results .*aten.add_.*after aten.bmm.*Set trainer.ac.mode=full"):
+    with pytest.raises(ValueError, match=r"writes into results .*; set trainer.ac.mode=full"):
         load_policy(saved(tmp_path / "streams", Gemma3nTextConfig, **STREAMS), one_process("cpu"), **selective)
-    assert load_policy(saved(tmp_path / "plain", Qwen3Config), one_process("cpu"), **selective).keeps_products
+    load_policy(saved(tmp_path / "plain", Qwen3Config), one_process("cpu"), **selective)
 
 
 def test_a_layer_with_a_mask_of_its_own_is_refused_with_the_remedy(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from trainer_examples import make_model, make_samples, step_batch
+from trainer_examples import make_model, make_samples, step_batch, train_minibatch
 from transformers import AutoModelForCausalLM
 from transformers.models.cohere import CohereConfig
 from transformers.models.gemma2 import Gemma2Config
@@ -101,7 +101,7 @@ def test_loss_gradients_and_written_weights_are_those_of_the_plain_model(name: s
     for parameter, gradient in gradients.items():
         torch.testing.assert_close(found[parameter], gradient, rtol=1e-4, atol=1e-5 * scale, msg=parameter)
     optimizer.zero_grad()
-    metrics = trainer.train_minibatch(mini_batch, step=None)
+    metrics = train_minibatch(trainer, mini_batch, step=None)
     assert metrics["loss/total"] == pytest.approx(float(wanted.detach()), rel=1e-5)
 
     paths = RunPaths(tmp_path / "run")

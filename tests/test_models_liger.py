@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 from trainer_examples import make_model, make_samples, make_trainer, step_batch
@@ -113,16 +111,6 @@ def test_experts_are_left_to_transformers(config_class):
     said = apply_liger(hf, True, CUDA)
     assert said.startswith("rope, rms_norm of ")
     assert not any(name.startswith("Liger") and name != "LigerRMSNorm" for name in (module._get_name() for module in hf.modules()))
-
-
-def test_layers_that_an_older_torch_cannot_compile_are_left_alone(monkeypatch):
-    assert apply_liger(make_model(), "auto", CUDA, compiled=True).endswith("modules")
-    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
-    assert apply_liger(make_model(), "auto", CUDA).endswith("modules")
-    reason = "trainer.compile=true, and torch 2.11.0+cu130 cannot compile its norms"
-    assert apply_liger(make_model(), "auto", CUDA, compiled=True) == f"off: {reason}"
-    with pytest.raises(ValueError, match=f"model.liger is true: {re.escape(reason)}; set model.liger=auto"):
-        apply_liger(make_model(), True, CUDA, compiled=True)
 
 
 @pytest.mark.gpu

@@ -12,13 +12,9 @@ import torch
 from test_train_models import ARCHITECTURES
 from trainer_examples import VOCABULARY, gradients, make_model, make_sample, make_trainer, step_batch
 
-from rlx.data import packing, padding
-from rlx.data.packing import ONE, pack, pack_together, samples_in_rows
+from rlx.data.packing import ONE, pack, pack_together
 from rlx.models.layout import build_layout
 from rlx.models.policy import PolicyModel
-from rlx.roles.shared_trainer import SharedTrainer
-from rlx.roles.trainer import Trainer
-from rlx.train.validation import Validation
 from rlx.types import MicroBatch, RankBatch, TrainingSample
 
 pytestmark = pytest.mark.slow
@@ -88,20 +84,6 @@ def test_a_rollout_of_several_samples_stays_whole_and_counts_with_its_longest() 
     assert [computed(row) for row in rows_of(alone)] == [30], "a rollout that exceeds the limit has a row of its own"
 
 
-def test_the_row_of_a_rollout_that_exceeds_the_limit_by_its_padding_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(padding, "_said", [0])
-    uneven, even = [4000, *[100] * 5], [[1000, 900], [100]]
-    assert padding.fill_padded([uneven, *even], 1, 4500, sum) == [[0], [1, 2]]
-    assert padding.fill_padded([uneven, *even], 1, 4500, sum) == [[0], [1, 2]]
-    (said,) = caplog.messages
-    assert "a rollout of 6 samples takes a row of 24000 tokens, more than trainer.micro_batch_tokens=4500: its samples have 4500" in said
-    padding.fill_padded([[*uneven, 100]], 1, 4500, sum)
-    padding.fill_padded(even, 1, 4500, sum)
-    assert len(caplog.messages) == 2, "a larger one is said, and rows within the limit are not"
-
-
 def test_an_empty_batch_and_few_samples_for_many_ranks_give_dummies() -> None:
     for samples in ([], of_lengths([5])):
         rows = rows_of(packed(samples, 3, 30, padded=True))
@@ -143,46 +125,3 @@ def test_a_padded_reference_counts_too() -> None:
 
 class Packed(Exception):
     """The keys that the packing got."""
-
-
-def keys_of(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, action: Callable[[], Any]) -> dict[str, Any]:
-    def stand_in(*args: Any, **keys: Any) -> Any:
-        raise Packed(keys)
-
-    monkeypatch.setattr(where, name, stand_in)
-    with pytest.raises(Packed) as raised:
-        action()
-    found: dict[str, Any] = raised.value.args[0]
-    return found
-
-
-@pytest.mark.parametrize("padded", [True, False])
-def test_every_part_of_the_trainer_packs_for_its_model(monkeypatch: pytest.MonkeyPatch, padded: bool) -> None:
-    """Scores are found again in the rows that were trained, so all must agree."""
-    step_trainer = make_trainer(make_model(), attention="rows" if padded else "auto")
-    batch = step_batch(0, [of_lengths([5, 6])])
-    meter = SimpleNamespace(flops=SimpleNamespace(work=sum))
-    watch = SimpleNamespace(beat=lambda *_: None)
-    role: Any = SimpleNamespace(
-        mesh=step_trainer.mesh, cfg=SimpleNamespace(micro_batch_tokens=64), step_trainer=step_trainer, meter=meter, watch=watch
-    )
-    assert keys_of(monkeypatch, packing, "pack", lambda: Trainer.train(role, batch))["padded"] == padded
-    member = SimpleNamespace(receive=lambda: batch, trainer=step_trainer, cfg=None)
-    common: Any = SimpleNamespace(
-        cfg=role.cfg, mesh=role.mesh, meter=meter, watch=watch, model=step_trainer.model, members={0: member}, steps=0,
-        tried=lambda action, *args: (action(*args), ""), names=str,
-    )  # fmt: skip
-    assert keys_of(monkeypatch, packing, "pack_together", lambda: SharedTrainer.train(common, [0]))["padded"] == padded
-    rows: Any = (batch, {})
-    import rlx.train.validation as validation
-
-    given = keys_of(monkeypatch, validation, "pack", lambda: Validation(step_trainer, rows, 64, sum, None, None))  # type: ignore[arg-type]
-    assert given["padded"] == padded
-
-
-def test_samples_are_found_in_padded_rows() -> None:
-    samples = skewed(40)
-    for rank, batch in enumerate(packed(samples, 2, 512, padded=True)):
-        found = samples_in_rows(step_batch(0, [samples]), rank=rank, ranks=2, tokens=512, padded=True)
-        lengths = [np.diff(row.cu_seqlens).tolist() for row in rows_of([batch])]
-        assert [[len(sample.token_ids) for sample in row] or [1] for row in found] == lengths

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import numpy as np
 import pytest
 from traces import trace_of
 from trainer_examples import make_sample, make_samples, step_batch
 
-from rlx import arrays
-from rlx.data import oversized, packing
+from rlx.data import packing
 from rlx.data.packing import ONE, pack, pack_together
 from rlx.rollout.samples import samples_of
 from rlx.trace import Turn
@@ -203,25 +202,6 @@ def test_rollouts_of_one_prompt_lie_side_by_side():
     assert changes == len(set(prompts)) - 1
 
 
-def test_packing_is_deterministic():
-    one, two = (pack_all([make_samples()], ranks=2, tokens=60) for _ in range(2))
-    for a, b in zip(one[0].rows, two[0].rows, strict=True):
-        for field in MicroBatch.__slots__:
-            assert np.array_equal(getattr(a, field), getattr(b, field)), field
-
-
-def test_dtypes_are_those_of_the_record():
-    for streams in ((), STREAMS):
-        (mini_batch,) = pack_all([with_streams(make_samples(), streams)], ranks=3, tokens=1000)
-        for row in mini_batch.rows:
-            for field, kind in get_type_hints(MicroBatch, localns=vars(arrays)).items():
-                if field in STREAMS and field not in streams:
-                    assert getattr(row, field) is None
-                else:
-                    wanted = get_args(kind)[0] if field in STREAMS else kind
-                    assert getattr(row, field).dtype == get_args(get_args(wanted)[1])[0], field
-
-
 def with_streams(samples: Sequence[TrainingSample], streams: Iterable[str]) -> list[TrainingSample]:
     """The samples with streams on every other one. The values derive from its token ids; a first token is not predicted, so it has 0."""
 
@@ -345,29 +325,6 @@ def test_a_rollout_of_several_samples_may_exceed_a_row_but_a_sample_may_not():
         ValueError, match=r"group 0, rollout 0, environment test: 8 tokens do not fit a packed row of 7; raise trainer\.micro_batch"
     ):
         pack(step_batch(0, [long]), rank=0, ranks=1, tokens=7)
-
-
-def test_a_rollout_that_exceeds_a_row_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(oversized, "_said", [0])
-    rng = np.random.default_rng(0)
-
-    def of(turns: int) -> list[TrainingSample]:
-        """A rollout of so many samples of 8 tokens, and one that fits."""
-        return [*(make_sample(0, 0, range(3, 11), [4], rng) for _ in range(turns)), make_sample(1, 0, [3, 4], [1], rng)]
-
-    def packed(turns: int, tokens: int) -> None:
-        for rank in range(2):
-            pack(step_batch(0, [of(turns)]), rank=rank, ranks=2, tokens=tokens)
-
-    packed(3, 24)
-    assert not caplog.messages, "a row that it fills is no trouble"
-    packed(3, 23)
-    packed(2, 12)
-    (said,) = caplog.messages
-    assert "a rollout of 3 samples takes a row of 24 tokens, more than trainer.micro_batch_tokens=23" in said
-    assert "orchestrator.trajectory_strategy=interleaved with a renderer" in said
-    packed(4, 23)
-    assert len(caplog.messages) == 2, "a larger one is said"
 
 
 def test_a_trainable_first_token_is_refused():

@@ -215,7 +215,7 @@ def test_memory_of_an_8b_model_is_counted_term_by_term() -> None:
     assert trainer.head == 4 * (2 * 8192 * 8192 + 8192 * 4096 + 8192 * 4096), "a row has fewer tokens than a tile"
     assert trainer.update == shard * 4
     assert trainer.published == 8.19e9 * 2, "one copy, in 16 bits"
-    assert trainer.loading == 4 * table / 4 * 4, "four threads, each with this rank's shard of a table in 32 bits"
+    assert trainer.loading == table / 4 * 4, "this rank's shard of a table in 32 bits"
     reduced = trainer.states + trainer.layers + trainer.table + trainer.activations + trainer.table_gradients
     assert trainer.device == max(reduced, trainer.states + trainer.moments["backward begins"])
     partly = trainer_memory(config("node8", trainer={"ac": {"freq": 1, "mode": "selective"}, "micro_batch_tokens": 8192}))

@@ -94,17 +94,3 @@ def test_a_trainer_whose_gpu_has_no_memory_left_is_told_what_would_save_some(sta
     cause = start([toy("trainer", dies), toy("orchestrator", FOREVER)]).wait().cause
     assert cause is not None
     assert cause.reason == "exit code 1; Set trainer.ac.freq=1."
-
-
-def test_one_process_without_fsdp_has_copies_of_all_parameters_at_every_moment() -> None:
-    keys = ["model=qwen3_1_7b", "hardware=gpu1_shared", "env=math", "dry_run=true"]
-    sharded, copied = (trainer_memory(compose([*keys, f"trainer.reshard_after_forward={value}"], {}).cfg) for value in ("true", "false"))
-    count = compose(keys, {}).cfg.model.num_parameters
-    assert copied.states - sharded.states == copied.copies == 2 * count
-    assert copied.layers == copied.table == 0 < sharded.layers
-    assert copied.moments["the optimizer steps"] == sharded.moments["the optimizer steps"], "they are not freed for it"
-    followed = ["loss.kl.beta=0.1", "ref.sync_interval=2", "trainer.reshard_after_forward=false"]
-    moving = trainer_memory(compose([*keys, *followed], {}).cfg)
-    assert moving.reference == (4 + 2) * count
-    adapters = trainer_memory(compose([*keys, "lora.rank=8", "trainer.reshard_after_forward=false"], {}).cfg)
-    assert adapters.copies == 0, "they cast themselves"

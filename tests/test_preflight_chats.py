@@ -68,7 +68,7 @@ def test_a_template_that_ships_is_used_by_its_name(folder: Path) -> None:
     assert "\ncalc(x): Calculate.\nTo call one" in shown
     assert '<|im_start|>assistant\n[calc(x="7+2")]<|im_end|>\n<|im_start|>user\nResult: 9<|im_end|>\n' in shown
     compose(["model=smollm2_135m", "hardware=cpu", "model.chat_template=chatml_tools"], {})
-    assert with_absolute_files(replace(model, gguf="a.gguf")).chat_template == "chatml_tools"
+    assert with_absolute_files(model).chat_template == "chatml_tools"
     assert with_absolute_files(replace(model, chat_template="a.jinja")).chat_template == str(Path.cwd() / "a.jinja")
     with pytest.raises(ConfigError, match=r"model.chat_template=chatml_tool .*\n.*a template of rlx by its name: chatml_tools"):
         compose(["model=smollm2_135m", "hardware=cpu", "model.chat_template=chatml_tool"], {})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import threading
 import time
@@ -142,37 +141,11 @@ def test_a_run_goes_on_from_its_checkpoint_with_a_trainer_of_its_own(host: Host,
             host.train([0, 1])
 
 
-def test_the_summary_of_a_run_shows_that_the_trainer_has_too_little_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rlx.config.limits.free_memory", lambda: 0)
-    host: Host = request.getfixturevalue("host")
-    run = host.join("a")
-    assert "the trainer may run out of memory" in json.loads(run.paths.kernels.read_text())["warning"]
-
-
 def test_the_other_ranks_hear_of_rank_0_although_there_is_nothing_to_do(host: Host, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shared_trainer, "IDLE", 0.01)
     assert host.news() == {}
     host.join("a")
     assert host.news() == {}
-
-
-def test_a_run_is_late_without_a_batch_but_not_while_its_batch_waits_for_a_checkpoint(host: Host, monkeypatch: pytest.MonkeyPatch):
-    run = host.join("a", **{"ckpt.interval": 1, "trainer.batch_timeout": 0.05})
-    run.send([0])
-    time.sleep(0.06)
-    assert host.news() == {"train": [0]}
-    host.train([0])
-    run.send([1])
-    time.sleep(0.06)
-    member = host.members[0]
-    assert not member.ready(), "checkpoint 1 waits for its orchestrator"
-    assert member.overdue() is None
-    run.paths.batch_of(1).unlink()
-    time.sleep(0.06)
-    assert host.news()["leave"] == [[0, "no batch came in 0.05 s (trainer.batch_timeout); see its orchestrator's log"]]
-    run.send([1])
-    monkeypatch.setattr("rlx.shared.member.ORCHESTRATOR_TIMEOUT", 0.05)
-    assert host.news()["leave"] == [[0, "its checkpoint is not complete after 0.05 s; see its orchestrator's log"]]
 
 
 def test_a_run_that_is_put_out_is_not_waited_for_and_a_preempted_one_without_a_new_step_saves_nothing(host: Host):

@@ -6,7 +6,6 @@ import csv
 import json
 import math
 import shutil
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -17,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import xxhash
 from mixed_examples import SFT, mix_of, taught
 from trainer_examples import make_model, make_samples, make_trainer, step_batch
 
@@ -146,29 +144,6 @@ def test_tokens_that_only_cross_entropy_reads_have_their_weight() -> None:
     assert side.weights[read > 0] == pytest.approx(1)
 
 
-def test_a_gradient_leaves_the_device_while_the_other_objective_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer, held = make_trainer(make_model()), []
-    zero_grad = trainer.optimizer.zero_grad
-
-    def remember(**keys: Any) -> None:
-        held.extend(weakref.ref(p.grad) for p in trainer.parameters if p.grad is not None)
-        zero_grad(**keys)
-
-    monkeypatch.setattr(trainer.optimizer, "zero_grad", remember)
-    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)  # stands in for a copy from another device
-    gradients = Measured(trainer, step_batch(2, [make_samples()]), tokens=40).gradients()
-    next(gradients)
-    assert held
-    assert not [one for one in held if one() is not None]
-
-
-def test_the_cosine_of_gradients() -> None:
-    one, other = [torch.tensor([1.0, 0.0]), torch.tensor([[0.0]])], [torch.tensor([1.0, 0.0]), torch.tensor([[1.0]])]
-    assert cosine(one, other) == pytest.approx(math.sqrt(0.5))
-    assert cosine(one, [-part for part in one]) == -1
-    assert math.isnan(cosine(one, [0 * part for part in one]))
-
-
 # the command
 
 
@@ -207,7 +182,7 @@ def test_adapters_of_a_run_in_bfloat16_are_compared_from_a_checkpoint_and_withou
     arguments = ["max_steps=2", "lora.rank=4", "lora.dropout=0.5", "model.dtype=bfloat16", "trainer.optimization_dtype=bfloat16"]
     cfg, paths, initial = compose(arguments, {}).cfg, RunPaths(tmp_path / "run"), str(tmp_path / "initial")
     trainer = build(cfg, initial, one_process("cpu"), lambda _: nullcontext())
-    Saver(trainer, xxhash.xxh3_64).save(tmp_path / "saved", Progress(0, 0))
+    Saver(trainer).save(tmp_path / "saved", Progress(0, 0))
     record_batch(paths.recorded_of(0), step_batch(0, [[replace(sample, env="reverse_text") for sample in make_samples()]]))
     found = compare(cfg, cfg, paths, Begin(model=initial, step=0, checkpoint=tmp_path / "saved"), 0)
     assert found.cosines == [pytest.approx(1.0)]

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import xxhash
 from forked import run_ranks
 from torch import Tensor
 from torch.distributed.tensor import Shard, distribute_tensor
-from trainer_examples import make_model, make_samples, step_batch
+from trainer_examples import make_model, make_samples, step_batch, train_minibatch
 from transformers import AutoModelForCausalLM
 from transformers.models.inkling import InklingTextConfig
 
@@ -82,7 +81,7 @@ def step(folder: Path, mesh: Mesh, **keys: Any) -> tuple[PolicyTrainer, dict[str
         return own(*args)
 
     optimizer.step = stepped  # type: ignore[method-assign]
-    metrics = trainer.train_minibatch(mini_batch, step=0)
+    metrics = train_minibatch(trainer, mini_batch, step=0)
     optimizer.step = own  # type: ignore[method-assign]
     found = {"computed": computed, "initial": initial, "dtypes": dtypes, "logp": logp, "gradients": gradients, "metrics": metrics}
     return trainer, found | {"after": {name: whole(p) for name, p in model.hf.named_parameters()}}
@@ -97,7 +96,7 @@ def work(rank: int, folder: str) -> None:
         if case in ("mixed", "parameters"):
             paths = RunPaths(Path(folder) / f"run_{case}")
             Publisher.of(trainer.model, mesh, paths, source=f"{folder}/model", dtype=torch.bfloat16).ensure(1)
-            Saver(trainer, xxhash.xxh3_64).save(Path(folder) / f"checkpoint_{case}", Progress(step=1, updates=1)).files()
+            Saver(trainer).save(Path(folder) / f"checkpoint_{case}", Progress(step=1, updates=1)).files()
             mesh.barrier()
         torch.save(found, f"{folder}/{case}_{rank}.pt")
         mesh.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 
 import numpy as np
@@ -30,7 +29,6 @@ from transformers.models.qwen3_next import Qwen3NextConfig
 
 from rlx.data.packing import pack
 from rlx.kernels.logprob import logprob
-from rlx.models.backbone import backbone
 from rlx.models.layout import build_layout
 from rlx.models.load import check_packed_forward
 from rlx.models.policy import PolicyModel
@@ -120,20 +118,6 @@ def test_shared_prompts_give_the_gradients_of_separate_rows(name):
         torch.testing.assert_close(gradient, found[1][parameter], rtol=2e-4, atol=2e-6, msg=parameter)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_next_recurrent", "llama4_chunks"])
-def test_the_backbone_gets_no_mask_and_keeps_no_cache(name):
-    """With an all-ones mask or a cache, transformers takes a packed row for one sequence, and a cache holds the keys of all layers."""
-    config_class, keys = ARCHITECTURES[name]
-    trainer, found = make_trainer(make_model(config_class, **keys)), []
-
-    def look(module, args, given, output):
-        found.append((given["attention_mask"], output.past_key_values))
-
-    backbone(trainer.model.hf).register_forward_hook(look, with_kwargs=True)
-    trainer.score(one_row(make_samples()))
-    assert found == [(None, None)]
-
-
 def test_the_head_meets_only_tokens_that_predict_a_trainable_one(monkeypatch):
     met = []
 
@@ -185,27 +169,6 @@ def test_a_lone_sample_does_not_take_their_prompt_from_its_neighbours():
     head, prompt = [1, 2, 3], [1, 2, 3, *range(20, 30)]
     group = [[*prompt, 40 + n, 50 + n] for n in range(3)]
     assert computed([[*head, 7, 8], *group]) == (5 + 13 + 3 * 2, False)
-
-
-def test_the_last_layer_computes_its_feed_forward_part_only_where_it_is_read():
-    model = PolicyModel(make_model(LlamaConfig))
-    lengths: list[int] = []
-    for layer in model.layers:
-        layer.mlp.gate_proj.register_forward_hook(lambda _, inputs, out: lengths.append(inputs[0].shape[1]))
-    row = one_row(make_samples(longest=20))
-    layout = build_layout(row.token_ids, row.cu_seqlens, row.loss_mask, "shared", "cpu")
-    model.hf.base_model(input_ids=layout.token_ids, position_ids=layout.position_ids, use_cache=False, layout=layout)
-    read = len(np.unique(layout.where[row.loss_mask]))
-    assert lengths == [layout.num_tokens] * (len(model.layers) - 1) + [read]
-    assert read < layout.num_tokens
-    lengths.clear()
-    own_log_probabilities(model.hf, make_samples()[:1])
-    assert len(set(lengths)) == 1, "the model's own forward computes all tokens in all layers"
-    other = copy.deepcopy(model.hf)
-    with torch.no_grad():
-        other.get_parameter("model.layers.1.mlp.down_proj.weight").zero_()
-    same, changed = (own_log_probabilities(hf, make_samples()[:1])[0] for hf in (model.hf, other))
-    assert not torch.equal(same, changed), "a copy of the model computes with its own weights"
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from trainer_examples import make_model, make_samples, make_trainer, step_batch
+from trainer_examples import make_model, make_samples, make_trainer, step_batch, train_minibatch
 
 from rlx.config.load import compose, to_yaml
 from rlx.config.schema import LoraConfig, LossTerms
@@ -91,7 +91,7 @@ def trained(model: str, mesh: Mesh, kind: str, *, offload: bool, lora: int = 0, 
         spy.hosts, spy.away = {id(value) for value in moving(optimizer)} if offload else set(), []
         batch = pack(step_batch(step, [make_samples(seed=step)]), rank=0, ranks=1, tokens=60)
         before = moving(optimizer)
-        metrics.append(trainer.train_minibatch(batch.mini_batches[0], step=step))
+        metrics.append(train_minibatch(trainer, batch.mini_batches[0], step=step))
         if offload and step:
             assert all(one is other for one, other in zip(before, moving(optimizer), strict=True)), "host memory is allocated once"
     weights = {name: whole(tensor) for name, tensor in policy.named_weights()}
@@ -155,7 +155,7 @@ def test_an_optimizer_that_changes_its_groups_is_refused() -> None:
     trainer.optimizer = CPUOffloadOptimizer(Counts(trainer.parameters, lr=0.1), one_process("cpu"), bucket=SMALL)
     batch = pack(step_batch(0, [make_samples()]), rank=0, ranks=1, tokens=60)
     with pytest.raises(ValueError, match=r"but Counts changes steps of all of them .* Set trainer.optim_cpu_offload=false"):
-        trainer.train_minibatch(batch.mini_batches[0], step=0)
+        train_minibatch(trainer, batch.mini_batches[0], step=0)
 
 
 def test_the_key_reaches_the_optimizer_also_of_a_run_in_a_shared_trainer(model: str, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import xxhash
 from checkpoint_worker import make_trainer
 from launch_configs import config
 from trainer_examples import make_model
@@ -87,25 +86,6 @@ def test_a_model_that_takes_long_to_load_gives_signs_of_life(tmp_path: Path, mon
     assert beats[0]["time"] < beats[1]["time"] < beats[2]["time"]
 
 
-def test_a_checkpoint_in_the_background_is_copied_after_the_device_is_done(tmp_path: Path, monkeypatch) -> None:
-    make_model().save_pretrained(tmp_path / "model")
-    trainer, called = make_trainer(str(tmp_path / "model")), []
-    monkeypatch.setattr(Mesh, "synchronize", lambda _: called.append("synchronize"))
-    saver = Saver(trainer, xxhash.xxh3_64, in_background=True)
-    monkeypatch.setattr(saver._stager, "stage", lambda *_: called.append("stage"))
-    saver.warm()
-
-    def save(*_: Any, **__: Any) -> None:
-        called.append("stage")
-        raise Stop
-
-    monkeypatch.setattr(checkpoint.dcp, "async_save", save)
-    with pytest.raises(Stop):
-        saver.save(tmp_path / "saved", Progress(1, 1))
-    saver.close()
-    assert called == ["synchronize", "stage"] * 2
-
-
 def test_a_model_whose_packed_forward_differs_is_refused_with_device_and_both_numbers() -> None:
     model = PolicyModel(make_model())
     check_packed_forward(model, "cpu")
@@ -121,7 +101,7 @@ def stop(*_: Any, **__: Any) -> None:
 def test_the_packed_forward_is_checked_when_a_model_is_read_and_when_a_checkpoint_is(tmp_path: Path, monkeypatch) -> None:
     make_model().save_pretrained(tmp_path / "model")
     trainer = make_trainer(str(tmp_path / "model"))
-    saver = Saver(trainer, xxhash.xxh3_64, in_background=False)
+    saver = Saver(trainer, in_background=False)
     saver.save(tmp_path / "saved", Progress(1, 1))
     saver.close()
     monkeypatch.setattr("rlx.models.load.check_packed_forward", stop)

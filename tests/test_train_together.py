@@ -20,11 +20,10 @@ from rlx.models.layout import Here, Stretch
 from rlx.models.lora import add_adapters, draw_adapters
 from rlx.models.policy import PolicyModel
 from rlx.models.slots import Slot, SlotsLinear, add_slots
-from rlx.parallel.mesh import Mesh, one_process
+from rlx.parallel.mesh import Mesh
 from rlx.train.muon import groups_of
 from rlx.train.reference import Reference
-from rlx.train.step import PolicyTrainer
-from rlx.train.together import Together
+from rlx.train.step import PolicyTrainer, train
 from rlx.types import StepBatch
 
 pytestmark = pytest.mark.slow
@@ -89,7 +88,6 @@ class Host:
         draw_adapters(hf, seed=99)
         self.model = PolicyModel(hf, attention=attention)
         self.model.slots = here
-        self.together = Together(self.model, one_process("cpu"))
         self.trainers: dict[int, PolicyTrainer] = {}
         self.runs: dict[int, Mapping[str, Any]] = {}
 
@@ -103,7 +101,7 @@ class Host:
         losses = {slot: self.trainers[slot].losses.loss_of for slot in steps}
         batches = {slot: batch_of(self.runs[slot], step) for slot, step in steps.items()}
         packed = pack_together(batches, rank=0, ranks=1, tokens=TOKENS, loss_of=losses)
-        return self.together.train(packed, self.trainers, {slot: self.runs[slot]["iterations"] for slot in steps})
+        return train(packed, self.trainers, {slot: self.runs[slot]["iterations"] for slot in steps})
 
     def weights(self, slot: int) -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in self.trainers[slot].model.named_weights()}

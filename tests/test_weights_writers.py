@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from trainer_examples import make_model
 from transformers import AutoModelForCausalLM
 from transformers.models.llama import LlamaConfig
@@ -23,7 +22,6 @@ from transformers.models.qwen3_moe import Qwen3MoeConfig
 
 from rlx.models.load import load_policy
 from rlx.parallel import mesh as meshes
-from rlx.parallel.gather import whole_on
 from rlx.parallel.mesh import Mesh, join, one_process
 from rlx.paths import RunPaths
 from rlx.weights import files, publish
@@ -55,12 +53,10 @@ def rank(number: int, folder: Path) -> None:
     meeting = dist.FileStore(str(folder / "store"), 2)
     mesh = join(torch.device("cpu"), rank=number, world_size=2, timeout=60, store=meeting)
     assert mesh.hosts() == [[0], [1]]
-    sharded_tensors_become_whole_on_their_owner(mesh)
     publishers = {name: publisher_of(folder, name, mesh) for name in MODELS}
-    with patch.object(files, "SHARD_BYTES", 20_000), patch.object(dist, "gather", wraps=dist.gather) as gathering:
+    with patch.object(files, "SHARD_BYTES", 20_000):
         for publisher in publishers.values():
             publisher.ensure(1)
-    assert {call.args[0].dtype for call in gathering.call_args_list} == {torch.bfloat16}, "float32 would be twice the bytes"
     kept = {name: {key: tensor.nbytes for key, tensor in publisher._copies.items()} for name, publisher in publishers.items()}
     (folder / f"kept_{number}.json").write_text(json.dumps(kept))
     publisher = publishers["dense"]
@@ -69,25 +65,6 @@ def rank(number: int, folder: Path) -> None:
     a_writer_that_is_killed(publisher)
     (folder / "heard").touch()
     os._exit(0)  # leaving the group would wait for the other rank
-
-
-def sharded_tensors_become_whole_on_their_owner(mesh: Mesh) -> None:
-    line = dist.init_device_mesh("cpu", (2,))
-    copies = dist.init_device_mesh("cpu", (2, 1))
-    for rows in (1, 5, 6):  # of one row, rank 1 has none
-        tensor = torch.arange(3.0 * rows).view(rows, 3)
-        for where, placements in (
-            *((line, [kind]) for kind in (Shard(0), Shard(1), Replicate())),
-            (copies, [Replicate(), Shard(0)]),
-            (copies, [Shard(0), Replicate()]),
-            (copies, [Shard(0), Shard(1)]),
-        ):
-            sharded = distribute_tensor(tensor, where, placements)
-            for owner in (0, 1):
-                whole = whole_on(sharded, owner, mesh.rank)
-                assert (whole is not None) == (owner == mesh.rank)
-                assert whole is None or torch.equal(whole, tensor), placements
-    assert (whole_on(tensor, 1, mesh.rank) is tensor) == (mesh.rank == 1)
 
 
 def published(publisher: Publisher, version: int) -> str:

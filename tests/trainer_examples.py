@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from rlx.losses.base import Objective
 from rlx.losses.grpo import grpo
 from rlx.models.policy import PolicyModel
 from rlx.train.step import PolicyTrainer
-from rlx.types import StepBatch, TrainingSample
+from rlx.types import MiniBatch, RankBatch, StepBatch, TrainingSample
 
 VOCABULARY = 40
 SIZES = {
@@ -84,6 +84,26 @@ def make_trainer(hf: Any, function: Any = grpo, aggregate: str = "token_mean", *
     shared = {f.name for f in fields(LossTerms)}
     terms = LossTerms(aggregate=aggregate, **{name: keys.pop(name) for name in list(keys) if name in shared})
     return PolicyTrainer(model, Objective(function, terms, max_length=16), torch.optim.SGD(model.parameters(), lr=0.1), **keys)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Examples whose samples are ready, one each, in the place of `rlx.data.supervised.Conversations`."""
+
+    name: str
+    ready: Sequence[TrainingSample]
+
+    def __len__(self) -> int:
+        return len(self.ready)
+
+    def samples(self, index: int, counts: Any) -> list[TrainingSample]:
+        return [self.ready[index]]
+
+
+def train_minibatch(trainer: PolicyTrainer, mini_batch: MiniBatch, step: int | None = None) -> dict[str, float]:
+    """One optimizer step. `step` is the version that it trains; None: supervised data."""
+    batch = RankBatch(step=step or 0, mini_batches=(mini_batch,), num_tokens=0, sampled=step is not None)
+    return trainer.train_batch(batch)
 
 
 def gradients(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:

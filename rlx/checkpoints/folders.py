@@ -1,7 +1,7 @@
 """Checkpoints as folders: written whole or not at all, found, checked and pruned.
 
 `checkpoints/step_N/` is the state after N training steps, when the policy has version N. It holds `trainer/`, `orchestrator/` and, written
-last, `COMPLETE`: `{"step": N, "files": {name: {"size": bytes, "xxh3": hex digest}}, …}`. While it is being written its name is
+last, `COMPLETE`: `{"step": N, "files": {name: {"size": bytes, …}}, …}`. While it is being written its name is
 `.step_N.writing`; a folder of that name asks the orchestrator for its part. This module needs no torch and does not interpret the parts.
 """
 
@@ -25,7 +25,7 @@ WRITING = ".writing"
 DELETED = ".deleted"
 
 Manifest = Mapping[str, Mapping[str, Any]]
-"""By file name, relative to the checkpoint: `size` in bytes, and `xxh3`, the hex digest of the content."""
+"""By file name, relative to the checkpoint: `size` in bytes; of the orchestrator's part `xxh3`, the hex digest of the content."""
 
 
 class NoCheckpoint(ValueError):

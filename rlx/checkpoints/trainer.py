@@ -92,21 +92,11 @@ class Checkpoints:
         folder = folders.writing(self.paths, step)
         self.mesh.agreed(lambda: self._or_fail(step, lambda: self._begin(step)))
         progress = Progress(step, self.trainer.updates)
-        saver = self._the_saver()
+        saver = self._saver = self._saver or Saver(self.trainer, in_background=self.config.save_async)
         saving = self._or_fail(step, lambda: saver.save(folder / folders.TRAINER, progress))
         self._pending = (step, saving)
         if not self.config.save_async:
             self.finish(wait=self.patient)
-
-    def prepare(self) -> None:
-        """Call it after the first step: does slow preparations, so that the first checkpoint need not wait for them."""
-        if self.config.save_async and self.config.interval is not None and self._saver is None:
-            self._the_saver().warm()
-
-    def _the_saver(self) -> Saver:
-        if self._saver is None:
-            self._saver = Saver(self.trainer, xxhash.xxh3_64, in_background=self.config.save_async)
-        return self._saver
 
     def wait_copied(self) -> None:
         """Return when the trainer may change its state again."""

@@ -42,7 +42,7 @@ On several hosts, with a folder that all see: docs/cluster.md.
         return _run(self.role, argv)
 
 
-PREPARE = RoleCommand("prepare", "make the run's initial model, if the configuration has a warm start or a GGUF file")
+PREPARE = RoleCommand("prepare", "make the run's initial model, if the configuration has a warm start")
 INFERENCE = RoleCommand("inference", "serve the policy with vLLM")
 ORCHESTRATOR = RoleCommand("orchestrator", "roll out the environments and send batches to the trainer")
 TRAINER = RoleCommand("trainer", "train on the orchestrator's batches and publish weights")
@@ -98,7 +98,7 @@ def _run(role: str, argv: list[str]) -> int:
         raise ConfigError(str(error)) from error
     paths, lock = join(cfg, composed.overrides, plan)
     if spec is None:
-        print(f"nothing to prepare: model {cfg.model.name} is loaded as it is: neither model.warm_start nor model.gguf is set")
+        print(f"nothing to prepare: model {cfg.model.name} is loaded as it is: model.warm_start is not set")
         return 0
     print(f"{spec.name} of the run in {paths.root}", flush=True)
     os.set_inheritable(lock.fd, True)  # the role holds the directory's lock while it is alive

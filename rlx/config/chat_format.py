@@ -34,9 +34,10 @@ def template_path(named: str) -> Path:
 
 def with_absolute_files(model: ModelConfig) -> ModelConfig:
     """The section with absolute paths of its files, so that a process in another folder finds them. A shipped template keeps its name."""
-    given = {"chat_template": model.chat_template, "gguf": model.gguf}
-    files = {key: file for key, file in given.items() if file and file not in template_names()}
-    return replace(model, **{key: str(Path(file).expanduser().absolute()) for key, file in files.items()})  # type: ignore[arg-type]
+    files: dict[str, Any] = {}
+    if model.chat_template and model.chat_template not in template_names():
+        files["chat_template"] = str(Path(model.chat_template).expanduser().absolute())
+    return replace(model, **files)
 
 
 def arguments_of(template: str) -> set[str]:

@@ -17,7 +17,6 @@ TILE = {"cpu": (1024, 1024), "cuda": (16_384, 8192)}  # tokens × vocabulary of 
 # Float32 tiles alive at once: the logits, and the results of the row functions. On CUDA Triton's return 16 bits; torch's take a tile more.
 TILES = {"cpu": 3, "cuda": 2}
 BUCKET = 2**28  # bytes of parameters that `trainer.optim_cpu_offload` updates at a time (rlx/train/offload.py)
-READERS = 4  # threads of transformers that read a tensor each
 CONTEXT = 2**30  # of a CUDA process: about half for context and kernels, the rest for cuBLAS workspaces and NCCL buffers
 
 
@@ -29,8 +28,7 @@ class TrainerMemory:
     parameters: float  # the master copy
     gradients: float  # in the dtype of the master copy, even if they are reduced in another
     optimizer: float
-    copies: float  # of all parameters in the compute dtype, of one process that does not shard (`rlx.models.copies`)
-    reference: float  # the frozen model of a KL term or a distillation, assumed to be as large as the policy, with its copies
+    reference: float  # the frozen model of a KL term or a distillation, assumed to be as large as the policy
     context: float
     on_host: bool  # parameters, gradients, optimizer state and reference lie in host memory
     optimizer_on_host: bool = False  # the optimizer's state alone does
@@ -49,7 +47,7 @@ class TrainerMemory:
     # the optimizer step's temporary: one number per parameter of its shard; with `optimizer_on_host` of the largest bucket, with its state
     update: float
 
-    loading: float  # in host memory, while a process reads its shards to its GPU
+    loading: float  # in host memory, while a process reads its shards to its GPU, one tensor at a time; a layer's fused experts whole
     # In host memory: the copy of the weights (of each run) that is written beside the next step. The trainer's hosts divide it; adapters
     # are rank 0's alone.
     published: float
@@ -58,7 +56,7 @@ class TrainerMemory:
     def states(self) -> float:
         """Bytes that are always allocated on the device."""
         optimizer = 0.0 if self.optimizer_on_host else self.optimizer
-        states = 0.0 if self.on_host else self.parameters + self.gradients + optimizer + self.copies + self.reference
+        states = 0.0 if self.on_host else self.parameters + self.gradients + optimizer + self.reference
         return states + self.context
 
     @property
@@ -153,13 +151,10 @@ def trainer_memory(cfg: TrainingRoot) -> TrainerMemory:
     kept = not cfg.reshards  # the configuration does not say whether the head is tied: assume that it is not
     layer = max(0.0, model.num_parameters - table) / model.num_layers
     sharded = cfg.trainer_ranks > 1 or cfg.shards_alone
-    copies = model.num_parameters * compute if cfg.mixed and not sharded else 0.0
-    casts = sharded or bool(copies)  # gradients come in the compute dtype
     cast = trained * compute if cfg.lora.on and not sharded and master != compute else 0.0  # adapters, until backward
     copied = cfg.uses_reference and (cfg.ref.name is not None or not cfg.lora.on)  # else it is the model without its adapters
     # One that follows the policy has its parameters, because small changes would be lost in the compute dtype.
     reference = model.num_parameters / ranks * (compute if cfg.ref.sync_interval is None else master)
-    reference += 0.0 if cfg.ref.sync_interval is None else copies
     offloads = cfg.trainer.optim_cpu_offload and cuda
     # On CUDA, torch's optimizers update all parameters at once, or those of a bucket. The embedding may be larger than that.
     updated = min(shard * master, max(BUCKET, 0.0 if cfg.lora.on else table / ranks * master)) if offloads else shard * master
@@ -172,7 +167,6 @@ def trainer_memory(cfg: TrainingRoot) -> TrainerMemory:
         parameters=shard * master + frozen * compute,
         gradients=shard * master,
         optimizer=master * (shard * states + beside / ranks),
-        copies=copies,
         reference=reference if copied else 0.0,
         context=CONTEXT if cuda else 0.0,
         on_host=cfg.trainer.fsdp_cpu_offload,
@@ -181,11 +175,11 @@ def trainer_memory(cfg: TrainingRoot) -> TrainerMemory:
         table=(2 if kept else 1) * table * compute if sharded else 0.0,
         activations=activation_bytes(cfg) * row + cast,
         head=4.0 * (tiles * min(tile_rows, scored) * tile_columns + scored * model.hidden_size + tile_columns * model.hidden_size),
-        head_gradient=table * compute if casts and not cfg.lora.on else 0.0,
-        layer_gradients=layer * share * (compute + reduced) / divided if casts else 0.0,
-        table_gradients=table * (compute + reduced) if casts and not cfg.lora.on else 0.0,
+        head_gradient=table * compute if sharded and not cfg.lora.on else 0.0,
+        layer_gradients=layer * share * (compute + reduced) / divided if sharded else 0.0,
+        table_gradients=table * (compute + reduced) if sharded and not cfg.lora.on else 0.0,
         update=updated * (1 + (states if offloads else 0)) if cuda else 0.0,
-        loading=READERS * table / ranks * master if cuda and not cfg.trainer.fsdp_cpu_offload else 0.0,
+        loading=(table / ranks if model.num_experts is None else layer) * master if cuda and not cfg.trainer.fsdp_cpu_offload else 0.0,
         published=published_bytes(cfg),
     )
 

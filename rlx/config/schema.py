@@ -185,8 +185,8 @@ class TrainingRoot(CommandConfig):
 
     @property
     def shards_alone(self) -> bool:
-        """Whether even a single trainer process shards, to cast its parameters layer by layer (else: `rlx.models.copies`) or move them."""
-        return (self.mixed and self.reshards) or (self.trainer.fsdp_cpu_offload and self.hardware.device == "cuda")
+        """Whether even a single trainer process shards, to cast its parameters layer by layer or move them."""
+        return self.mixed or (self.trainer.fsdp_cpu_offload and self.hardware.device == "cuda")
 
     @property
     def mixed(self) -> bool:

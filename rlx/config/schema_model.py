@@ -45,8 +45,7 @@ class WarmStartConfig:
 
 @dataclass
 class ModelConfig:
-    name: str = key(MISSING, "Hugging Face name or a model folder; with `warm_start` or `gguf`, a label for the model that rlx makes")
-    gguf: str | None = key(None, "GGUF file with the weights; rlx keeps a plain model folder of it in its cache. null: they are in `name`")
+    name: str = key(MISSING, "Hugging Face name or a model folder; with `warm_start`, a label for the model that rlx makes")
     dtype: str = key("bfloat16", "precision in which trainer and inference compute", choices=("bfloat16", "float32"))
     context_length: int = key(MISSING, "longest sequence the model can attend to, in tokens", low=2)
     num_parameters: float = key(MISSING, "number of parameters, for the memory estimate of the plan", above=0)
@@ -117,7 +116,7 @@ class ModelConfig:
     @property
     def prepared(self) -> bool:
         """Whether the prepare role makes the initial model's folder."""
-        return self.warm_start is not None or self.gguf is not None
+        return self.warm_start is not None
 
 
 @dataclass

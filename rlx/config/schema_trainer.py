@@ -50,8 +50,7 @@ class TrainerConfig:
     reshard_after_forward: bool | str = key(
         "auto",
         "free each layer's gathered parameters after its forward and gather them again for backward; `false`: more memory, meant to be "
-        "faster with several GPUs (not run there). A single process that computes in another dtype than its parameters' then has copies of "
-        "all instead of FSDP: on a GPU its steps took 1.2 times as long. `auto`: `false` for a single process on a CPU",
+        "faster with several GPUs (not run there). `auto`: `false` for a single process on a CPU",
         choices=("auto", "true", "false"),
     )
     dp_replicate: int = key(

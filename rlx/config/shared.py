@@ -7,7 +7,7 @@ from operator import attrgetter
 from rlx.config.schema import Config
 
 EQUAL = (
-    "model.name", "model.gguf", "model.warm_start", "model.dtype", "model.trust_remote_code", "lora.rank", "lora.target_modules",
+    "model.name", "model.warm_start", "model.dtype", "model.trust_remote_code", "lora.rank", "lora.target_modules",
 )  # fmt: skip
 """Keys of the trainer that every run must have alike: one model and adapters of one shape."""
 

@@ -49,10 +49,11 @@ def read_conversation(row: Mapping[str, Any], *, fills: bool = False) -> Convers
     removed, also from the arguments of tool calls. A JSONL row has only its own keys, so its arguments stay as they are; so do tools and
     calls that are JSON texts, which no file fills in.
     """
+    row = _without_none(row) if fills else row
     messages, first = _messages_of(row)
     if not messages:
         raise RowError("it has no messages")
-    read = [_message(message, fills) for message in messages]
+    read = [_message(message) for message in messages]
     for message in messages[first:]:
         if message.get("role") == "assistant" and message.get("weight") not in (None, 1):
             raise RowError(
@@ -62,7 +63,7 @@ def read_conversation(row: Mapping[str, Any], *, fills: bool = False) -> Convers
     tools = row.get("tools") if row.get("tools") is not None else row.get("tool_defs")
     if tools is None and row.get("functions"):
         raise RowError("it has `functions`, the older form of tools; write them as `tools` in OpenAI's form")
-    return Conversation(messages=read, first=first, tools=_tools(tools, fills))
+    return Conversation(messages=read, first=first, tools=_tools(tools))
 
 
 def _messages_of(row: Mapping[str, Any]) -> tuple[list[Any], int]:
@@ -97,7 +98,7 @@ def _are_messages(value: Any) -> TypeGuard[list[Any]]:
     return isinstance(value, list) and bool(value) and all(isinstance(each, Mapping) and each.get("role") in known for each in value)
 
 
-def _message(message: Any, fills: bool) -> Message:
+def _message(message: Any) -> Message:
     if not isinstance(message, Mapping):
         raise RowError(f"a message is of type {type(message).__name__}; it must be a mapping with `role` and `content`")
     role = "system" if message.get("role") == AS_SYSTEM else message.get("role")
@@ -116,7 +117,7 @@ def _message(message: Any, fills: bool) -> Message:
     if calls := message.get("tool_calls"):
         if role != "assistant":
             raise RowError(f"a message of role {role} has `tool_calls`")
-        read["tool_calls"] = [_call(call, fills and not isinstance(calls, str)) for call in _decoded(calls, "tool_calls")]
+        read["tool_calls"] = [_call(call) for call in _decoded(calls, "tool_calls")]
     for key in ("tool_call_id", "name"):
         if message.get(key) is not None:
             read[key] = message[key]
@@ -138,9 +139,8 @@ def _text(content: Any) -> str:
     return one_text(part if isinstance(part, str) else part.get("text") or "" for part in content)
 
 
-def _call(call: Any, fills: bool) -> dict[str, Any]:
+def _call(call: Any) -> dict[str, Any]:
     """A tool call in OpenAI's form. The flat form of verifiers (`id`, `name`, `arguments`) is read, too."""
-    fills = fills and not isinstance(call, str)
     call = _decoded(call, "a tool call")
     function = call.get("function") if isinstance(call, Mapping) else None
     function = function if isinstance(function, Mapping) else call
@@ -150,22 +150,20 @@ def _call(call: Any, fills: bool) -> dict[str, Any]:
     if not isinstance(arguments, str):
         if arguments is not None and not isinstance(arguments, Mapping):
             raise RowError(f"the arguments of a call of {function['name']} are of type {type(arguments).__name__}; they must be a mapping")
-        given = {key: value for key, value in (arguments or {}).items() if value is not None or not fills}
-        arguments = json.dumps(_without_none(given) if fills else given, ensure_ascii=False)
+        arguments = json.dumps(dict(arguments or {}), ensure_ascii=False)
     read = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     return read | ({"id": call["id"]} if call.get("id") is not None else {})
 
 
-def _tools(value: Any, fills: bool) -> list[dict[str, Any]] | None:
-    fills = fills and not isinstance(value, str)
-    tools = [_tool(_decoded(tool, "a tool"), fills and not isinstance(tool, str)) for tool in _decoded(value, "tools") or ()]
+def _tools(value: Any) -> list[dict[str, Any]] | None:
+    tools = [_tool(_decoded(tool, "a tool")) for tool in _decoded(value, "tools") or ()]
     return tools or None
 
 
-def _tool(tool: Any, fills: bool) -> dict[str, Any]:
+def _tool(tool: Any) -> dict[str, Any]:
     if not isinstance(tool, Mapping):
         raise RowError(f"a tool is of type {type(tool).__name__}; it must be a function in OpenAI's form")
-    tool = _without_none(tool) if fills else dict(tool)
+    tool = dict(tool)
     if isinstance(tool.get("function"), Mapping):
         function = dict(tool["function"])
     else:

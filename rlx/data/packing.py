@@ -24,12 +24,24 @@ from itertools import chain
 
 import numpy as np
 
-from rlx.data.oversized import warn_of_the_largest
 from rlx.data.padding import fill_padded
 from rlx.data.units import Cost, Unit, counts_of, groups_of, split, streams_of, trained
 from rlx.types import STREAMS, LossOf, MicroBatch, MiniBatch, RankBatch, StepBatch, TrainingSample, check_streams
 
 ONE = LossOf(number=0, kind="policy", has_kl=True, has_ce=True)  # the only objective of a run; the counts of its kind are those of all
+
+NOTHING = TrainingSample(
+    group=0,
+    member=0,
+    env="none",
+    token_ids=np.zeros(1, np.int32),
+    loss_mask=np.zeros(1, np.bool_),
+    inference_logprobs=np.zeros(1, np.float32),
+    advantages=np.zeros(1, np.float32),
+    temperature=np.ones(1, np.float32),
+    versions=np.full(1, -1, np.int32),
+)
+"""One token, nothing to train."""
 
 
 def pack(
@@ -54,11 +66,7 @@ def pack(
 
     Raises ValueError for a sample longer than `tokens`, or one with a trainable first token (nothing predicts it).
     """
-    assert 0 <= rank < ranks, (rank, ranks)
-    everyone = [_all_rows_of(samples, ranks, tokens, loss_of, cost, padded) for samples in batch.mini_batches]
-    packed = [_pack_mini_batch(samples, rank, ranks, *rows) for samples, rows in zip(batch.mini_batches, everyone, strict=True)]
-    rows = [row for _, own in everyone for row in own]
-    return _with_balance(_rank_batch(batch, packed), rows, ranks, cost, padded)
+    return pack_together({0: batch}, rank=rank, ranks=ranks, tokens=tokens, loss_of={0: loss_of}, cost=cost, padded=padded)[0]
 
 
 def pack_together(
@@ -78,26 +86,21 @@ def pack_together(
     left of imbalance is that of the common rows, the same for all runs.
     Raises the same errors.
     """
+    assert 0 <= rank < ranks, (rank, ranks)
     batches = {slot: _labelled(batch, slot) for slot, batch in sorted(batches.items())}
     minis: dict[int, list[MiniBatch]] = {slot: [] for slot in batches}
     everyone: list[list[Unit]] = []  # the rows of all ranks
     for number in range(max(len(batch.mini_batches) for batch in batches.values())):
         samples = {slot: batch.mini_batches[number] for slot, batch in batches.items() if number < len(batch.mini_batches)}
-        for sample in chain.from_iterable(samples.values()):
-            _check(sample, tokens)
-        balanced = cost if ranks > 1 else sum
-        groups = {slot: groups_of(trained(own), loss_of[slot], balanced) for slot, own in samples.items()}
-        whole = list(chain.from_iterable(groups.values()))
-        common = _all_rows(split(whole, tokens, balanced), ranks, tokens, balanced if padded else None)
+        groups, common = _plan(samples, ranks, tokens, loss_of, cost, padded)
         everyone += common
-        rows = _rows_of(rank, ranks, common)
         for slot, own in samples.items():
             streams = streams_of(trained(own))
-            parts = [[unit for unit in row if unit.samples[0].adapter == slot] for row in rows]
+            parts = [[unit for unit in row if unit.samples[0].adapter == slot] for row in _rows_of(rank, ranks, common)]
             minis[slot].append(
                 MiniBatch(micro_batches=tuple(_micro_batch(part, streams, slot) for part in parts), counts=counts_of(groups[slot]))
             )
-    return {slot: _with_balance(_rank_batch(batch, minis[slot]), everyone, ranks, cost, padded) for slot, batch in batches.items()}
+    return {slot: _rank_batch(batch, minis[slot], everyone, ranks, cost, padded) for slot, batch in batches.items()}
 
 
 def check_samples(batch: StepBatch, tokens: int, used: Collection[str]) -> None:
@@ -110,67 +113,46 @@ def check_samples(batch: StepBatch, tokens: int, used: Collection[str]) -> None:
 
 def _labelled(batch: StepBatch, slot: int) -> StepBatch:
     """The batch with samples for the adapter in `slot`."""
-    return replace(batch, mini_batches=tuple(tuple(replace(sample, adapter=slot) for sample in own) for own in batch.mini_batches))
+
+    def labelled(sample: TrainingSample) -> TrainingSample:
+        return sample if sample.adapter == slot else replace(sample, adapter=slot)
+
+    return replace(batch, mini_batches=tuple(tuple(map(labelled, own)) for own in batch.mini_batches))
 
 
-def _rank_batch(batch: StepBatch, mini_batches: Sequence[MiniBatch]) -> RankBatch:
+def _rank_batch(
+    batch: StepBatch, mini_batches: Sequence[MiniBatch], rows: list[list[Unit]], ranks: int, cost: Cost, padded: bool
+) -> RankBatch:
+    """The batch with its rows, and with how equal the `rows` of all ranks are."""
     everything = [sample for samples in batch.mini_batches for sample in samples]
+    computed = [[n for unit in row for n in unit.lengths] for row in rows]
+    if padded:
+        computed = [[max(lengths, default=0)] * len(lengths) for lengths in computed]
     return RankBatch(
         step=batch.step,
         mini_batches=tuple(mini_batches),
         num_tokens=sum(len(sample.token_ids) for sample in trained(everything)),
         sampled=not everything or any((sample.versions >= 0).any() for sample in everything),
-    )
-
-
-def samples_in_rows(
-    batch: StepBatch,
-    *,
-    rank: int,
-    ranks: int,
-    tokens: int,
-    loss_of: Callable[[str], LossOf] = lambda env: ONE,
-    cost: Cost = sum,
-    padded: bool = False,
-) -> list[list[TrainingSample]]:
-    """The samples of each row that `pack` makes with the same arguments, over all mini-batches, in their order. Empty: a dummy row."""
-    everyone = [_all_rows_of(samples, ranks, tokens, loss_of, cost, padded) for samples in batch.mini_batches]
-    rows = [row for _, own in everyone for row in _rows_of(rank, ranks, own)]
-    return [[sample for unit in row for sample in unit.samples] for row in rows]
-
-
-def _all_rows_of(
-    samples: Sequence[TrainingSample], ranks: int, tokens: int, loss_of: Callable[[str], LossOf], cost: Cost, padded: bool
-) -> tuple[list[list[Unit]], list[list[Unit]]]:
-    """A mini-batch's groups, and the rows of all ranks."""
-    for sample in samples:
-        _check(sample, tokens)
-    balanced = cost if ranks > 1 else sum
-    groups = groups_of(trained(samples), loss_of, balanced)
-    return groups, _all_rows(split(groups, tokens, balanced), ranks, tokens, balanced if padded else None)
-
-
-def _pack_mini_batch(
-    samples: Sequence[TrainingSample], rank: int, ranks: int, groups: list[list[Unit]], rows: list[list[Unit]]
-) -> MiniBatch:
-    """This rank's part."""
-    streams = streams_of(trained(samples))
-    return MiniBatch(
-        micro_batches=tuple(_micro_batch(row, streams) for row in _rows_of(rank, ranks, rows)),
-        counts=counts_of(groups),
-    )
-
-
-def _with_balance(batch: RankBatch, rows: list[list[Unit]], ranks: int, cost: Cost, padded: bool) -> RankBatch:
-    """The batch, with how equal the rows of all ranks are."""
-    computed = [[n for unit in row for n in unit.lengths] for row in rows]
-    if padded:
-        computed = [[max(lengths, default=0)] * len(lengths) for lengths in computed]
-    return replace(
-        batch,
         imbalance=_imbalance([cost(lengths) for lengths in computed], ranks),
         attention_imbalance=_imbalance([sum(n * n for n in lengths) for lengths in computed], ranks),
     )
+
+
+def _plan(
+    samples: Mapping[int, Sequence[TrainingSample]],
+    ranks: int,
+    tokens: int,
+    loss_of: Mapping[int, Callable[[str], LossOf]],
+    cost: Cost,
+    padded: bool,
+) -> tuple[dict[int, list[list[Unit]]], list[list[Unit]]]:
+    """The groups of a mini-batch of each run, by slot, and the common rows of all ranks."""
+    for sample in chain.from_iterable(samples.values()):
+        _check(sample, tokens)
+    balanced = cost if ranks > 1 else sum
+    groups = {slot: groups_of(trained(own), loss_of[slot], balanced) for slot, own in samples.items()}
+    whole = list(chain.from_iterable(groups.values()))
+    return groups, _all_rows(split(whole, tokens, balanced), ranks, tokens, balanced if padded else None)
 
 
 def _imbalance(costs: Sequence[float], ranks: int) -> float:
@@ -216,7 +198,6 @@ def _fill(groups: list[list[Unit]], ranks: int, tokens: int) -> list[list[Unit]]
     costliest first, which may need one row more for each rank than longest first. If even that has no room, they are placed longest first.
     """
     units = [unit for group in groups for unit in group]
-    warn_of_the_largest([unit.lengths for unit in units], tokens)
     total, cost = sum(unit.tokens for unit in units), sum(unit.cost for unit in units)
     per_rank = least = max(1, -(-total // (ranks * tokens)))
     # Two rollouts of more than half a row never share one. Without this, a batch of long ones is tried with every number of rows up to it.
@@ -285,8 +266,8 @@ def _pieces(groups: list[list[Unit]], tokens: int, cost: float) -> list[list[Uni
 
 
 def _micro_batch(row: list[Unit], streams: Sequence[str], slot: int = 0) -> MicroBatch:
-    if not row:
-        return _dummy(streams, slot)
+    if not row:  # for a rank with less work than others, because collectives need all ranks
+        row = [Unit([replace(NOTHING, adapter=slot)], [1], 0, 0, 0, 0, ONE)]
     samples = [sample for unit in row for sample in unit.samples]
     lengths = [len(sample.token_ids) for sample in samples]
     rollout_ids = [i for i, unit in enumerate(row) for _ in unit.samples]
@@ -316,28 +297,6 @@ def _micro_batch(row: list[Unit], streams: Sequence[str], slot: int = 0) -> Micr
         cu_seqlens=np.concatenate([[0], ends]).astype(np.int32),
         adapters=np.array([sample.adapter for sample in samples], dtype=np.int32),
         objectives=np.array([unit.loss.number for unit in row], dtype=np.int32),
+        samples=tuple(samples) if row[0].tokens else (),
         **{name: shifted(name, STREAMS[name]) for name in streams},
-    )
-
-
-def _dummy(streams: Sequence[str], slot: int) -> MicroBatch:
-    """One token, nothing to train, for a rank with less work than others, because collectives need all ranks."""
-    one_int, one_float = np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.float32)
-    return MicroBatch(
-        token_ids=one_int,
-        labels=one_int,
-        position_ids=one_int,
-        loss_mask=np.zeros(1, dtype=np.bool_),
-        inference_logprobs=one_float,
-        advantages=one_float,
-        temperature=np.ones(1, dtype=np.float32),
-        versions=np.full(1, -1, dtype=np.int32),
-        rollout_ids=one_int,
-        rollout_lengths=one_int,
-        tokens_elsewhere=one_int,
-        group_lengths=one_int,
-        cu_seqlens=np.array([0, 1], dtype=np.int32),
-        adapters=np.full(1, slot, dtype=np.int32),
-        objectives=one_int,
-        **{name: np.full(1, STREAMS[name], dtype=np.float32) for name in streams},
     )

@@ -59,11 +59,11 @@ def open_rows(name: str, *, subset: str | None = None, split: str = "train") -> 
     match = SLICE.fullmatch(split)
     if match is None or match["name"] != "train":
         raise ValueError(f"{name}: files have only the split `train` and its parts, such as train[:1000]; got {split!r}")
-    rows: Rows = _Joined([_JsonLines(file) if file.suffix in JSONL else _Parquet(file) for file in files])
-    if not len(rows):
+    parts: list[Rows] = [_JsonLines(file) if file.suffix in JSONL else _Parquet(file) for file in files]
+    length = sum(map(len, parts))
+    if not length:
         raise ValueError(f"{name} has no rows")
-    start, end = (_bound(match[key], len(rows), default) for key, default in (("start", 0), ("end", len(rows))))
-    rows = rows if (start, end) == (0, len(rows)) else _Part(rows, start, end)
+    rows = _Joined(parts, _bound(match["start"], length, 0), _bound(match["end"], length, length))
     if not len(rows):
         raise ValueError(f"{name}: the part {split} has no rows")
     return rows
@@ -126,23 +126,13 @@ def _is_hidden(path: Path) -> bool:
 def _check_splits(folder: Path, files: Sequence[Path]) -> None:
     """Raise ValueError if names say that some files are to train on, and others are held out."""
     words = {file: set(re.split(r"[^a-z]+", str(file.relative_to(folder).with_suffix("")).lower())) for file in files}
-    held_out = [file for file in files if words[file] & HELD_OUT]
-    train = [file for file in files if "train" in words[file] and file not in held_out]
-    if not held_out or not train:
-        return
-    endings = sorted({file.suffix for file in train})
-    patterns = [f"{folder}/{where}{end}" for where in ("train/*", "*train*", "train/**/*", "**/train/*", "**/*train*") for end in endings]
-    fits = next((one for one in patterns if sorted(glob.glob(one, recursive=True)) == sorted(map(str, train))), None)
-    files_apart = " ".join(f"+data.sets.{chr(97 + i)}.name={file}" for i, file in enumerate(train[:3])) + (" …" if len(train) > 3 else "")
-    raise ValueError(
-        f"the folder {folder} has files to train on ({_some(train, folder)}) and files that are held out ({_some(held_out, folder)}); "
-        + (f"name only those to train on, with the pattern {fits}" if fits else f"name each file to train on: {files_apart}")
-    )
-
-
-def _some(files: Sequence[Path], folder: Path) -> str:
-    names = ", ".join(str(file.relative_to(folder)) for file in files[:3])
-    return names + (f" and {len(files) - 3} more" if len(files) > 3 else "")
+    held_out = [str(file) for file in files if words[file] & HELD_OUT]
+    train = [str(file) for file in files if "train" in words[file] and str(file) not in held_out]
+    if held_out and train:
+        raise ValueError(
+            f"the folder {folder} has files to train on ({', '.join(train[:3])}) and files that are held out ({', '.join(held_out[:3])}); "
+            f"name only those to train on, by a pattern such as {folder}/*train*"
+        )
 
 
 def _bound(text: str | None, length: int, default: int) -> int:
@@ -237,14 +227,14 @@ class _HubRows(_Arrow):
 
 
 class _Joined:
-    """Several files as one data set."""
+    """The rows from `start` to `end` of several files."""
 
-    def __init__(self, parts: Sequence[Rows]) -> None:
-        self._parts, self._ends = parts, list(accumulate(map(len, parts)))
+    def __init__(self, parts: Sequence[Rows], start: int, end: int) -> None:
+        self._parts, self._ends, self._range = parts, list(accumulate(map(len, parts))), range(start, end)
         self.fills = any(part.fills for part in parts)
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return len(self._range)
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         part, inside = self._find(index)
@@ -255,21 +245,6 @@ class _Joined:
         return part.where(inside)
 
     def _find(self, index: int) -> tuple[Rows, int]:
-        number = bisect_right(self._ends, index)
-        return self._parts[number], index - (self._ends[number - 1] if number else 0)
-
-
-class _Part:
-    """The rows from `start` to `end`."""
-
-    def __init__(self, rows: Rows, start: int, end: int) -> None:
-        self._rows, self._start, self._end, self.fills = rows, start, end, rows.fills
-
-    def __len__(self) -> int:
-        return max(0, self._end - self._start)
-
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
-        return self._rows[self._start + index]
-
-    def where(self, index: int) -> str:
-        return self._rows.where(self._start + index)
+        place = self._range[index]
+        number = bisect_right(self._ends, place)
+        return self._parts[number], place - (self._ends[number - 1] if number else 0)

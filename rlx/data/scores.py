@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from rlx import codec
 from rlx.arrays import Float, Int
 from rlx.paths import RunPaths, atomic
-from rlx.types import StepBatch, TrainingSample
+from rlx.types import MicroBatch, StepBatch
 
 Half = NDArray[np.float16]
-Scored = tuple[Float, Float]  # (trainer's log-probability [N], entropy [N]) of a row's sampled tokens
+Scored = tuple[MicroBatch, Float, Float]  # a row, with the trainer's log-probability [N] and entropy [N] of its scored tokens
 _LARGEST = float(np.finfo(np.float16).max)
 
 
@@ -36,14 +36,14 @@ class TokenScores:
     mismatch: Half  # [N] the trainer's log-probability minus that of the engine that sampled the token
 
 
-def scores_of(batch: StepBatch, rows: Sequence[Scored], packed: Sequence[Sequence[TrainingSample]]) -> TokenScores:
-    """The scores of one rank. `rows`: those of its rows; `packed`: the samples of each of them (`rlx.data.packing.samples_in_rows`)."""
-    samples = [sample for part in batch.mini_batches for sample in part]
-    index = {id(sample): i for i, sample in enumerate(samples)}
-    assert len(packed) == len(rows), (len(packed), len(rows))
-    chosen = [sample for row in packed for sample in row]
+def scores_of(batch: StepBatch, rows: Sequence[Scored]) -> TokenScores:
+    """The scores of one rank, of the rows that it trained."""
+    index = {id(sample): i for i, sample in enumerate(sample for part in batch.mini_batches for sample in part)}
+    chosen = [sample for row, _, _ in rows for sample in row.samples]
     engine = _joined(sample.inference_logprobs[sample.loss_mask] for sample in chosen)
-    trainer, entropy = _joined(logp for logp, _ in rows), _joined(entropy for _, entropy in rows)
+    sampled = [row.loss_mask[row.scored] for row, _, _ in rows]  # without the tokens that only a cross-entropy loss reads
+    trainer = _joined(logp[kept] for (_, logp, _), kept in zip(rows, sampled, strict=True))
+    entropy = _joined(found[kept] for (_, _, found), kept in zip(rows, sampled, strict=True))
     assert len(engine) == len(trainer), (len(engine), len(trainer))
     return TokenScores(
         step=batch.step,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -32,25 +32,21 @@ if TYPE_CHECKING:  # an orchestrator only sends, so it need not load torch
 Tick = Callable[[], None]
 
 
-class Source(Protocol):
+class Source:
     """Gives every rank the same batch for the same step."""
 
-    @property
-    def own(self) -> bool:
-        """Whether a version that a sample names is this trainer's version of that number. False: it is another model."""
-        ...
+    own = True  # whether a version that a sample names is this trainer's version of that number. False: it is another model
 
-    def receive(self, step: int, tick: Tick) -> StepBatch:
+    def receive(self, step: int, tick: Tick = lambda: None) -> StepBatch:
         """The batch of `step`. `tick` is called while rank 0 waits. If it raises Preempted there, every rank raises it."""
-        ...
+        raise NotImplementedError
 
     def done(self, step: int) -> None:
         """Called when every rank has received the batch of `step`."""
-        ...
 
     def report(self, step: int) -> dict[str, float]:
         """What the source knows of the batch of `step`, as metrics; the record of rank 0 gets them."""
-        ...
+        return {}
 
 
 def send(paths: RunPaths, batch: StepBatch) -> None:
@@ -59,17 +55,15 @@ def send(paths: RunPaths, batch: StepBatch) -> None:
         file.writelines(codec.encode(batch))
 
 
-class OrchestratorSource:
+class OrchestratorSource(Source):
     """The batches that this run's orchestrator sends."""
-
-    own = True
 
     def __init__(self, paths: RunPaths, mesh: Mesh, timeout: float) -> None:
         """`timeout` is in seconds, for one batch. While an evaluation holds up training it does not run."""
         self.paths, self.mesh, self.timeout = paths, mesh, timeout
         self._evaluating = AtWork(paths, "orchestrator", (EVALUATING,))
 
-    def receive(self, step: int, tick: Tick) -> StepBatch:
+    def receive(self, step: int, tick: Tick = lambda: None) -> StepBatch:
         """Wait for the batch of `step` and read it. The file stays until `done`. Raises WaitTimeout, or ValueError for a damaged file."""
         path = self.paths.batch_of(step)
 
@@ -88,12 +82,8 @@ class OrchestratorSource:
         if self.mesh.first:
             self.paths.batch_of(step).unlink(missing_ok=True)
 
-    def report(self, step: int) -> dict[str, float]:
-        """Nothing: the orchestrator writes a record of its own."""
-        return {}
 
-
-class RecordedSource:
+class RecordedSource(Source):
     """The recorded batches of another run, in their order."""
 
     def __init__(self, paths: RunPaths, mesh: Mesh, num_minibatches: int | None = None, *, own: bool = True) -> None:
@@ -103,18 +93,11 @@ class RecordedSource:
         """
         self.paths, self.mesh, self.num_minibatches, self.own = paths, mesh, num_minibatches, own
 
-    def receive(self, step: int, tick: Tick) -> StepBatch:
+    def receive(self, step: int, tick: Tick = lambda: None) -> StepBatch:
         """The batch of `step`. Raises FileNotFoundError if it was not recorded, ValueError for a damaged file."""
         path = self.paths.recorded_of(step)
         batch = _decoded(self.mesh.read(lambda _: _decompressed(path)), step, str(path))
         return batch if self.num_minibatches in (None, len(batch.mini_batches)) else split(batch, self.num_minibatches)
-
-    def done(self, step: int) -> None:
-        """Nothing to do: recordings may be replayed."""
-
-    def report(self, step: int) -> dict[str, float]:
-        """Nothing: the recording run has the orchestrator's records."""
-        return {}
 
 
 def read_recorded(path: Path, step: int) -> StepBatch:
@@ -150,10 +133,8 @@ def split(batch: StepBatch, num_minibatches: int) -> StepBatch:
     return replace(batch, mini_batches=tuple(tuple(chain.from_iterable(groups[int(group)] for group in part)) for part in parts))
 
 
-class FakeSource:
+class FakeSource(Source):
     """Groups of random tokens with a common prompt. The same seed gives the same batches."""
-
-    own = True
 
     def __init__(
         self,
@@ -204,10 +185,3 @@ class FakeSource:
                     )
                 )
         return split(StepBatch(step=step, mini_batches=(tuple(samples),)), self.mini_batches)
-
-    def done(self, step: int) -> None:
-        """Nothing to do."""
-
-    def report(self, step: int) -> dict[str, float]:
-        """Nothing is known of random tokens."""
-        return {}

@@ -1,9 +1,9 @@
 """Supervised batches: which examples make the batch of a step, and their samples.
 
-    Mixture of (examples, weight)  →  order: (set, row) of every place in the batch  →  samples  →  StepBatch
+    (Conversations, weight) of each set  →  order: (set, row) of every place in the batch  →  samples  →  StepBatch
 
 The batch of a step follows from the seed and the step alone, so a run that resumes at a step needs no other state. `Conversations` are
-rows that are rendered when a step needs them; `Samples` are ready. `Prepared` makes batches in a thread, one step ahead, on rank 0, and
+rows that are rendered when a step needs them. `Prepared` makes batches in a thread, one step ahead, on rank 0, and
 sends them to the other ranks.
 """
 
@@ -15,51 +15,24 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from rlx import codec
 from rlx.data.conversations import RowError, read_conversation
 from rlx.data.masks import ASSISTANT, Format, Marked, mark, to_sample
 from rlx.data.rows import Rows
+from rlx.data.source import Source, Tick
 from rlx.types import StepBatch, TrainingSample
 
 if TYPE_CHECKING:
     from rlx.parallel.mesh import Mesh
 
-Tick = Callable[[], None]
 TICK = 0.2  # seconds between calls of `tick` while a batch is made
 
 KEPT_BYTES = 2**26  # of rendered rows kept for later passes over a data set
 SAMPLE_BYTES, TOKEN_BYTES = 1024, 21  # about what a sample and each of its tokens take
 
 LEFT_OUT = OVERLONG, TRUNCATED, REFUSED = "data/overlong", "data/truncated", "data/refused"
-
-
-class Examples(Protocol):
-    """The examples of one data set."""
-
-    @property
-    def name(self) -> str: ...
-
-    def __len__(self) -> int: ...
-
-    def samples(self, index: int, counts: Counter[str]) -> list[TrainingSample]:
-        """The samples of an example; empty if it is left out. `counts` gets what was left out or cut, by the metric's name."""
-        ...
-
-
-@dataclass(frozen=True)
-class Samples:
-    """Examples whose samples are ready, one each."""
-
-    name: str
-    ready: Sequence[TrainingSample]
-
-    def __len__(self) -> int:
-        return len(self.ready)
-
-    def samples(self, index: int, counts: Counter[str]) -> list[TrainingSample]:
-        return [self.ready[index]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +54,10 @@ class Conversations:
         return len(self.rows)
 
     def samples(self, index: int, counts: Counter[str]) -> list[TrainingSample]:
-        """Raises ValueError with the place of a row that cannot be marked exactly."""
+        """The samples of an example; empty if it is left out. `counts` gets what was left out or cut, by the metric's name.
+
+        Raises ValueError with the place of a row that cannot be marked exactly.
+        """
         if index in self._kept:
             return self._kept[index]
         before = counts.total()
@@ -128,12 +104,12 @@ NOTHING = to_sample(Marked(token_ids=[0, 0], trained=[False, False]), env="none"
 """The one sample of a batch whose rows are all left out: nothing is trained, and the metrics are those of supervised data."""
 
 
-class SupervisedSource:
+class SupervisedSource(Source):
     """Batches of a mixture of examples. Every example of a set comes once before any of it comes again."""
 
-    own = True
-
-    def __init__(self, sets: Sequence[tuple[Examples, float]], *, batch_size: int, seed: int, shuffle: bool = True, shift: int = 0) -> None:
+    def __init__(
+        self, sets: Sequence[tuple[Conversations, float]], *, batch_size: int, seed: int, shuffle: bool = True, shift: int = 0
+    ) -> None:
         """`sets`: examples, and the weight by which they share the places of a batch, which is one mini-batch of `batch_size` examples.
 
         Each example is its own group. Without `shuffle` the examples come in their order. The batch of a step begins at the place
@@ -171,9 +147,6 @@ class SupervisedSource:
             )
         self._reports[step] = self._report(step, places, samples, counts)
         return StepBatch(step=step, mini_batches=(tuple(samples) or (NOTHING,),))
-
-    def done(self, step: int) -> None:
-        """Nothing to do."""
 
     def report(self, step: int) -> dict[str, float]:
         """What the batch of `step` consists of, as metrics. It can be asked once."""
@@ -226,10 +199,8 @@ def shuffled_batches(num_examples: int, batch_size: int, seed: int | str, shuffl
 
 
 @dataclass
-class Prepared:
+class Prepared(Source):
     """A source whose batches rank 0 makes in a thread, one step ahead, and sends to the other ranks."""
-
-    own = True
 
     source: Callable[[], SupervisedSource]  # called on rank 0, in the thread, once
     mesh: Mesh
@@ -253,9 +224,6 @@ class Prepared:
             return made.result()
 
         return codec.decode(bytearray(self.mesh.read(read, tick)), StepBatch)
-
-    def done(self, step: int) -> None:
-        """Nothing to do."""
 
     def report(self, step: int) -> dict[str, float]:
         """What the batch of `step` consists of, on rank 0; elsewhere nothing."""

@@ -24,7 +24,6 @@ from rlx.models.layout import Layout
 from rlx.parallel.row import Row
 
 NAME = "rlx"
-SHORT = 384  # keys up to which a CPU attends faster in float32 than in 16 bits: backward takes a quarter of the time at 50, all at 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +111,8 @@ def packed_attention(
         attended = _varlen(q, k, v, layout, scaling, sliding_window, grouped)[None]
         return attended if row is None else row.to_span(attended, length), None
     assert layout.order is not None
-    key_order = layout.order if layout.keys_once else None
-    queries = _take(q, layout.order, [bucket.queries for bucket in layout.buckets])
-    keys, values = (_take(x, key_order, [bucket.keys for bucket in layout.buckets]) for x in (k, v))
+    queries = _take(q, [bucket.queries for bucket in layout.buckets])
+    keys, values = (_take(x, [bucket.keys for bucket in layout.buckets]) for x in (k, v))
     parts = zip(queries, keys, values, layout.buckets, strict=True)
     outputs = [_bucket(*part, grouped, scaling, sliding_window, softcap, s_aux) for part in parts]
     flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -144,54 +142,19 @@ def _bucket(
     if softcap is not None or sinks is not None:
         out = attend_bounded(q, k, v, bucket.visible(window), scaling, softcap, sinks)
     else:
-        dtype = q.dtype
-        if q.is_cpu and dtype in (torch.float16, torch.bfloat16) and k.shape[-2] <= SHORT:
-            q, k, v = q.float(), k.float(), v.float()
-        summed = q.is_cpu and not torch.compiler.is_compiling()  # what is kept from layer to layer would break a compiled layer's graph
-        mask = bucket.summand(window, q.dtype) if summed else bucket.visible(window)
+        mask = bucket.visible(window)
         if grouped and q.is_cuda and (mask is not None or q.dtype == torch.float32 or q.shape[-1] > 256):
             # The one fast kernel for these knows no groups.
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
             grouped = False
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped).to(dtype)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped)
     return out.transpose(1, 2).reshape(bucket.queries.numel(), -1)
 
 
-def _take(x: Tensor, order: Tensor | None, indices: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """See `_Take`. Without gradients its graph would break in a compiled layer."""
-    return _Take.apply(x, order, *indices) if torch.is_grad_enabled() and x.requires_grad else _taken(x, indices)
-
-
-def _taken(x: Tensor, indices: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _take(x: Tensor, indices: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """x [K, heads, d], indices [S, L] of several buckets → [S, heads, L, d] for each."""
     rows = x.reshape(len(x), -1)
     return tuple(rows.index_select(0, index.flatten()).view(*index.shape, *x.shape[1:]).transpose(1, 2) for index in indices)
-
-
-class _Take(torch.autograd.Function):
-    """x [K, heads, d], indices [S, L] of several buckets → [S, heads, L, d] for each.
-
-    `order` [K] says where each row of x stands in the flattened results, apart from padding, whose gradients are 0. Backward is then a
-    gather, too. If rows stand in several places, `order` is None, and backward adds them up.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor | None, *indices: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(order, *indices)
-        ctx.shape = x.shape
-        return _taken(x, indices)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        order, *indices = ctx.saved_tensors
-        width = ctx.shape[1:].numel()
-        parts = [gradient.transpose(1, 2).reshape(-1, width) for gradient in gradients]
-        flat = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if order is not None:
-            total = flat.index_select(0, order)
-        else:
-            places = torch.cat([index.flatten() for index in indices])
-            total = flat.new_zeros(ctx.shape[0], width).index_add_(0, places, flat)
-        return total.view(ctx.shape), None, *[None] * len(indices)
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scaling: float | None, window: int | None, grouped: bool) -> Tensor:

@@ -1,8 +1,7 @@
 """Attention of a packed row in blocks: tokens that attend together, in batches of blocks of similar size.
 
 A sample by itself is one block with plain causal attention. A trunk with short branches is one block with a mask; long branches attend to
-their trunk in blocks of their own. The number of these batches depends on the row. A layer is compiled for one number, so rows of compiled
-layers have a fixed one: batches that cost little together are merged, and empty ones fill up.
+their trunk in blocks of their own.
 
 Shapes: K tokens computed, S blocks of a bucket.
 """
@@ -20,9 +19,6 @@ TREE_TOKENS = 64  # a trunk and its branches form one attention block up to this
 BRANCH_TOKENS = 32  # branches attend in one block up to this many tokens: fewer, larger products
 FILL = 0.75  # a block joins a bucket if it fills at least this share of both sides; the rest is padding
 SLACK = 4  # a block may always be this many tokens shorter
-PLAIN, MASKED = 2, 6  # buckets of each form if their number is fixed; more of them need less padding, and larger graphs
-LONE = 1024  # tokens of a block that may be alone in its bucket then: an empty one beside it would cost as much
-EXCEEDED = 2**31  # tokens: more than any window
 
 TRUNK = -1  # branch number of a trunk's tokens
 PADDING = -2  # branch number of padded keys
@@ -39,7 +35,6 @@ class Bucket:
     key_positions: Tensor  # [S or 1, L] int32
     longest: int  # largest distance of a query from a key, + 1
     _windows: dict[int, Tensor] = field(default_factory=dict)
-    _summands: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
 
     def visible(self, window: int | None) -> Tensor | None:
         """The mask for a layer that sees only the last `window` tokens; None: plain causal."""
@@ -48,16 +43,6 @@ class Bucket:
         if window not in self._windows:
             self._windows[window] = self.causal() & (self._distance() < window)[:, None]
         return self._windows[window]
-
-    def summand(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """`visible` as attention on a CPU adds it to the scores: 0, or -inf where a key is hidden. All layers share it."""
-        visible = self.visible(window)
-        if visible is None:
-            return None
-        key = (window, dtype)
-        if key not in self._summands:
-            self._summands[key] = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
-        return self._summands[key]
 
     def causal(self) -> Tensor:
         """The mask as a tensor, also for plain causal attention."""
@@ -103,24 +88,14 @@ def blocks_of(trunk: tuple[int, int], branches: list[tuple[int, int]]) -> Iterat
 
 
 def buckets(
-    blocks: Sequence[Block], positions: np.ndarray, branch: np.ndarray, order: np.ndarray, device: torch.device | str, *, fixed: bool
+    blocks: Sequence[Block], positions: np.ndarray, branch: np.ndarray, order: np.ndarray, device: torch.device | str
 ) -> Iterator[Bucket]:
-    """Group blocks of similar size and pad them. `positions` and `branch` are [K]. Fills `order` [K] as a side effect.
-
-    `fixed`: always `PLAIN` and `MASKED` buckets. No size is 1, for which torch would compile anew: at least two tokens, and two blocks
-    unless one is long.
-    """
+    """Group blocks of similar size and pad them. `positions` and `branch` are [K]. Fills `order` [K] as a side effect."""
     done = 0
     for plain in (True, False):
-        groups = _grouped([block for block in blocks if block.plain == plain])
-        if fixed:
-            most = PLAIN if plain else MASKED
-            groups = _merged(groups, most) + [[] for _ in range(most - len(groups))]
-        for group in groups:
-            q, k = _widest(group, 2 if fixed else 1)
-            if fixed and q < LONE:  # the first token again, which sees only itself, so that its result is the same in every block
-                group += [Block((0, 1), (0, 0), plain)] * (2 - len(group))
-            yield _bucket(group, q, k, done, positions, branch, order, device, masked=fixed)
+        for group in _grouped([block for block in blocks if block.plain == plain]):
+            q, k = (max(sizes) for sizes in zip(*(block.size for block in group), strict=True))
+            yield _bucket(group, q, k, done, positions, branch, order, device)
             done += len(group) * q
 
 
@@ -139,33 +114,6 @@ def _grouped(blocks: Sequence[Block]) -> list[list[Block]]:
     return groups
 
 
-def _merged(groups: list[list[Block]], most: int) -> list[list[Block]]:
-    """At most `most` groups, widest first: two become one as long as there are more, each time those whose padding costs least.
-
-    The cost is in pairs of a query and a key. A row of 64k tokens may have a hundred groups, so all pairs of groups are compared at once.
-    """
-    groups = [list(group) for group in groups]
-    count = np.array([len(group) for group in groups], dtype=np.float64)
-    q, k = np.array([_widest(group) for group in groups], dtype=np.float64).reshape(-1, 2).T
-    while len(groups) > most:
-        alone = count * q * k
-        together = (count[:, None] + count) * np.maximum(q[:, None], q) * np.maximum(k[:, None], k)
-        cost = together - alone[:, None] - alone
-        cost[np.tril_indices(len(groups))] = np.inf
-        one, other = divmod(int(cost.argmin()), len(groups))
-        groups[one] += groups.pop(other)
-        count[one] += count[other]
-        q[one], k[one] = max(q[one], q[other]), max(k[one], k[other])
-        count, q, k = (np.delete(values, other) for values in (count, q, k))
-    return sorted(groups, key=_widest, reverse=True)
-
-
-def _widest(group: Sequence[Block], least: int = 1) -> tuple[int, int]:
-    """Queries and keys to which the blocks of a group are padded."""
-    queries, keys = zip(*(block.size for block in group), strict=True) if group else ((), ())
-    return max([least, *queries]), max([least, *keys])
-
-
 def _bucket(
     blocks: Sequence[Block],
     q: int,
@@ -175,13 +123,8 @@ def _bucket(
     branch: np.ndarray,
     order: np.ndarray,
     device: torch.device | str,
-    *,
-    masked: bool,
 ) -> Bucket:
-    """Pad blocks to q queries and k keys each. `done`: rows of the buckets before.
-
-    `masked`: layers with a window always mask, whether a row exceeds it or not. That takes a mask of all pairs also of a long sample.
-    """
+    """Pad blocks to q queries and k keys each. `done`: rows of the buckets before."""
     first, queried = np.array([block.queries for block in blocks], dtype=np.int64).T[:, :, None]  # [S, 1] each
     trunk, led = np.array([block.before for block in blocks], dtype=np.int64).T[:, :, None]
     place, at = np.arange(q)[None], np.arange(k)[None]
@@ -205,7 +148,7 @@ def _bucket(
         mask=mask,
         query_positions=to_tensor(query_positions.astype(np.int32), device),
         key_positions=to_tensor(key_positions.astype(np.int32), device),
-        longest=EXCEEDED if masked else longest,
+        longest=longest,
     )
 
 

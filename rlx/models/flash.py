@@ -114,17 +114,12 @@ def _agree(one: Sequence[Tensor], other: Sequence[Tensor], name: str) -> bool:
     return worst <= TOLERANCE
 
 
-SAYS_GROUPED = "enable_gqa" in varlen_attn.__code__.co_varnames  # before 2.12, torch takes fewer key heads without a word
-
-
 def flash(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float | None, back: int, grouped: bool) -> Tensor:
     """torch's FlashAttention inside segments (CUDA, 16 bit): q [K, H, d], k and v [K, H_kv, d], bounds [S+1] int32 → [K, H, d].
 
     A query sees `back` tokens before itself; -1: all.
     """
-    keys: Any = {"scale": scale, "window_size": (back, 0)}
-    if SAYS_GROUPED:
-        keys["enable_gqa"] = grouped
+    keys: Any = {"scale": scale, "window_size": (back, 0), "enable_gqa": grouped}
     out = varlen_attn(q.contiguous(), k.contiguous(), v.contiguous(), bounds, bounds, longest, longest, **keys)
     assert isinstance(out, Tensor)
     return out

@@ -3,7 +3,6 @@
 A micro-batch is samples end to end. It can run in these ways, all with the same result:
 - `shared`: positions after a sample's last trainable token are left out. Neighbours with a common beginning (the rollouts of one prompt)
   compute it once: a *trunk* with *branches*. This is exact, because a causal model's state depends only on the past.
-- `fixed`: the same, with the same number of buckets in every row, for compiled layers (`rlx.models.blocks`).
 - `varlen`: without sharing, for torch's FlashAttention with segment boundaries; `mixed`: the same, with long samples by themselves.
 - `rows`: one padded row per sample, for models with layers other than attention (a recurrent layer cannot respect boundaries).
 
@@ -25,11 +24,10 @@ from torch import Tensor
 from rlx.models.blocks import TRUNK, Block, Bucket, blocks_of, buckets, to_tensor
 from rlx.models.flash import LONG
 
-Kind = Literal["shared", "fixed", "varlen", "mixed", "rows"]
+Kind = Literal["shared", "varlen", "mixed", "rows"]
 
 MIN_SHARED = 3  # shortest common beginning worth a trunk, tokens: the head of a ChatML turn
 MIN_SHARE = 1 / 16  # of a sample that the beginning must be, because attention in branches costs more than plain causal attention
-READ = 0.9  # a larger share of the computed tokens is not worth a selection
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +66,6 @@ class Layout:
     kind: Kind
     buckets: tuple[Bucket, ...] = ()
     order: Tensor | None = None  # [K] index of each computed token's result in the concatenated, flattened outputs of the buckets
-    keys_once: bool = False  # whether every block's keys are its queries, so that `order` holds for keys, too
-    read: Tensor | None = None  # [U] int64 computed tokens that predict a trainable one, ascending; None: nearly all, or unknown
     cu_seqlens: Tensor | None = None  # [S+1] int32, `varlen` and `mixed` only
     max_length: int = 0  # longest segment, `varlen` and `mixed` only
     pieces: tuple[Piece, ...] = ()  # of the computed tokens, in their order, if a sample of a `mixed` row is long
@@ -106,7 +102,7 @@ def build_layout(
         return _rows(token_ids, samples, device, slots)
     # Samples of two adapters share nothing, not even equal tokens.
     parts = [samples] if slots is None else _by_slot(samples, slots)
-    if kind in ("shared", "fixed"):
+    if kind == "shared":
         trees = [tree for part in parts for tree in _trees(token_ids, part)]
     else:
         trees = [_Tree([sample], sample[1]) for sample in samples]
@@ -140,12 +136,9 @@ def build_layout(
         where=where,
         kind=kind,
     )
-    read = np.unique(where[loss_mask])
     if slots is not None:  # adapters of slots count on all computed tokens
         slot_of = {start: slot for (start, _), slot in zip(samples, slots, strict=True)}
         layout.stretches = _stretches([(slot_of[tree.samples[0][0]], _size(tree)) for tree in trees])
-    elif 0 < len(read) < READ * count:
-        layout.read = to_tensor(read, device)
     if kind in ("varlen", "mixed"):
         whole = [length for _, length in samples]
         layout.cu_seqlens, layout.max_length = _bounds(whole, device), max(whole)
@@ -153,9 +146,8 @@ def build_layout(
             layout.pieces = tuple(_pieces(whole, device))
     else:
         order = np.empty(count, dtype=np.int64)
-        layout.buckets = tuple(buckets(blocks, positions, np.repeat(branch, lengths), order, device, fixed=kind == "fixed"))
+        layout.buckets = tuple(buckets(blocks, positions, np.repeat(branch, lengths), order, device))
         layout.order = to_tensor(order, device)
-        layout.keys_once = kind != "fixed" and not any(block.before[1] for block in blocks)
     return layout
 
 

@@ -22,29 +22,21 @@ FEED_FORWARD = "swiglu"  # of dense layers and of experts: Liger has one switch 
 ACTIVATIONS = {FEED_FORWARD: {"silu", "swish"}, "geglu": {"gelu_pytorch_tanh", "gelu_new", "gelu_fast"}}  # that each kernel computes
 
 
-def apply_liger(hf: Any, wanted: bool | str, device: torch.device, *, rope: bool = True, compiled: bool = False) -> str:
+def apply_liger(hf: Any, wanted: bool | str, device: torch.device, *, rope: bool = True) -> str:
     """Patch `hf`, a transformers `…ForCausalLM` that will compute on `device`. Returns a description of the result.
 
     `rope=False` leaves out the rotary kernel. It rotates queries and keys in place, unseen by autograd: selective checkpointing would keep
     the rotated ones and rotate them again. It also breaks the graph of a layer that is compiled.
-    `compiled`: the layers will be compiled.
     `wanted` is True, False or `auto` (patch if possible). Raises ValueError with the reason if it is True and patching is impossible.
     """
     if wanted is False:
         return "off: model.liger is false"
     reason = _why_not(hf, device)
-    if reason is None and compiled and not torch_compiles_its_kernels():
-        reason = f"trainer.compile=true, and torch {torch.__version__} cannot compile its norms"
     if reason is None:
         return patch(hf, rope=rope)
     if wanted is True:
         raise ValueError(f"model.liger is true: {reason}; set model.liger=auto")
     return f"off: {reason}"
-
-
-def torch_compiles_its_kernels() -> bool:
-    """torch 2.11 ends with an AssertionError in dynamo (seen on an H200), torch 2.13 traces them."""
-    return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
 def may_patch(wanted: bool | str) -> bool:

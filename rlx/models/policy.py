@@ -7,7 +7,6 @@ stored.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,9 +15,7 @@ from torch import Tensor, nn
 from rlx.kernels.logprob import logprob
 from rlx.models.attention import NAME
 from rlx.models.backbone import backbone
-from rlx.models.copies import Copies
 from rlx.models.head import logit_scale, logit_softcap
-from rlx.models.last import skip_unread
 from rlx.models.layout import Here, Kind, Layout
 from rlx.models.lora import adapted
 from rlx.parallel.row import Row
@@ -57,8 +54,8 @@ class PolicyModel(nn.Module):
     ) -> None:
         """`hf` is a transformers `…ForCausalLM`; `attention` is `auto`, `sdpa`, `varlen` or `rows` (see `rlx.models.layout`).
 
-        `logprob_backend` is one of `rlx.kernels.logprob.BACKENDS`. `compute_dtype` is what sharding or `copies` cast parameters to; None:
-        their own dtype. `row`: the ranks that compute each row together; None: this one alone. Raises ValueError if there are several
+        `logprob_backend` is one of `rlx.kernels.logprob.BACKENDS`. `compute_dtype` is what sharding casts parameters to; None: their own
+        dtype. `row`: the ranks that compute each row together; None: this one alone. Raises ValueError if there are several
         and the model mixes tokens in other layers than attention, or if it has its layers where nobody knows them (`backbone`).
         """
         super().__init__()
@@ -69,8 +66,6 @@ class PolicyModel(nn.Module):
         self.logprob_backend = logprob_backend
         self.liger = "off"  # the description that `rlx.models.liger.apply_liger` returned
         self.long_apart = False  # whether long samples of a row are computed apart (`rlx.models.flash`)
-        self.keeps_products = False  # whether selective checkpointing keeps the results of matrix products
-        self.compiled = False  # whether `rlx.models.shard.compile_layers` compiled the layers
         self.compute_dtype = compute_dtype or hf.dtype
         self.head = [hf.get_output_embeddings()]  # in a list, so that it is not registered twice
         self.scores_within_head = False  # whether the head is sharded by itself, so that only its own forward has its parameters
@@ -80,20 +75,25 @@ class PolicyModel(nn.Module):
         self.slots: Here | None = None  # where its layers find each token's adapter, if it has several (`rlx.models.slots`)
         config = hf.config
         self.logit_scale, self.softcap = logit_scale(config), logit_softcap(config)
-        self.copies: Copies | None = None  # of one process that computes in another dtype than its parameters'
         self.row = row
         self.widths = unusual_widths(hf)
         self.padded = attention == "rows" or not set(getattr(config, "layer_types", None) or ()) <= ATTENTION_LAYERS
-        if row is not None and self.padded:
-            others = ", ".join(sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS))
-            whole = f"layers of {type(hf).__name__} need whole sequences ({others})" if others else "model.attention=rows keeps them whole"
-            raise ValueError(f"{row.keys} cuts rows into pieces, but {whole}; leave it out")
-        if not self.padded:
+        self._own_attention = hf.config._attn_implementation
+        if self.padded:
+            self.pad_rows()
+        else:
             hf.set_attn_implementation(NAME)
-            if row is None:
-                skip_unread(self.layers[-1])
-        elif getattr(config, "attn_logit_softcapping", None) is not None:  # transformers 5.19 leaves it out with sdpa, its default
-            hf.set_attn_implementation("eager")
+
+    def pad_rows(self) -> None:
+        """Compute samples beside each other, padded to the longest of a row, by the model's own attention."""
+        config = self.hf.config
+        if self.row is not None:
+            others = ", ".join(sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS))
+            whole = f"layers of {type(self.hf).__name__} need whole sequences ({others})" if others else "padded rows keep them whole"
+            raise ValueError(f"{self.row.keys} cuts rows into pieces, but {whole}; leave it out")
+        self.padded = True
+        softcap = getattr(config, "attn_logit_softcapping", None) is not None  # transformers 5.19 leaves it out with sdpa, its default
+        self.hf.set_attn_implementation("eager" if softcap else self._own_attention)
 
     def layout_kind(self, device: torch.device) -> Kind:
         """How to run micro-batches on this device. Raises ValueError for `varlen` without CUDA."""
@@ -101,9 +101,8 @@ class PolicyModel(nn.Module):
             raise ValueError(f"model.attention=varlen needs CUDA, but this is {device.type}; set model.attention=auto or sdpa")
         if self.padded:
             return "rows"
-        in_blocks: Kind = "fixed" if self.compiled else "shared"
         if self.attention == "sdpa" or device.type != "cuda":
-            return in_blocks
+            return "shared"
         config = self.hf.config
         if self.attention == "varlen" and self.widths:
             raise ValueError(f"model.attention=varlen cannot compute {self.widths}; set model.attention=auto or sdpa")
@@ -111,20 +110,13 @@ class PolicyModel(nn.Module):
         sixteen_bit = self.compute_dtype in (torch.bfloat16, torch.float16)
         if self.attention == "varlen" or (sixteen_bit and not bounded and not self.widths):
             return "mixed" if self.long_apart else "varlen"
-        return in_blocks
-
-    def computing(self) -> AbstractContextManager[None]:
-        """To be entered around forward and backward, best around those of all rows: entering it may cast all parameters."""
-        return nullcontext() if self.copies is None else self.copies.placed()
+        return "shared"
 
     def forward(self, layout: Layout, index: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
         """Score the trainable tokens of one micro-batch.
 
         index [N] into the flattened computed tokens, labels [N], temperature [N] → (logp [N], entropy [N]), float32.
-        Raises RuntimeError outside of `computing`, if that is more than a formality.
         """
-        if self.copies is not None and not self.copies.active:
-            raise RuntimeError("a model with copies of its parameters computes only within `computing()`")
         if self.slots is not None:
             self.slots.stretches = layout.stretches
         ids, positions, count = layout.token_ids, layout.position_ids, len(index)
@@ -174,7 +166,6 @@ class PolicyModel(nn.Module):
         seen: set[int] = set()
         adapts = self.adapts
         for name, tensor in self.hf.state_dict(keep_vars=True).items():
-            tensor = tensor if self.copies is None else self.copies.owner(tensor)
             if id(tensor) not in seen and (tensor.requires_grad or not adapts):
                 seen.add(id(tensor))
                 yield name, tensor.detach()

@@ -1,33 +1,31 @@
 """FSDP2 for the policy: shards every decoder layer, embedding, head and the rest over ranks; gradients are summed, never averaged.
 
 A single process needs no sharding if it computes in its parameters' dtype, or trains adapters, which cast themselves. Otherwise it shards
-over itself, which casts one layer at a time, or has copies of all parameters (`copies.py`), which is faster and takes more memory.
+over itself, which casts one layer at a time.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import save_on_cpu
 from torch.fx.experimental import _config as symbols
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from rlx.config.schema import AcConfig
 from rlx.models.exact import kept_exact
-from rlx.models.last import read_all
 from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+IN_PLACE = {"gemma3n", "gemma3n_text"}  # families that torch does not catch: they write into views with a version of their own
 PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten._grouped_mm}
 
 
@@ -38,8 +36,9 @@ def checkpoint_activations(model: PolicyModel, ac: AcConfig, *, offload: bool = 
     are recomputed.
     """
     how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": random}
-    model.keeps_products = ac.mode == "selective" and ac.freq > 0
     if ac.mode == "selective":
+        if ac.freq and model.hf.config.model_type in IN_PLACE:
+            raise ValueError(f"{type(model.hf).__name__} writes into results that selective checkpointing keeps; set trainer.ac.mode=full")
         how["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_products)
     for layer in model.layers[:: ac.freq] if ac.freq else ():
         layer.forward = _recomputed(layer.forward, how, offload)
@@ -64,61 +63,13 @@ def _keep_products(context: Any, op: Any, *args: Any, **keys: Any) -> Checkpoint
     return CheckpointPolicy.MUST_SAVE if _is_kept(op) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-@contextmanager
-def overwritten_products(model: PolicyModel) -> Iterator[set[str]]:
-    """Collects what in the model's layers writes into a result that selective checkpointing keeps; nothing if it keeps none."""
-    if not model.keeps_products:
-        yield set()
-        return
-    watch = _Overwritten()
-    hooks = [layer.register_forward_pre_hook(lambda *_: watch.look(True)) for layer in model.layers]
-    hooks += [layer.register_forward_hook(lambda *_: watch.look(False)) for layer in model.layers]
-    try:
-        with watch:
-            yield watch.found
-    finally:
-        for hook in hooks:
-            hook.remove()
+def compile_layers(model: PolicyModel, device: torch.device, **keys: Any) -> None:
+    """Compile every decoder layer for all lengths. `keys` go to torch.compile.
 
-
-class _Overwritten(TorchDispatchMode):
-    """Collects the operations that write into a result that would be kept.
-
-    Backward would take the overwritten values for the result. torch notices that only where the result itself is written to, and not
-    where a view with a version of its own is, as `torch.matmul` returns for more than three dimensions (Gemma 3n).
+    The blocks in which a row attends on other devices than CUDA differ from row to row, so there rows are padded.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: set[str] = set()
-        self._looks = False
-        self._kept: dict[int, tuple[str, Any]] = {}  # by storage, with the results, so that no other tensor gets their place
-
-    def look(self, looks: bool) -> None:
-        """Begin to look, or stop. What was kept in a layer counts there alone."""
-        self._looks = looks
-        self._kept.clear()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        keys = kwargs or {}
-        if not self._looks:
-            return func(*args, **keys)
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor):
-                kept = self._kept.get(value.untyped_storage()._cdata)
-                self.found |= {f"{func} after {kept[0]}"} if kept is not None else set()
-        out = func(*args, **keys)
-        if _is_kept(func):
-            for tensor in tree_leaves(out):
-                if isinstance(tensor, torch.Tensor):
-                    self._kept[tensor.untyped_storage()._cdata] = (str(func), tensor)
-        return out
-
-
-def compile_layers(model: PolicyModel, **keys: Any) -> None:
-    """Compile every decoder layer for all lengths, once for each structure of a row (`rlx.models.compiled`). `keys` go to torch.compile."""
-    model.compiled = True
-    read_all(model.layers[-1])
+    if model.layout_kind(device) == "shared":
+        model.pad_rows()
     for layer in model.layers:
         # Its forward, not the layer: the hooks of FSDP run around it. Inside they would break the graph, and with recomputed activations
         # nothing at all would be compiled.
@@ -186,19 +137,7 @@ def shard(
             if mesh.world_size > 1:  # one rank would divide by 1 into a copy of all gradients
                 module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            if hasattr(module, "set_reduce_scatter_unused_params"):
-                module.set_reduce_scatter_unused_params(True, recurse=False)  # for experts and adapters that a rank did not use
-            elif mesh.world_size > 1 and may_be_unused(model):
-                raise ValueError(
-                    f"torch {torch.__version__} reduces only the gradients of what a rank used, and ranks would use different "
-                    f"{'adapters' if model.slots is not None else 'experts'}; install torch 2.13"
-                )
-
-
-def may_be_unused(model: PolicyModel) -> bool:
-    """Whether a rank may have no token for some of the model's parameters: experts that are modules of their own, or runs' adapters."""
-    experts = (module for name, module in model.named_modules() if name.endswith("experts"))
-    return model.slots is not None or any(isinstance(module, torch.nn.ModuleList) for module in experts)
+            module.set_reduce_scatter_unused_params(True, recurse=False)  # for experts and adapters that a rank did not use
 
 
 def _shards_of(mesh: DeviceMesh) -> Any:
@@ -265,12 +204,8 @@ def free_gathered(model: torch.nn.Module) -> None:
 
     A sharded model must have had a forward before.
     """
-    if (reset := getattr(model, "reset_iter_state", None)) is not None:  # since torch 2.13; before, the notes grow by some 2 kB a row
+    if (reset := getattr(model, "reset_iter_state", None)) is not None:  # FSDP's
         reset()
-        return
-    for module in model.modules():
-        if (reshard := getattr(module, "reshard", None)) is not None:
-            reshard()
 
 
 def _score_within(head: torch.nn.Module) -> None:

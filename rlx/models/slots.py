@@ -10,7 +10,6 @@ weights have the same names, so versions, checkpoints and optimizer states are t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -85,7 +84,6 @@ class Slot(nn.Module):
     """One adapter of a model with several, as a model with this adapter alone. It shares the parameters, and has no forward of its own."""
 
     adapts = True
-    compiled = False  # layers with several adapters never are
 
     def __init__(self, model: PolicyModel, number: int) -> None:
         super().__init__()
@@ -107,9 +105,10 @@ class Slot(nn.Module):
             for parameter in PARAMETERS:
                 place.register_parameter(parameter, getattr(adapter, parameter))
 
-    def computing(self) -> AbstractContextManager[None]:
-        """As of the whole model, which computes."""
-        return self._whole[0].computing()
+    @property
+    def whole(self) -> PolicyModel:
+        """The model that computes."""
+        return self._whole[0]
 
     @property
     def layers(self) -> nn.ModuleList:

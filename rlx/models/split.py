@@ -52,12 +52,6 @@ def split_layers(hf: Any, row: Row, mesh: DeviceMesh) -> None:
             f"trainer.tp={size}: transformers has no plan that divides the attention of {type(hf).__name__} by heads; set trainer.tp=1, "
             "or use trainer.cp for long sequences"
         )
-    for block in blocks:
-        if getattr(block, "activation_sparsity", 0):  # Gemma 3n's: mean and deviation of all inner units
-            raise ValueError(
-                f"trainer.tp={size} would change the results of {type(hf).__name__}: {type(block).__name__} computes its sparsity over all "
-                "inner units; set trainer.tp=1, or use trainer.cp for long sequences"
-            )
     for block, styles in blocks.items():
         for leaf, style in styles.items():
             _divide(block.get_submodule(leaf), style, row, mesh)  # type: ignore[arg-type]

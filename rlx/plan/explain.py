@@ -226,7 +226,6 @@ def _of_trainer(cfg: TrainingRoot, memory: TrainerMemory) -> list[str]:
     lines = [
         (memory.parameters + memory.gradients + (0.0 if apart else memory.optimizer), f"{where}parameters {size(memory.parameters)}, "
          f"gradients {size(memory.gradients)}{'' if apart else f', optimizer {size(memory.optimizer)}'}: {numbers}"),
-        (memory.copies, f"copies of the parameters in {cfg.model.dtype}, to compute with"),
         (memory.reference, f"{where}reference model, frozen"),
         (memory.context, "the process on the GPU: context, workspaces, NCCL"),
         (memory.layers, "two gathered layers: one computes, the next is prefetched" if again

@@ -26,7 +26,7 @@ def check_chats(configs: Sequence[CommandConfig], environments: Sequence[Mapping
     """Raise ConfigError with what the models' chat formats lose of the tools of their environments.
 
     `environments`: what `rlx.preflight.probes` found, for each configuration. A model that rlx trains itself has a
-    format that serves tools. The format of a GGUF file is not known before its folder is made.
+    format that serves tools.
     """
     asked: dict[str, str | None] = {}
     for cfg, found in zip(configs, environments, strict=True):

@@ -5,8 +5,6 @@
 The warm start is a run of `rlx sft` in a temporary directory: its configuration (`rlx.config.warm_start`) and its trainer. The recipe
 is everything that determines what the model learns (`rlx.train.warm_start`). If the model is cached, neither torch nor verifiers is
 imported.
-
-With `model.gguf` it makes a plain model folder of that file instead. The recipe is then the file's digest.
 """
 
 from __future__ import annotations
@@ -28,8 +26,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlx.config.load import load_command, to_yaml
-from rlx.config.memory import size
-from rlx.config.rows import BYTES
 from rlx.config.schema import CommandConfig, PlayRoot
 from rlx.config.warm_start import supervised
 from rlx.heartbeat import AtWork, Heartbeat
@@ -107,20 +103,7 @@ def make(config: CommandConfig, what: dict[str, Any], folder: Path, heartbeat: H
         shutil.rmtree(folder, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.tmp-") as name:
         unfinished = Path(name) / "model"
-        if config.model.gguf is not None:
-            from rlx.models.gguf import convert
-
-            needs = size((BYTES["float32"] + BYTES[config.model.dtype]) * config.model.num_parameters)  # transformers reads float32
-            log.warning(
-                "%s is read whole, in this process alone, which takes up to %s of host memory. Done once: it becomes safetensors in the "
-                "cache, of which each trainer process reads its own share",
-                config.model.gguf,
-                needs,
-            )
-            with heartbeat.during(f"reading {config.model.gguf}"):
-                convert(Path(config.model.gguf).expanduser(), unfinished, config.model.dtype)
-        else:
-            train(config, unfinished, heartbeat)
+        train(config, unfinished, heartbeat)
         write_text(unfinished / COMPLETE, json.dumps(what, indent=1))
         try:
             os.replace(unfinished, folder)

@@ -43,18 +43,14 @@ class SharedTrainer:
         from rlx.shared.member import Member
         from rlx.train.build import policy_of
         from rlx.train.flops import Meter
-        from rlx.train.room import too_little
-        from rlx.train.together import Together
         from rlx.weights.hub import TIMEOUT, initial_model
 
         assert cfg.trainer.max_concurrent_runs is not None
         self.cfg, self.paths, self.watch, self.slots = cfg, paths, watch, cfg.trainer.max_concurrent_runs
         self.presence = Presence(paths) if place.rank == 0 else None
         self.mesh = build_mesh(cfg, paths, place, timeout=TIMEOUT, tick=watch.beat_on, alive=watch.waiting)
-        self.warning = too_little(cfg, self.mesh)
         self.model = policy_of(cfg, initial_model(cfg, paths, self.mesh, watch), self.mesh, watch.working)
-        self.together, self.meter = Together(self.model, self.mesh), Meter(self.model, self.mesh)
-        self.together.before_row = watch.progressed
+        self.meter = Meter(self.model, self.mesh)
         self.members: dict[int, Member] = {}
         self.seen: set[str] = set()  # tokens of all runs that have asked
         self.metrics = MetricsWriter(paths.metrics, "trainer") if self.mesh.first else None
@@ -125,9 +121,7 @@ class SharedTrainer:
         try:
             if trouble := member.go_on():
                 return trouble
-            if gone := member.gone():
-                return None if member.settled else gone
-            return member.overdue()
+            return None if member.settled else member.gone()
         except OSError as error:  # its files cannot be read: the other runs go on
             return _text(error)
 
@@ -165,19 +159,21 @@ class SharedTrainer:
         from rlx.shared.member import Member
 
         with self.watch.working(f"loading {paths.root.name}"):
-            member, why = self.tried(Member, self.cfg, paths, token, slot, self.model, self.mesh, self.watch.beat_on, self.warning)
+            member, why = self.tried(Member, self.cfg, paths, token, slot, self.model, self.mesh, self.watch.beat_on)
         if member is None:
             log.warning("%s is refused: %s", paths.root.name, why)
             self.say(paths, token, "out", why)
             self.since = time.monotonic()  # it was at work, and the run may come back, corrected
             return
         self.members[slot] = member
+        member.trainer.before_micro_batch = self.watch.progressed
         self.say(paths, token, "in")
         log.info("%s joins in slot %d, after %d of %d steps", member.name, slot, member.step, member.cfg.max_steps)
 
     def train(self, slots: list[int]) -> None:
         """A common step of the runs in these slots, whose batches are complete."""
         from rlx.data.packing import check_samples, pack_together
+        from rlx.train.step import train
 
         started, batches, tokens = time.perf_counter(), {}, self.cfg.micro_batch_tokens
         for slot in slots:
@@ -204,7 +200,7 @@ class SharedTrainer:
         )
         iterations = {slot: member.cfg.trainer.num_iterations for slot, member in members.items()}
         began = time.perf_counter()
-        outcomes = self.together.train(packed, trainers, iterations)
+        outcomes = train(packed, trainers, iterations)
         seconds, trained = time.perf_counter() - began, [slot for slot, one in outcomes.items() if not isinstance(one, Exception)]
         common = self.meter.measure_common({slot: batches[slot] for slot in trained}, packed, iterations, seconds)
         for slot, outcome in outcomes.items():

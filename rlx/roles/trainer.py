@@ -47,7 +47,6 @@ class Trainer:
         from rlx.policy.source import source_of, validation_rows
         from rlx.train.build import build
         from rlx.train.flops import Meter
-        from rlx.train.room import too_little
         from rlx.train.scores import ScoreKeeper
         from rlx.train.summary import Summary
         from rlx.train.validation import Validation
@@ -60,14 +59,13 @@ class Trainer:
             make_room(cfg, paths)
         wait_for_neighbours(cfg, paths, watch.beat, watch.tick)
         self.mesh = build_mesh(cfg, paths, place, timeout=TIMEOUT, tick=watch.beat_on, alive=watch.waiting)
-        warning = too_little(cfg, self.mesh)
         name = initial_model(cfg, paths, self.mesh, watch)
         start = read_start(paths)
         if start is None and self.mesh.first:
             write_initial(paths, fetch(name, None), longest_served(name, trust_remote_code=cfg.model.trust_remote_code))
         self.step_trainer = build(cfg, name, self.mesh, watch.working, resumes=start is not None)
         self.model, self.reference = self.step_trainer.model, self.step_trainer.reference
-        self.summary = Summary(paths, self.mesh, self.step_trainer, warning)
+        self.summary = Summary(paths, self.mesh, self.step_trainer)
         self.source = source_of(cfg, paths, self.mesh, name, self.step_trainer.losses.streams)
         self.step_trainer.own_samples = self.source.own
         rows = validation_rows(cfg, self.mesh, name, watch.beat_on)
@@ -80,7 +78,7 @@ class Trainer:
         self.checkpoints = Checkpoints.of(cfg, paths, self.step_trainer, watch.beat_on)
         self.first_step, self.updated = 0, False  # `updated`: the current step has already changed the weights
         self.step_trainer.before_micro_batch = self.between_micro_batches
-        self.scores = ScoreKeeper(cfg, paths, self.mesh, self.step_trainer, self.meter.flops.work)
+        self.scores = ScoreKeeper(cfg, paths, self.mesh, self.step_trainer)
         if start is not None:
             with watch.working(f"reading checkpoint {start.step}"):
                 self.resume(start.checkpoint / TRAINER, start.step)
@@ -192,7 +190,6 @@ class Trainer:
 
     def keep(self, step: int) -> None:
         """Save the state after `step` steps if a checkpoint is due. Also complete an earlier checkpoint whose files are written."""
-        self.checkpoints.prepare()
         if self.checkpoints.due(step):
             self.save(step, f"writing checkpoint {step}")
         self.checkpoints.finish(wait=False)

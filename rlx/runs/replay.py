@@ -24,7 +24,6 @@ WITHOUT_EFFECT = (
     "seed",
     "max_async_level",
     "model.name",  # the replay begins with the model that the run began with
-    "model.gguf",
     "model.warm_start",
     "model.renderer",
     "model.chat_template",

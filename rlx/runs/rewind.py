@@ -94,9 +94,8 @@ def check_fork(start: Start, cfg: CommandConfig, warn: Callable[[str], None] = s
             f"resume={start.checkpoint} holds the model of that run, model.name={there.name}, and model.name={here.name} has other sizes "
             f"(there ≠ here): {', '.join(other)}.\n  fix: choose that run's model, or leave out resume= to begin with {here.name}"
         )
-    names = {f"model.{name}": (getattr(there, name), getattr(here, name)) for name in ("name", "gguf")}
-    if other := [f"{key}: {old} → {new}" for key, (old, new) in names.items() if old != new]:
-        warn(f"{cfg.run.dir}: {', '.join(other)} changes no weights: the run starts from those of {start.checkpoint}")
+    if there.name != here.name:
+        warn(f"{cfg.run.dir}: model.name: {there.name} → {here.name} changes no weights: the run starts from those of {start.checkpoint}")
 
 
 def note_fork(paths: RunPaths, start: Start, cfg: CommandConfig) -> RunPaths:

@@ -12,12 +12,11 @@ import time
 from collections.abc import Callable
 
 from rlx.checkpoints.folders import TRAINER, read_start
-from rlx.checkpoints.trainer import ORCHESTRATOR_TIMEOUT, CheckpointFailed, Checkpoints
+from rlx.checkpoints.trainer import CheckpointFailed, Checkpoints
 from rlx.config.load import load_run
 from rlx.config.schema import Config, OptimTerms, split_terms
 from rlx.config.shared import differing
 from rlx.data.source import OrchestratorSource
-from rlx.heartbeat import EVALUATING, AtWork
 from rlx.metrics import MetricsWriter
 from rlx.models.load import DTYPES, check_length
 from rlx.models.lora import peft_config
@@ -51,12 +50,10 @@ class Member:
         model: PolicyModel,
         mesh: Mesh,
         tick: Callable[[], None],
-        warning: str | None = None,
     ) -> None:
         """Load the run in `paths`, which asks with `token`, from its checkpoint if it resumes.
 
-        `host`: the trainer's configuration. `tick`: called while waiting. `warning`: one of the trainer that the run's summary
-        shows too.
+        `host`: the trainer's configuration. `tick`: called while waiting.
 
         Raises ValueError if the run does not fit the trainer. Errors of building its loss and optimizer pass through.
         """
@@ -79,15 +76,13 @@ class Member:
             reference=Reference(model, adapters=False) if cfg.uses_reference else None,
         )
         self.step, self.since = 0, time.perf_counter()
-        self._expecting_since = self._saving_since = self.since  # a batch, and the orchestrator's part of a checkpoint
         if (start := read_start(paths)) is not None:
             self.step = load(start.checkpoint / TRAINER, self.trainer, alone=False).step
             assert self.step == start.step, f"{start.checkpoint} is the state after {self.step} steps, not {start.step}"
         self.first = self.step  # steps that were done before
         self.source = OrchestratorSource(paths, mesh, cfg.trainer.batch_timeout)
-        self._evaluating = AtWork(paths, "orchestrator", (EVALUATING,))
         self.metrics = MetricsWriter(paths.metrics, "trainer") if mesh.first else None
-        self.summary = Summary(paths, mesh, self.trainer, warning)
+        self.summary = Summary(paths, mesh, self.trainer)
         source = model.base["name"]
 
         def begin() -> ModelFiles:
@@ -147,22 +142,6 @@ class Member:
         except OSError:  # the next look says why the run must leave
             return False
 
-    def overdue(self) -> str | None:
-        """On rank 0: what the orchestrator is late with; None if it is not.
-
-        A batch must come within `trainer.batch_timeout`. Time does not count while an evaluation runs, or while the batch is there.
-        """
-        now, timeout = time.perf_counter(), self.cfg.trainer.batch_timeout
-        if not self.checkpoints.writing:
-            self._saving_since = now
-        if self.done or self._evaluating() or listed(self.paths.batch_of(self.step)):
-            self._expecting_since = now
-        if now - self._saving_since > ORCHESTRATOR_TIMEOUT:
-            return f"its checkpoint is not complete after {ORCHESTRATOR_TIMEOUT:g} s; see its orchestrator's log"
-        if now - self._expecting_since > timeout:
-            return f"no batch came in {timeout:g} s (trainer.batch_timeout); see its orchestrator's log"
-        return None
-
     def go_on(self) -> str | None:
         """On rank 0: complete the checkpoint if its parts are there. Returns why a checkpoint or version could not be written."""
         try:
@@ -212,8 +191,6 @@ class Member:
         self.mesh.agreed(tell)
         log.info("%s: step %d: loss %.4f, gradient norm %.3f", self.name, step, values["loss/total"], values["optim/grad_norm"])
         self.step, self.since = version, time.perf_counter()
-        self._expecting_since = self.since
-        self.checkpoints.prepare()
         if self.checkpoints.due(version):
             self.save()
         self.checkpoints.finish(wait=False)

@@ -16,7 +16,7 @@ from rlx.config.schema import Config, LossTerms, OptimTerms, PlayRoot, TrainingR
 from rlx.config.targets import instantiate
 from rlx.losses.base import Objective
 from rlx.losses.mix import LossMix
-from rlx.models.load import check_division, load_policy
+from rlx.models.load import load_policy
 from rlx.models.policy import PolicyModel
 from rlx.models.slots import Slot
 from rlx.parallel.mesh import Mesh
@@ -41,10 +41,8 @@ def build(
     take minutes, with the name of the phase.
     """
     lora = cfg.lora if cfg.lora.on else None
-    if cfg.uses_reference and cfg.ref.name is not None:  # before the policy is loaded, which may take minutes
-        check_division("ref.name", cfg.ref.name, mesh, trust_remote_code=cfg.model.trust_remote_code)
-        if mesh.first:  # its error ends the run
-            check_tokenizers(source, cfg.ref.name, trust_remote_code=cfg.model.trust_remote_code)
+    if cfg.uses_reference and cfg.ref.name is not None and mesh.first:  # its error ends the run, before the policy is loaded
+        check_tokenizers(source, cfg.ref.name, trust_remote_code=cfg.model.trust_remote_code)
     model = policy_of(cfg, source, mesh, working, resumes=resumes)
     reference: Reference | None = None
     if cfg.uses_reference and lora is not None and cfg.ref.name is None:

@@ -8,26 +8,22 @@ This module handles tensors in one folder. `rlx.checkpoints` coordinates the rol
 
 from __future__ import annotations
 
-import bisect
 import contextlib
-import io
-import json
 import logging
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from numpy.typing import NDArray
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
@@ -45,18 +41,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 log = logging.getLogger("rlx.trainer")
 
 METADATA = ".metadata"
-DIGESTS = "digests_rank_{}.json"
 OTHERS_TIMEOUT = 60.0  # seconds until other ranks' files must be visible here
-# Before 2.13 (seen: 2.11) a stager closes itself after one copy, and the next copy fails with a KeyError.
-STAGES_AGAIN = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
-
-
-class Hash(Protocol):
-    """The interface of hashlib's objects."""
-
-    def update(self, data: Any, /) -> None: ...
-
-    def hexdigest(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +55,8 @@ class Progress:
 class Saving:
     """A checkpoint that is being written."""
 
-    def __init__(self, copied: Future[None] | None, written: Future[Any] | None, writer: _Writer) -> None:
-        self._copied, self._written, self._writer = copied, written, writer
+    def __init__(self, folder: Path, mesh: Mesh, copied: Future[None] | None = None, written: Future[Any] | None = None) -> None:
+        self._folder, self._mesh, self._copied, self._written = folder, mesh, copied, written
 
     def wait_copied(self) -> None:
         """Return when the trainer may change its state. Raises any error of the copy."""
@@ -84,58 +69,47 @@ class Saving:
         return self._written is None or self._written.done()
 
     def files(self) -> dict[str, dict[str, Any]]:
-        """On rank 0, wait until everything is written and return `{name: {"size": bytes, "xxh3": digest}}`. Other ranks return {}.
+        """On rank 0, wait until everything is written and return `{name: {"size": bytes}}`. Other ranks return {}.
 
-        Raises the error of the lowest rank that failed to write, for example OSError for a full disk.
+        Raises the error of the lowest rank that failed to write.
         """
         if self._written is not None:
-            with _plain_errors(self._writer.mesh):
+            with _plain_errors(self._mesh):
                 self._written.result()
-        return self._writer.collect()
+        if not self._mesh.first:
+            return {}
+        names = {METADATA, *(part.relative_path for part in Reader(self._folder).read_metadata().storage_data.values())}
+        for path in (self._folder / name for name in sorted(names)):
+            # All ranks have written, but a network file system may show another host's file late.
+            wait_for(partial(listed, path), f"what another rank wrote of the checkpoint ({path})", OTHERS_TIMEOUT)
+        return {name: {"size": (self._folder / name).stat().st_size} for name in sorted(names)}
 
 
 class Saver:
     """Writes the state of one trainer, any number of times. Every rank of the mesh has a Saver and makes the same calls."""
 
-    def __init__(self, trainer: PolicyTrainer, new_hash: Callable[[], Hash], *, in_background: bool = False) -> None:
-        """`new_hash` makes hashes for the files' digests. `in_background` needs memory for a second copy of the state."""
-        self.trainer, self.new_hash, self.mesh = trainer, new_hash, trainer.mesh
-        self._stager: DefaultStager | None = self._new_stager() if in_background else None
+    def __init__(self, trainer: PolicyTrainer, *, in_background: bool = False) -> None:
+        """`in_background` needs memory for a second copy of the state."""
+        self.trainer, self.mesh = trainer, trainer.mesh
+        cuda = trainer.device.type == "cuda"
+        options = StagingOptions(use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=True, use_non_blocking_copy=cuda)
+        self._stager = DefaultStager(options) if in_background else None
         self._group = trainer.mesh.background_group() if in_background else None
-
-    def _new_stager(self) -> DefaultStager:
-        cuda = self.trainer.device.type == "cuda"
-        return DefaultStager(
-            StagingOptions(use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=True, use_non_blocking_copy=cuda)
-        )
 
     def save(self, folder: Path, progress: Progress) -> Saving:
         """Write the state into `folder`, which must be empty or absent: in the background if so configured, otherwise before returning."""
         state = _state_of(self.trainer, progress)
-        writer = _Writer(folder, self.new_hash, self.mesh)
-        if self._stager is not None:
-            if not STAGES_AGAIN:
-                self._stager.close()
-                self._stager = self._new_stager()
-            writer.per_thread_copy_ahead = 0  # its loader for devices would wait for the training's work; the stager has copied everything
         if self._stager is None:
             with _plain_errors(self.mesh):
-                dcp.save(state, storage_writer=writer, no_dist=not self.mesh.grouped)
-            return Saving(None, None, writer)
+                dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, overwrite=False), no_dist=not self.mesh.grouped)
+            return Saving(folder, self.mesh)
+        # Its loader for devices would wait for the training's work; the stager has copied everything.
+        writer = dcp.FileSystemWriter(folder, overwrite=False, per_thread_copy_ahead=0)
         self.mesh.synchronize()  # the stager copies on its own stream, which does not wait for the optimizer's
         response: Any = dcp.async_save(
             state, storage_writer=writer, async_stager=self._stager, process_group=self._group, no_dist=not self.mesh.grouped
         )
-        return Saving(response.staging_completion, response.upload_completion, writer)
-
-    def warm(self) -> None:
-        """Copy the state once in the background, to allocate the memory for it: allocating takes longer than copying.
-
-        Call it after an optimizer step, because there is no optimizer state to copy before.
-        """
-        if self._stager is not None and STAGES_AGAIN:  # else the memory is given back after each copy
-            self.mesh.synchronize()
-            self._stager.stage(_state_of(self.trainer, Progress(0, 0)))
+        return Saving(folder, self.mesh, response.staging_completion, response.upload_completion)
 
     def close(self) -> None:
         """Release the background's memory, threads and connections. Every rank calls this, when everything is written."""
@@ -215,14 +189,9 @@ def _without_state(state: dict[str, Any], stored: Mapping[str, Any]) -> list[str
     Returns their names. The optimizer of a run that never stopped has none for them, either. Nothing is taken out if the checkpoint lacks
     the parameter itself, or has no optimizer's state at all: then loading says what does not fit.
     """
-    kept = sorted(name for name in stored if name.startswith("optimizer."))
-
-    def lacks(name: str) -> bool:
-        place = bisect.bisect_left(kept, begin := f"optimizer.{name}.")
-        return place == len(kept) or not kept[place].startswith(begin)
-
+    kept = {name.removeprefix("optimizer.").rpartition(".")[0] for name in stored if name.startswith("optimizer.")}
     there = {name for name in state["optimizer"] if f"model.{name.removeprefix('hf.')}" in stored}
-    found = [name for name, entry in state["optimizer"].items() if entry and kept and name in there and lacks(name)]
+    found = [name for name, entry in state["optimizer"].items() if entry and kept and name in there and name not in kept]
     for name in found:
         del state["optimizer"][name]
     return found
@@ -289,93 +258,3 @@ def _plain_errors(mesh: Mesh) -> Iterator[None]:
         rank, (cause, _) = min(error.failures.items())
         cause.add_note(f"on rank {rank} of {mesh.world_size}")
         raise cause from error
-
-
-@contextlib.contextmanager
-def _own_checksums() -> Iterator[None]:
-    """Turn off torch.save's CRC-32 of every tensor. It takes longer than writing, and the file has our own digest."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
-
-
-class _HashedFile(io.FileIO):
-    """A file that is written sequentially and hashes its content."""
-
-    def __init__(self, path: Path, disk: _Disk) -> None:
-        super().__init__(path, "wb")
-        self._hash, self._disk, self._file = disk.new_hash(), disk, path.name
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        written = 0
-        try:
-            while written < len(view):  # the system writes at most 2 GiB per call
-                written += super().write(view[written:])
-        except OSError as error:
-            self._disk.error = error
-            raise
-        self._hash.update(view)
-        return written
-
-    def close(self) -> None:
-        if not self.closed:
-            self._disk.digests[self._file] = {"size": self.tell(), "xxh3": self._hash.hexdigest()}
-        super().close()
-
-
-class _Disk(FileSystem):
-    """DCP's file system, with digests of the files that it writes."""
-
-    def __init__(self, new_hash: Callable[[], Hash]) -> None:
-        self.new_hash = new_hash
-        self.digests: dict[str, dict[str, Any]] = {}
-        self.error: OSError | None = None  # the first cause: torch turns a full disk into an error about positions
-
-    @contextlib.contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        assert mode == "wb", mode
-        with _HashedFile(Path(path), self) as file:
-            yield file
-
-    def rename(self, path: Any, new_path: Any) -> None:
-        super().rename(path, new_path)
-        self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
-
-
-class _Writer(dcp.FileSystemWriter):
-    """DCP's writer. Ranks other than 0 leave their digests in a file for rank 0."""
-
-    def __init__(self, folder: Path, new_hash: Callable[[], Hash], mesh: Mesh) -> None:
-        super().__init__(folder, overwrite=False)
-        self.folder, self.mesh = folder, mesh
-        self.fs = self.disk = _Disk(new_hash)
-
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        try:
-            with _own_checksums():
-                result = super().write_data(plan, planner)
-        except Exception as error:
-            raise self.disk.error or error from error
-        if not self.mesh.first:
-            file = self.folder / DIGESTS.format(self.mesh.rank)
-            hidden = file.with_name(f".{file.name}")
-            hidden.write_text(json.dumps(self.disk.digests))
-            hidden.rename(file)
-        return result
-
-    def collect(self) -> dict[str, dict[str, Any]]:
-        if not self.mesh.first:
-            return {}
-        found = dict(self.disk.digests)
-        for rank in range(1, self.mesh.world_size):
-            path = self.folder / DIGESTS.format(rank)
-            # All ranks have written, but a network file system may show another host's file late.
-            wait_for(partial(listed, path), f"what rank {rank} wrote of the checkpoint ({path})", OTHERS_TIMEOUT)
-            found |= json.loads(path.read_text())
-            path.unlink()
-        assert METADATA in found, sorted(found)
-        return found

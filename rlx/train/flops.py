@@ -29,7 +29,6 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlx.models.compiled import num_graphs
 from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import Mesh
 from rlx.process import peak_memory
@@ -148,7 +147,7 @@ class Meter:
     """Turns the seconds of a step into speed, share of the peak and memory."""
 
     def __init__(self, model: PolicyModel, mesh: Mesh) -> None:
-        self.mesh, self.flops, self.compiled = mesh, Flops.of(model.hf), model.compiled
+        self.mesh, self.flops = mesh, Flops.of(model.hf)
         name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else ""
         self.peak = peak_of(name)
 
@@ -171,8 +170,6 @@ class Meter:
             "perf/peak_memory_gb": peaks[most],
             "perf/peak_memory_rank": float(most),
         }
-        if self.compiled:
-            values["perf/compiled_graphs"] = num_graphs()
         if self.peak is not None:
             values |= {"perf/mfu": flops / self.peak, "perf/mfu_causal": rate(causal=True) / self.peak}
         return values

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest.mock import patch
 
 import torch
 
@@ -42,6 +41,11 @@ def check_built(cfg: CommandConfig) -> None:
 @contextmanager
 def _without_compiler() -> Iterator[None]:
     """Leave out the compiler of torch. The constructor of every optimizer imports it, to be left alone by it, which takes two seconds."""
-    plain = {name: inspect.unwrap(getattr(torch.optim.Optimizer, name)) for name in ("__init__", "add_param_group")}
-    with patch.multiple(torch.optim.Optimizer, **plain):
+    own = {name: getattr(torch.optim.Optimizer, name) for name in ("__init__", "add_param_group")}
+    for name, function in own.items():
+        setattr(torch.optim.Optimizer, name, inspect.unwrap(function))
+    try:
         yield
+    finally:
+        for name, function in own.items():
+            setattr(torch.optim.Optimizer, name, function)

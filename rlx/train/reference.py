@@ -12,7 +12,6 @@ from torch import Tensor
 
 from rlx.models.lora import without_adapters
 from rlx.models.policy import PolicyModel
-from rlx.models.shard import free_gathered
 
 
 class Reference:
@@ -39,10 +38,6 @@ class Reference:
         own, wanted = (len(m.hf.get_input_embeddings().weight) for m in (self.model, policy))
         if own < wanted:
             raise ValueError(f"the reference model (ref.name) has {own} token ids, but the policy has {wanted}; it must have all of them")
-
-    def scored(self) -> None:
-        """End a round of scoring. A sharded model keeps some parameters gathered until backward, and scoring has no backward."""
-        free_gathered(self.model)
 
     @torch.no_grad()
     def after_step(self, step: int, policy: PolicyModel) -> bool:

@@ -1,4 +1,10 @@
-"""One optimizer step: forward and backward over micro-batches, sum of gradients over ranks, clipping, update, and global metrics.
+"""The optimizer steps of a batch: forward and backward over rows, sum of gradients over ranks, clipping, update, and global metrics.
+
+    rows of run 0 ─┐                                      ┌► loss of run 0 ─┐                     ┌► clip, schedule, step of run 0
+    rows of run 1 ─┴► one row of the model ─► logp [N] ─┴► loss of run 1 ─┴► sum ─► backward ─┴► clip, schedule, step of run 1
+
+Usually there is one run. In a shared trainer (docs/many_runs.md) the model is frozen and an adapter meets its own run's tokens only, so the
+gradient of the sum is the gradient of each, and a run learns as it would alone, up to the order of sums.
 
 Reinforcement and supervised learning use the same code with different objectives. Every rank divides its loss by counts of the global
 batch, so gradients are plain sums over micro-batches and ranks.
@@ -8,9 +14,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,50 +28,25 @@ from rlx.losses.base import Objective
 from rlx.losses.diagnostics import Stats, check_counts, completed
 from rlx.losses.mix import LossMix
 from rlx.losses.tokens import TokenBatch
-from rlx.models.layout import build_layout
 from rlx.models.policy import PolicyModel
 from rlx.models.shard import free_gathered
 from rlx.models.slots import Slot
 from rlx.parallel.mesh import Mesh, one_process
 from rlx.train.optim import NotFiniteError, clip_gradients, learning_rate, set_learning_rate
 from rlx.train.reference import Reference
+from rlx.train.rows import forward
 from rlx.types import STREAMS, MicroBatch, MiniBatch, RankBatch, check_streams
 
-IN_TOKENS = {"teacher_logprobs": "teacher_logp"}  # streams with another name in `TokenBatch`
 OF_SAMPLED = ("mismatch/", "policy/ratio", "policy/ess", "policy/clip_frac", "policy/masked_frac")
 """Beginnings of the names of metrics that compare with the policy that sampled the tokens."""
 
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """A micro-batch on the device: the tensors of its N tokens that the model and a loss read."""
-
-    index: Tensor  # [N] int64 into the computed tokens
-    labels: Tensor  # [N] int64
-    temperature: Tensor  # [N]
-    inference_logp: Tensor  # [N]
-    advantages: Tensor  # [N]
-    rollout_ids: Tensor  # [N] int64
-    rollout_lengths: Tensor  # [R] int64
-    tokens_elsewhere: Tensor  # [R] int64
-    sampled_lengths: Tensor  # [R] int64 sampled tokens of each rollout
-    group_lengths: Tensor  # [R] int64
-    objectives: Tensor  # [R] int64
-    versions: Tensor  # [N] int64
-    streams: dict[str, Tensor]  # [N] each, by the names in `TokenBatch`
-    sampled: Tensor | None  # bool [N]; None: all
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Before:
-    """Log-probabilities of a micro-batch's N trainable tokens from before the batch's first optimizer step."""
-
-    old_logp: Tensor | None  # [N] under the policy; None: use this optimizer step's own forward, or the engine's
-    ref_logp: Tensor | None  # [N] under the reference; None: no reference
+Row = Mapping[int, MicroBatch]  # the parts of a row, by slot in ascending order
+Known = Mapping[int, Mapping[str, Tensor]]  # by slot: fields of a part's `TokenBatch` from before the batch's first optimizer step
+Outcome = dict[str, float] | Exception  # a run's metrics, or why its update failed
 
 
 class PolicyTrainer:
-    """Owns model, objective and optimizer of one rank."""
+    """Owns model, objective and optimizer of one run, on one rank."""
 
     def __init__(
         self,
@@ -79,13 +60,14 @@ class PolicyTrainer:
         mesh: Mesh | None = None,
         reference: Reference | None = None,
     ) -> None:
-        """`model`: the policy; or a slot, whose rows `rlx.train.together` computes.
+        """`model`: the policy; or a slot of a model with several adapters.
 
         `mesh` says where the model computes and with which ranks; None: one process, on the parameters' device.
 
         `total_updates` is the number of optimizer steps of the whole run, for decaying schedules. A `schedule` of None is constant.
         """
         self.model: Any = model
+        self.whole = model.whole if isinstance(model, Slot) else model  # which computes
         self.losses, self.optimizer = LossMix.of(objective), optimizer
         self.slot = model.number if isinstance(model, Slot) else 0
         self.schedule, self.total_updates, self.max_norm = schedule or SchedulerConfig(), total_updates, max_norm
@@ -99,7 +81,7 @@ class PolicyTrainer:
         self.mesh = mesh or one_process(self.parameters[0].device)
         self.device = self.mesh.device
         self.peak_lr = optimizer.param_groups[0]["lr"]
-        # Called before each micro-batch is scored, and before its forward and backward. All ranks call it equally often.
+        # Called before a row is scored, and before its forward and backward. All ranks call it equally often.
         self.before_micro_batch: Callable[[], None] = lambda: None  # may raise to give the step up
         # Called after each row's forward with the row, logp [N] and entropy [N] of its scored tokens.
         self.after_forward: Callable[[MicroBatch, Tensor, Tensor], None] = lambda row, logp, entropy: None
@@ -107,109 +89,36 @@ class PolicyTrainer:
     @property
     def padded(self) -> bool:
         """Whether the policy or the reference computes samples padded to the longest of a row, so that rows must be packed for that."""
-        return self.model.padded or (self.reference is not None and self.reference.model.padded)
+        return self.whole.padded or (self.reference is not None and self.reference.model.padded)
 
     def train_batch(
-        self,
-        batch: RankBatch,
-        *,
-        iterations: int = 1,
-        starts: Callable[[int, int], None] = lambda update, of: None,
+        self, batch: RankBatch, *, iterations: int = 1, starts: Callable[[int, int], None] = lambda update, of: None
     ) -> dict[str, float]:
-        """All optimizer steps of one batch: its mini-batches in order, `iterations` times. Returns one record of metrics.
+        """`train` one run alone. Raises ValueError, before any change, for a stream that the objective does not consume."""
+        (outcome,) = train({self.slot: batch}, {self.slot: self}, {self.slot: iterations}, starts).values()
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
-        Scores by policy and reference are taken once, before the first step. `starts(update, of)` is called before each step.
-        Mini-batches without a trainable token do not count in the metrics, unless no mini-batch has one.
-        Raises ValueError, before any change, for a stream that the objective does not consume.
-        """
-        for mini_batch in batch.mini_batches:
-            for micro_batch in mini_batch.micro_batches:
-                self.refuse_what_nobody_uses(micro_batch)
-        self.forward_only = []
-        began, of = time.perf_counter(), iterations * len(batch.mini_batches)
-        before = [self._score_before(mini_batch, recompute=of > 1) for mini_batch in batch.mini_batches]
-        scored = time.perf_counter() - began
-        records: list[dict[str, float]] = []
-        empty: list[dict[str, float]] = []  # of mini-batches without a trainable token, whose means are meaningless
-        for _ in range(iterations):
-            for mini_batch, scores in zip(batch.mini_batches, before, strict=True):
-                starts(len(records), of)
-                step = batch.step if batch.sampled else None
-                metrics = self.train_minibatch(mini_batch, step=step, before=scores, fresh=not records)
-                if not records:
-                    self.warn_of(metrics)
-                (records if mini_batch.trains else empty).append(metrics)
-        values = merge_metrics(records or empty)
-        values["time/forward_backward"] += scored
-        return values
-
-    def warn_of(self, metrics: dict[str, float]) -> None:
-        """Look for a warning in the metrics of a batch's first optimizer step."""
-        if not self.own_samples or metrics.get("off_policy/lag_max") != 0:  # the mismatch includes updates
-            return
-        if (differ := metrics.get("mismatch/abs_logp_diff_mean", 0.0)) > self.engine_noise:
-            self.warning = (
-                f"trainer and inference compute different policies from the same weights: the log-probabilities of the sampled tokens "
-                f"differ by {differ:.3g} nats in the mean, and rounding explains at most {self.engine_noise:g}. Look for what only one of "
-                "them has: sampling parameters of an environment's requests, an option in inference.vllm, a model that transformers and "
-                "vLLM compute differently"
-            )
-        self.warning = self.warning or self.losses.warning(metrics)
-
-    def give_up(self) -> None:
-        """Discard an unfinished optimizer step, after `before_micro_batch` raised. Parameters and optimizer stay as they were before it."""
-        self.optimizer.zero_grad(set_to_none=True)
-        self.reshard()
-
-    def reshard(self) -> None:
-        """Free the parameters that a forward without backward has gathered."""
-        free_gathered(self.model)
-        if self.reference is not None:
-            free_gathered(self.reference.model)
-
-    def _score_before(self, mini_batch: MiniBatch, recompute: bool) -> list[Before]:
-        """Scores from before the first optimizer step, one per micro-batch.
-
-        Without `recompute` there is only one optimizer step, and its own forward gives the old log-probabilities.
-        """
-        recompute = recompute and self.losses.recomputes
-        scores = []
-        with self.model.computing() if recompute else nullcontext(), self._referring():
-            for micro_batch in mini_batch.micro_batches:
-                self.before_micro_batch()
-                old = self.score(micro_batch)[0] if recompute else None
-                ref = None
-                if self.reference is not None:
-                    with self.reference.scoring():
-                        ref = self.score(micro_batch, self.reference.model)[0]
-                scores.append(Before(old_logp=old, ref_logp=ref))
-        if self.reference is not None:
-            self.reference.scored()
-        return scores
-
-    def _referring(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.reference is None else self.reference.model.computing()
-
-    def train_minibatch(
-        self, mini_batch: MiniBatch, *, step: int | None = None, before: Sequence[Before] | None = None, fresh: bool = True
-    ) -> dict[str, float]:
-        """One optimizer step on this rank's micro-batches. The metrics are those of the global batch, equal on every rank.
-
-        `step` is the policy version being trained, for the age of tokens. None: supervised data, which no policy sampled; its metrics have
-        the perplexity, but neither ages nor ratios nor the mismatch with an engine.
-        `before` holds scores by micro-batch if they are already computed. `fresh`: no optimizer step was taken since version `step`.
-        Without a trainable token on any rank nothing changes, not even the optimizer's momentum or the KL controller.
-        Raises ValueError for counts that differ from the mini-batch's, and NotFiniteError for a NaN or infinite loss or gradient, both
-        before any change.
-        """
-        started = time.perf_counter()
-        stats = self.accumulate_gradients(mini_batch, step=step, before=before, fresh=fresh)
-        return self.update(stats, mini_batch, step=step, started=started)
+    def accumulate_gradients(
+        self, mini_batch: MiniBatch, *, step: int | None = None, before: Sequence[Known] | None = None, stale: bool = False
+    ) -> Stats:
+        """Forward and backward of all micro-batches of this rank. Adds to existing gradients. For the arguments see `_accumulate`."""
+        rows = [{self.slot: row} for row in mini_batch.micro_batches]
+        known = score_before(rows, {self.slot: self}, set()) if before is None else before
+        runs = {self.slot} if stale else set()
+        stats, broken = _accumulate(rows, known, {self.slot: mini_batch}, {self.slot: self}, {self.slot: step}, runs)
+        if broken:
+            raise broken[self.slot]
+        return stats[self.slot]
 
     def update(self, stats: Stats, mini_batch: MiniBatch, *, step: int | None, started: float) -> dict[str, float]:
         """The optimizer step after the gradients of a mini-batch are accumulated, with their `stats` of this rank.
 
-        `started`: `time.perf_counter()` before the first forward. See `train_minibatch`.
+        The metrics are those of the global batch, equal on every rank. `started`: `time.perf_counter()` before the first forward.
+        Without a trainable token on any rank nothing changes, not even the optimizer's momentum or the KL controller.
+        Raises ValueError for counts that differ from the mini-batch's, and NotFiniteError for a NaN or infinite loss or gradient, both
+        before any change.
         """
         where = f"optimizer step {self.updates}"
         metrics = self._reduce(stats, mini_batch)
@@ -231,132 +140,54 @@ class PolicyTrainer:
         metrics["time/optimizer"] = time.perf_counter() - computed
         return metrics
 
-    def accumulate_gradients(
-        self, mini_batch: MiniBatch, *, step: int | None = None, before: Sequence[Before] | None = None, fresh: bool = True
-    ) -> Stats:
-        """Forward and backward of all micro-batches of this rank. Adds to existing gradients. Returns this rank's share of the stats."""
-        stats = Stats()
-        known = before if before is not None else self._score_before(mini_batch, recompute=False)
-        with self.model.computing():
-            for micro_batch, scores in zip(mini_batch.micro_batches, known, strict=True):
-                self.before_micro_batch()
-                inputs, logp, entropy = self._forward(micro_batch, self.model)
-                self.after_forward(micro_batch, logp, entropy)
-                loss, more = self.loss_of(inputs, logp, entropy, scores, mini_batch, step=step, fresh=fresh)
-                if not self._backward(loss, logp, entropy):
-                    self.forward_only += np.diff(micro_batch.cu_seqlens).tolist()
-                stats.add(more)
-                del loss, logp, entropy  # they hold the activations of a row that had no backward, during the next forward
-        return stats
-
-    def loss_of(
-        self,
-        inputs: Inputs,
-        logp: Tensor,
-        entropy: Tensor,
-        scores: Before,
-        mini_batch: MiniBatch,
-        *,
-        step: int | None,
-        fresh: bool,
-    ) -> tuple[Tensor, Stats]:
-        """A micro-batch's share of the loss, and its stats. logp [N] and entropy [N] are of its tokens; `step` as in `train_minibatch`."""
-        tokens = TokenBatch(
-            logp=logp,
-            old_logp=logp.detach() if scores.old_logp is None else scores.old_logp,
-            inference_logp=inputs.inference_logp,
-            entropy=entropy,
-            advantages=inputs.advantages,
-            rollout_ids=inputs.rollout_ids,
-            rollout_lengths=inputs.rollout_lengths,
-            tokens_elsewhere=inputs.tokens_elsewhere,
-            group_lengths=inputs.group_lengths,
-            ref_logp=scores.ref_logp,
-            sampled=inputs.sampled,
-            objectives=inputs.objectives,
-            **inputs.streams,
-        )
-        if step is not None:
-            newest = tokens.rollout_sum((inputs.versions == step).to(logp.dtype)) == inputs.sampled_lengths
-            tokens = replace(tokens, on_policy=newest & (fresh and self.own_samples))
+    def loss_of(self, tokens: TokenBatch, row: MicroBatch, mini_batch: MiniBatch, step: int | None) -> tuple[Tensor, Stats]:
+        """A micro-batch's share of the loss, and its stats, at version `step`."""
         loss, more = self.losses(tokens, mini_batch.counts)
-        if step is not None:
-            versions = inputs.versions if inputs.sampled is None else inputs.versions[inputs.sampled]
-            _add_lag(more, step - versions)
-        else:
-            own = logp.detach()
-            trained = own if inputs.sampled is None or not mini_batch.num_loss_tokens else own[inputs.sampled]
+        if step is None:
+            own = tokens.logp.detach()
+            trained = own if tokens.sampled is None or not mini_batch.num_loss_tokens else own[tokens.sampled]
             more.sums["loss/nll"] = -trained.double().sum() / max(mini_batch.num_trained_tokens, 1)
+        else:  # the age of the sampled tokens, also of those that only have a weight of 0
+            lag = step - row.versions[row.loss_mask].astype(np.float64)
+            known: Any = {"device": self.device, "dtype": torch.float64}
+            more.sums |= {"off_policy/lag_mean": torch.tensor(lag.sum(), **known), "lags": torch.tensor(len(lag), **known)}
+            more.maxima["off_policy/lag_max"] = torch.tensor(lag.max(initial=-math.inf), **known)
         return loss, more
-
-    def _backward(self, loss: Tensor, logp: Tensor, entropy: Tensor) -> bool:
-        """Add the row's gradients. A row whose tokens do not move the loss (all groups with equal rewards) costs no backward.
-
-        The first row always has one, so that the optimizer finds gradients. Several ranks have one for each row, because they reduce
-        gradients together. Returns whether the row had one.
-        """
-        if self.mesh.world_size > 1 or self.parameters[0].grad is None:
-            loss.backward()
-            return True
-        gradients = zip((logp, entropy), torch.autograd.grad(loss, (logp, entropy), allow_unused=True), strict=True)
-        moving = [(of, gradient) for of, gradient in gradients if gradient is not None]
-        if not any(gradient.any() for _, gradient in moving):
-            if self.mesh.grouped:
-                free_gathered(self.model)  # backward would have
-            return False
-        torch.autograd.backward([of for of, _ in moving], [gradient for _, gradient in moving])
-        return True
 
     def score(self, micro_batch: MicroBatch, model: PolicyModel | None = None) -> tuple[Tensor, Tensor]:
         """(logp [N], entropy [N]) of a micro-batch's trainable tokens in their order, without gradient. `model` defaults to the policy."""
-        model = model or self.model
-        with torch.no_grad(), model.computing():
-            _, logp, entropy = self._forward(micro_batch, model)
-        return logp, entropy
-
-    def _forward(self, micro_batch: MicroBatch, model: PolicyModel) -> tuple[Inputs, Tensor, Tensor]:
-        """(inputs, logp [N], entropy [N]) of a micro-batch alone in its row."""
         self.refuse_what_nobody_uses(micro_batch)
-        m = micro_batch
-        layout = build_layout(m.token_ids, m.cu_seqlens, m.scored, model.layout_kind(self.device), self.device)
-        inputs = self.inputs(m, layout.where)
-        logp, entropy = model(layout, inputs.index, inputs.labels, inputs.temperature)
-        return inputs, logp, entropy
-
-    def inputs(self, micro_batch: MicroBatch, where: np.ndarray) -> Inputs:
-        """A micro-batch on the device. `where` [T]: the index of each of its tokens in the computed tokens of the row (`Layout.where`)."""
-        m, device, scored = micro_batch, self.device, micro_batch.scored
-
-        def trainable(array, dtype: torch.dtype) -> Tensor:
-            return torch.from_numpy(array[scored]).to(device=device, dtype=dtype)
-
-        def by_rollout(array) -> Tensor:
-            return torch.from_numpy(array).to(device=device, dtype=torch.int64)
-
-        streams = {name: getattr(m, name) for name in STREAMS if getattr(m, name) is not None}
-
-        return Inputs(
-            index=trainable(where, torch.int64),
-            labels=trainable(m.labels, torch.int64),
-            temperature=trainable(m.temperature, torch.float32),
-            inference_logp=trainable(m.inference_logprobs, torch.float32),
-            advantages=trainable(m.advantages, torch.float32),
-            rollout_ids=trainable(m.rollout_ids, torch.int64),
-            rollout_lengths=by_rollout(np.bincount(m.rollout_ids[scored], minlength=len(m.rollout_lengths))),
-            sampled_lengths=by_rollout(m.rollout_lengths),
-            tokens_elsewhere=by_rollout(m.tokens_elsewhere),
-            group_lengths=by_rollout(m.group_lengths),
-            objectives=by_rollout(m.objectives),
-            versions=trainable(m.versions, torch.int64),
-            streams={IN_TOKENS.get(name, name): trainable(array, torch.float32) for name, array in streams.items()},
-            sampled=None if m.ce_weights is None else trainable(m.loss_mask, torch.bool),
-        )
+        with torch.no_grad():
+            tokens = forward(model or self.whole, [micro_batch], self.device)[0]
+        return tokens.logp, tokens.entropy
 
     def refuse_what_nobody_uses(self, micro_batch: MicroBatch) -> None:
         """Raise ValueError for data that would be ignored silently. Every rank has the same streams, so every rank raises."""
         check_streams([name for name in STREAMS if getattr(micro_batch, name) is not None], self.losses.streams)
-        if (micro_batch.adapters != self.slot).any():
-            raise ValueError(f"a sample is for the adapter of slot {micro_batch.adapters.max()}, but this trainer trains slot {self.slot}")
+
+    def warn_of(self, metrics: dict[str, float]) -> None:
+        """Look for a warning in the metrics of a batch's first optimizer step."""
+        if not self.own_samples or metrics.get("off_policy/lag_max") != 0:  # the mismatch includes updates
+            return
+        if (differ := metrics.get("mismatch/abs_logp_diff_mean", 0.0)) > self.engine_noise:
+            self.warning = (
+                f"trainer and inference compute different policies from the same weights: the log-probabilities of the sampled tokens "
+                f"differ by {differ:.3g} nats in the mean, and rounding explains at most {self.engine_noise:g}. Look for what only one of "
+                "them has: sampling parameters of an environment's requests, an option in inference.vllm, a model that transformers and "
+                "vLLM compute differently"
+            )
+        self.warning = self.warning or self.losses.warning(metrics)
+
+    def give_up(self) -> None:
+        """Discard an unfinished optimizer step, after `before_micro_batch` raised. Parameters and optimizer stay as they were before it."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.reshard()
+
+    def reshard(self) -> None:
+        """Free the parameters that a forward without backward has gathered."""
+        free_gathered(self.whole)
+        if self.reference is not None:
+            free_gathered(self.reference.model)
 
     def _reduce(self, stats: Stats, mini_batch: MiniBatch) -> dict[str, float]:
         """Reduce sums and maxima over all ranks. Raises ValueError if they do not cover the whole mini-batch."""
@@ -368,12 +199,175 @@ class PolicyTrainer:
         return completed(totals, dict(zip(stats.maxima, maxima.tolist(), strict=True)))
 
 
-def _add_lag(stats: Stats, lag: Tensor) -> None:
-    """Add the age of the sampled tokens, also of those that only have a weight of 0: lag [N] in policy versions."""
-    stats.sums |= {"off_policy/lag_mean": lag.sum().double(), "lags": lag.new_full((), len(lag), dtype=torch.float64)}
-    stats.maxima["off_policy/lag_max"] = (
-        lag.max().double() if len(lag) else torch.tensor(-torch.inf, dtype=torch.float64, device=lag.device)
-    )
+def train(
+    batches: Mapping[int, RankBatch],
+    trainers: Mapping[int, PolicyTrainer],
+    iterations: Mapping[int, int],
+    starts: Callable[[int, int], None] = lambda update, of: None,
+) -> dict[int, Outcome]:
+    """All optimizer steps of one batch of each run, by slot: its mini-batches in order, `iterations` times. Every rank calls this.
+
+    Several batches come from `rlx.data.packing.pack_together`; mini-batch j of all runs is trained together, as far as they have one.
+    Returns each run's record of metrics. Mini-batches without a trainable token do not count in it, unless no mini-batch has one.
+    A run whose loss or gradient is not finite has the error instead, and its adapter stays as it was before that step; the others go on.
+    Scores by policy and reference are taken once, before the first step. `starts(update, of)` is called before each step of a run.
+    Raises ValueError, before any change, for a stream that a run's objective does not consume.
+    """
+    for slot, batch in batches.items():
+        trainers[slot].forward_only = []
+        for mini_batch in batch.mini_batches:
+            for micro_batch in mini_batch.micro_batches:
+                trainers[slot].refuse_what_nobody_uses(micro_batch)
+    began = time.perf_counter()
+    total = {slot: iterations[slot] * len(batch.mini_batches) for slot, batch in batches.items()}
+    rows = [_rows(batches, number) for number in range(max(len(batch.mini_batches) for batch in batches.values()))]
+    several = {slot for slot in batches if total[slot] > 1}
+    before = [score_before(each, trainers, several) for each in rows]
+    scored = time.perf_counter() - began
+    records: dict[int, list[dict[str, float]]] = {slot: [] for slot in batches}
+    empty: dict[int, list[dict[str, float]]] = {slot: [] for slot in batches}  # of mini-batches without a trainable token
+    failed: dict[int, Outcome] = {}
+    for iteration in range(max(iterations[slot] for slot in batches)):
+        for number in range(len(rows)):
+            minis = {
+                slot: batch.mini_batches[number]
+                for slot, batch in batches.items()
+                if slot not in failed and number < len(batch.mini_batches) and iteration < iterations[slot]
+            }
+            if not minis:
+                continue
+            for slot in minis:
+                starts(len(records[slot]), total[slot])
+            started = time.perf_counter()
+            steps = {slot: batches[slot].step if batches[slot].sampled else None for slot in minis}
+            stale = {slot for slot in minis if records[slot]}
+            stats, broken = _accumulate(rows[number], before[number], minis, trainers, steps, stale)
+            for slot, mini_batch in minis.items():
+                try:
+                    if slot in broken:
+                        raise broken[slot]
+                    metrics = trainers[slot].update(stats[slot], mini_batch, step=steps[slot], started=started)
+                except Exception as error:  # every rank has the same sums, and `broken` is agreed on
+                    trainers[slot].optimizer.zero_grad(set_to_none=True)
+                    if isinstance(error, torch.OutOfMemoryError):
+                        raise
+                    failed[slot] = error
+                    continue
+                if not records[slot]:
+                    trainers[slot].warn_of(metrics)
+                (records if mini_batch.trains else empty)[slot].append(metrics)
+            for slot in minis:
+                if trainers[slot].whole.slots is not None:  # slots without a run in this step
+                    trainers[slot].whole.zero_grad(set_to_none=True)
+    merged = {slot: merge_metrics(records[slot] or empty[slot]) for slot in batches if slot not in failed}
+    return failed | {slot: values | {"time/forward_backward": values["time/forward_backward"] + scored} for slot, values in merged.items()}
+
+
+def _rows(batches: Mapping[int, RankBatch], number: int) -> list[Row]:
+    """The rows of mini-batch `number`, as far as the runs have one."""
+    own = {slot: batch.mini_batches[number].micro_batches for slot, batch in sorted(batches.items()) if number < len(batch.mini_batches)}
+    return [dict(zip(own, parts, strict=True)) for parts in zip(*own.values(), strict=True)]
+
+
+@torch.no_grad()
+def score_before(rows: Sequence[Row], trainers: Mapping[int, PolicyTrainer], several: set[int]) -> list[Known]:
+    """What is known of each row's parts before the first update: scores by the policy for runs with `several` updates, by the reference.
+
+    With one update, its own forward gives the old log-probabilities.
+    """
+    found: list[Known] = []
+    used: dict[int, PolicyModel] = {}
+    for row in rows:
+        known: dict[int, dict[str, Tensor]] = {slot: {} for slot in row}
+        old = [slot for slot in row if slot in several and trainers[slot].losses.recomputes]
+        compared = [slot for slot in row if trainers[slot].reference is not None]
+        for name, slots in (("old_logp", old), ("ref_logp", compared)):
+            if not slots:
+                continue
+            first = trainers[slots[0]]
+            first.before_micro_batch()
+            reference = first.reference if name == "ref_logp" else None  # of several runs, the same model without adapters
+            model = first.whole if reference is None else reference.model
+            used[id(model)] = model
+            with nullcontext() if reference is None else reference.scoring():
+                for slot, tokens in zip(slots, forward(model, [row[slot] for slot in slots], first.device), strict=True):
+                    known[slot][name] = tokens.logp
+        found.append(known)
+    for model in used.values():
+        free_gathered(model)  # scoring has no backward, which would free some of the parameters
+    return found
+
+
+def _accumulate(
+    rows: Sequence[Row],
+    before: Sequence[Known],
+    minis: Mapping[int, MiniBatch],
+    trainers: Mapping[int, PolicyTrainer],
+    steps: Mapping[int, int | None],
+    stale: Collection[int],
+) -> tuple[dict[int, Stats], dict[int, Exception]]:
+    """Forward and backward of all rows. Returns this rank's share of each run's stats, and the errors of runs whose loss failed.
+
+    `steps`: the policy version that each run trains. None: supervised data, which no policy sampled; its metrics have the perplexity, but
+    neither ages nor ratios nor the mismatch with an engine. `stale`: runs that have made an optimizer step since that version.
+    """
+    stats = {slot: Stats() for slot in minis}
+    broken: dict[int, Exception] = {}
+    one = trainers[next(iter(minis))]
+
+    def loss_of(slot: int, part: MicroBatch, tokens: TokenBatch) -> Tensor:
+        trainer, step = trainers[slot], steps[slot]
+        trainer.after_forward(part, tokens.logp, tokens.entropy)
+        if step is not None:
+            newest = np.bincount(part.rollout_ids[part.loss_mask], part.versions[part.loss_mask] == step, len(part.rollout_lengths))
+            fresh = (newest == part.rollout_lengths) & (slot not in stale and trainer.own_samples)
+            tokens = replace(tokens, on_policy=torch.from_numpy(fresh).to(one.device))
+        try:
+            loss, more = trainer.loss_of(tokens, part, minis[slot], step)
+            if one.whole.slots is not None and not loss.requires_grad:  # alone, backward raises
+                raise ValueError("the loss does not depend on the log-probabilities; something in it is detached")
+        except Exception as error:  # a run's own loss may be anybody's code
+            if one.whole.slots is None or isinstance(error, torch.OutOfMemoryError):
+                raise
+            broken[slot] = error
+            return 0.0 * tokens.logp.sum().double()
+        stats[slot].add(more)
+        return loss.double()
+
+    def train_row(parts: Row, known: Known) -> None:
+        found = dict(zip(parts, forward(one.whole, list(parts.values()), one.device), strict=True))
+        loss = torch.stack([loss_of(slot, parts[slot], replace(tokens, **known[slot])) for slot, tokens in found.items()]).sum()
+        scores = [score for tokens in found.values() for score in (tokens.logp, tokens.entropy)]
+        if not _backward(loss, scores, [trainers[slot] for slot in parts]):
+            for slot, part in parts.items():
+                trainers[slot].forward_only += np.diff(part.cu_seqlens).tolist()
+
+    for row, known in zip(rows, before, strict=True):
+        one.before_micro_batch()
+        train_row({slot: part for slot, part in row.items() if slot in minis}, known)
+    for slot in minis if one.whole.slots is not None else ():
+        if one.mesh.any(slot in broken) and slot not in broken:
+            broken[slot] = RuntimeError("the loss of this run failed on another rank, whose log says why")
+    return stats, broken
+
+
+def _backward(loss: Tensor, scores: Sequence[Tensor], trainers: Sequence[PolicyTrainer]) -> bool:
+    """Add the row's gradients. A row whose tokens do not move the loss (all groups with equal rewards) costs no backward.
+
+    `scores`: what the model computed. The first row always has a backward, so that the optimizer finds gradients. Several ranks have one
+    for each row, because they reduce gradients together. Returns whether the row had one.
+    """
+    if trainers[0].mesh.world_size > 1 or any(trainer.parameters[0].grad is None for trainer in trainers):
+        loss.backward()
+        return True
+    gradients = zip(scores, torch.autograd.grad(loss, scores, allow_unused=True), strict=True)
+    moving = [(of, gradient) for of, gradient in gradients if gradient is not None]
+    if not any(gradient.any() for _, gradient in moving):
+        if trainers[0].mesh.grouped:
+            free_gathered(trainers[0].whole)  # backward would have
+        return False
+    torch.autograd.backward([of for of, _ in moving], [gradient for _, gradient in moving])
+    return True
 
 
 def _of_supervised(metrics: dict[str, float]) -> dict[str, float]:

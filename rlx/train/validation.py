@@ -48,11 +48,10 @@ class Validation:
         """The loss of the present weights, as metrics."""
         began = time.perf_counter()
         total = torch.zeros((), dtype=torch.float64, device=self.trainer.device)
-        with self.trainer.model.computing():
-            for row in self.rows.micro_batches:
-                self.watch.progressed()
-                logp, _ = self.trainer.score(row)
-                total -= logp.double().sum()
+        for row in self.rows.micro_batches:
+            self.watch.progressed()
+            logp, _ = self.trainer.score(row)
+            total -= logp.double().sum()
         self.trainer.reshard()
         self.trainer.mesh.sum(total)
         loss = float(total) / max(self.rows.num_loss_tokens, 1)

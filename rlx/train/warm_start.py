@@ -42,10 +42,6 @@ IMPORT = re.compile(r"^ *(?:from (rlx[\w.]*) import (\([^)]*\)|[^\n]*)|import (r
 
 def recipe(config: CommandConfig) -> dict[str, Any]:
     """Everything that determines what the model learns, as values for JSON."""
-    if config.model.gguf is not None:
-        with Path(config.model.gguf).expanduser().open("rb") as file:
-            content = hashlib.file_digest(file, "sha256").hexdigest()
-        return {"gguf": content, "dtype": config.model.dtype, "code": digest(code(["rlx.models.gguf"]))}
     assert config.model.warm_start is not None, "the plan has this role only for models that rlx makes"
     return {
         "warm_start": dataclasses.asdict(config.model.warm_start),

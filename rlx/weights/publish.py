@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 
 from rlx.parallel import mesh as meshes
-from rlx.parallel.gather import whole_on
 from rlx.parallel.mesh import Mesh, RankLost
 from rlx.paths import RunPaths, listed
 from rlx.waiting import wait_for
@@ -123,8 +122,9 @@ class Publisher:
         owners = {name: writer for writer, names in self._parts.values() for name in names}
         pinned = self.mesh.device.type == "cuda"
         for name, tensor in self.model.named_weights():
-            whole = whole_on(tensor.to(self.export.published(name, tensor)), owners[name], self.mesh.rank)
-            if whole is not None:
+            whole = tensor.to(self.export.published(name, tensor))
+            whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole  # importing DTensor's class takes seconds
+            if owners[name] == self.mesh.rank:
                 if name not in self._copies:
                     self._copies[name] = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=pinned)
                 self._copies[name].copy_(whole, non_blocking=pinned)

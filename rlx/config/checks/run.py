@@ -35,21 +35,9 @@ OF_ALL: list[Rule[CommandConfig]] = [
     ),
     Rule(
         "model.name",
-        lambda c: c.model.gguf is None and c.model.warm_start is None and is_path(c.model.name) and not _lies(c.model.name, "config.json"),
+        lambda c: c.model.warm_start is None and is_path(c.model.name) and not _lies(c.model.name, "config.json"),
         "this is no folder with a config.json",
         "the path of a Hugging Face model folder; adapters are first merged into their model (docs/lora.md)",
-    ),
-    Rule(
-        "model.gguf model.name",
-        lambda c: c.model.gguf is not None and (c.model.warm_start is not None or is_path(c.model.name)),
-        "the weights would come from two places",
-        "remove one; a GGUF file needs the option of its model, such as model=smollm2_135m",
-    ),
-    Rule(
-        "model.gguf",
-        lambda c: c.model.gguf is not None and not _lies(c.model.gguf),
-        "the GGUF file does not exist",
-        "correct the path",
     ),
     Rule(
         "seq_len model.context_length",

@@ -1,4 +1,6 @@
-"""A GGUF file becomes a plain Hugging Face folder, which trainer and engine both load.
+"""Make a plain Hugging Face folder of a GGUF file, for `model.name=FOLDER`. It reads the whole file, as float32, into host memory.
+
+    python tools/from_gguf.py FILE FOLDER [float32|bfloat16]
 
 transformers reads the file (packages `gguf` and `accelerate`) and refuses to save what it read, because it counts as quantized. Its
 weights are ordinary numbers by then, so they are given to a model of the same configuration without the quantization.
@@ -10,10 +12,12 @@ Such a model computes, but it is not the one in the file. Here both are errors.
 from __future__ import annotations
 
 import logging
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("rlx.gguf")
 
 PLAIN_SPLITS = ("", "default", "gpt-2", "gpt2")  # of text before its bytes are merged: GPT-2's, which transformers uses for unknown names
 DIGITS_APART = ("smollm",)  # GPT-2's, after every digit was set apart; transformers does not know the name
@@ -105,3 +109,19 @@ def _split_as_the_file_says(tokenizer: Any, header: Any, file: Path) -> None:
         file,
         split,
     )
+
+
+def make_folder(file: Path, folder: Path, dtype: str = "float32") -> None:
+    """`convert`, so that an interrupted call leaves no folder that looks whole. Exits if the folder exists."""
+    if folder.exists():
+        sys.exit(f"{folder} already exists")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
+        convert(file, Path(unfinished, folder.name), dtype)
+        Path(unfinished, folder.name).rename(folder)
+
+
+if __name__ == "__main__":
+    if not 3 <= len(sys.argv) <= 4:
+        sys.exit(__doc__)
+    make_folder(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

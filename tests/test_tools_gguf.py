@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,12 +14,12 @@ import torch
 from main_job import MainJob
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlx.config.load import compose
-from rlx.config.schema import CommandConfig
 from rlx.data.source import read_recorded
-from rlx.heartbeat import Heartbeat
 from rlx.paths import RunPaths
-from rlx.roles import prepare
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+
+from from_gguf import make_folder
 
 pytestmark = pytest.mark.slow
 EXACT = 1e-4  # nats, float32 against float32
@@ -30,6 +31,13 @@ def gguf_file() -> Path:
     assert spec is not None
     assert spec.origin is not None
     return Path(spec.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("smollm2") / "SmolLM2-135M-Instruct"
+    make_folder(gguf_file(), made)
+    return made
 
 
 def stored(file: Path, heads: dict[str, int]) -> dict[str, torch.Tensor]:
@@ -56,11 +64,8 @@ def stored(file: Path, heads: dict[str, int]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.long
-def test_a_gguf_file_becomes_a_plain_folder_with_its_weights_tokenizer_and_template(tmp_path: Path) -> None:
+def test_a_gguf_file_becomes_a_plain_folder_with_its_weights_tokenizer_and_template(folder: Path) -> None:
     file = gguf_file()
-    config = compose(["model=smollm2_135m", f"model.gguf={file}", "env=sums", "hardware=cpu"], {}).cfg
-    folder = prepare.find_or_make(config, Heartbeat(RunPaths(tmp_path), "prepare"))
-    assert folder == prepare.find_or_make(config, Heartbeat(RunPaths(tmp_path), "prepare")), "the second run finds it"
     plain = AutoModelForCausalLM.from_pretrained(folder)
     read = stored(file, {"attn_q": plain.config.num_attention_heads, "attn_k": plain.config.num_key_value_heads})
     assert plain.dtype == torch.float32
@@ -76,31 +81,12 @@ def test_a_gguf_file_becomes_a_plain_folder_with_its_weights_tokenizer_and_templ
     assert tokenizer.decode(tokenizer(text).input_ids) == text
 
 
-def test_the_memory_that_a_gguf_file_takes_is_said_before_it_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Reading SmolLM2-135M took 0.98 GB in float32 and 0.73 GB in bfloat16."""
-    config = compose(["model=smollm2_135m", f"model.gguf={gguf_file()}", "env=sums", "hardware=cpu"], {}).cfg
-    assert isinstance(config, CommandConfig)
-    said: list[str] = []
-
-    def convert(file: Path, folder: Path, dtype: str) -> None:
-        said.extend(caplog.messages)
-        folder.mkdir()
-
-    monkeypatch.setattr("rlx.models.gguf.convert", convert)
-    for dtype, needs in (("float32", "1.0 GiB"), ("bfloat16", "770 MiB")):
-        config.model.dtype = dtype
-        prepare.make(config, {}, tmp_path / dtype, Heartbeat(RunPaths(tmp_path), "prepare"))
-        assert f"{gguf_file()} is read whole, in this process alone, which takes up to {needs} of host memory. Done once" in said[-1]
-
-
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-def test_the_engines_log_probabilities_equal_a_hugging_face_forward_of_the_same_version(start: Callable[..., MainJob]) -> None:
+def test_the_engines_log_probabilities_equal_a_hugging_face_forward(start: Callable[..., MainJob], folder: Path) -> None:
     # One completion after the other takes longer than a step trains, so an update finds one in flight.
     slow = ("inference.max_num_seqs=1", "sampling.max_tokens=64", "sampling.temperature=1.0")
-    job = start("smollm2", "experiment=sums_smollm2", f"model.gguf={gguf_file()}", "max_steps=3", "orchestrator.batch_size=8", *slow)
+    job = start("smollm2", "experiment=sums_smollm2", f"model.name={folder}", "max_steps=3", "orchestrator.batch_size=8", *slow)
     assert job.wait(1500) == 0, job.text()
     paths = RunPaths(job.run_dir)
     folders = {0: Path(paths.initial_model.read_text().strip())} | {version: paths.weights_of(version) for version in (1, 2)}
@@ -125,8 +111,8 @@ def test_the_engines_log_probabilities_equal_a_hugging_face_forward_of_the_same_
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-def test_an_on_policy_run_of_the_real_model_repeats_bit_for_bit(start: Callable[..., MainJob]) -> None:
-    keys = ("experiment=sums_smollm2", f"model.gguf={gguf_file()}", "max_steps=3", "orchestrator.batch_size=32", "max_async_level=0")
+def test_an_on_policy_run_of_the_real_model_repeats_bit_for_bit(start: Callable[..., MainJob], folder: Path) -> None:
+    keys = ("experiment=sums_smollm2", f"model.name={folder}", "max_steps=3", "orchestrator.batch_size=32", "max_async_level=0")
     first, second = (start(name, *keys) for name in ("first", "second"))
     assert (first.wait(1500), second.wait(1500)) == (0, 0), first.text() + second.text()
     assert first.reproducible_lines() == second.reproducible_lines()

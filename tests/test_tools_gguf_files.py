@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,7 +16,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from rlx.models.gguf import check_numbers, convert
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+
+from from_gguf import check_numbers, convert
 
 TOKENS = [*bytes_to_unicode().values(), "ĊĊ", "12", "<|im_end|>"]
 HEADS, KEYS = 4, 2
