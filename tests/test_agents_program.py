@@ -236,7 +236,7 @@ def test_a_killed_worker_leaves_nothing_and_its_rollouts_are_played_again(folder
             playing = asyncio.create_task(pool.play(task_of(pool), [0], 0))
             while not living(marker):
                 await asyncio.sleep(0.05)
-            os.kill(pool._workers[0].child.pid, signal.SIGKILL)
+            os.kill(pool._workers[0].process.pid, signal.SIGKILL)
             rollouts = await asyncio.wait_for(playing, 60)
             await pool.close()
             return rollouts, pool.replayed

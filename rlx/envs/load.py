@@ -59,10 +59,9 @@ def load_one(name: str, config: EnvConfig, settings: Settings) -> Local:
 
 def workers_of(config: PlayRoot, env: EnvConfig) -> tuple[int, int]:
     """How many processes play an environment at first, and how many at most; 0: the orchestrator plays it itself."""
-    from rlx.envs.growth import most_workers
-
     asked = config.orchestrator.env_workers if env.workers is None else env.workers
-    return (1, most_workers(len(played(config)))) if asked is None else (asked, asked)
+    most = len(os.sched_getaffinity(0)) // (2 * len(played(config)))  # together half of the cores, as others run here, too
+    return (1, max(1, most)) if asked is None else (asked, asked)
 
 
 def settings_of(config: PlayRoot, env: EnvConfig) -> Settings:
