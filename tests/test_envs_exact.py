@@ -211,11 +211,6 @@ def test_a_group_reward_of_the_wrong_length_is_no_reward_and_says_so() -> None:
     assert "1 rewards for a group of 2 rollouts" in (rollouts[0].error or "")
 
 
-def test_a_rubric_without_a_reward_function_is_refused_when_it_is_loaded() -> None:
-    with pytest.raises(ValueError, match=r"its rubric \(Rubric\) has no reward function"):
-        VerifiersEnvironment("e", vf.SingleTurnEnv(dataset=words(2)), SAMPLING, 30.0)
-
-
 def test_rows_with_an_old_task_name_play() -> None:
     def right(completion: Any, answer: str) -> float:
         return float(completion[-1]["content"] == answer)

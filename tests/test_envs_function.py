@@ -108,9 +108,10 @@ def test_a_model_without_training_learns_the_answers_of_the_rows_first(folder: P
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ({"reward": "own_rewards.exakt"}, "the module own_rewards has no function exakt"),
-        ({"reward": "nobodys.exact"}, "there is no module nobodys"),
-        ({"reward": "exact"}, "write MODULE.FUNCTION"),
+        ({"reward": "own_rewards.exakt"}, "own_rewards has no function or class exakt"),
+        ({"reward": "nobodys.exact"}, "nobodys cannot be imported"),
+        ({"reward": "exact"}, "cannot be imported"),
+        ({"promt": "query"}, "unexpected keyword argument 'promt'"),
         ({"data": "lost.jsonl"}, "lost.jsonl does not exist"),
         ({"prompt": "query"}, "has no column 'query' (args.prompt); it has question, solution, level"),
         ({"answer": "target"}, "has no column 'target' (args.answer)"),
@@ -124,7 +125,7 @@ def test_a_wrong_argument_is_a_sentence(folder: Path, args: dict[str, str], said
 
 def test_a_missing_argument_is_refused_before_anything_is_loaded(folder: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["train", "env=function", "env.args.data=words.jsonl", "dry_run=true"]) == 2
-    assert "`envs.function.args.reward` has no value" in capsys.readouterr().err
+    assert "missing 1 required positional argument: 'reward'" in capsys.readouterr().err
 
 
 def test_rollouts_do_not_wait_for_each_others_functions(folder: Path):

@@ -182,9 +182,16 @@ class Gateway:
             app.router.add_get(prefix + "/models/{model}", self._models)
         routes(app.router)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        self._starting: asyncio.Task[None] | None = None
 
-    async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Listen. Raises OSError."""
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> bool:
+        """Listen. Returns False if another call has begun it. Raises OSError."""
+        first = self._starting is None
+        self._starting = self._starting or asyncio.create_task(self._start(host, port))
+        await asyncio.shield(self._starting)
+        return first
+
+    async def _start(self, host: str, port: int) -> None:
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port)
         await site.start()

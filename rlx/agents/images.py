@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import fcntl
 import functools
@@ -16,7 +15,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rlx.config.schema_rollout import BoxConfig
 from rlx.paths import cache_root
 
 PULL = 3600.0  # seconds for a command that fetches or builds
@@ -132,7 +130,3 @@ def _call(command: Sequence[str], what: str = "", *, check: bool = True, cwd: Pa
         raise ValueError(f"{what}: {' '.join(command)}: {(done.stderr or done.stdout).strip()[-500:]}")
     return done.returncode == 0
 
-
-async def prepare(kind: str, config: BoxConfig, image: str | None) -> str | None:
-    """`prepared`, for a task's own image, while other rollouts go on."""
-    return await asyncio.to_thread(prepared, kind, image or config.image)

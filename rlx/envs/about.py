@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from rlx.config.schema_rollout import EnvConfig
-from rlx.config.signatures import module_of
+from rlx.config.signatures import locate, module_of
 from rlx.envs import verifiers_mcp
 from rlx.envs.kinds import kind_of
 from rlx.envs.probe import answer_requests, config_of, probe, why
@@ -90,7 +90,7 @@ def _classic(config: EnvConfig, found: About) -> About:
 
 def _loaded_classic(config: EnvConfig, found: About) -> About:
     from rlx.envs.load import load_one
-    from rlx.envs.verifiers_group import leaves
+    from rlx.envs.verifiers_v0 import leaves
     from rlx.envs.wire import Settings
 
     env = load_one(NAME, config, Settings({}))
@@ -131,10 +131,13 @@ def _tools(env: Any) -> tuple[Entry, ...]:
 
 
 def _own(config: EnvConfig, found: About) -> About:
-    from rlx.envs.function import function_of
+    from rlx.envs.function import Tasks
 
     load_environment = importlib.import_module(config.id).load_environment
-    documented = arguments_in(inspect.getdoc(load_environment) or "")
+    documented = arguments_in(inspect.getdoc(Tasks) or "") | arguments_in(inspect.getdoc(load_environment) or "")
+    own = dict(inspect.signature(load_environment).parameters)
+    del own["tasks"]
+    parameters = {**own, **inspect.signature(Tasks).parameters, "data": own["data"]}
     arguments = tuple(
         Entry(
             name=name,
@@ -142,7 +145,7 @@ def _own(config: EnvConfig, found: About) -> About:
             default=None if parameter.default is parameter.empty else repr(parameter.default),
             doc=documented.get(name, ""),
         )
-        for name, parameter in inspect.signature(load_environment).parameters.items()
+        for name, parameter in parameters.items()
     )
     found = replace(
         found,
@@ -152,7 +155,7 @@ def _own(config: EnvConfig, found: About) -> About:
     )
     if (path := config.args.get("reward")) is None:
         raise _Known(found)  # there is nothing to load yet
-    return replace(found, rewards=(Entry(name=str(path), doc=paragraph(inspect.getdoc(function_of(str(path))) or ""), weight=1.0),))
+    return replace(found, rewards=(Entry(name=str(path), doc=paragraph(inspect.getdoc(locate(str(path))) or ""), weight=1.0),))
 
 
 # v1

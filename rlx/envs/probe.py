@@ -81,7 +81,7 @@ def try_first(env: Any, row: dict[str, Any]) -> None:
         rehearse()
         return
     from rlx.envs.verifiers_client import EpisodeClient
-    from rlx.envs.verifiers_group import routed
+    from rlx.envs.verifiers_v0 import routed
 
     player, own = routed(env.env, row)
     asyncio.run(player.init_state(own, EpisodeClient(None), "policy", {}))  # type: ignore[arg-type]
