@@ -134,7 +134,7 @@ def _info(chosen: argparse.Namespace) -> int:
     python = None if own is None else str(own.path)
     about = about_of(EnvConfig(id=env_id, python=python))
     print("\n".join(_described(env_id, python, about)))
-    return 1 if about.problem or about.needs else 0
+    return 1 if about.problem else 0
 
 
 def _described(env_id: str, python: str | None, about: About) -> list[str]:
@@ -159,9 +159,7 @@ def _described(env_id: str, python: str | None, about: About) -> list[str]:
     for name, entries in groups.items():
         lines += ["", name + (", comparing the rollouts of a group" if name == "rewards" and about.scores_groups else "")] * bool(entries)
         lines += _entries(entries)
-    if about.needs:
-        lines += ["", "it cannot run here", *(f"  {need}" for need in about.needs)]
-    elif about.problem:
+    if about.problem:
         lines += ["", f"problem: {about.problem}", f"  fix: {about.fix}"]
     else:
         lines += ["", "next", *(f"  {line}" for line in next_commands(env_id, about.prompt_chars))]

@@ -8,23 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-FIELDS = (
-    "id",
-    "args",
-    "split",
-    "agents",
-    "agents_per_group",
-    "num_tasks",
-    "reward_raises",
-    "sandbox",
-    "box",
-    "harness",
-)  # of an environment's configuration, that loading it needs
+# of an environment's configuration, that loading it needs
+FIELDS = ("id", "args", "split", "agents", "agents_per_group", "num_tasks", "reward_raises", "sandbox", "box", "harness")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +30,8 @@ class Probed:
 
     def __str__(self) -> str:
         """`classic, 4,096 examples, tools add, subtract`"""
-        parts = [self.kind, f"{self.examples:,} example{'s' * (self.examples != 1)}"]
-        parts += [f"tools {', '.join(self.tools)}"] if self.tools else []
-        parts += ["rewards compare a group"] if self.scores_groups else []
-        return ", ".join(parts)
+        tools, compares = f", tools {', '.join(self.tools)}" if self.tools else "", ", rewards compare a group" * self.scores_groups
+        return f"{self.kind}, {self.examples:,} example{'s' * (self.examples != 1)}{tools}{compares}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,15 +61,8 @@ class About:
     scores_groups: bool = False
     prompt: str = ""  # of the first example
     prompt_chars: int = 0  # characters of a short prompt, as the check before a run counts them
-    needs: tuple[str, ...] = ()  # what it needs that is not here, one sentence each
     problem: str | None = None  # why it cannot be loaded
     fix: str = ""
-
-
-def about_from_json(fields: Mapping[str, Any]) -> About:
-    """What `rlx.envs.about` answered."""
-    lists = {name: tuple(Entry(**one) for one in fields[name]) for name in ("arguments", "rewards", "tools", "agents")}
-    return About(**{**fields, **lists, "needs": tuple(fields["needs"])})
 
 
 def file_digest(path: str | Path) -> str:

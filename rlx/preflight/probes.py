@@ -28,7 +28,7 @@ from rlx.config.evaluated import environments, section_of
 from rlx.config.pythons import python_of, sources_of
 from rlx.config.schema import CommandConfig, EnvConfig, PlayRoot, TrainingRoot
 from rlx.envs import boot
-from rlx.envs.probed import FIELDS, About, Probed, about_from_json, file_digest, packages_digest
+from rlx.envs.probed import FIELDS, About, Probed, file_digest, packages_digest
 from rlx.launch.processes import TOKEN, bound, kill_all
 from rlx.paths import cache_root, write_text
 from rlx.plan.environment import DEVICES, inherited
@@ -137,11 +137,7 @@ def _kept(each: Identity) -> Probed | None:
         return None
     if any(packages_digest(path) != digest for path, digest in kept["folders"].items()):
         return None
-    return _probed(kept["probed"])
-
-
-def _probed(fields: Mapping[str, Any]) -> Probed:
-    return Probed(**{**fields, "tools": tuple(fields["tools"])})
+    return msgspec.convert(kept["probed"], Probed)
 
 
 # asking
@@ -157,7 +153,7 @@ def _ask(python: str, wanted: Mapping[Identity, tuple[str, EnvConfig]]) -> dict[
         answers, loading, ending = _run(python, entries)
         for key, answer in answers.items():
             each = named[key]
-            found[each] = _probed(answer["probed"])
+            found[each] = msgspec.convert(answer["probed"], Probed)
             if found[each].problem is None:
                 kept = {"probed": asdict(found[each]), "files": answer["files"], "folders": answer["folders"]}
                 with contextlib.suppress(OSError):  # a cache that cannot be written only costs time
@@ -179,7 +175,7 @@ def about_of(env: EnvConfig) -> About:
     entry = {"key": "0", "name": "custom"} | asked(env)
     answers, _, ending = _run(python, [entry], "about")
     if "0" in answers:
-        return about_from_json(answers["0"]["about"])
+        return msgspec.convert(answers["0"]["about"], About)
     return About(problem=f"loading {env.id} with {python} failed: {ending}", fix="correct the environment, or that Python")
 
 
