@@ -90,12 +90,14 @@ def run(argv: list[str]) -> int:
 
 
 def _list(_: argparse.Namespace) -> int:
+    import msgspec
+
     from rlx.config import pythons
     from rlx.envs.catalog import Listed
     from rlx.envs.catalog import installed as here
 
     options = {name: option for option, name in shipped_options().items()}
-    own = [(Listed(**listed), python.folder) for python in pythons.installed() for listed in python.environments]
+    own = [(msgspec.convert(listed, Listed), python.folder) for python in pythons.installed() for listed in python.environments]
     newest = {one.name: folder for one, folder in reversed(own)}
     found = [one for one in here() if one.name not in newest]
     print("\n".join(_table(found, options)) if found or own else "no environments; rlx env init NAME writes one")

@@ -27,8 +27,6 @@ def kind_of(env_id: str) -> Kind:
     if env_id in OWN_KINDS:
         return OWN_KINDS[env_id]  # type: ignore[return-value]
     module = module_of(env_id)
-    if not module.isidentifier():
-        raise ValueError(f"{env_id!r} is not the name of an environment: write the name of an installed module, or owner/name")
     spec = None
     with contextlib.suppress(ValueError):  # a module without a specification, made by hand
         spec = importlib.util.find_spec(module)
@@ -50,12 +48,6 @@ def kind_of(env_id: str) -> Kind:
         return "classic"
     if v1:
         return "v1"
-    if spec is not None and spec.origin is None:
-        (folder, *_) = spec.submodule_search_locations or [""]
-        raise ValueError(
-            f"Python takes the folder {folder} for the module {module}, and it has no code of its own. If {module} is installed, this "
-            "folder hides it: start from another folder, or rename it"
-        )
     raise ValueError(
         f"the module {module} is no verifiers environment: it has no function load_environment (classic), "
         f"and its __all__ names no Taskset class (v1)"
