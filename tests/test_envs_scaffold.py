@@ -14,6 +14,7 @@ from rlx.config.load import compose
 from rlx.config.schema import EnvConfig
 from rlx.envs import about, catalog
 from rlx.envs.kinds import kind_of
+from rlx.envs.probe import probe
 from rlx.envs.scaffold import FLAVOURS
 
 pytestmark = pytest.mark.slow
@@ -117,8 +118,8 @@ def test_the_shipped_environments_are_listed_with_their_option(capsys: pytest.Ca
 
 
 def test_an_environment_is_described_by_its_arguments_data_rewards_and_tools() -> None:
-    found = about.about(EnvConfig(id="rlx-tool-math", args={"num_examples": 7, "num_eval_examples": 3}))
-    assert (found.kind, found.type, found.examples, found.eval_examples) == ("classic", "ToolMath", 7, 3)
+    found = probe("custom", EnvConfig(id="rlx-tool-math", args={"num_examples": 7}))
+    assert (found.kind, found.type, found.examples) == ("classic", "ToolMath", 7)
     assert {one.name: (one.type, one.default) for one in found.arguments}["level"] == ("int", "3")
     assert next(one for one in found.arguments if one.name == "seed").doc == "seed of the problems."
     assert {one.name: one.weight for one in found.rewards if one.name in ("correct", "called_before_answering")} == {
@@ -149,7 +150,7 @@ def test_an_environment_that_cannot_be_loaded_is_described_as_far_as_it_can_be(
     name = f"broken_{request.node.callspec.indices['source']}"
     (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    found = about.about(EnvConfig(id=name))
+    found = probe("custom", EnvConfig(id=name))
     assert found.problem is not None
     assert says in found.problem
     assert [one.name for one in found.arguments] == (["level"] if "level" in source else [])

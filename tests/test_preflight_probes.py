@@ -67,9 +67,9 @@ def raised(text: str) -> BaseException:
     ],
 )
 def test_a_problem_is_said_in_the_packages_own_words(text: str, problem: str, fix: str):
-    probed = why("mine", "my-env-that-is-not", raised(text))
-    assert problem in (probed.problem or "")
-    assert fix in probed.fix
+    said, remedy = why("mine", "my-env-that-is-not", raised(text))
+    assert problem in said
+    assert fix in remedy
 
 
 def test_each_different_environment_is_asked_once_and_then_known(package, cache, monkeypatch):
@@ -78,7 +78,9 @@ def test_each_different_environment_is_asked_once_and_then_known(package, cache,
 
     def run(python, entries):
         asked.append([entry["args"].get("n") for entry in entries])
-        answers = {each["key"]: {"probed": {"kind": "classic", "examples": each["args"]["n"], "tools": ["add"]}} for each in entries}
+        answers = {
+            each["key"]: {"probed": {"kind": "classic", "examples": each["args"]["n"], "tools": [{"name": "add"}]}} for each in entries
+        }
         return {key: answer | {"files": files_of("one-env"), "folders": {}} for key, answer in answers.items()}, None, ""
 
     monkeypatch.setattr(probes, "_run", run)

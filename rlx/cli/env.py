@@ -15,7 +15,7 @@ from rlx.started import program
 
 if TYPE_CHECKING:
     from rlx.envs.catalog import Listed
-    from rlx.envs.probed import About, Entry
+    from rlx.envs.probed import Entry, Probed
 
 SUMMARY = "environments: list, info, install, init, check"
 MANY = 4  # environments of one package whose commands are printed
@@ -139,13 +139,11 @@ def _info(chosen: argparse.Namespace) -> int:
     return 1 if about.problem else 0
 
 
-def _described(env_id: str, python: str | None, about: About) -> list[str]:
+def _described(env_id: str, python: str | None, about: Probed) -> list[str]:
     lines = [f"{env_id}: {about.kind or 'unknown kind'}" + (f", {about.type}" if about.type else "")]
     lines += [f"  {about.doc}"] if about.doc else []
     lines += [f"  python   {python}"] if python else []
-    if about.examples is not None:
-        held = "none held out" if about.eval_examples is None else f"{about.eval_examples:,} for evaluation"
-        lines += [f"  data     {about.examples:,} " + (f"examples, {held}" if about.kind == "classic" else "tasks")]
+    lines += [f"  data     {about.examples:,} {'tasks' if about.kind.startswith('v1') else 'examples'}"] if about.examples else []
     for number, line in enumerate(about.prompt.splitlines()):
         lines += [f"  {'first' if number == 0 else '':9}{line}"]
     if about.arguments:
@@ -230,11 +228,11 @@ def _init(chosen: argparse.Namespace) -> int:
     if chosen.v1 and chosen.kind not in (None, "single-turn"):
         raise ConfigError(f"--v1 writes a taskset of one turn, not {chosen.kind}.\n  fix: leave out --kind, or --v1")
     folder = chosen.folder or Path(chosen.name)
-    made = create(chosen.name, folder, "v1" if chosen.v1 else chosen.kind or "single-turn")
-    keys = "".join(f" {key}" for key in made.keys)
+    name, files, needed = create(chosen.name, folder, "v1" if chosen.v1 else chosen.kind or "single-turn")
+    keys = "".join(f" {key}" for key in needed)
     shown = f"./{folder}" if not folder.is_absolute() else str(folder)
-    print(f"wrote {shown}: {', '.join(made.files)}\n\nnext")
+    print(f"wrote {shown}: {', '.join(files)}\n\nnext")
     install = f"rlx env install {shlex.quote(shown)}"
-    for line in (install, f"rlx env check {made.name}{keys}", f"rlx train env=custom envs.custom.id={made.name}{keys}"):
+    for line in (install, f"rlx env check {name}{keys}", f"rlx train env=custom envs.custom.id={name}{keys}"):
         print(f"  {line}")
     return 0

@@ -25,7 +25,8 @@ import msgspec
 from rlx.config.evaluated import section_of
 from rlx.config.pythons import sources_of
 from rlx.config.schema import EnvConfig
-from rlx.config.signatures import module_of
+from rlx.config.signatures import OWN_KINDS, module_of
+from rlx.envs import about, verifiers_mcp
 from rlx.envs.errors import in_one_line
 from rlx.envs.kinds import kind_of
 from rlx.envs.load import load_one
@@ -38,37 +39,35 @@ LOOKED_AT = 64  # examples whose prompts are measured
 MOST_FILES = 2000  # that an answer depends on
 
 
-def look(name: str, config: EnvConfig) -> tuple[Probed, Any]:
-    """Load one environment and look at it: what it is, and the environment, or None. Never raises because of it.
-
-    Call it on the main thread.
-    """
+def probe(name: str, config: EnvConfig) -> Probed:
+    """Load one environment and look at it. Never raises because of the environment. Call it on the main thread."""
+    found: dict[str, Any] = {}
     began = time.monotonic()
     try:
         kind = kind_of(config.id)
+        verifiers_mcp.install()  # before anything imports mcp
+        found = {"kind": kind, **about.source(config.id, kind)}
+        if config.id in OWN_KINDS and not config.args:
+            return Probed(**found)  # described, and not to be played
         env: Any = load_one(name, config, Settings(timeout=60.0))
-        seconds = time.monotonic() - began
+        found["seconds"] = round(time.monotonic() - began, 3)
         if len(env.rows) == 0:
-            return Probed(problem=f"{config.id} has no examples", fix=f"check {section_of(name)}.args, or the environment's data"), None
+            return Probed(**found, problem=f"{config.id} has no examples", fix=f"check {section_of(name)}.args, or the environment's data")
         first = dict(env.rows[0])
         to_json(first)
         try_first(env, first)
+        found |= about.loaded(kind, env)
+        found["kind"] = f"{kind} in {box}" if (box := getattr(env, "sandbox", "")) else kind
+        found["prompt_chars"] = min(_chars(env.rows[place].get("prompt")) for place in range(min(len(env.rows), LOOKED_AT)))
+        return Probed(**found)
     except CodecError as error:
         problem = f"a checkpoint cannot hold the examples of {config.id}. In the first, at {error}"
-        return Probed(problem=problem, fix="change the environment"), None
+        return Probed(**found, problem=problem, fix="change the environment")
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        return why(name, config.id, error), None
-    probed = Probed(
-        kind=f"{kind} in {box}" if (box := getattr(env, "sandbox", "")) else kind,
-        examples=len(env.rows),
-        tools=tuple(str(tool["function"]["name"]) for tool in env.tools),
-        scores_groups=env.scores_groups,
-        prompt_chars=min(_chars(env.rows[place].get("prompt")) for place in range(min(len(env.rows), LOOKED_AT))),
-        seconds=round(seconds, 3),
-    )
-    return probed, env
+        problem, fix = why(name, config.id, error)
+        return Probed(**found, problem=problem, fix=fix)
 
 
 def try_first(env: Any, row: dict[str, Any]) -> None:
@@ -94,15 +93,15 @@ def _chars(prompt: Any) -> int:
     return sum(len(content) for content in contents if isinstance(content, str))
 
 
-def why(name: str, env_id: str, error: BaseException) -> Probed:
-    """The problem that an exception shows: a sentence of our own, or its chain of causes with the line of the environment's code."""
-    own, module = f"envs.{name}: ", module_of(env_id)
+def why(name: str, env_id: str, error: BaseException) -> tuple[str, str]:
+    """The problem that an exception shows (a sentence of our own, or its causes with the line of the environment's code), and its fix."""
+    own, module = f"envs.{name}", module_of(env_id)
     fix = f"correct {section_of(name)}.args, or the environment"
     if isinstance(error, ImportError) and error.name == module:
-        return Probed(problem=f"{env_id} is not installed: there is no module {module}", fix="rlx env install FOLDER|PACKAGE")
+        return f"{env_id} is not installed: there is no module {module}", "rlx env install FOLDER|PACKAGE"
     if str(error).startswith(own):
-        return Probed(problem=str(error).removeprefix(own).rstrip("."), fix=fix)
-    return Probed(problem=f"loading {env_id} failed: {in_one_line(error, sources_of(env_id))}", fix=fix)
+        return str(error).removeprefix(f"{own}: ").rstrip("."), fix
+    return f"loading {env_id} failed: {in_one_line(error, sources_of(env_id))}", fix
 
 
 # what an answer depends on
@@ -126,7 +125,7 @@ def config_of(entry: Mapping[str, Any]) -> EnvConfig:
 
 def answer(entry: Mapping[str, Any]) -> dict[str, Any]:
     """The answer to one entry of a request."""
-    probed, _ = look(entry["name"], config_of(entry))
+    probed = probe(entry["name"], config_of(entry))
     folders = {path: packages_digest(path) for path in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}}
     return {"key": entry["key"], "probed": asdict(probed), "files": files_of(entry["id"]), "folders": folders}
 

@@ -28,7 +28,7 @@ from rlx.config.evaluated import environments, section_of
 from rlx.config.pythons import python_of, sources_of
 from rlx.config.schema import CommandConfig, EnvConfig, PlayRoot, TrainingRoot
 from rlx.envs import boot
-from rlx.envs.probed import FIELDS, About, Probed, file_digest, packages_digest
+from rlx.envs.probed import FIELDS, Probed, file_digest, packages_digest
 from rlx.launch.processes import TOKEN, bound, kill_all
 from rlx.paths import cache_root, write_text
 from rlx.plan.environment import DEVICES, inherited
@@ -36,7 +36,7 @@ from rlx.process import SUPERVISOR
 from rlx.runs.status import describe_returncode
 
 PATIENCE = 5.0  # seconds after which the user is told what is being loaded
-SCHEMA = 3  # changes when the meaning of a kept answer changes
+SCHEMA = 4  # changes when the meaning of a kept answer changes
 
 Identity = tuple[str, str, str]  # Python, verifiers' name, arguments and what is used of it as JSON
 
@@ -169,17 +169,13 @@ def _ask(python: str, wanted: Mapping[Identity, tuple[str, EnvConfig]]) -> dict[
     return found
 
 
-def about_of(env: EnvConfig) -> About:
+def about_of(env: EnvConfig) -> Probed:
     """An environment for people: its arguments, data, rewards and tools. It is loaded in a process of its own, in its own Python."""
-    python = identity(env)[0]
-    entry = {"key": "0", "name": "custom"} | asked(env)
-    answers, _, ending = _run(python, [entry], "about")
-    if "0" in answers:
-        return msgspec.convert(answers["0"]["about"], About)
-    return About(problem=f"loading {env.id} with {python} failed: {ending}", fix="correct the environment, or that Python")
+    each = identity(env)
+    return _ask(each[0], {each: ("custom", env)})[each]
 
 
-def _run(python: str, entries: list[dict[str, Any]], module: str = "probe") -> tuple[dict[str, Any], str | None, str]:
+def _run(python: str, entries: list[dict[str, Any]]) -> tuple[dict[str, Any], str | None, str]:
     """Answers by key, the key that was being loaded at the end, and how the process ended, with its last line.
 
     Everything that the environments started ends with the process: it may hold the pipe of the answers, or a port that the run needs.
@@ -195,7 +191,7 @@ def _run(python: str, entries: list[dict[str, Any]], module: str = "probe") -> t
     with tempfile.TemporaryFile("w+") as errors:
         try:
             process = subprocess.Popen(
-                bound([python, boot.__file__, module], environment),
+                bound([python, boot.__file__, "probe"], environment),
                 env=environment | {TOKEN: token},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
