@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import signal
@@ -61,7 +62,7 @@ class Worker:
         self.sources = self.error = ""  # folder or file of the environment's code; why it cannot be used, in its own words
         self.began = self.heard = time.monotonic()  # when it was started; when its latest beat came
         self.beat, self._dump = Beat(), b""
-        self._below = 0  # bytes of the processes that it has started
+        self.memory = 0  # resident bytes, with those of the processes that it has started
         (ours, theirs), (self._beats, beats) = socket.socketpair(), socket.socketpair(type=socket.SOCK_DGRAM)
         self._stacks = open(os.memfd_create("rlx-stacks"), "rb", buffering=0)  # noqa: SIM115
         self._log = tempfile.TemporaryFile("ab+") if log is None else log.open("ab+")  # noqa: SIM115
@@ -103,17 +104,11 @@ class Worker:
         members = sum(len(playing.members) for playing in self.playing.values())
         return max(0, members - self.beat.asking - 1) if self.beat.delay > CROWDED else 0
 
-    @property
-    def memory(self) -> int:
-        """Resident bytes, and those of the processes that it had started when they were last measured; 0 if it is gone."""
-        try:
-            return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * PAGE + self._below
-        except (OSError, IndexError):
-            return 0
-
     def measure(self) -> None:
-        """Measure the memory of the processes that it has started. It takes milliseconds for each GiB, so call it in a thread."""
-        self._below = memory_below(self.process.pid)
+        """Measure its memory. That of what it has started takes milliseconds for each GiB, so call it in a thread."""
+        with contextlib.suppress(OSError, IndexError):  # it is gone
+            resident = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * PAGE
+            self.memory = resident + memory_below(self.process.pid)
 
     def last_lines(self, count: int = 12) -> str:
         """The end of what it has printed."""
@@ -154,15 +149,12 @@ class Worker:
         # If this process ends first, its supervisor ends them: they carry the run's token, too.
         threading.Thread(target=kill_all, args=((), self._token), kwargs={"variable": WORKER_TOKEN}, name=f"end {self.name}").start()
         self.link.close()
-        self._beats.close()
 
 
 def how(code: int) -> str:
     """How a process ended, in words."""
-    if code >= 0:
-        return f"it left with exit code {code}"
     hint = "; the system may have been out of memory" if code == -signal.SIGKILL else ""
-    return f"{signal.Signals(-code).name} ended it{hint}"
+    return f"it left with exit code {code}" if code >= 0 else f"{signal.Signals(-code).name} ended it{hint}"
 
 
 def measure(workers: list[Any]) -> None:

@@ -41,8 +41,7 @@ from rlx.types import Rollout, Status, Task
 
 log = logging.getLogger(__name__)
 
-LOOK = 0.2  # seconds between two looks at the workers
-MEASURE = 2.0  # seconds between two measurements of the memory of the processes that the workers have started
+LOOK = 0.25  # seconds between two looks at the workers
 GRACE = 2.0  # seconds beyond its time that a rollout may take to end by itself: two beats
 HARD = 1.5  # times the memory bound at which a worker is ended at once
 CLOSING = 6.0  # seconds for a worker to close its environment at the end
@@ -92,6 +91,7 @@ class WorkerPool:
         self._spec: PolicySpec | None = None
         self._servers: Callable[[], Servers] | None = None  # those that the policy samples on; None: an endpoint plays
         self._waiting: list[Playing] = []  # requests for which no worker is ready
+        self._packed: tuple[Any, bytes] = None, b""  # the latest row that was sent
         self._deadly: set[int] = set()  # tasks of which a request has ended a worker: their retries play alone
         self._warned: set[str] = set()
         self._away = 0.0  # seconds in which no server took requests of workers that have ended
@@ -123,8 +123,19 @@ class WorkerPool:
             sampler.listeners.append(self._tell)
         for worker in self._workers:
             self._introduce(worker)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Look after the workers in the running loop from now on."""
+        for worker in self._workers:
             self._soon(worker.link.attach())
         self._soon(self._watch())
+
+    def _pause(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for worker in self._workers:
+            worker.link.close()
 
     def _tell(self, servers: Servers) -> None:
         for worker in self._workers:
@@ -135,30 +146,28 @@ class WorkerPool:
 
         Raises WorkerError with the environment's own message if one cannot, or if FIRST_LOAD seconds have passed.
         """
-        for worker in self._workers:
-            while not worker.loaded and self._broken is None:
+
+        async def wait() -> None:
+            self._begin()
+            while self._broken is None and not all(worker.loaded for worker in self._workers):
                 tick()
-                gone = worker.process.poll() is not None  # a process that it forked may keep the link open
-                if not worker.link.receive(0.05):
-                    self._look_at_load(worker)
-                    if gone:
-                        self._break(WorkerError(worker.not_loaded(self.name, self._config.id)))
+                await asyncio.sleep(0.05)
+            self._pause()
+
+        asyncio.run(wait())
         if self._broken is not None:
             for worker in self._workers:
                 worker.end()
             raise self._broken
 
-    def _look_at_load(self, worker: Worker) -> None:
-        if time.monotonic() - worker.began > self._loading:
-            worker.verdict = "died", f"its worker has not loaded {self._config.id} within {self._loading:g} s"
-            worker.process.kill()
-
     def _loaded(self, worker: Worker, message: wire.Loaded) -> None:
         """A worker has loaded. Raises WorkerError if it cannot be used."""
         worker.loaded, worker.heard, worker.sources = True, time.monotonic(), message.sources
+        if message.rows:
+            self.rows = PackedRows(message.rows, message.columns)
         if not self._digest:
-            self.rows, self.scores_groups = PackedRows(message.rows, message.columns), message.scores_groups
-            self.tools, self.agents, self._digest = message.tools, message.agents, message.digest
+            self.tools, self.agents, self.scores_groups = message.tools, message.agents, message.scores_groups
+            self._digest = message.digest
             self._loading = max(LOADING, LOADING_TIMES * (time.monotonic() - worker.began))
         if message.digest != self._digest:
             raise WorkerError(
@@ -203,8 +212,10 @@ class WorkerPool:
             return
         worker, task = min(able, key=lambda one: len(one.playing)), playing.task
         worker.playing[playing.number] = playing
-        row = wire.pack_row(task.row)
-        worker.link.send(wire.Play(playing.number, task.example_id, task.index, row, list(playing.members), playing.attempt))
+        if self._packed[0] is not task.row:  # the members of a group share theirs
+            self._packed = task.row, wire.pack_row(task.row)
+        asked = playing.number, task.example_id, task.index, self._packed[1], list(playing.members), playing.attempt
+        worker.link.send(wire.Play(*asked))
 
     def _dispatch_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -248,17 +259,14 @@ class WorkerPool:
     # -- watching
 
     async def _watch(self) -> None:
-        looked = measured = time.monotonic()
+        looked = time.monotonic()
         while True:
             await asyncio.sleep(LOOK)
+            await asyncio.to_thread(measure, list(self._workers))
             gap, looked = time.monotonic() - looked, time.monotonic()
-            if gap > ABSENT:  # this process was stopped itself, and perhaps they with it
-                for worker in self._workers:
-                    worker.heard, worker.began = worker.heard + gap, worker.began + gap
-            if looked - measured > MEASURE:
-                await asyncio.to_thread(measure, list(self._workers))
-                measured = looked
             for worker in list(self._workers):
+                if gap > ABSENT:  # this process was stopped itself, and perhaps they with it
+                    worker.heard, worker.began = worker.heard + gap, worker.began + gap
                 self._look(worker)
             self._grow()
 
@@ -277,7 +285,9 @@ class WorkerPool:
         elif worker.verdict is not None:
             pass
         elif not worker.loaded:
-            self._look_at_load(worker)
+            if time.monotonic() - worker.began > self._loading:
+                worker.verdict = "died", f"its worker has not loaded {self._config.id} within {self._loading:g} s"
+                worker.process.kill()
         elif worker.stuck > timeout + GRACE:
             self._end(worker, "timeout", f"no result after {timeout:g} s (rollout_timeout): it blocks its worker")
         elif used > HARD * self._bound:
@@ -334,7 +344,7 @@ class WorkerPool:
         if worker.loaded or worker.place is None or worker.place < self._least:
             self.replaced[cause] += 1
             self._failed_starts += not worker.loaded
-            if self._failed_starts >= TRIES:
+            if self._failed_starts >= (TRIES if self._digest else 1):
                 self._break(WorkerError(text))
             elif worker.place is not None and not worker.retiring:
                 self._add(worker.place)

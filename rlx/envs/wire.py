@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import select
 import socket
 import struct
 from collections.abc import Callable
@@ -192,16 +191,8 @@ class Link(asyncio.Protocol):
         self._transport: Any = None
 
     async def attach(self) -> None:
-        """Serve it in the running loop from now on."""
-        await asyncio.get_running_loop().create_connection(lambda: self, sock=self._sock)
-
-    def receive(self, timeout: float) -> bool:
-        """Without a loop: wait for something to arrive, and handle it. Returns whether something did."""
-        if not select.select([self._sock], [], [], timeout)[0]:
-            return False
-        data = self._sock.recv(2**20)
-        self.data_received(data)
-        return bool(data)
+        """Serve it in the running loop from now on. After `close` it may be attached again."""
+        await asyncio.get_running_loop().create_connection(lambda: self, sock=self._sock.dup())
 
     def send(self, message: Message) -> None:
         """Send now: what follows may block the loop. Raises what encoding raises."""
@@ -216,13 +207,16 @@ class Link(asyncio.Protocol):
             self._sock.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Close the socket."""
-        (self._transport or self._sock).close()
+        """Serve it no longer."""
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
         transport.set_write_buffer_limits(high=0)  # the loops would collect what is written otherwise
-        transport.write(self._early)
+        transport.write(bytes(self._early))
+        self._early.clear()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._lost()
