@@ -123,19 +123,14 @@ class WorkerPool:
             sampler.listeners.append(self._tell)
         for worker in self._workers:
             self._introduce(worker)
-        self._begin()
+        if not self._tasks:
+            self._begin()
 
     def _begin(self) -> None:
         """Look after the workers in the running loop from now on."""
         for worker in self._workers:
             self._soon(worker.link.attach())
         self._soon(self._watch())
-
-    def _pause(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        for worker in self._workers:
-            worker.link.close()
 
     def _tell(self, servers: Servers) -> None:
         for worker in self._workers:
@@ -152,9 +147,11 @@ class WorkerPool:
             while self._broken is None and not all(worker.loaded for worker in self._workers):
                 tick()
                 await asyncio.sleep(0.05)
-            self._pause()
+            for worker in self._workers:
+                worker.link.close()
 
         asyncio.run(wait())
+        self._tasks.clear()  # they have ended with their loop
         if self._broken is not None:
             for worker in self._workers:
                 worker.end()
