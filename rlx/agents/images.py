@@ -129,4 +129,3 @@ def _call(command: Sequence[str], what: str = "", *, check: bool = True, cwd: Pa
     if done.returncode and check:
         raise ValueError(f"{what}: {' '.join(command)}: {(done.stderr or done.stdout).strip()[-500:]}")
     return done.returncode == 0
-

@@ -17,7 +17,6 @@ from typing import Any
 
 from rlx.config.schema_rollout import EnvConfig
 from rlx.config.signatures import locate, module_of
-from rlx.envs import verifiers_mcp
 from rlx.envs.kinds import kind_of
 from rlx.envs.probe import answer_requests, config_of, probe, why
 from rlx.envs.probed import About, Entry
@@ -64,7 +63,6 @@ def _checked(config: EnvConfig, found: About) -> About:
 
 
 def _classic(config: EnvConfig, found: About) -> About:
-    verifiers_mcp.install()
     module = importlib.import_module(module_of(config.id))
     load = getattr(module, "load_environment", None)
     if load is None:
@@ -162,15 +160,12 @@ def _own(config: EnvConfig, found: About) -> About:
 
 
 def _v1(config: EnvConfig, found: About) -> About:
-    from verifiers.v1.utils.loaders import load_environment as load_v1
     from verifiers.v1.utils.loaders import taskset_config_type
 
-    from rlx.envs.verifiers_v1 import V1Environment, block_of, tasks_of, trained_agents
-    from rlx.envs.verifiers_v1_boxes import in_boxes
-    from rlx.envs.verifiers_v1_needs import Needs, adapt_processes, hooks
+    from rlx.envs.verifiers_v1 import V1Environment, fit, loaded, tasks_of, trained_agents
+    from rlx.envs.verifiers_v1_boxes import hooks
 
     where = f"envs.{NAME}"
-    block, chosen = block_of(where, config)
     kind = taskset_config_type(config.id)
     base = {"id", "task"}
     arguments = tuple(
@@ -186,8 +181,7 @@ def _v1(config: EnvConfig, found: About) -> About:
     module = importlib.import_module(module_of(config.id))
     found = replace(found, arguments=arguments, doc=paragraph(inspect.getdoc(module) or ""))
     try:
-        adapt_processes()
-        env = load_v1(block)
+        env, chosen = loaded(where, config)
         tasks = tasks_of(where, env, config.num_tasks)
         kinds = type(env.taskset).task_type()
         found = replace(
@@ -199,13 +193,13 @@ def _v1(config: EnvConfig, found: About) -> About:
             agents=tuple(Entry(name=name) for name in env._agent_specs),
             prompt=_text_of(tasks[0].data.prompt),
         )
-        needs = Needs(f"{where}.args", chosen | in_boxes(where, env, config, chosen))
-        found = replace(found, needs=tuple(dict.fromkeys(needs.of(env, tasks[0]))))
-        if not found.needs:
-            trained = trained_agents(where, env, config.agents)
-            agents = tuple(Entry(name=one.name, doc="trains" if one.name in trained else "does not train") for one in found.agents)
-            found = replace(found, agents=agents, tools=_tools(V1Environment(NAME, env, tasks, trained, config, 60.0)))
-        return found
+        try:
+            fit(where, env, config, chosen, tasks[0])
+        except ValueError as error:
+            return replace(found, needs=(str(error).removeprefix(f"{where}: "),))
+        trained = trained_agents(where, env, config.agents)
+        agents = tuple(Entry(name=one.name, doc="trains" if one.name in trained else "does not train") for one in found.agents)
+        return replace(found, agents=agents, tools=_tools(V1Environment(NAME, env, tasks, trained, config, 60.0)))
     except Exception as error:
         raise _Known(_with_problem(config, found, error)) from error
 

@@ -144,13 +144,15 @@ def _messages(prompt: Any, system: str | None, where: str) -> list[Message]:
 
 
 def load(name: str, config: EnvConfig, sampling: dict[str, Any], timeout: float, concurrency: int = 1) -> FunctionEnvironment:
-    """Load the rlx environment `name`. `sampling` and `concurrency` belong to the protocol. Raises ValueError with a sentence for people."""
+    """Load the rlx environment `name`. `concurrency` belongs to the protocol. Raises ValueError with a sentence for people."""
     if config.agents or config.agents_per_group != "one":
         raise ValueError(f"envs.{name}: a reward function has no agents to choose among; remove agents and agents_per_group")
     return made(FunctionEnvironment, load_environment, name, config, sampling, timeout)
 
 
-def made(kind: Any, load_environment: Callable[..., Source], name: str, config: EnvConfig, sampling: Mapping[str, Any], timeout: float) -> Any:
+def made(
+    kind: Any, load_environment: Callable[..., Source], name: str, config: EnvConfig, sampling: Mapping[str, Any], timeout: float
+) -> Any:
     """An environment of a kind, whose first row was read. Raises ValueError."""
     try:
         env = kind(name, load_environment(**config.args), config, config.rollout_timeout or timeout)

@@ -21,11 +21,10 @@ import re
 import signal
 import sys
 import threading
-import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import verifiers.v1 as vf
 from pydantic import ValidationError
@@ -37,23 +36,23 @@ from verifiers.v1.utils.loaders import load_environment as load_v1
 from rlx.config.pythons import sources_of
 from rlx.config.schema import EnvConfig
 from rlx.config.signatures import module_of
-from rlx.envs import verifiers_v1_boxes, verifiers_v1_tools
+from rlx.envs import verifiers_v1_boxes, verifiers_v1_client, verifiers_v1_tools
 from rlx.envs.base import RAISED, REWARD_ERROR, failed, filled, finite, with_raised_reward
-from rlx.envs.errors import Failure, FailureLog, failure_of, in_one_line, snake
+from rlx.envs.errors import Failure, failure_of, in_one_line, snake
+from rlx.envs.local import LocalEnvironment
 from rlx.envs.messages import recorded
-from rlx.envs.stacks import waits_at
-from rlx.envs.together import CLEANUP_GRACE, abandon, raised_by, run_for, together
-from rlx.envs.verifiers_v1_client import PolicyClient, PolicyEndpoint, give_clients, loops, mark_of, offered_tools
-from rlx.envs.verifiers_v1_needs import Needs, adapt_processes
+from rlx.envs.together import CLEANUP_GRACE, abandon
+from rlx.envs.verifiers_v1_boxes import CommandHarness, fit, runtime_of
+from rlx.envs.verifiers_v1_client import PolicyClient, PolicyEndpoint, connected, give_clients, loops, mark_of
+from rlx.envs.verifiers_v1_tools import functions_of
 from rlx.plain import utf8
-from rlx.policy.base import Episode, Message, Policy
-from rlx.stacks import rollout_name
+from rlx.policy.base import Episode, Message
 from rlx.types import Rollout, Status, Task
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 STARTUP_TIMEOUT = 600.0  # seconds for the tool servers that all rollouts share; verifiers gives each 180 to take a port and 180 to answer
+ELSEWHERE = 60.0  # seconds for one call of a tool server elsewhere
 ENDLESS_ROWS = 1000  # tasks of an endless taskset, unless `num_tasks` is set
 POLICY = "policy"  # the model's name in requests
 CUT = ("max_input_tokens", "max_output_tokens", "max_total_tokens", "context_length")
@@ -65,72 +64,57 @@ def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], tim
 
     `config.args` is verifiers' `env` block without `taskset.id`: `taskset` (its own keys), one key for each agent, `timeout`, …
     `sampling` and `concurrency` are part of the protocol; the policy has the sampling parameters, and reward functions get no threads.
-    Raises ValueError, with one sentence for people, if the package is not installed, if its arguments are wrong, if it has no tasks, if
-    `agents_per_group` is `all` but an episode has one run, or if it needs what rlx does not offer (a sandbox, a key, images). Errors of
-    the package's own code are raised as they are.
+    Raises ValueError, with one sentence for people, if the package is not installed, if its arguments are wrong, if it has no tasks, or if
+    it cannot run on this machine (`fit`). Errors of the package's own code are raised as they are.
     """
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     where = f"envs.{name}"
-    block, chosen = block_of(where, config)
-    adapt_processes()
-    verifiers_v1_boxes.install()
-    verifiers_v1_tools.install()
-    try:
-        env = load_v1(block)
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-    for noisy in ("verifiers", "aiohttp.access", "httpx", "httpx2", "mcp"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-    if config.agents_per_group == "all" and type(env) is SingleAgentEnv:
-        raise ValueError(
-            f"{where}: an episode of {config.id} is one run of one agent, so there is nothing else to train: {where}.agents_per_group=all. "
-            "Set it to one; all is for environments whose episodes have several runs"
-        )
+    env, chosen = loaded(where, config)
     if config.reward_raises == "zero" and type(env) is not SingleAgentEnv:
-        raise ValueError(
-            f"{where}: the agents of {config.id} are judged together, so a reward that raises leaves an episode without rewards, and "
-            f"{where}.reward_raises=zero cannot be met. Remove the key, or catch the error in the reward function"
-        )
+        raise ValueError(f"{where}.reward_raises=zero cannot be met: the agents of {config.id} are judged together; remove the key")
     if config.split == "eval":
         log.warning("%s: a v1 taskset has no data set for evaluation; its tasks are those of training, unless its args choose others", name)
     tasks = tasks_of(where, env, config.num_tasks)
-    boxed = verifiers_v1_boxes.in_boxes(where, env, config, chosen)
-    needs = Needs(f"{where}.args", chosen | boxed)
-    for sentence in needs.of(env, tasks[0]):
-        raise ValueError(f"{where}: the v1 environment {config.id} cannot run here: {sentence}")
+    sandbox = fit(where, env, config, chosen, tasks[0])
     made = V1Environment(name, env, tasks, trained_agents(where, env, config.agents), config, config.rollout_timeout or timeout)
-    made.longest, made.sandbox = sampling.get("max_tokens"), "bwrap" if boxed else ""
+    made.longest, made.sandbox = sampling.get("max_tokens"), sandbox
     return made
 
 
-class V1Environment:
-    """See `rlx.envs.base.Environment`."""
+def loaded(where: str, config: EnvConfig) -> tuple[vf.Env, frozenset[str]]:
+    """verifiers' environment, and the agents that may run commands on this machine."""
+    block, chosen = block_of(where, config)
+    for module in (verifiers_v1_boxes, verifiers_v1_client, verifiers_v1_tools):
+        module.install()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    env = load_v1(block)
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for noisy in ("verifiers", "aiohttp.access", "httpx", "httpx2", "mcp"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    return env, chosen
 
-    tools: Sequence[Mapping[str, Any]] = ()  # tool servers say theirs when they start; the policy then checks them at the first request
+
+class V1Environment(LocalEnvironment):
+    """See `rlx.envs.base.Environment`. v1 compares the agents of an episode (in its `finalize`), never episodes."""
+
     sandbox = ""  # what its agents' boxes are, for people
-    scores_groups = False  # v1 compares the agents of an episode (in its `finalize`), never episodes
+    longest: int | None = None  # sampled tokens of one answer to a program
 
     def __init__(self, name: str, env: vf.Env, tasks: Sequence[vf.Task], agents: Sequence[str], config: EnvConfig, timeout: float) -> None:
         """`agents`: those that train, in turn."""
-        self.name = name
-        self.policy: Policy | None = None
-        self.env = env
-        self.agents: Sequence[str] = tuple(agents)
-        self.timeout = timeout
+        super().__init__(name, timeout, config.reward_raises, sources_of(config.id))
+        self.env, self.agents = env, tuple(agents)
         self.whole = config.agents_per_group == "all"
         self.several = len(env._agent_specs) > 1
-        self.reward_raises = config.reward_raises
-        self.sources = sources_of(config.id)
-        self.failures = FailureLog(log)
-        self.longest: int | None = None  # sampled tokens of one answer to a program
-        self.rows: Sequence[dict[str, Any]] = [
+        self.rows = [
             {"example_id": number, "prompt": _prompt(task.data), "task": task.data.model_dump(mode="json")}
             for number, task in enumerate(tasks)
         ]
-        self.tools = offered_tools(env)
         self._type, self._data = type(tasks[0]), type(tasks[0].data)
+        keys = env.config.taskset
+        self._toolsets = [*env.taskset.toolsets(keys), *self._type.toolsets(keys.task)]
+        self.tools = functions_of([each for each in self._toolsets if not each.config.url])
         self._serving: asyncio.Task[None] | None = None
         self._up: asyncio.Future[None] | None = None
         self._down = asyncio.Event()  # set when they are to stop
@@ -143,24 +127,27 @@ class V1Environment:
     async def play(self, task: Task, members: Sequence[int], attempt: int) -> list[Rollout]:
         """See `rlx.envs.base.Environment`. An episode may take `timeout` seconds, its rewards included."""
         await self._start()
-        return await together([self._rollout(task, member, attempt) for member in members])
+        return await super().play(task, members, attempt)
 
     def rehearse(self) -> None:
-        """Start and stop what the rollouts share, if there is anything, to see that it starts. Raises RuntimeError."""
-        if type(self.env).start is not vf.Env.start or self.env.taskset.toolsets(self.env.config.taskset):
-            _in_a_thread(self._rehearsed())
+        """Start and stop what the rollouts share, and ask its tool servers elsewhere, if there is anything. Raises RuntimeError."""
 
-    async def _rehearsed(self) -> None:
-        try:
-            await self._start()
-        finally:
-            await self.close()
-            self._up = self._serving = None
-            self._down = asyncio.Event()
+        async def tried() -> None:
+            try:
+                await self._start()
+                async with connected({each.server_name: each.config.url for each in self._toolsets if each.config.url}, ELSEWHERE):
+                    pass
+            finally:
+                await self.close()
+                self._up = self._serving = None
+                self._down = asyncio.Event()
+
+        if type(self.env).start is not vf.Env.start or self._toolsets:
+            asyncio.run(tried())
 
     async def close(self) -> None:
         """Stop the tool servers, for at most CLEANUP_GRACE seconds."""
-        self.failures.close()
+        await super().close()
         if self._serving is not None:
             self._down.set()
             await asyncio.wait({self._serving}, timeout=CLEANUP_GRACE)
@@ -190,30 +177,19 @@ class V1Environment:
                 up.set_exception(RuntimeError(f"envs.{self.name}: what its rollouts share (tool servers) did not start: {text}"))
 
     async def _rollout(self, task: Task, member: int, attempt: int) -> Rollout:
-        assert self.policy is not None, "the environment has no policy; set it before the first play"
-        episode = self.policy.episode(task, member, attempt)
+        episode = self._episode_of(task, member, attempt)
         client = PolicyClient(episode, self.longest)
-        started = time.monotonic()
-        playing = await run_for(self.timeout, self._episode(task, client), rollout_name(task, member))
-        timing = {"total": time.monotonic() - started, "generation": client.seconds, "scoring": 0.0}
+        played = await self._timed(self._episode(task, client), task, member, episode, client.timing)
+        return played if isinstance(played, Rollout) else self._played(task, member, episode, client, played)
+
+    def _played(self, task: Task, member: int, episode: Episode, client: PolicyClient, played: vf.Episode) -> Rollout:
+        """The rollout of a finished episode: the trace of the agent that trains, with its own reward."""
 
         def fail(status: Status, stop: str, error: str) -> Rollout:
-            return failed(task, member, episode, status, stop, error, timing)
+            return failed(task, member, episode, status, stop, error, client.timing)
 
-        if not playing.done():
-            where = waits_at(playing, self.sources) + episode.waits_for
-            await abandon(playing)
-            return fail("timeout", "timeout", f"no result after {self.timeout:g} s (rollout_timeout){where}")
-        if (raised := raised_by(playing)) is not None:
-            return fail("error", "environment_error", self._note(task, failure_of(raised, self.sources)))
-        return self._played(task, member, episode, client, playing.result(), timing, fail)
-
-    def _played(
-        self, task: Task, member: int, episode: Episode, client: PolicyClient, played: vf.Episode, timing: dict[str, float], fail: Any
-    ) -> Rollout:
-        """The rollout of a finished episode: the trace of the agent that trains, with its own reward."""
+        client.timing["scoring"] = sum(trace.timing.scoring.duration for trace in played.traces)
         agent = self.trained_agent(task)
-        timing["scoring"] = sum(trace.timing.scoring.duration for trace in played.traces)
         able = [trace for trace in played.traces if trace.agent.name in self.agents and trace.agent.trainable]
         able.sort(key=lambda trace: trace.timing.start)  # verifiers lists them as they end; the fastest would always be chosen
         if self.whole and (asked := [trace for trace in able if client.requests.get(trace.id)]):
@@ -225,53 +201,50 @@ class V1Environment:
             late = getattr(played, "is_timeout", False) or "deadline (--env.timeout" in failure.text
             return fail("timeout" if late else "error", "environment_timeout" if late else stop, self._note(task, failure))
         if not traces:
-            others = sorted({trace.agent.name for trace in played.traces if trace.agent.trainable})
-            hint = f"; those that trained are {', '.join(others)}: set envs.{self.name}.agents" if others else ""
-            return fail("error", "no_turns", f"the agent `{agent}`, which this group trains, did not play or does not train{hint}")
+            return fail("error", "no_turns", f"the agent `{agent}`, which this group trains, did not play or does not train")
         trace = traces[member % len(traces)]
+        if trace.id in client.too_long and not client.requests.get(trace.id):
+            return fail("error", "prompt_too_long", filled(self.policy))
         if not client.requests.get(trace.id):
-            if trace.id in client.too_long:
-                assert self.policy is not None
-                return fail("error", "prompt_too_long", filled(self.policy))
             return fail("error", "no_turns", f"the episode ended with {trace.stop_condition} before the agent `{agent}` was asked")
-        first = self._trained(task, member, episode, client, played, trace, timing)
+        shared = {f"{name}/reward": sum(rewards) / len(rewards) for name, rewards in rewards_by_agent(played).items()}
+        first, *others = [
+            self._trained(task, member, episode, client, each, shared if self.several else {})
+            for each in (trace, *(other for other in able if self.whole and other is not trace))
+        ]
         if failure is not None:
             first = replace(first, reward=0.0, rewards={})  # verifiers keeps what was recorded before the error
             return with_raised_reward(first, self._note(task, failure), self.reward_raises)
-        if not self.whole:
-            return first
-        others = [self._trained(task, member, episode, client, played, other, timing) for other in able if other is not trace]
         return replace(first, others=tuple(others))
 
     def _trained(
-        self, task: Task, member: int, episode: Episode, client: PolicyClient, played: vf.Episode, trace: vf.Trace, timing: dict[str, float]
+        self, task: Task, member: int, episode: Episode, client: PolicyClient, trace: vf.Trace, shared: dict[str, float]
     ) -> Rollout:
         """The rollout that trains one trace."""
         kept, too_long = episode.keep(client.requests[trace.id]), trace.id in client.too_long
-        reward = float(trace.reward)
-        metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None} | {REWARD_ERROR: 0.0}
-        if self.several:
-            metrics |= self._by_agent(played)
         messages = [recorded(message) for message in trace.messages]
         first = next((number for number, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
-        return Rollout(
+        metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None}
+        rollout = Rollout(
             task=task,
             member=member,
             trace=kept,
             prompt=messages[:first],
             completion=messages[first:],
-            reward=reward if math.isfinite(reward) else 0.0,
+            reward=float(trace.reward),
             rewards=finite({name: float(value.score) for name, value in trace.rewards.items() if value is not None}),
-            metrics=finite(metrics),
-            status="ok" if math.isfinite(reward) else "error",
-            stop=("context_length" if too_long else trace.stop_condition or "") if math.isfinite(reward) else "reward_not_finite",
-            error=None if math.isfinite(reward) else f"the reward is {reward}",
+            metrics=finite(metrics | {REWARD_ERROR: 0.0} | shared),
+            status="ok",
+            stop="context_length" if too_long else trace.stop_condition or "",
             is_truncated=too_long or trace.stop_condition in CUT or any(node.finish_reason == "length" for node in kept.nodes),
-            timing=timing,
+            timing=client.timing,
             agent=trace.agent.name if len(self.agents) > 1 else None,
             compared=mark_of(trace) if self.whole else None,
             asked=mark_of(trace) if self.several and not self.whole else None,
         )
+        if math.isfinite(rollout.reward):
+            return rollout
+        return replace(rollout, reward=0.0, status="error", stop="reward_not_finite", error=f"the reward is {rollout.reward}")
 
     async def _episode(self, task: Task, client: PolicyClient) -> vf.Episode:
         data = self._data.model_validate(task.row["task"])
@@ -300,12 +273,13 @@ class V1Environment:
         self.failures.note(self.name, f"example {task.example_id}", failure)
         return failure.text
 
-    def _by_agent(self, played: vf.Episode) -> dict[str, float]:
-        """The mean reward of each agent of an episode, as `AGENT/reward`."""
-        rewards: dict[str, list[float]] = {}
-        for trace in played.traces:
-            rewards.setdefault(trace.agent.name, []).append(float(trace.reward))
-        return {f"{name}/reward": sum(values) / len(values) for name, values in rewards.items()}
+
+def rewards_by_agent(played: vf.Episode) -> dict[str, list[float]]:
+    """The rewards of each agent of an episode."""
+    rewards: dict[str, list[float]] = {}
+    for trace in played.traces:
+        rewards.setdefault(trace.agent.name, []).append(float(trace.reward))
+    return rewards
 
 
 def block_of(where: str, config: EnvConfig) -> tuple[Any, frozenset[str]]:
@@ -332,7 +306,7 @@ def block_of(where: str, config: EnvConfig) -> tuple[Any, frozenset[str]]:
         if "harness" not in own and default.harness is None and bundled == "bash":
             own["harness"] = {"id": "null"}  # verifiers' default gives the model a shell in a sandbox
         if "runtime" not in own and "runtime" not in default.model_fields_set:
-            own["runtime"] = verifiers_v1_boxes.runtime_of(where, config)  # verifiers' default costs money
+            own["runtime"] = runtime_of(where, config)  # verifiers' default costs money
             if config.sandbox == "none":
                 chosen.add(name)
         elif (own.get("runtime") or default.runtime.model_dump()).get("type") == "subprocess":
@@ -362,7 +336,7 @@ def trained_agents(where: str, env: vf.Env, asked: Sequence[str]) -> list[str]:
     """The agents that train: those of the policy that the environment does not freeze, or those of them that the configuration names."""
     context = vf.ModelContext(model=POLICY, client=PolicyEndpoint.of(PolicyClient(None)), sampling=vf.SamplingConfig())  # type: ignore[arg-type]
     agents = env._episode_agents(context, [], None, None)
-    _in_a_thread(env.setup(agents))
+    asyncio.run(env.setup(agents))
     names = [name for name, spec in env._agent_specs.items() if spec.client is None]
     can = [name for name in names if getattr(agents, name).trainable]
     if wrong := [name for name in asked if name not in can]:
@@ -374,32 +348,13 @@ def trained_agents(where: str, env: vf.Env, asked: Sequence[str]) -> list[str]:
     def with_loops(*args: Any) -> Any:
         made = stock(*args)
         for name in env._agent_specs:
-            if isinstance(env._harnesses[name], verifiers_v1_boxes.CommandHarness):
+            if isinstance(env._harnesses[name], CommandHarness):
                 getattr(made, name).harness = env._harnesses[name]
         loops([getattr(made, name) for name in env._agent_specs], env._interception)
         return made
 
     env._episode_agents = with_loops
     return list(asked) or can
-
-
-def _in_a_thread(call: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine, run in a thread, because this one may have a running loop."""
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(asyncio.run(call))
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
 
 
 def _prompt(data: vf.TaskData) -> list[Message]:
