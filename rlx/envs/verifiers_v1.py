@@ -19,12 +19,14 @@ import logging
 import math
 import re
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import verifiers.v1 as vf
 from pydantic import ValidationError
@@ -43,7 +45,7 @@ from rlx.envs.local import LocalEnvironment
 from rlx.envs.messages import recorded
 from rlx.envs.together import CLEANUP_GRACE, abandon
 from rlx.envs.verifiers_v1_boxes import CommandHarness, fit, runtime_of
-from rlx.envs.verifiers_v1_client import PolicyClient, PolicyEndpoint, connected, give_clients, loops, mark_of
+from rlx.envs.verifiers_v1_client import PolicyClient, PolicyEndpoint, give_clients, loops, mark_of
 from rlx.envs.verifiers_v1_tools import functions_of
 from rlx.plain import utf8
 from rlx.policy.base import Episode, Message
@@ -52,7 +54,7 @@ from rlx.types import Rollout, Status, Task
 log = logging.getLogger(__name__)
 
 STARTUP_TIMEOUT = 600.0  # seconds for the tool servers that all rollouts share; verifiers gives each 180 to take a port and 180 to answer
-ELSEWHERE = 60.0  # seconds for one call of a tool server elsewhere
+CONNECT_TIMEOUT = 3.0  # seconds to reach a tool server elsewhere
 ENDLESS_ROWS = 1000  # tasks of an endless taskset, unless `num_tasks` is set
 POLICY = "policy"  # the model's name in requests
 CUT = ("max_input_tokens", "max_output_tokens", "max_total_tokens", "context_length")
@@ -130,13 +132,17 @@ class V1Environment(LocalEnvironment):
         return await super().play(task, members, attempt)
 
     def rehearse(self) -> None:
-        """Start and stop what the rollouts share, and ask its tool servers elsewhere, if there is anything. Raises RuntimeError."""
+        """Start and stop what the rollouts share, and reach its tool servers elsewhere, if there is anything. Raises RuntimeError."""
+        for url in (urlsplit(each.config.url) for each in self._toolsets if each.config.url):
+            try:
+                socket.create_connection((url.hostname, url.port or (443 if url.scheme == "https" else 80)), CONNECT_TIMEOUT).close()
+            except OSError as error:
+                text = f"this machine does not reach its tool server at {url.geturl()} ({error}); set the server's url to one that it can"
+                raise RuntimeError(f"envs.{self.name}: {text}") from error
 
         async def tried() -> None:
             try:
                 await self._start()
-                async with connected({each.server_name: each.config.url for each in self._toolsets if each.config.url}, ELSEWHERE):
-                    pass
             finally:
                 await self.close()
                 self._up = self._serving = None

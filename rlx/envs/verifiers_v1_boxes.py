@@ -209,6 +209,16 @@ def fit(where: str, env: vf.Env, config: EnvConfig, chosen: frozenset[str], task
     for name, spec in env._agent_specs.items():
         if command and spec.client is None:
             env._harnesses[name] = CommandHarness(config.harness, command, folder)
+    try:
+        for name, spec in env._agent_specs.items():
+            validate_pairing(env._harnesses[name], type(task), spec.runtime)
+            resolve_runtime_config(spec.runtime, task)
+            if spec.model is not None and spec.client is None:
+                raise ValueError(f"args.{name}.model={spec.model}, but the run's servers have only the policy; set its client.base_url")
+        for message in task.data.prompt if isinstance(task.data.prompt, list) else ():
+            for_template(message)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
     uses = [hook.__qualname__ for hook in hooks(type(task)) if "runtime" in inspect.signature(hook).parameters]
     programs = {name: harness.config.id for name, harness in env._harnesses.items() if type(harness) is not NullHarness}
     local = [name for name, spec in env._agent_specs.items() if spec.runtime.type == "subprocess" and name not in chosen]
@@ -223,14 +233,4 @@ def fit(where: str, env: vf.Env, config: EnvConfig, chosen: frozenset[str], task
         for name in boxed:
             env._agent_specs[name].runtime = runtime = BoxedConfig()
             runtime._holds, runtime._image = seeing(config.box, [*command, sys.executable], folder), image
-    try:
-        for name, spec in env._agent_specs.items():
-            validate_pairing(env._harnesses[name], type(task), spec.runtime)
-            resolve_runtime_config(spec.runtime, task)
-            if spec.model is not None and spec.client is None:
-                raise ValueError(f"args.{name}.model={spec.model}, but the run's servers have only the policy; set its client.base_url")
-        for message in task.data.prompt if isinstance(task.data.prompt, list) else ():
-            for_template(message)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
     return "bwrap" if boxed else ""
