@@ -159,7 +159,7 @@ def test_a_rollouts_own_tools_are_called_in_this_process(monkeypatch):
 @pytest.mark.slow
 def test_a_package_without_a_taskset_is_no_environment(monkeypatch):
     on_path("compact", monkeypatch)
-    with pytest.raises(ValueError, match="the module compact .* is no verifiers environment"):
+    with pytest.raises(ValueError, match=r"the module compact .* is no verifiers environment"):
         kind_of("compact")
 
 

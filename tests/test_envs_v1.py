@@ -340,7 +340,7 @@ def test_a_request_that_may_call_no_tool_is_shown_none_and_a_choice_that_cannot_
     from rlx.policy import sampling_params
     from rlx.policy.base import Reply
 
-    dialect._SAID.clear()
+    dialect._say_once.cache_clear()
     sampling_params._say_unknown.cache_clear()
     seen = []
 

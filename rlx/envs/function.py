@@ -117,7 +117,7 @@ class TaskRows(Sequence[dict[str, Any]]):
             return [self[each] for each in range(*place.indices(self.size))]
         tasks, index = self.tasks, range(self.size)[place]
         row = dict(self.data[index])
-        where = self.data.where(index)
+        where = getattr(self.data, "where", "task {}".format)(index)
         for key, column in (("prompt", tasks.prompt), ("answer", tasks.answer)):
             if column is not None and column not in row:
                 raise ValueError(f"{where} has no column {column!r} (args.{key}); it has {', '.join(row)}")
