@@ -103,7 +103,7 @@ def test_which_agent_trains_follows_from_the_task_and_can_be_chosen():
     for stride in (1, 2, 3):  # with several environments, an environment has every n-th index
         assert {chosen[start : start + 8 * stride : stride].count("left") for start in range(24)} <= {3, 4, 5}
     assert load(agents=("right",)).agents == ("right",)
-    with pytest.raises(ValueError, match=r"envs.e.agents names host; the agents that can train are left, right"):
+    with pytest.raises(ValueError, match=r"envs.e.agents=\['host'\]; the agents that can train are left, right"):
         load(agents=("host",))
 
 
@@ -254,7 +254,7 @@ def test_a_server_that_fails_is_the_cause_that_is_said():
         ),
         ({"left": {"harness": {"id": "codex"}, "runtime": {"type": "subprocess"}}}, "envs.e: Harness 'codex' needs a container runtime"),
         ({"left": {"model": "other"}}, "envs.e: args.left.model=other, but the run's servers have only the policy"),
-        ({"left": {"rounds": 2}}, "envs.e.args.left.rounds: Extra inputs are not permitted"),
+        ({"left": {"rounds": 2}}, "envs.e.args: 1 validation error for GameConfig left.rounds Extra inputs are not permitted"),
     ],
 )
 def test_what_cannot_run_here_is_said_when_it_is_loaded(args: dict, sentence: str, monkeypatch):
@@ -280,11 +280,6 @@ def test_an_image_that_no_request_showed_is_recorded_and_one_that_is_shown_is_re
     with pytest.raises(ValueError, match="parts of the type image_url"):
         for_template(message)
     assert (recorded(message)["role"], recorded(message)["content"][0]["type"]) == ("tool", "image_url")
-
-
-def test_an_unquoted_null_in_yaml_is_the_chat_loop():
-    env = load(left={"harness": {"id": None}})
-    assert env.env.config.left.harness.id == "null"
 
 
 def test_a_whole_episode_trains_every_run_of_every_agent_each_with_its_own_tokens_and_reward():

@@ -20,11 +20,11 @@ import math
 import re
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -32,12 +32,12 @@ import verifiers.v1 as vf
 from pydantic import ValidationError
 from verifiers.v1.configs.agent import AgentConfig
 from verifiers.v1.envs.single_agent import SingleAgentEnv
-from verifiers.v1.utils.loaders import default_harness_id, env_config_type, import_taskset
+from verifiers.v1.harnesses.null.harness import NullHarness
+from verifiers.v1.utils.loaders import default_harness_id, env_config_type
 from verifiers.v1.utils.loaders import load_environment as load_v1
 
 from rlx.config.pythons import sources_of
 from rlx.config.schema import EnvConfig
-from rlx.config.signatures import module_of
 from rlx.envs import verifiers_v1_boxes, verifiers_v1_client, verifiers_v1_tools
 from rlx.envs.base import RAISED, REWARD_ERROR, failed, filled, finite, with_raised_reward
 from rlx.envs.errors import Failure, failure_of, in_one_line, snake
@@ -45,7 +45,7 @@ from rlx.envs.local import LocalEnvironment
 from rlx.envs.messages import recorded
 from rlx.envs.together import CLEANUP_GRACE, abandon
 from rlx.envs.verifiers_v1_boxes import CommandHarness, fit, runtime_of
-from rlx.envs.verifiers_v1_client import PolicyClient, PolicyEndpoint, give_clients, loops, mark_of
+from rlx.envs.verifiers_v1_client import ChatLoop, PolicyClient, PolicyEndpoint, give_clients, mark_of
 from rlx.envs.verifiers_v1_tools import functions_of
 from rlx.plain import utf8
 from rlx.policy.base import Episode, Message
@@ -77,7 +77,9 @@ def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], tim
         log.warning("%s: a v1 taskset has no data set for evaluation; its tasks are those of training, unless its args choose others", name)
     tasks = tasks_of(where, env, config.num_tasks)
     sandbox = fit(where, env, config, chosen, tasks[0])
-    made = V1Environment(name, env, tasks, trained_agents(where, env, config.agents), config, config.rollout_timeout or timeout)
+    agents = trained_agents(where, env, config.agents)
+    give_harnesses(env)
+    made = V1Environment(name, env, tasks, agents, config, config.rollout_timeout or timeout)
     made.longest, made.sandbox = sampling.get("max_tokens"), sandbox
     return made
 
@@ -213,9 +215,10 @@ class V1Environment(LocalEnvironment):
             return fail("error", "prompt_too_long", filled(self.policy))
         if not client.requests.get(trace.id):
             return fail("error", "no_turns", f"the episode ended with {trace.stop_condition} before the agent `{agent}` was asked")
-        shared = {f"{name}/reward": sum(rewards) / len(rewards) for name, rewards in rewards_by_agent(played).items()}
+        names = dict.fromkeys(each.agent.name for each in played.traces) if self.several else {}
+        shared = {f"{name}/reward": fmean(float(each.reward) for each in played.traces if each.agent.name == name) for name in names}
         first, *others = [
-            self._trained(task, member, episode, client, each, shared if self.several else {})
+            self._trained(task, member, episode, client, each, shared)
             for each in (trace, *(other for other in able if self.whole and other is not trace))
         ]
         if failure is not None:
@@ -255,7 +258,9 @@ class V1Environment(LocalEnvironment):
     async def _episode(self, task: Task, client: PolicyClient) -> vf.Episode:
         data = self._data.model_validate(task.row["task"])
         (slot,) = self.env.slots(self._type(data, self.env.config.taskset.task))
-        context = vf.ModelContext(model=POLICY, client=PolicyEndpoint.of(client), sampling=vf.SamplingConfig())
+        endpoint = PolicyEndpoint()
+        endpoint._client = client
+        context = vf.ModelContext(model=POLICY, client=endpoint, sampling=vf.SamplingConfig())
         return await self.env.run_slot(slot, context)
 
     def _failure(self, played: vf.Episode, client: PolicyClient) -> tuple[str, Failure]:
@@ -280,26 +285,11 @@ class V1Environment(LocalEnvironment):
         return failure.text
 
 
-def rewards_by_agent(played: vf.Episode) -> dict[str, list[float]]:
-    """The rewards of each agent of an episode."""
-    rewards: dict[str, list[float]] = {}
-    for trace in played.traces:
-        rewards.setdefault(trace.agent.name, []).append(float(trace.reward))
-    return rewards
-
-
 def block_of(where: str, config: EnvConfig) -> tuple[Any, frozenset[str]]:
     """(verifiers' configuration of the environment, the agents with a runtime `subprocess` that someone chose)."""
     args = {key: dict(value) if isinstance(value, Mapping) else value for key, value in config.args.items()}
     args["taskset"] = {**(args.get("taskset") or {}), "id": config.id}
-    try:
-        import_taskset(config.id)
-        kind = env_config_type(config.id, args.get("id") or "")
-    except ModuleNotFoundError as error:
-        missing = error.__cause__ if isinstance(error.__cause__, ModuleNotFoundError) else error
-        if missing.name != module_of(config.id):
-            raise missing from None  # something that the package imports
-        raise ValueError(f"{where}: the environment {config.id} is not installed in this Python ({sys.executable})") from error
+    kind = env_config_type(config.id, args.get("id") or "")
     bundled = default_harness_id(config.id)
     chosen = set()
     for name, field in kind.model_fields.items():
@@ -307,8 +297,6 @@ def block_of(where: str, config: EnvConfig) -> tuple[Any, frozenset[str]]:
         if not isinstance(default, AgentConfig):
             continue
         own = dict(args.get(name) or {})
-        if isinstance(own.get("harness"), Mapping) and "id" in own["harness"] and own["harness"]["id"] is None:
-            own["harness"] = {**own["harness"], "id": "null"}  # what YAML makes of the name `null`
         if "harness" not in own and default.harness is None and bundled == "bash":
             own["harness"] = {"id": "null"}  # verifiers' default gives the model a shell in a sandbox
         if "runtime" not in own and "runtime" not in default.model_fields_set:
@@ -322,9 +310,7 @@ def block_of(where: str, config: EnvConfig) -> tuple[Any, frozenset[str]]:
     try:
         return kind.model_validate(args), frozenset(chosen)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise ValueError(f"{where}.args.{key}: {first['msg']} (value: {first.get('input')!r:.80})") from error
+        raise ValueError(f"{where}.args: {' '.join(str(error).split())}") from error
 
 
 def tasks_of(where: str, env: vf.Env, limit: int | None) -> list[vf.Task]:
@@ -340,27 +326,30 @@ def tasks_of(where: str, env: vf.Env, limit: int | None) -> list[vf.Task]:
 
 def trained_agents(where: str, env: vf.Env, asked: Sequence[str]) -> list[str]:
     """The agents that train: those of the policy that the environment does not freeze, or those of them that the configuration names."""
-    context = vf.ModelContext(model=POLICY, client=PolicyEndpoint.of(PolicyClient(None)), sampling=vf.SamplingConfig())  # type: ignore[arg-type]
+    context = vf.ModelContext(model=POLICY, client=PolicyEndpoint(), sampling=vf.SamplingConfig())
     agents = env._episode_agents(context, [], None, None)
     asyncio.run(env.setup(agents))
-    names = [name for name, spec in env._agent_specs.items() if spec.client is None]
-    can = [name for name in names if getattr(agents, name).trainable]
-    if wrong := [name for name in asked if name not in can]:
-        raise ValueError(f"{where}.agents names {', '.join(wrong)}; the agents that can train are {', '.join(can) or 'none'}")
-    if not can:
-        raise ValueError(f"{where}: none of its agents trains ({', '.join(env._agent_specs)})")
+    can = [name for name, spec in env._agent_specs.items() if spec.client is None and getattr(agents, name).trainable]
+    if not can or set(asked) - set(can):
+        raise ValueError(f"{where}.agents={list(asked)}; the agents that can train are {', '.join(can) or 'none'}")
+    return list(asked) or can
+
+
+def give_harnesses(env: vf.Env) -> None:
+    """Let the policy's program play the agents that have one, and the chat loop of this process those that have verifiers'."""
     stock = env._episode_agents
 
-    def with_loops(*args: Any) -> Any:
-        made = stock(*args)
-        for name in env._agent_specs:
-            if isinstance(env._harnesses[name], CommandHarness):
-                getattr(made, name).harness = env._harnesses[name]
-        loops([getattr(made, name) for name in env._agent_specs], env._interception)
-        return made
+    def made(*args: Any) -> Any:
+        agents = stock(*args)
+        for name, harness in env._harnesses.items():
+            agent = getattr(agents, name)
+            if isinstance(harness, CommandHarness):
+                agent.harness = harness
+            elif type(agent.harness) is NullHarness:
+                agent.harness = ChatLoop(agent.harness.config, env._interception)
+        return agents
 
-    env._episode_agents = with_loops
-    return list(asked) or can
+    env._episode_agents = made
 
 
 def _prompt(data: vf.TaskData) -> list[Message]:

@@ -14,7 +14,7 @@ import hashlib
 import inspect
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -135,17 +135,6 @@ class PolicyEndpoint(TrainClientConfig):
     api_key_var: str = "RLX_POLICY_HAS_NO_KEY"
     _client: PolicyClient = PrivateAttr()
 
-    @classmethod
-    def of(cls, client: PolicyClient) -> PolicyEndpoint:
-        endpoint = cls()
-        endpoint._client = client
-        return endpoint
-
-    @property
-    def client(self) -> PolicyClient:
-        """The client of the episode."""
-        return self._client
-
 
 def _when_committed(turn: Any, note: Callable[[], None]) -> None:
     """Call `note` when the answer of a `PendingTurn` enters the trace; at once for `None`.
@@ -190,7 +179,7 @@ def give_clients(server: InterceptionServer) -> None:
     """Make `server` ask the episode's policy for agents without an endpoint of their own."""
     SERVERS.append(server)
     stock = server._client
-    server._client = lambda config: config.client if isinstance(config, PolicyEndpoint) else stock(config)
+    server._client = lambda config: config._client if isinstance(config, PolicyEndpoint) else stock(config)
 
 
 class ChatLoop(NullHarness):
@@ -227,7 +216,7 @@ class ChatLoop(NullHarness):
                 request = {"model": ctx.model, "messages": messages, **({"tools": tools} if tools else {})}
                 status, answer = await self._post(self.server._handler_for(CHAT), secret, request)
                 if status != 200:
-                    over = isinstance(ctx.client, PolicyEndpoint) and trace.id in ctx.client.client.too_long
+                    over = isinstance(ctx.client, PolicyEndpoint) and trace.id in ctx.client._client.too_long
                     return ProgramResult(0 if over else 1, "", str(answer.get("error", answer)))
                 said = {name: value for name, value in answer["choices"][0]["message"].items() if value is not None}
                 messages.append(said)
@@ -320,13 +309,6 @@ def response_of(reply: Reply) -> Response:
     finish: Any = "length" if reply.truncated else "tool_calls" if reply.calls else "stop"
     usage = Usage(prompt_tokens=reply.num_prompt_tokens, completion_tokens=reply.num_tokens)
     return Response(id=reply.request_id, created=0, model="policy", message=message, finish_reason=finish, usage=usage)
-
-
-def loops(agents: Sequence[Any], server: InterceptionServer) -> None:
-    """Give the agents whose harness is the chat loop the one of this process."""
-    for agent in agents:
-        if type(agent.harness) is NullHarness:
-            agent.harness = ChatLoop(agent.harness.config, server)
 
 
 def mark_of(trace: vf.Trace) -> str:
