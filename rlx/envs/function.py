@@ -180,9 +180,6 @@ class FunctionEnvironment(LocalEnvironment):
         """Read the first row, to see that it can be read. Raises ValueError."""
         self.rows[0]
 
-    def rehearse(self) -> None:
-        """Nothing else can be tried before a rollout."""
-
     async def _rollout(self, task: Task, member: int, attempt: int) -> Rollout:
         episode, timing = self._episode_of(task, member, attempt), {"generation": 0.0, "scoring": 0.0}
         ended = await self._timed(self._episode(task, member, episode, timing), task, member, episode, timing)

@@ -9,7 +9,6 @@ The caller is `rlx.preflight.probes`.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -53,7 +52,7 @@ def probe(name: str, config: EnvConfig) -> Probed:
             return Probed(problem=f"{config.id} has no examples", fix=f"check {section_of(name)}.args, or the environment's data")
         first = dict(rows[0])
         to_json(first)
-        try_first(env, first)
+        env.rehearse()
         return Probed(
             kind=f"{kind} in {box}" if (box := getattr(env, "sandbox", "")) else kind,
             examples=len(rows),
@@ -70,21 +69,6 @@ def probe(name: str, config: EnvConfig) -> Probed:
         raise
     except BaseException as error:
         return why(name, config.id, error)
-
-
-def try_first(env: Any, row: dict[str, Any]) -> None:
-    """Let a classic environment read its first example, as at the begin of an episode; start a v1 environment's servers once.
-
-    Raises verifiers' refusal.
-    """
-    if (rehearse := getattr(env, "rehearse", None)) is not None:
-        rehearse()
-        return
-    from rlx.envs.verifiers_client import EpisodeClient
-    from rlx.envs.verifiers_v0 import routed
-
-    player, own = routed(env.env, row)
-    asyncio.run(player.init_state(own, EpisodeClient(None), "policy", {}))  # type: ignore[arg-type]
 
 
 def _chars(prompt: Any) -> int:

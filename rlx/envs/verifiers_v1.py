@@ -18,9 +18,7 @@ import itertools
 import logging
 import math
 import re
-import signal
 import socket
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -89,11 +87,7 @@ def loaded(where: str, config: EnvConfig) -> tuple[vf.Env, frozenset[str]]:
     block, chosen = block_of(where, config)
     for module in (verifiers_v1_boxes, verifiers_v1_client, verifiers_v1_tools):
         module.install()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     env = load_v1(block)
-    if threading.current_thread() is threading.main_thread():
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
     for noisy in ("verifiers", "aiohttp.access", "httpx", "httpx2", "mcp"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     return env, chosen
@@ -119,9 +113,8 @@ class V1Environment(LocalEnvironment):
         keys = env.config.taskset
         self._toolsets = [*env.taskset.toolsets(keys), *self._type.toolsets(keys.task)]
         self.tools = functions_of([each for each in self._toolsets if not each.config.url])
-        self._serving: asyncio.Task[None] | None = None
-        self._up: asyncio.Future[None] | None = None
-        self._down = asyncio.Event()  # set when they are to stop
+        self._shared = contextlib.AsyncExitStack()
+        self._starting: asyncio.Task[None] | None = None
 
     def trained_agent(self, task: Task) -> str:
         """The agent that the group of `task` trains: each as often as the others, in an order that follows from the task's index."""
@@ -147,8 +140,7 @@ class V1Environment(LocalEnvironment):
                 await self._start()
             finally:
                 await self.close()
-                self._up = self._serving = None
-                self._down = asyncio.Event()
+                self._starting = None
 
         if type(self.env).start is not vf.Env.start or self._toolsets:
             asyncio.run(tried())
@@ -156,33 +148,23 @@ class V1Environment(LocalEnvironment):
     async def close(self) -> None:
         """Stop the tool servers, for at most CLEANUP_GRACE seconds."""
         await super().close()
-        if self._serving is not None:
-            self._down.set()
-            await asyncio.wait({self._serving}, timeout=CLEANUP_GRACE)
-            await abandon(self._serving)
+        closing = asyncio.create_task(self._shared.aclose())
+        await asyncio.wait({closing}, timeout=CLEANUP_GRACE)
+        await abandon(closing)
 
     async def _start(self) -> None:
-        """Start what the rollouts share (the interception server, shared tool servers), once. Raises what that raises."""
-        if self._up is None:
-            self._up = asyncio.get_running_loop().create_future()
-            self._serving = asyncio.create_task(self._serve(self._up))
-        await asyncio.shield(self._up)
+        """Start what the rollouts share (the interception server, shared tool servers), once. Raises RuntimeError."""
+        self._starting = self._starting or asyncio.create_task(self._serve())
+        await asyncio.shield(self._starting)
 
-    async def _serve(self, up: asyncio.Future[None]) -> None:
-        limit = asyncio.timeout(STARTUP_TIMEOUT)
+    async def _serve(self) -> None:
         try:
-            async with contextlib.AsyncExitStack() as stack:
-                async with limit:
-                    await stack.enter_async_context(self.env.serving())
-                give_clients(self.env._interception)
-                up.set_result(None)
-                await self._down.wait()
+            async with asyncio.timeout(STARTUP_TIMEOUT):
+                await self._shared.enter_async_context(self.env.serving())
         except Exception as error:
-            if up.done():
-                log.warning("%s: stopping its servers failed", self.name, exc_info=True)
-            else:
-                text = f"not within {STARTUP_TIMEOUT:g} s" if limit.expired() else in_one_line(error, self.sources)
-                up.set_exception(RuntimeError(f"envs.{self.name}: what its rollouts share (tool servers) did not start: {text}"))
+            text = in_one_line(error, self.sources)
+            raise RuntimeError(f"envs.{self.name}: what its rollouts share (tool servers) did not start: {text}") from error
+        give_clients(self.env._interception)
 
     async def _rollout(self, task: Task, member: int, attempt: int) -> Rollout:
         episode = self._episode_of(task, member, attempt)
