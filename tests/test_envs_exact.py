@@ -16,7 +16,6 @@ from public_classic import Said, check_as_stock, check_tokens, judge, ours, stoc
 from traces import turns_of
 
 from rlx.envs.messages import for_template
-from rlx.envs.probe import try_first
 from rlx.envs.verifiers_v0 import VerifiersEnvironment
 from rlx.rollout.samples import samples_of
 from rlx.types import Group, Rollout
@@ -217,5 +216,5 @@ def test_rows_with_an_old_task_name_play() -> None:
 
     data = words(2).add_column("task", ["reverse-text"] * 2)
     env = VerifiersEnvironment("e", vf.SingleTurnEnv(dataset=data, rubric=vf.Rubric(funcs=[right])), SAMPLING, 30.0)
-    try_first(env, dict(env.rows[0]))  # nor is it refused before a run
+    env.rehearse()  # nor is it refused before a run
     assert play(env, StandIn(tiny_chat(), error=0.0)).reward == 1.0

@@ -16,7 +16,9 @@ from policy_stand_in import SAMPLING, StandIn, load, policy_of, task_of, tiny_ch
 from traces import Turn, turns_of
 
 from rlx.config.schema import EnvConfig
+from rlx.envs.load import load_one
 from rlx.envs.verifiers_v0 import Player
+from rlx.envs.wire import Settings
 from rlx.policy.base import request_seed
 from rlx.types import Rollout
 
@@ -352,7 +354,7 @@ def test_an_episode_that_ignores_its_cancellation_is_left_behind(monkeypatch: py
 
 def test_loading_leaves_signal_handlers_and_log_handlers_as_they_were() -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    load("rlx_reverse_text", num_examples=4)
+    load_one("e", EnvConfig(id="rlx_reverse_text", args={"num_examples": 4}), Settings())
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
     assert logging.getLogger("verifiers").handlers == []
     assert logging.getLogger("verifiers").propagate

@@ -72,7 +72,7 @@ def _rewards_of(rubric: Any) -> Iterator[Entry]:
 
 
 def _v1(env: Any) -> dict[str, Any]:
-    from rlx.envs.verifiers_v1_needs import hooks
+    from rlx.envs.verifiers_v1_boxes import hooks
 
     rewards = []
     for one in hooks(type(env.env.taskset).task_type()):

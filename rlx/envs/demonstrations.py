@@ -70,9 +70,7 @@ def answer(entry: Mapping[str, Any]) -> dict[str, Any]:
     name, config = entry["name"], msgspec.convert(entry["env"], EnvConfig)
     try:
         environment = load_one(name, config, Settings(**entry["settings"]))
-        if kind_of(config.id) != "classic" and not any(
-            row.get("demonstration") or environment.answer_of(row) for row in environment.rows
-        ):
+        if kind_of(config.id) != "classic" and not any(row.get("demonstration") or environment.answer_of(row) for row in environment.rows):
             raise ValueError(
                 f"envs.{name}: the warm start (model.warm_start) learns from answers, and no row of {config.id} has a field `answer` with "
                 "a text; choose a model that is trained already"

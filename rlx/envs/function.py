@@ -117,7 +117,7 @@ class TaskRows(Sequence[dict[str, Any]]):
             return [self[each] for each in range(*place.indices(self.size))]
         tasks, index = self.tasks, range(self.size)[place]
         row = dict(self.data[index])
-        where = self.data.where(index)
+        where = getattr(self.data, "where", "task {}".format)(index)
         for key, column in (("prompt", tasks.prompt), ("answer", tasks.answer)):
             if column is not None and column not in row:
                 raise ValueError(f"{where} has no column {column!r} (args.{key}); it has {', '.join(row)}")
@@ -144,13 +144,15 @@ def _messages(prompt: Any, system: str | None, where: str) -> list[Message]:
 
 
 def load(name: str, config: EnvConfig, sampling: dict[str, Any], timeout: float, concurrency: int = 1) -> FunctionEnvironment:
-    """Load the rlx environment `name`. `sampling` and `concurrency` belong to the protocol. Raises ValueError with a sentence for people."""
+    """Load the rlx environment `name`. `concurrency` belongs to the protocol. Raises ValueError with a sentence for people."""
     if config.agents or config.agents_per_group != "one":
         raise ValueError(f"envs.{name}: a reward function has no agents to choose among; remove agents and agents_per_group")
     return made(FunctionEnvironment, load_environment, name, config, sampling, timeout)
 
 
-def made(kind: Any, load_environment: Callable[..., Source], name: str, config: EnvConfig, sampling: Mapping[str, Any], timeout: float) -> Any:
+def made(
+    kind: Any, load_environment: Callable[..., Source], name: str, config: EnvConfig, sampling: Mapping[str, Any], timeout: float
+) -> Any:
     """An environment of a kind, whose first row was read. Raises ValueError."""
     try:
         env = kind(name, load_environment(**config.args), config, config.rollout_timeout or timeout)
@@ -177,9 +179,6 @@ class FunctionEnvironment(LocalEnvironment):
     def prepare(self) -> None:
         """Read the first row, to see that it can be read. Raises ValueError."""
         self.rows[0]
-
-    def rehearse(self) -> None:
-        """Nothing else can be tried before a rollout."""
 
     async def _rollout(self, task: Task, member: int, attempt: int) -> Rollout:
         episode, timing = self._episode_of(task, member, attempt), {"generation": 0.0, "scoring": 0.0}

@@ -35,6 +35,9 @@ class LocalEnvironment:
         self.scores: Callable[[Trace], None] | None = None  # called before rewards compute, with what is trained if it has any
         self.failures = FailureLog(log)
 
+    def rehearse(self) -> None:
+        """Try, before a run, what its first rollout would do without a policy. Raises what that raises."""
+
     async def play(self, task: Task, members: Sequence[int], attempt: int) -> list[Rollout]:
         """See `rlx.envs.base.Environment`. An episode may take `timeout` seconds."""
         return await together([self._rollout(task, member, attempt) for member in members])

@@ -17,7 +17,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from rlx.types import Task
 log = logging.getLogger(__name__)
 
 WAITING = 1e7  # seconds
+NOTHING = [{"question": [{"role": "user", "content": ""}]}] * 100_000  # tasks of programs that have their own
 LONGEST_WAIT = 30.0  # seconds for which a request for a session waits; then 204, and the program asks again
 
 
@@ -63,26 +64,12 @@ def load_environment(
         port: the port to listen at.
         key_file: the file that gets the key for sessions, in the folder where the run starts.
     """
-    return Source(Tasks(data=data or "", **tasks), posted, Numbers() if data is None else None)
+    return Source(Tasks(data=data or "", **tasks), posted, NOTHING if data is None else None)
 
 
 def posted(*_: Any) -> float:
     """The reward is what the program posts; its name is this function's."""
     raise AssertionError("a program scores itself")
-
-
-class Numbers(Sequence[dict[str, Any]]):
-    """Tasks that say nothing: the programs have their own."""
-
-    def __len__(self) -> int:
-        return 1_000_000
-
-    def __getitem__(self, index: Any) -> Any:
-        return {"question": [{"role": "user", "content": ""}]}
-
-    def where(self, index: int) -> str:
-        """Where a row is, for people."""
-        return f"task {index}"
 
 
 def load(name: str, config: EnvConfig, sampling: dict[str, Any], timeout: float, concurrency: int = 1) -> OutsideEnvironment:
@@ -100,7 +87,7 @@ class OutsideEnvironment(FunctionEnvironment):
         self.limit, self.gateway, self.key = timeout, Gateway(self._routes), secrets.token_urlsafe(24)
         self.key_file = Path(config.args.get("key_file", "gateway.key"))
         self._offered: dict[str, Offered] = {}
-        self._more = asyncio.Condition()
+        self._waiting: asyncio.Queue[Offered] = asyncio.Queue()
 
     async def close(self) -> None:
         """Stop the gateway."""
@@ -124,8 +111,7 @@ class OutsideEnvironment(FunctionEnvironment):
         await self._listen()
         offered, began = Offered(task, member, episode), time.monotonic()
         self._offered[offered.number] = offered
-        async with self._more:
-            self._more.notify()
+        self._waiting.put_nowait(offered)
         try:
             said = await offered.ended
         finally:
@@ -152,12 +138,10 @@ class OutsideEnvironment(FunctionEnvironment):
         if not self._may(request):
             return web.json_response({"error": "this is not the key of the run"}, status=401)
         try:
-            async with asyncio.timeout(LONGEST_WAIT), self._more:
-                await self._more.wait_for(lambda: self._next() is not None)
+            async with asyncio.timeout(LONGEST_WAIT):
+                while (offered := await self._waiting.get()).number not in self._offered:
+                    pass  # its rollout is no longer wanted
         except TimeoutError:
-            return web.Response(status=204)
-        offered = self._next()
-        if offered is None:
             return web.Response(status=204)
         harness = self.config.harness
         limits = {"max_turns": harness.max_turns, "max_tokens": harness.max_tokens, "longest": self.longest}
@@ -178,9 +162,6 @@ class OutsideEnvironment(FunctionEnvironment):
     def _expire(self, offered: Offered) -> None:
         if not offered.ended.done():
             offered.ended.set_result({"error": f"nothing: its session did not end within {self.limit:g} s (rollout_timeout)"})
-
-    def _next(self) -> Offered | None:
-        return next((one for one in self._offered.values() if one.session is None and not one.ended.done()), None)
 
     async def _end(self, request: web.Request) -> web.Response:
         """A program's verdict on its rollout."""

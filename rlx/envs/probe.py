@@ -9,7 +9,6 @@ The caller is `rlx.preflight.probes`.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -26,7 +25,7 @@ from rlx.config.evaluated import section_of
 from rlx.config.pythons import sources_of
 from rlx.config.schema import EnvConfig
 from rlx.config.signatures import OWN_KINDS, module_of
-from rlx.envs import about, verifiers_mcp
+from rlx.envs import about
 from rlx.envs.errors import in_one_line
 from rlx.envs.kinds import kind_of
 from rlx.envs.load import load_one
@@ -45,7 +44,6 @@ def probe(name: str, config: EnvConfig) -> Probed:
     began = time.monotonic()
     try:
         kind = kind_of(config.id)
-        verifiers_mcp.install()  # before anything imports mcp
         found = {"kind": kind, **about.source(config.id, kind)}
         if config.id in OWN_KINDS and not config.args:
             return Probed(**found)  # described, and not to be played
@@ -53,9 +51,8 @@ def probe(name: str, config: EnvConfig) -> Probed:
         found["seconds"] = round(time.monotonic() - began, 3)
         if len(env.rows) == 0:
             return Probed(**found, problem=f"{config.id} has no examples", fix=f"check {section_of(name)}.args, or the environment's data")
-        first = dict(env.rows[0])
-        to_json(first)
-        try_first(env, first)
+        to_json(dict(env.rows[0]))
+        env.rehearse()
         found |= about.loaded(kind, env)
         found["kind"] = f"{kind} in {box}" if (box := getattr(env, "sandbox", "")) else kind
         found["prompt_chars"] = min(_chars(env.rows[place].get("prompt")) for place in range(min(len(env.rows), LOOKED_AT)))
@@ -68,21 +65,6 @@ def probe(name: str, config: EnvConfig) -> Probed:
     except BaseException as error:
         problem, fix = why(name, config.id, error)
         return Probed(**found, problem=problem, fix=fix)
-
-
-def try_first(env: Any, row: dict[str, Any]) -> None:
-    """Let a classic environment read its first example, as at the begin of an episode; start a v1 environment's servers once.
-
-    Raises verifiers' refusal.
-    """
-    if (rehearse := getattr(env, "rehearse", None)) is not None:
-        rehearse()
-        return
-    from rlx.envs.verifiers_client import EpisodeClient
-    from rlx.envs.verifiers_v0 import routed
-
-    player, own = routed(env.env, row)
-    asyncio.run(player.init_state(own, EpisodeClient(None), "policy", {}))  # type: ignore[arg-type]
 
 
 def _chars(prompt: Any) -> int:

@@ -10,6 +10,7 @@ one tool, a shell in the box.
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import json
 import re
@@ -64,20 +65,16 @@ def load_environment(
     rows = HarborRows(data) if is_harbor(data) else None
     if (reward is None) == (test is None) and (rows is None or test is not None):
         raise ValueError("one of args.reward=MODULE.FUNCTION and args.test=COMMAND scores what the program left; set one of them")
-    score = Test(str(test)) if reward is None else locate(reward)
-    return Source(Tasks(data=data, **tasks), Scoring(score, test_files), rows)
+    score = test_of(str(test)) if reward is None else locate(reward)
+    return Source(Tasks(data=data, **tasks), after_files(score, test_files), rows)
 
 
-class Test:
-    """Scores by a command in the box."""
+def test_of(command: str) -> Any:
+    """The score by a command in the box, or by that of a task's column `test`."""
 
-    def __init__(self, command: str) -> None:
-        self.command = command
-
-    async def __call__(self, completion: str, row: Mapping[str, Any], box: Box) -> float:
-        """1 if the command ends with 0. Raises ProgramError if it could not run."""
-        command = str(row.get("test") or self.command)
-        result = await box.run(["sh", "-c", command])
+    async def test(completion: str, row: Mapping[str, Any], box: Box) -> float:
+        own = str(row.get("test") or command)
+        result = await box.run(["sh", "-c", own])
         if (file := row.get("score_file")) is not None:
             said = await box.read(str(file))
             try:
@@ -85,28 +82,28 @@ class Test:
             except ValueError:
                 raise ProgramError(f"the test left no number in {file}: {_last(result)}") from None
         if result.code in (126, 127):  # as a shell says that there is no such command: not a task that was failed
-            raise ProgramError(f"the test `{command}` cannot run in the box: {_last(result)}")
+            raise ProgramError(f"the test `{own}` cannot run in the box: {_last(result)}")
         return float(result.code == 0)
 
+    return test
 
-class Scoring:
-    """A reward function that may take the box, and the column with the files of its test."""
 
-    def __init__(self, score: Any, test_files: str) -> None:
-        self.score, self.test_files = score, test_files
-        self.__name__ = "test" if isinstance(score, Test) else getattr(score, "__name__", "reward")
-        self.takes_box = isinstance(score, Test) or len(inspect.signature(score).parameters) > 2
+def after_files(score: Any, column: str) -> Any:
+    """A reward function that may take the box, called when the files of its test are there. One that is no coroutine runs in a thread."""
+    takes_box = len(inspect.signature(score).parameters) > 2
 
-    async def __call__(self, completion: str, row: dict[str, Any], box: Box) -> Any:
-        """The score. A function that is no coroutine runs in a thread."""
+    @functools.wraps(score)
+    async def scored(completion: str, row: dict[str, Any], box: Box) -> Any:
         if row.get("before_test"):
             await box.run(["sh", "-c", str(row["before_test"])])
-        await box.write(row.get(self.test_files) or {})
-        arguments = (completion, row, box) if self.takes_box else (completion, row)
-        if inspect.iscoroutinefunction(self.score) or isinstance(self.score, Test):
-            return await self.score(*arguments)
-        value = await asyncio.to_thread(self.score, *arguments)
+        await box.write(row.get(column) or {})
+        arguments = (completion, row, box) if takes_box else (completion, row)
+        if inspect.iscoroutinefunction(score):
+            return await score(*arguments)
+        value = await asyncio.to_thread(score, *arguments)
         return await value if inspect.isawaitable(value) else value
+
+    return scored
 
 
 def load(name: str, config: EnvConfig, sampling: dict[str, Any], timeout: float, concurrency: int = 1) -> ProgramEnvironment:

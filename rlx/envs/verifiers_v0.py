@@ -10,8 +10,6 @@ import asyncio
 import functools
 import logging
 import math
-import signal
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -47,16 +45,12 @@ def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], tim
     sets `rollout_timeout`. `concurrency`: size of the thread and process pools that verifiers keeps for reward functions.
     Raises ValueError when the package is not installed or `config` chooses agents, RuntimeError when its `load_environment` fails.
     """
-    assert threading.current_thread() is threading.main_thread(), "verifiers installs signal handlers, which only the main thread can"
     if config.agents or config.agents_per_group != "one":
         raise ValueError(f"envs.{name}: {config.id} is a classic environment, which has no agents; remove agents and agents_per_group")
     import datasets
 
     datasets.disable_progress_bars()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     env = vf.load_environment(config.id, **config.args)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
     logger = logging.getLogger("verifiers")  # importing verifiers gives it a handler; its warnings and errors belong in our log
     logger.handlers.clear()
     logger.propagate = True
@@ -143,6 +137,11 @@ class VerifiersEnvironment(LocalEnvironment):
         await asyncio.wait({closing}, timeout=CLEANUP_GRACE)
         if not closing.done():
             await abandon(closing)
+
+    def rehearse(self) -> None:
+        """Let verifiers read the first example, as at the begin of an episode. Raises verifiers' refusal."""
+        env, row = routed(self.env, self.rows[0])
+        asyncio.run(env.init_state(row, EpisodeClient(None), "policy", {}))  # type: ignore[arg-type]
 
     def demonstration(self, row: Mapping[str, Any], errs: bool, random: Any) -> Any:
         teacher = getattr(routed(self.env, row)[0], "demonstration", None)
