@@ -117,14 +117,18 @@ class Worker:
         text = os.pread(self._log.fileno(), size - start, start).decode(errors="replace")
         return "\n".join(text.rstrip().splitlines()[-count:])
 
-    async def dump(self) -> None:
-        """Let it write the stacks of all its threads, which it does also while C code holds the interpreter."""
+    async def dump(self, beats: bool) -> None:
+        """Let it write the stacks of all its threads, which it does also while C code holds the interpreter.
+
+        `beats`: a thread of it runs, so its event loop alone is stuck: the main thread's stack will do.
+        """
         begin, before, deadline = self._stacks.seek(0, os.SEEK_END), b"", time.monotonic() + STACKS
         self.process.send_signal(signal.SIGUSR1)
         while time.monotonic() < deadline and not self._dump:
             await asyncio.sleep(0.1)
             dump = os.pread(self._stacks.fileno(), 2**20, begin)
             self._dump, before = dump if dump == before else b"", dump  # it is written in many pieces
+        self._dump = self._dump[self._dump.rfind(b"Current thread") if beats else 0 :]
 
     @property
     def stacks(self) -> str:

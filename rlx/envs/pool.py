@@ -304,7 +304,7 @@ class WorkerPool:
         """End a worker when it has written its stacks."""
 
         async def end() -> None:
-            await worker.dump()
+            await worker.dump(beats=worker.beat.stuck > self._settings.timeout)
             worker.process.kill()
 
         worker.verdict = cause, text
