@@ -9,9 +9,11 @@ msgspec, aiohttp, tokenizers, jinja2, and modules of rlx that need no more. It e
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import functools
 import hashlib
+import importlib
 import logging
 import logging.handlers
 import os
@@ -148,12 +150,11 @@ def _new_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -
 
 def new_loop() -> asyncio.AbstractEventLoop:
     """An event loop in whose stacks every task, and every call in a thread, has the request that it belongs to."""
-    try:
-        from uvloop import Loop as Fastest
-    except ImportError:
-        from asyncio import SelectorEventLoop as Fastest
+    fastest: Any = asyncio.SelectorEventLoop
+    with contextlib.suppress(ImportError):
+        fastest = importlib.import_module("uvloop").Loop
 
-    class Loop(Fastest):  # type: ignore[misc, valid-type]
+    class Loop(fastest):
         def run_in_executor(self, executor: Any, function: Callable[..., Any], *arguments: Any) -> Any:
             number = PLAYING.get(None)
             if number is not None and (executor is None or isinstance(executor, ThreadPoolExecutor)):
