@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.envs.child import Playing
-from rlx.envs.pool import answer
+from rlx.envs.playing import Playing, answer
 from rlx.envs.wire import Failed, FromWorker, Link, Loaded, Message, Played, ToWorker, frame
 from rlx.trace import Node, Trace
 from rlx.types import Rollout, Task

@@ -14,35 +14,19 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rlx.descendants import WORKER_TOKEN, kill_all, memory_below
 from rlx.envs import boot
+from rlx.envs.playing import Playing
 from rlx.envs.wire import Beat, FromWorker, Link, Load, decoder, encode
-from rlx.trace import Trace
-from rlx.types import Rollout, Task
 
 STACKS = 5.0  # seconds for a process to write its stacks
 CROWDED = 0.2  # seconds of waiting for a turn in a worker's event loop above which its rollouts count as waiting for each other
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 _beat = decoder(Beat)
-
-
-@dataclass(slots=True, eq=False)
-class Playing:
-    """One request, from `play` to its answer."""
-
-    number: int
-    task: Task
-    members: tuple[int, ...]
-    attempt: int
-    answer: asyncio.Future[list[Rollout]]
-    crowd: int = 0  # it may be what ended its worker, so at most so many of such play together; 0: nothing is known against it
-    began: float = field(default_factory=time.monotonic)  # monotonic seconds
-    sampled: Trace | None = None  # of a member whose rewards compute, if that is kept
 
 
 class Worker:

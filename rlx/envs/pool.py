@@ -22,22 +22,21 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rlx.config.pythons import python_of
 from rlx.config.schema_rollout import EnvConfig
 from rlx.envs import wire
-from rlx.envs.base import failed
-from rlx.envs.child import Playing, Worker, how, measure
+from rlx.envs.child import Worker, how, measure
+from rlx.envs.playing import Playing, answer, fail
 from rlx.envs.rows import PackedRows
 from rlx.envs.stacks import read_dump
 from rlx.heartbeat import ABSENT
 from rlx.inference.sampler import Sampler, Servers
 from rlx.policy.base import Policy
 from rlx.policy.spec import PolicySpec
-from rlx.types import Rollout, Status, Task
+from rlx.types import Rollout, Task
 
 log = logging.getLogger(__name__)
 
@@ -414,30 +413,3 @@ class WorkerPool:
     def memory(self) -> int:
         """Resident bytes of the largest worker and of the processes that it has started."""
         return max((worker.memory for worker in self._workers), default=0)
-
-
-def answer(playing: Playing, message: wire.Played | wire.Failed) -> None:
-    """Answer a request with what its worker says."""
-    if playing.answer.done():
-        return
-    if isinstance(message, wire.Failed):
-        playing.answer.set_exception(RuntimeError(f"{message.error}\n{message.trace}"))
-    elif message.rollouts:
-        own = [[replace(rollout, task=playing.task) for rollout in runs] for runs in message.rollouts]
-        playing.answer.set_result([replace(first, others=tuple(others)) if others else first for first, *others in own])
-    else:
-        fail(playing, "environment", message.error)
-
-
-def fail(playing: Playing, cause: str, error: str) -> None:
-    """Answer a request. Of several members the first has failed, and the others are cancelled: nobody knows which it was."""
-    stop = {"timeout": "timeout", "environment": "environment_error"}.get(cause, f"worker_{cause}")
-    status: Status = "timeout" if cause == "timeout" else "error"
-    timing = {"total": time.monotonic() - playing.began}
-    first, *others = playing.members
-    rollouts = [failed(playing.task, first, None, status, stop, error, timing)]
-    for other in others:
-        rollouts.append(failed(playing.task, other, None, "cancelled", "group_failed", "another rollout of the group failed", timing))
-    if playing.sampled is not None:
-        rollouts = [replace(rollouts[0], trace=playing.sampled)]
-    playing.answer.set_result(rollouts)
