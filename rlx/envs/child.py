@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from rlx.descendants import WORKER_TOKEN, kill_all, memory_below
 from rlx.envs import boot
@@ -143,9 +142,3 @@ def how(code: int) -> str:
     """How a process ended, in words."""
     hint = "; the system may have been out of memory" if code == -signal.SIGKILL else ""
     return f"it left with exit code {code}" if code >= 0 else f"{signal.Signals(-code).name} ended it{hint}"
-
-
-def measure(workers: list[Any]) -> None:
-    """`measure` each."""
-    for worker in workers:
-        worker.measure()

@@ -28,7 +28,7 @@ from typing import Any
 from rlx.config.pythons import python_of
 from rlx.config.schema_rollout import EnvConfig
 from rlx.envs import wire
-from rlx.envs.child import Worker, how, measure
+from rlx.envs.child import Worker, how
 from rlx.envs.playing import Playing, answer, fail
 from rlx.envs.rows import PackedRows
 from rlx.envs.stacks import read_dump
@@ -258,7 +258,7 @@ class WorkerPool:
         looked = time.monotonic()
         while True:
             await asyncio.sleep(LOOK)
-            await asyncio.to_thread(measure, list(self._workers))
+            await asyncio.to_thread(lambda workers: [worker.measure() for worker in workers], list(self._workers))
             gap, looked = time.monotonic() - looked, time.monotonic()
             for worker in list(self._workers):
                 if gap > ABSENT:  # this process was stopped itself, and perhaps they with it
