@@ -7,7 +7,6 @@ import json
 import math
 import sys
 import zlib
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -262,13 +261,6 @@ def test_what_cannot_run_here_is_said_when_it_is_loaded(args: dict, sentence: st
     with pytest.raises(ValueError, match=r"^envs.e") as caught:
         load(**args)
     assert sentence in str(caught.value)
-
-
-def test_half_of_a_surrogate_pair_is_a_question_mark():
-    from rlx.envs.messages import for_template
-
-    message = SimpleNamespace(role="tool", content="half \ud83d", tool_call_id="a", name="reverse")
-    assert for_template(message) == {"role": "tool", "content": "half ?", "tool_call_id": "a", "name": "reverse"}
 
 
 def test_an_image_that_no_request_showed_is_recorded_and_one_that_is_shown_is_refused():

@@ -126,7 +126,7 @@ class VerifiersEnvironment(LocalEnvironment):
         if all(rollout.status == "ok" for rollout in rollouts):
             return rollouts
         # Rewards compare the group, so one without a reward leaves the others without one.
-        lost = {"status": "cancelled", "stop": "group_failed", "error": "another rollout of the group failed"}
+        lost: dict[str, Any] = {"status": "cancelled", "stop": "group_failed", "error": "another rollout of the group failed"}
         return [replace(rollout, **lost) if rollout.status == "ok" else rollout for rollout in rollouts]
 
     async def close(self) -> None:

@@ -27,7 +27,7 @@ def server_of(toolset: Any) -> Any:
     try:  # the name of mcp 1, which verifiers 0.3 has
         from mcp.server.fastmcp import FastMCP
     except ImportError:
-        from mcp.server.mcpserver import MCPServer as FastMCP
+        from mcp.server.mcpserver import MCPServer as FastMCP  # type: ignore[no-redef]
     server: Any = FastMCP(toolset.server_name or "tools")
     toolset.register(server)
     return server
@@ -36,7 +36,7 @@ def server_of(toolset: Any) -> Any:
 def client_of(server: Any) -> Any:
     """mcp's client of a server in this process."""
     try:
-        from mcp import Client
+        from mcp import Client  # type: ignore[attr-defined]
     except ImportError:
         from mcp.shared.memory import create_connected_server_and_client_session as Client
     return Client(server)
