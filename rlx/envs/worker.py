@@ -194,7 +194,8 @@ class Heart(threading.Thread):
                 sent = now
                 delay = max(self.delay, now - self.asked if self.asked else 0.0)
                 warnings = [self.warnings.get().getMessage() for _ in range(self.warnings.qsize())]
-                self.sock.send(encode(Beat(now - since, delay, self.server.asking, self.server.away, warnings)))
+                with contextlib.suppress(OSError):  # the orchestrator is gone
+                    self.sock.send(encode(Beat(now - since, delay, self.server.asking, self.server.away, warnings)))
             time.sleep(LOOK)
 
     def _turn(self) -> None:
