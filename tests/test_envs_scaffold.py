@@ -30,10 +30,6 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "")
 
 
-def test_every_flavour_can_be_written() -> None:
-    assert set(ARGUMENTS) == set(FLAVOURS)
-
-
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_a_new_package_is_clean_passes_its_own_test_and_trains_by_the_printed_command(
     flavour: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
