@@ -258,7 +258,8 @@ class WorkerPool:
         looked = time.monotonic()
         while True:
             await asyncio.sleep(LOOK)
-            await asyncio.to_thread(lambda workers: [worker.measure() for worker in workers], list(self._workers))
+            for worker in list(self._workers):
+                await asyncio.to_thread(worker.measure)
             gap, looked = time.monotonic() - looked, time.monotonic()
             for worker in list(self._workers):
                 if gap > ABSENT:  # this process was stopped itself, and perhaps they with it
