@@ -1,4 +1,4 @@
-"""What boxes and programs cost: python benchmarks/agents.py [--image TAR] [--rollouts N]
+"""What boxes and programs cost: python benchmarks/agents.py [--image NAME] [--rollouts N]
 
 For each kind of box: seconds to start it, to run a command, to close it, one after the other and 64 at once; the CPU of this process and
 of its children; and a rollout of four turns by a bare program and through the gateway in a box. The policy is a stand-in that answers at
@@ -133,7 +133,7 @@ def bare_costs(rollouts: int, folder: Path) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--image", help="a root file system's tar, for podman and docker")
+    parser.add_argument("--image", help="an image's name, for podman and docker")
     parser.add_argument("--rollouts", type=int, default=AT_ONCE)
     asked = parser.parse_args()
     print(json.dumps({"machine": platform.platform(), "processors": os.cpu_count(), "date": time.strftime("%Y-%m-%d")}))

@@ -183,7 +183,7 @@ class Watch:
     def look(self, envs: Any) -> None:
         self.held.append((*held_by("self"), sum(1 for _ in Path(tempfile.gettempdir()).glob("*"))))
         for child in children(envs):
-            self.workers.setdefault(child.name, []).append(held_by(child.pid))
+            self.workers.setdefault(child.name, []).append(held_by(child.process.pid))
 
     def report(self, rollouts: int) -> list[str]:
         """`rollouts`: of the whole run."""
@@ -218,14 +218,14 @@ def growth(held: Sequence[Sequence[float]], rollouts: float) -> tuple[str, np.nd
 
 def children(envs: Any) -> list[Any]:
     """The processes of the environments' workers."""
-    return [worker.child for env in envs.values() for worker in getattr(env, "_workers", [])]
+    return [worker for env in envs.values() for worker in getattr(env, "_workers", [])]
 
 
 def cpu_seconds(envs: Any) -> float:
     """CPU time of this process and of the environments' workers."""
     ticks = 0
     for child in children(envs):
-        ticks += sum(map(int, Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+        ticks += sum(map(int, Path(f"/proc/{child.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
     return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 

@@ -31,8 +31,7 @@ from verifiers.clients.client import Client
 from verifiers.types import Response, ResponseMessage, ToolCall, Usage
 
 from rlx.config.schema import EnvConfig
-from rlx.envs.verifiers_group import without_old_task
-from rlx.envs.verifiers_v0 import VerifiersEnvironment, load_environment
+from rlx.envs.verifiers_v0 import VerifiersEnvironment, load_environment, without_old_task
 from rlx.rollout.samples import samples_of
 from rlx.trace import Turn
 from rlx.types import Group, Rollout, Task

@@ -41,11 +41,11 @@ def served(app: Any) -> Iterator[str]:
 @contextmanager
 def weather(_: Path, __: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """A resource server as NeMo Gym's `example_mcp_weather`: a tool over MCP. The reward is 1 if the last message is what it said."""
-    from mcp.server.mcpserver import MCPServer
+    from mcp.server.fastmcp import FastMCP
     from starlette.requests import Request
     from starlette.responses import JSONResponse
 
-    mcp = MCPServer("weather")
+    mcp = FastMCP("weather", stateless_http=True)
 
     @mcp.tool()
     def get_weather(city: str) -> str:
@@ -70,7 +70,7 @@ def weather(_: Path, __: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 
     mcp.custom_route("/seed_session", methods=["POST"])(seed)
     mcp.custom_route("/verify", methods=["POST"])(verify)
-    with served(mcp.streamable_http_app(stateless_http=True)) as url:
+    with served(mcp.streamable_http_app()) as url:
         yield {"taskset": {"task": {"resources_url": url}}}
 
 

@@ -109,7 +109,6 @@ OWN = {
 }
 REFUSED = {  # public classic environments that cannot run here
     "math_python": "CreateSandboxRequest",  # a sandbox in somebody's cloud, of another version
-    "self_reward": "its rubric (JudgeRubric) has no reward function",  # verifiers refuses to score it, too
     "mcp_search_env": "EXA_API_KEY environment variable is required",
     "rlm_arbitrary_data_demo": "No module named 'verifiers.envs.experimental.rlm_env'",
 }

@@ -174,22 +174,19 @@ asyncio.run(main())
         time.sleep(0.05)
     assert left(f"sleep {marker}") == []
     assert marker not in Path("/proc/mounts").read_text()
-    cgroups.sweep()  # as the next worker does
-    assert [one for tree in cgroups.trees().values() for one in tree.glob(f"rlx-{process.pid}-*")] == []
+    groups = [process.pid]
+    while groups and time.monotonic() < deadline:
+        cgroups.sweep()  # as the next worker does
+        groups = [one for tree in cgroups.trees().values() for one in tree.glob(f"rlx-{process.pid}-*")]
+    assert not groups
 
 
-def test_an_image_is_a_folder_or_an_archive_that_is_unpacked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("RLX_CACHE", str(tmp_path / "cache"))
-    root = tmp_path / "root"
-    root.mkdir()
+def test_an_image_of_bubblewrap_is_the_folder_of_a_root_file_system(tmp_path: Path):
     for name in ("bin", "lib", "lib64", "sbin"):
-        (root / name).symlink_to(f"usr/{name}")
-    (root / "data").mkdir()
-    (root / "data" / "own.txt").write_text("of the image")
-    subprocess.run(["tar", "-cf", str(tmp_path / "root.tar"), "-C", str(root), "."], check=True)
-    folder = prepared("bwrap", str(tmp_path / "root.tar"))
-    assert folder == prepared("bwrap", str(tmp_path / "root.tar"))
-    assert (Path(str(folder)) / "data" / "own.txt").read_text() == "of the image"
+        (tmp_path / name).symlink_to(f"usr/{name}")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "own.txt").write_text("of the image")
+    folder = prepared("bwrap", str(tmp_path))
 
     async def run() -> str | None:
         box = await open_box("bwrap", BoxConfig(**SMALL, folders=["/usr"]), folder)

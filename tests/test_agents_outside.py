@@ -49,8 +49,8 @@ def serve(
         env: Any = load_one("e", config, Settings(timeout=timeout, sampling={"max_tokens": 50}))
         env.policy = policy_of(engine, context_length=8192)
         playing = [asyncio.create_task(env.play(task_of(env), [member], 0)) for member in range(rollouts)]
-        gateway = await env._gate()
-        client = Client(gateway.url, env.key_file.read_text())
+        await env._listen()
+        client = Client(env.gateway.url, env.key_file.read_text())
         assert stat.S_IMODE(env.key_file.stat().st_mode) == 0o600
         await work(client)
         done = [rollout for played in playing for rollout in await asyncio.wait_for(played, 20)]

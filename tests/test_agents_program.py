@@ -228,15 +228,16 @@ def test_a_killed_worker_leaves_nothing_and_its_rollouts_are_played_again(folder
         harness=HarnessConfig(command=["python3", "agent.py"]),
     )
 
+    pool = WorkerPool("e", config, Settings(timeout=60), 1)
+    pool.wait_loaded()
+
     async def run() -> tuple[list[Rollout], int]:
-        pool = WorkerPool("e", config, Settings(timeout=60), 1)
-        pool.wait_loaded()
         async with served(InTurn(*"7777")) as sampler:
             give(pool, sampler, context_length=8192)
             playing = asyncio.create_task(pool.play(task_of(pool), [0], 0))
             while not living(marker):
                 await asyncio.sleep(0.05)
-            os.kill(pool._workers[0].child.pid, signal.SIGKILL)
+            os.kill(pool._workers[0].process.pid, signal.SIGKILL)
             rollouts = await asyncio.wait_for(playing, 60)
             await pool.close()
             return rollouts, pool.replayed

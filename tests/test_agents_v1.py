@@ -87,7 +87,7 @@ def test_the_tasks_of_a_chat_use_a_box(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_without_a_sandbox_the_need_is_said(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rlx.envs.verifiers_v1_boxes.problem_of", lambda kind: "bwrap is not installed")
+    monkeypatch.setattr("rlx.agents.images.problem_of", lambda kind: "bwrap is not installed")
     with pytest.raises(ValueError, match=r"BoxTask\.setup, BoxTask\.wrote.*envs\.e\.sandbox=none"):
         load_one("e", EnvConfig(id="rlx_test_box"), Settings())
     load_one("e", EnvConfig(id="rlx_test_box", sandbox="none"), Settings())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from datasets import Dataset
 from verifiers.types import Tool
 
 from rlx.config.schema import EnvConfig
-from rlx.envs.answers import answer_text, conversations, last_question
+from rlx.envs.answers import conversations, last_question
 from rlx.envs.verifiers_client import function_of
 from rlx.envs.verifiers_v0 import VerifiersEnvironment, load_environment
 
@@ -46,8 +45,7 @@ def words(kind: type[vf.Environment] = vf.SingleTurnEnv, **options: Any) -> vf.E
 
 
 def said_in(env: vf.Environment, teacher_error: float, seed: int = 0, times: int = 1) -> list[Any]:
-    environment = SimpleNamespace(name="words", env=env)
-    return conversations(environment, list(env.get_dataset()) * times, teacher_error, seed)
+    return conversations(VerifiersEnvironment("words", env, {}, 10.0), list(env.get_dataset()) * times, teacher_error, seed)
 
 
 def texts(said: list[Any]) -> list[str]:
@@ -133,16 +131,16 @@ def test_answers_of_reasoning_gym_are_the_entrys_in_the_parsers_form(parser: vf.
     environment = VerifiersEnvironment("gym", env, {}, 10.0)
     row = environment.rows[3]
     assert row["answer"] == "3", "a reasoning-gym row holds an index, not the answer"
-    text = answer_text(environment, row)
+    text = environment.answer_of(row)
     assert text == form.format(env.rg_dataset[3]["answer"])
     assert env.parser.parse_answer([{"role": "assistant", "content": text}]) == env.rg_dataset[3]["answer"]
 
 
 def test_answers_that_are_no_text_are_unknown():
     environment = load_environment("words", EnvConfig(id="rlx-reverse-text", args={"num_examples": 4}), {}, 10.0)
-    assert answer_text(environment, environment.rows[0]) == environment.rows[0]["answer"]
+    assert environment.answer_of(environment.rows[0]) == environment.rows[0]["answer"]
     for answer in (None, "", 7):
-        assert answer_text(environment, {"answer": answer}) is None
+        assert environment.answer_of({"answer": answer}) is None
 
 
 def test_the_tools_of_a_row_do_not_show_those_of_other_rows() -> None:

@@ -47,8 +47,7 @@ def test_the_line_is_the_innermost_of_the_environments_own_code(package):
 
     error = raised(its_env.wraps, "nonsense")
     assert [type(each).__name__ for each in chain(error)] == ["RuntimeError", "JSONDecodeError"]
-    place = place_of(error, package)
-    assert (place.file, place.line, place.function) == (str(package / "__init__.py"), 4, "scores")
+    assert place_of(error, package) == f"{package}/__init__.py:4 in scores"
     expected = "RuntimeError: scoring failed ← JSONDecodeError: Expecting value: line 1 column 1 (char 0); at "
     assert in_one_line(error, package) == f"{expected}{package}/__init__.py:4 in scores"
 
@@ -90,8 +89,7 @@ def test_a_syntax_error_has_the_line_of_the_file(package):
     def load():
         import its_env.broken  # noqa: F401
 
-    place = place_of(raised(load), package)
-    assert (place.file, place.line) == (str(package / "broken.py"), 2)
+    assert place_of(raised(load), package) == f"{package}/broken.py:2 in <module>"
 
 
 def test_a_failure_is_written_once_and_then_counted(package, caplog):
@@ -108,4 +106,4 @@ def test_a_failure_is_written_once_and_then_counted(package, caplog):
     assert "Traceback (most recent call last)" in first
     assert "… 9 more like it (10 in all)" in tenth
     assert other.startswith("its: example 0 failed: ValueError: another")
-    assert "… 28 more like it (38 in all)" in rest
+    assert rest.startswith("its: 38 in all: JSONDecodeError; at ")

@@ -16,7 +16,6 @@ from public_classic import Said, check_as_stock, check_tokens, judge, ours, stoc
 from traces import turns_of
 
 from rlx.envs.messages import for_template
-from rlx.envs.probe import try_first
 from rlx.envs.verifiers_v0 import VerifiersEnvironment
 from rlx.rollout.samples import samples_of
 from rlx.types import Group, Rollout
@@ -211,16 +210,11 @@ def test_a_group_reward_of_the_wrong_length_is_no_reward_and_says_so() -> None:
     assert "1 rewards for a group of 2 rollouts" in (rollouts[0].error or "")
 
 
-def test_a_rubric_without_a_reward_function_is_refused_when_it_is_loaded() -> None:
-    with pytest.raises(ValueError, match=r"its rubric \(Rubric\) has no reward function"):
-        VerifiersEnvironment("e", vf.SingleTurnEnv(dataset=words(2)), SAMPLING, 30.0)
-
-
 def test_rows_with_an_old_task_name_play() -> None:
     def right(completion: Any, answer: str) -> float:
         return float(completion[-1]["content"] == answer)
 
     data = words(2).add_column("task", ["reverse-text"] * 2)
     env = VerifiersEnvironment("e", vf.SingleTurnEnv(dataset=data, rubric=vf.Rubric(funcs=[right])), SAMPLING, 30.0)
-    try_first(env, dict(env.rows[0]))  # nor is it refused before a run
+    env.rehearse()  # nor is it refused before a run
     assert play(env, StandIn(tiny_chat(), error=0.0)).reward == 1.0

@@ -108,9 +108,10 @@ def test_a_model_without_training_learns_the_answers_of_the_rows_first(folder: P
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ({"reward": "own_rewards.exakt"}, "the module own_rewards has no function exakt"),
-        ({"reward": "nobodys.exact"}, "there is no module nobodys"),
-        ({"reward": "exact"}, "write MODULE.FUNCTION"),
+        ({"reward": "own_rewards.exakt"}, "own_rewards has no function or class exakt"),
+        ({"reward": "nobodys.exact"}, "nobodys cannot be imported"),
+        ({"reward": "exact"}, "cannot be imported"),
+        ({"promt": "query"}, "unexpected keyword argument 'promt'"),
         ({"data": "lost.jsonl"}, "lost.jsonl does not exist"),
         ({"prompt": "query"}, "has no column 'query' (args.prompt); it has question, solution, level"),
         ({"answer": "target"}, "has no column 'target' (args.answer)"),

@@ -22,8 +22,7 @@ def test_an_environment_whose_rollouts_wait_gets_another_worker_and_goes_on_with
     tmp_path: Path,
     trouble: str,
 ) -> None:
-    monkeypatch.setattr("rlx.envs.watch.CROWDED", 0.2)
-    monkeypatch.setattr("rlx.envs.growth.PATIENCE", 0.3)
+    monkeypatch.setattr("rlx.envs.pool.PATIENCE", 0.3)
     pids = set()
 
     async def until_it_has_grown(pool: WorkerPool) -> None:
@@ -31,11 +30,11 @@ def test_an_environment_whose_rollouts_wait_gets_another_worker_and_goes_on_with
             played = await asyncio.gather(*(pool.play(task_of(pool, index), [0], 0) for index in range(begin, begin + 16)))
             pids.update(one.rewards["pid"] for (one,) in played)
             assert all(one.status == "ok" for (one,) in played)
-            if len(pids) == 2 or pool._growth.most == 1:
+            if len(pids) == 2 or pool._most == 1:
                 return
 
     only = {"trouble": "first", "bad": [str(tmp_path / "once")]} if trouble else {}
     pool = pool_of(1, most=2, busy=0.1, **only)
     play(pool, [], meanwhile=until_it_has_grown)
-    assert (len(pids), pool._growth.most) == ((1, 1) if trouble else (2, 2))
+    assert (len(pids), pool._most) == ((1, 1) if trouble else (2, 2))
     assert pool.replaced == {}

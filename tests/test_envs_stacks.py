@@ -1,23 +1,23 @@
-"""Which line of an environment's code a process was at."""
+"""Which line of an environment's code a process was at, and for which request."""
 
 from __future__ import annotations
 
-from rlx.envs.stacks import environments_line, threads
+from rlx.envs.stacks import read_dump
 
-
-def test_the_environments_function_is_found_in_a_dump_of_stacks() -> None:
-    dump = """Thread 0x00007fe9affff6c0 (most recent call first):
-  File "/usr/lib/python3.11/threading.py", line 331 in wait
-
-Current thread 0x00007fe9d388eb80 (most recent call first):
+MAIN = """Current thread 0x00007fe9d388eb80 (most recent call first):
   File "/v/lib/python3.11/site-packages/sympy/core/power.py", line 1167 in _eval_expand
   File "/v/lib/python3.11/site-packages/my_env/__init__.py", line 40 in correct
   File "/v/lib/python3.11/site-packages/verifiers/rubrics/rubric.py", line 96 in _call
-  File "/v/lib/python3.11/asyncio/base_events.py", line 639 in run
 """
-    frames = threads(dump)[0]
-    own = "/v/lib/python3.11/site-packages/my_env/__init__.py:40 in correct"
-    assert environments_line(frames, "/v/lib/python3.11/site-packages/my_env") == own
-    assert environments_line(frames, "/v/lib/python3.11/site-packages/my_env/__init__.py") == own
-    assert environments_line(frames[:1], "") == "/v/lib/python3.11/site-packages/sympy/core/power.py:1167 in _eval_expand"
-    assert environments_line([], "") == ""
+
+
+def test_the_environments_function_and_its_request_are_found_in_a_dump_of_stacks() -> None:
+    idle = 'Thread 0x00007fe9affff6c0 (most recent call first):\n  File "/usr/lib/python3.11/threading.py", line 331 in wait\n\n'
+    asked = '  File "<request 17>", line 3 in _awaited\n'
+    sources = "/v/lib/python3.11/site-packages/my_env"
+    own = f"{sources}/__init__.py:40 in correct"
+    assert read_dump(idle + MAIN + asked, sources) == ({17}, own)
+    assert read_dump(idle + MAIN, f"{sources}/__init__.py") == (set(), own), "without a request, the main thread's line"
+    waits = idle.replace(" in wait\n", " in wait\n" + asked)
+    assert read_dump(waits + MAIN, sources) == ({17}, "/usr/lib/python3.11/threading.py:331 in wait")
+    assert read_dump("", "") == (set(), "")

@@ -121,7 +121,7 @@ def test_a_rollout_that_blocks_its_worker_is_a_timeout_with_its_line(kind: str, 
     assert (bad.status, bad.stop) == ("timeout", "timeout")
     assert re.search(rf"rollout_timeout.*; at .*rlx_test_faults.py:\d+ in ({function})", bad.error or ""), bad.error
     assert [rollout.status for rollout in others] == ["ok"] * 7
-    assert pool.replaced == {"timeout": 1}
+    assert pool.replaced.total() == pool.replaced["timeout"] <= 2, "others may have been in threads, too"
 
 
 @pytest.mark.long

@@ -18,16 +18,14 @@ import pytest
 import worker_stand_in
 from policy_stand_in import SAMPLING, StandIn, task_of, tiny_chat
 from served_stand_in import give, served
-from traces import Turn, plain, turns_of
+from traces import plain, turns_of
 
 from rlx.concurrent import at_most
 from rlx.config.schema import EnvConfig
 from rlx.descendants import start_time
 from rlx.envs import boot
-from rlx.envs.marks import Mark
-from rlx.envs.pool import WorkerPool
+from rlx.envs.pool import WorkerError, WorkerPool
 from rlx.envs.pools import waiting_for_workers, worker_metrics
-from rlx.envs.watch import Verdict, Worker, WorkerError
 from rlx.envs.wire import Settings
 from rlx.types import Rollout
 
@@ -41,7 +39,7 @@ def pool_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., WorkerPoo
     """`pool_of(workers, **args)` starts a pool with the stand-in environment. Its processes are killed at the end of the test."""
     monkeypatch.setattr(boot, "__file__", worker_stand_in.__file__)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}")
-    monkeypatch.setattr("rlx.envs.watch.GRACE", 0.2)
+    monkeypatch.setattr("rlx.envs.pool.GRACE", 1.2)
     monkeypatch.setattr("rlx.envs.pool.LOOK", 0.05)
     pools: list[WorkerPool] = []
 
@@ -63,7 +61,7 @@ def pool_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., WorkerPoo
     yield start
     for pool in pools:
         for worker in pool._workers:
-            worker.child.reap()
+            worker.end()
 
 
 def answers(delay: float = 0.02) -> StandIn:
@@ -106,58 +104,55 @@ def test_any_number_of_workers_gives_the_same_rollouts_and_the_rows_arrive_whole
     assert pool.rows[2499] == {"example_id": 2499, "prompt": [{"role": "user", "content": "word 2499 0"}]}
 
 
-class Held(StandIn):
-    """Answers the other words only when the rollout of word 5 blocks its worker, so that they are unfinished then."""
+class Slow(StandIn):
+    """Answers the other words a second after word 5."""
 
-    def __init__(self, pool: WorkerPool) -> None:
-        super().__init__(tiny_chat(), answer=lambda text: text[::-1], error=0.3, delay=0.02)
-        self.pool = pool
-
-    async def generate(self, prompt_ids: Sequence[int], *rest: Any) -> Turn:
-        turn = await super().generate(prompt_ids, *rest)
+    async def generate(self, prompt_ids: Sequence[int], *rest: Any) -> Any:
         if "word 5 " not in self.chat.tokenizer.decode(prompt_ids):
-            while not self.pool.replaced and not self._blocks(self.pool._workers[0]):
-                await asyncio.sleep(0.02)
-            await asyncio.sleep(0.3)  # from its mark to the call that blocks
-        return turn
-
-    @staticmethod
-    def _blocks(worker: Worker) -> bool:
-        marks = worker.child.marks
-        found = {mark.play for mark in (marks.step(), *marks.calls()) if mark and time.monotonic() - mark.since > 0.2}
-        return any(playing.task.index == 5 for number, playing in worker.playing.items() if number in found)
+            await asyncio.sleep(1.0)
+        return await super().generate(prompt_ids, *rest)
 
 
 @pytest.mark.parametrize("trouble", ["c", "thread"])
 def test_a_rollout_that_blocks_its_worker_is_a_timeout_that_names_the_function(pool_of: Any, trouble: str) -> None:
     calm = {one.task.index: facts(one) for (one,) in play(pool_of(), range(8))}
     pool = pool_of(timeout=TIMEOUT, trouble=trouble, bad=[5])
-    played = {one.task.index: one for (one,) in play(pool, range(8), generator=Held(pool))}
+    slow = Slow(tiny_chat(), answer=lambda text: text[::-1], error=0.3)
+    played = {one.task.index: one for (one,) in play(pool, range(8), generator=slow)}
     bad = played.pop(5)
     assert (bad.status, bad.stop) == ("timeout", "timeout")
     assert re.search(r"no result after 2.5 s \(rollout_timeout\): .*; at /.*/worker_stand_in.py:\d+ in sleep_in_c", bad.error or "")
     assert {index: facts(one) for index, one in played.items()} == {index: calm[index] for index in played}
     assert worker_metrics({"e": pool})["workers/replaced_timeout"] == 1
-    assert worker_metrics({"e": pool})["workers/replayed"] == pool.replayed > 0
+    assert worker_metrics({"e": pool})["workers/replayed"] == pool.replayed == 7
 
 
-def test_a_rollout_that_ends_its_worker_failed_and_the_others_are_played_again(pool_of: Any, tmp_path: Path) -> None:
+def test_a_rollout_that_ends_its_worker_is_found_among_all_that_were_in_it_and_its_retries_play_alone(pool_of: Any, tmp_path: Path) -> None:
+    calm = {one.task.index: facts(one) for (one,) in play(pool_of(), range(16))}
     pool = pool_of(2, trouble="exit", bad=[2, 3], logs=tmp_path)
-    played = {one.task.index: one for (one,) in play(pool, range(8))}
+
+    async def again(pool: WorkerPool) -> None:
+        while not pool._deadly:
+            await asyncio.sleep(0.01)
+        known = next(iter(pool._deadly))
+        calls = [pool.play(task_of(pool, index), [0], 1) for index in (*range(16, 24), known)]
+        *others, (bad,) = await asyncio.gather(*calls)
+        assert bad.stop == "worker_died"
+        assert [one.status for (one,) in others] == ["ok"] * 8
+
+    played = {one.task.index: one for (one,) in play(pool, range(16), meanwhile=again)}
     for index in (2, 3):
         assert (played[index].status, played[index].stop) == ("error", "worker_died")
         assert "left with exit code 3" in (played[index].error or "")
-    assert [one.status for index, one in played.items() if index not in (2, 3)] == ["ok"] * 6
-    assert pool.replaced == {"died": 2}
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["env_e_0.log", "env_e_1.log"]
+    assert {index: facts(one) for index, one in played.items() if index not in (2, 3)} == {n: calm[n] for n in calm if n not in (2, 3)}
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["env_e_0.log", "env_e_1.log", "env_e_suspects.log"]
 
 
 def test_a_worker_that_is_killed_costs_nothing_but_time(pool_of: Any) -> None:
     async def kill(pool: WorkerPool) -> None:
-        worker = pool._workers[0]  # while all its rollouts wait for the model: one that computes would be at fault
-        while not worker.playing or worker.child.marks.asking() < len(worker.playing) or worker.child.marks.step() is not None:
+        while not pool._workers[0].playing:
             await asyncio.sleep(0.01)
-        os.kill(worker.child.pid, signal.SIGKILL)
+        os.kill(pool._workers[0].process.pid, signal.SIGKILL)
 
     pool = pool_of(2)
     assert [one.status for (one,) in play(pool, range(8), meanwhile=kill, generator=answers(2.0))] == ["ok"] * 8
@@ -167,11 +162,10 @@ def test_a_worker_that_is_killed_costs_nothing_but_time(pool_of: Any) -> None:
 def test_what_a_killed_worker_started_in_sessions_of_its_own_ends_with_it(pool_of: Any, tmp_path: Path) -> None:
     pool = pool_of(server=str(tmp_path / "server"), server_mib=150)
     pool.wait_loaded()
-    child, server = pool._workers[0].child, int((tmp_path / "server").read_text())
+    worker, server = pool._workers[0], int((tmp_path / "server").read_text())
     assert start_time(server) is not None
-    assert child.memory() > 150 * 2**20, "the bound of a worker's memory counts what it started"
-    child.kill()
-    child.reap()
+    assert worker.memory > 150 * 2**20, "the bound of a worker's memory counts what it started"
+    worker.end()
     deadline = time.monotonic() + 30
     while start_time(server) is not None:
         assert time.monotonic() < deadline, "the server outlived its worker"
@@ -182,14 +176,10 @@ def test_a_member_that_ends_the_worker_of_its_group_leaves_the_others_cancelled(
     pool = pool_of(trouble="exit", bad=[1], group=True)
     good, bad = play(pool, [0, 1], members=range(3))
     assert [one.status for one in good] == ["ok"] * 3
-    assert [(one.status, one.stop) for one in bad] == [
-        ("cancelled", "group_failed"),
-        ("error", "worker_died"),
-        ("cancelled", "group_failed"),
-    ]
+    assert [(one.status, one.stop) for one in bad] == [("error", "worker_died"), *[("cancelled", "group_failed")] * 2]
 
 
-def test_a_worker_that_grows_is_named_and_replaced_after_its_rollouts(pool_of: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_that_grows_is_replaced_after_its_rollouts(pool_of: Any, caplog: pytest.LogCaptureFixture) -> None:
     # 40 MiB at first, and 100 MiB a rollout: three exceed the bound, and no rollout is in the middle of exceeding 1.5 times the bound.
     pool = pool_of(gib=0.3, trouble="leak", bad=list(range(40)), turns=2)
 
@@ -204,7 +194,7 @@ def test_a_worker_that_grows_is_named_and_replaced_after_its_rollouts(pool_of: A
     play(pool, [], meanwhile=one_by_one)
     assert pool.replaced["memory"] >= 1
     assert pool.replaced["died"] == 0
-    assert re.search(r"env_worker_memory_gb is 0.3, so it is replaced; at \S*worker_stand_in.py:\d+ in \w+", caplog.text), caplog.text
+    assert "env_worker_memory_gb is 0.3, so it is replaced" in caplog.text
 
 
 def test_an_environment_that_cannot_load_says_why(pool_of: Any) -> None:
@@ -223,7 +213,7 @@ def test_a_replacement_that_cannot_load_ends_the_run_with_the_environments_own_m
 
     async def kill(pool: WorkerPool) -> None:
         await asyncio.sleep(0.01)
-        os.kill(pool._workers[0].child.pid, signal.SIGKILL)
+        os.kill(pool._workers[0].process.pid, signal.SIGKILL)
 
     with pytest.raises(WorkerError, match="the second process cannot load"):
         play(pool, range(4), meanwhile=kill)
@@ -251,7 +241,7 @@ def test_loading_has_a_limit(pool_of: Any, monkeypatch: pytest.MonkeyPatch, tmp_
     pool = pool_of(trouble="first_slow", bad=[str(tmp_path / "once")])
 
     async def kill(pool: WorkerPool) -> None:
-        os.kill(pool._workers[0].child.pid, signal.SIGKILL)
+        os.kill(pool._workers[0].process.pid, signal.SIGKILL)
 
     with pytest.raises(WorkerError, match=r"envs.e: its worker has not loaded stand_in within 0.2 s"):
         play(pool, range(2), meanwhile=kill)
@@ -260,27 +250,14 @@ def test_loading_has_a_limit(pool_of: Any, monkeypatch: pytest.MonkeyPatch, tmp_
         pool_of(trouble="slow").wait_loaded(not_for_ever())
 
 
-def test_requests_that_came_while_a_worker_was_to_be_ended_are_played_when_it_is_spared(pool_of: Any) -> None:
-    pool = pool_of()
-
-    async def spare(pool: WorkerPool) -> None:
-        (worker,) = pool._workers
-        worker.verdict = Verdict("timeout", Mark(play=99, member=0, since=1.0, thread=0), "a step that has ended meanwhile")
-        await asyncio.sleep(0)  # the requests arrive
-        await pool._end(worker, worker.verdict)
-
-    assert [one.status for (one,) in play(pool, range(2), meanwhile=spare)] == ["ok"] * 2
-    assert not pool.replaced
-
-
 def test_a_system_that_refuses_another_process_ends_the_run_with_its_words(pool_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     async def kill(pool: WorkerPool) -> None:
-        monkeypatch.setattr("rlx.envs.pool.Child", refuse)
+        monkeypatch.setattr("rlx.envs.pool.Worker", refuse)
         await asyncio.sleep(0.01)
-        os.kill(pool._workers[0].child.pid, signal.SIGKILL)
+        os.kill(pool._workers[0].process.pid, signal.SIGKILL)
 
     with pytest.raises(WorkerError, match=r"envs.e: no other worker can be started: .*Resource temporarily unavailable"):
         play(pool_of(), range(4), meanwhile=kill)
@@ -290,7 +267,7 @@ def test_signals_to_all_processes_of_a_job_end_no_worker(pool_of: Any, tmp_path:
     async def signals(pool: WorkerPool) -> None:
         await asyncio.sleep(0.01)
         for number in (signal.SIGTERM, signal.SIGINT):
-            os.kill(pool._workers[0].child.pid, number)
+            os.kill(pool._workers[0].process.pid, number)
 
     pool = pool_of(trouble="terminate", bad=[1], closed=str(tmp_path / "closed"))
     assert [one.status for (one,) in play(pool, range(4), meanwhile=signals)] == ["ok"] * 4
@@ -311,7 +288,7 @@ def test_a_run_that_must_stop_does_not_wait_for_an_environment_that_closes_slowl
             await at_most(0.2, pool.close())
 
     asyncio.run(asyncio.wait_for(main(), 300))
-    assert worker.child.process.poll() is not None
+    assert worker.process.poll() is not None
     assert pool._workers == []
 
 
@@ -329,7 +306,7 @@ def test_a_request_that_is_given_up_leaves_nothing_behind(pool_of: Any) -> None:
         playing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await playing
-        while pool._workers[0].load:
+        while pool._workers[0].playing:
             await asyncio.sleep(0.01)
 
     assert [one.status for (one,) in play(pool, range(2), meanwhile=give_up)] == ["ok"] * 2
@@ -347,7 +324,7 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
         "pool = WorkerPool('e', EnvConfig(id='x'), Settings(), 1)\n"
         "pool.wait_loaded()\n"
         "heavy = [m for m in ('verifiers', 'torch', 'transformers', 'omegaconf') if m in sys.modules]\n"
-        "print(pool._workers[0].child.pid, *heavy, flush=True)\n"
+        "print(pool._workers[0].process.pid, *heavy, flush=True)\n"
         "time.sleep(60)\n"
     )
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
@@ -361,8 +338,7 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     assert start_time(pid) is None
 
 
-def test_a_pool_tells_how_many_rollouts_wait_for_its_busy_worker(pool_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlx.envs.watch.CROWDED", 0.2)
+def test_a_pool_tells_how_many_rollouts_wait_for_its_busy_worker(pool_of: Any) -> None:
     seen = []
 
     async def look(pool: WorkerPool) -> None:
@@ -370,7 +346,7 @@ def test_a_pool_tells_how_many_rollouts_wait_for_its_busy_worker(pool_of: Any, m
             await asyncio.sleep(0.05)
             seen.append(waiting_for_workers({"e": pool}))
 
-    pool = pool_of(trouble="cpu", bad=list(range(16)), seconds=0.1)
+    pool = pool_of(trouble="cpu", bad=list(range(16)), seconds=0.3)
     assert [one.status for (one,) in play(pool, range(16), meanwhile=look)] == ["ok"] * 16
     assert 3 < max(seen) < 16, seen
     assert pool.replaced == {}

@@ -12,7 +12,7 @@ from test_policy_chat import model_config
 from rlx.config.chat_format import with_absolute_files
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose
-from rlx.envs.probed import Probed
+from rlx.envs.probed import Entry, Probed
 from rlx.policy.chat import load_chat
 from rlx.policy.probe import problem_of
 from rlx.policy.templates import tokenizer_of
@@ -88,7 +88,7 @@ def test_a_template_of_ones_own_is_another_warm_start(template: Path) -> None:
 @pytest.mark.long
 def test_a_run_is_refused_before_it_starts_and_its_process_is_asked_once(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     cfg = compose(["model=smollm2_135m", f"model.name={folder}", "hardware=cpu", "dry_run=true"], {}).cfg
-    found = {"sums": Probed(kind="classic", examples=4, tools=("add",)), "plain": Probed(kind="classic", examples=4)}
+    found = {"sums": Probed(kind="classic", examples=4, tools=(Entry(name="add"),)), "plain": Probed(kind="classic", examples=4)}
     with pytest.raises(ConfigError) as caught:
         check_chats([cfg, cfg], [found, found])
     assert len(caught.value.problems) == 1

@@ -66,20 +66,14 @@ def test_each_fault_fails_its_own_rollouts_and_the_run_completes_and_counts_them
     for name, (_, status, words) in FAULTS.items():
         if status != "ok":
             assert any((env, what) == (name, status) and words in first for env, what, first in said), said
-    assert any(env == "exits" and "env_exits_0 (process " in first for env, _, first in said), said
+    assert any(env == "exits" and "env_exits_suspects (process " in first for env, _, first in said), said
     assert not [cause for cause in said if FAULTS[cause[0]][1] == "ok"], said
     last = job.metrics("orchestrator")[-1]
     assert last["workers/replaced_died"] >= 2, last
     assert last["workers/replaced_timeout"] >= 2, last
     assert last["workers/replaced_memory"] >= 2, last
     log = (job.run_dir / "logs" / "latest" / "orchestrator.log").read_text()
-    replaced = {
-        name: re.search(rf"envs\.{name}: its worker env_{name}_0 has [\d.]+ GiB, env_worker_memory_gb is 1, so it is replaced(.*)", log)
-        for name in ("hoards", "leaks")
-    }
-    assert replaced["leaks"], log[-4000:]
-    assert replaced["hoards"], log[-4000:]
-    assert re.match(r"; at \S+rlx_test_faults\.py:\d+ in hoard", replaced["hoards"][1]), replaced["hoards"]
+    assert re.search(r"envs\.leaks: its worker env_leaks_0 has [\d.]+ GiB, env_worker_memory_gb is 1, so it is replaced", log), log[-4000:]
     tokens, groups = check_recorded(job.run_dir, 6, normalised)
     assert tokens > 0
     assert groups == 6 * 32 // 2

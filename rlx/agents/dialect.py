@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -110,13 +111,9 @@ def offered(tools: Sequence[Any], choice: Any) -> Sequence[Any]:
     return [] if kind == "none" else tools
 
 
-_SAID: set[str] = set()
-
-
+@functools.cache
 def _say_once(text: str) -> None:
-    if text not in _SAID:
-        _SAID.add(text)
-        log.warning("%s", text)
+    log.warning("%s", text)
 
 
 def no_format(asked: Any) -> None:

@@ -20,7 +20,7 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -175,16 +175,23 @@ class Gateway:
         app = web.Application(client_max_size=LARGEST)
         for prefix in ("/v1", "/s/{key}/v1", "/s/{key}"):
             for dialect in DIALECTS:
-                app.router.add_post(prefix + dialect.route, self._answering(dialect))
+                app.router.add_post(prefix + dialect.route, self._reading(dialect, self._answer))
                 if dialect.counts:
-                    app.router.add_post(prefix + dialect.counts, self._counting(dialect))
+                    app.router.add_post(prefix + dialect.counts, self._reading(dialect, self._count))
             app.router.add_get(prefix + "/models", self._models)
             app.router.add_get(prefix + "/models/{model}", self._models)
         routes(app.router)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        self._starting: asyncio.Task[None] | None = None
 
-    async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Listen. Raises OSError."""
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> bool:
+        """Listen. Returns False if another call has begun it. Raises OSError."""
+        first = self._starting is None
+        self._starting = self._starting or asyncio.create_task(self._start(host, port))
+        await asyncio.shield(self._starting)
+        return first
+
+    async def _start(self, host: str, port: int) -> None:
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port)
         await site.start()
@@ -227,81 +234,67 @@ class Gateway:
         one = {"id": name, "object": "model", "type": "model", "display_name": name, "created": 0, "owned_by": "rlx"}
         return web.json_response(one if "model" in request.match_info else {"object": "list", "data": [one], "has_more": False})
 
-    def _counting(self, dialect: Dialect) -> Any:
-        async def handle(request: web.Request) -> web.Response:
-            session = self._session(request)
-            if session is None:
-                return _refused(dialect, 401, NO_SESSION)
-            count = getattr(session.episode, "count", None)
-            if count is None:
-                return _refused(dialect, 404, "the number of tokens is not known: the policy is an endpoint")
-            try:
-                asked = dialect.read(json.loads(await request.read()))
-                tokens = count([*asked.system, *asked.messages], asked.tools or None)
-            except Exception as error:  # a body of any kind, a template of any kind
-                return _refused(dialect, 400, in_one_line(error))
-            return web.json_response({"input_tokens": tokens, **({} if dialect is MESSAGES else {"object": "response.input_tokens"})})
+    def _reading(self, dialect: Dialect, work: Callable[..., Awaitable[web.StreamResponse]]) -> Any:
+        """A handler of requests in a language. `work` gets the session and what was asked."""
 
-        return handle
-
-    def _answering(self, dialect: Dialect) -> Any:
         async def handle(request: web.Request) -> web.StreamResponse:
             session = self._session(request)
             if session is None:
                 return _refused(dialect, 401, NO_SESSION)
-            raw = await request.read()
             try:
-                asked = dialect.read(json.loads(raw))
-            except BadRequest as error:
-                return _refused(dialect, 400, str(error))
+                asked = dialect.read(json.loads(await request.read()))
             except Exception as error:  # whatever a program can send
                 return _refused(dialect, 400, f"the request cannot be read: {in_one_line(error)}")
-            own = request.headers.get("Idempotency-Key", "")
-            identity = own or hashlib.blake2b(request.path.encode() + raw, digest_size=16).hexdigest()
-            again = bool(own) or request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-            task = session.ask(asked, identity, again)
-            stream: web.StreamResponse | None = None
-            try:
-                while not (await asyncio.wait({task}, timeout=QUIET))[0]:
-                    if asked.stream:
-                        stream = stream or await _begun(request)
-                        await stream.write(b'event: ping\ndata: {"type": "ping"}\n\n' if dialect is MESSAGES else b": waiting\n\n")
-                reply = await asyncio.shield(task)
-            except ConnectionResetError:
-                return stream or web.Response()
-            except asyncio.CancelledError:
-                if not task.cancelled():
-                    raise  # the program has hung up; the answer goes on for a second try
-                return await _failed(stream, dialect, 403, "this session has ended")
-            except Ended as error:
-                return await _failed(stream, dialect, 403, str(error))
-            except PromptTooLong as error:
-                return await _failed(
-                    stream, dialect, 400, f"prompt is too long: maximum context length: {error}", "context_length_exceeded"
-                )
-            except BadRequest as error:
-                return await _failed(stream, dialect, 400, str(error))
-            except Exception as error:
-                log.warning("a program's request failed: %s", in_one_line(error))
-                return await _failed(stream, dialect, 502, in_one_line(error))
-            return await self._deliver(request, session, dialect, asked, reply, stream)
+            return await work(request, session, dialect, asked)
 
         return handle
+
+    async def _count(self, request: web.Request, session: Session, dialect: Dialect, asked: Request) -> web.Response:
+        count = getattr(session.episode, "count", None)
+        if count is None:
+            return _refused(dialect, 404, "the number of tokens is not known: the policy is an endpoint")
+        tokens = count([*asked.system, *asked.messages], asked.tools or None)
+        return web.json_response({"input_tokens": tokens, **({} if dialect is MESSAGES else {"object": "response.input_tokens"})})
+
+    async def _answer(self, request: web.Request, session: Session, dialect: Dialect, asked: Request) -> web.StreamResponse:
+        own = request.headers.get("Idempotency-Key", "")
+        identity = own or hashlib.blake2b(request.path.encode() + await request.read(), digest_size=16).hexdigest()
+        again = bool(own) or request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
+        task = session.ask(asked, identity, again)
+        stream: web.StreamResponse | None = None
+        try:
+            while not (await asyncio.wait({task}, timeout=QUIET))[0]:
+                if asked.stream:
+                    stream = stream or await _begun(request)
+                    await stream.write(b'event: ping\ndata: {"type": "ping"}\n\n' if dialect is MESSAGES else b": waiting\n\n")
+            reply = await asyncio.shield(task)
+        except ConnectionResetError:
+            return stream or web.Response()
+        except asyncio.CancelledError:
+            if not task.cancelled():
+                raise  # the program has hung up; the answer goes on for a second try
+            return await _failed(stream, dialect, 403, "this session has ended")
+        except (Ended, BadRequest) as error:
+            return await _failed(stream, dialect, 403 if isinstance(error, Ended) else 400, str(error))
+        except PromptTooLong as error:
+            text = f"prompt is too long: maximum context length: {error}"
+            return await _failed(stream, dialect, 400, text, "context_length_exceeded")
+        except Exception as error:
+            log.warning("a program's request failed: %s", in_one_line(error))
+            return await _failed(stream, dialect, 502, in_one_line(error))
+        return await self._deliver(request, session, dialect, asked, reply, stream)
 
     async def _deliver(
         self, request: web.Request, session: Session, dialect: Dialect, asked: Request, reply: Reply, stream: web.StreamResponse | None
     ) -> web.StreamResponse:
         body = dialect.answer(reply, asked)
-        if asked.stream:
-            with contextlib.suppress(ConnectionResetError):
-                stream = stream or await _begun(request)
-                await stream.write(b"".join(dialect.events(body, asked.usage)))
-                await stream.write_eof()
-                session.received(reply, asked)
-            return stream or web.Response()
-        response = web.json_response(body)
+        response: web.StreamResponse = web.json_response(body)
         with contextlib.suppress(ConnectionResetError):
-            await response.prepare(request)
+            if asked.stream:
+                response = stream = stream or await _begun(request)
+                await stream.write(b"".join(dialect.events(body, asked.usage)))
+            else:
+                await response.prepare(request)
             await response.write_eof()
             session.received(reply, asked)
         return response

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import fcntl
 import functools
 import hashlib
@@ -11,16 +9,12 @@ import os
 import shlex
 import shutil
 import subprocess
-import tarfile
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from rlx.config.schema_rollout import BoxConfig
 from rlx.paths import cache_root
 
 PULL = 3600.0  # seconds for a command that fetches or builds
-ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.xz")
 ENGINES = ("podman", "docker")
 BWRAP = "bwrap --unshare-all --unshare-user --uid 1000 --gid 1000 --die-with-parent --ro-bind / / --proc /proc --dev /dev true"
 TESTS = {"bwrap": BWRAP, "podman": "podman info", "docker": "docker info", "apptainer": "apptainer --version"}
@@ -57,70 +51,37 @@ def choose(kind: str, image: str | None) -> str:
     if (problem := problem_of(kind)) is not None:
         raise ValueError(f"sandbox={kind}: {problem}. {MISSING[kind]}; rlx doctor says what this machine can do")
     if kind in ENGINES and image is None:
-        raise ValueError(f"sandbox={kind} needs an image: set box.image to a name, an archive or a folder with a Dockerfile")
+        raise ValueError(f"sandbox={kind} needs an image: set box.image to a name or a folder with a Dockerfile")
     if kind == "bwrap" and named:
         raise ValueError(f"sandbox=bwrap has no images by name and builds none: {image}. Set box.image to a root file system, or null")
     return kind
 
 
 def prepared(kind: str, image: str | None) -> str | None:
-    """What `open_box` makes boxes from: pulled, built, imported or unpacked, once. Raises ValueError."""
+    """What `open_box` makes boxes from: pulled or built, once. Raises ValueError."""
     if image is None or kind == "none":
         return None
     path = Path(image)
-    if not path.exists():
-        if _call([kind, "image", "inspect", image], check=False):
-            return image
-        _call([kind, "pull", image], f"the image {image} is not on this machine and cannot be pulled")
-        return image
     if kind == "bwrap":
-        return str(path.resolve() if path.is_dir() else _unpacked(path))
+        if not path.is_dir():
+            raise ValueError(f"box.image={image} is not the folder of a root file system")
+        return str(path.resolve())
     if path.is_dir():  # the engine knows what of it has changed
-        name = f"rlx-{_digest(path)}"
+        name = f"rlx-{hashlib.blake2b(str(path.resolve()).encode(), digest_size=6).hexdigest()}"
         _call([kind, "build", "--tag", name, str(path)], f"the image of {path} cannot be built")
         return name
-    name = f"rlx-{_digest(path, path.stat())}"
-    with _alone(name):
-        if not _call([kind, "image", "inspect", name], check=False):
-            _call([kind, "import", str(path), name], f"{path} cannot be imported")
-    return name
-
-
-def _unpacked(archive: Path) -> Path:
-    if not archive.name.endswith(ARCHIVES):
-        raise ValueError(f"box.image={archive} is neither a folder nor a tar archive")
-    folder = cache_root() / "images" / _digest(archive, archive.stat())
-    with _alone(folder.name):
-        if not folder.exists():
-            parts = Path(tempfile.mkdtemp(dir=folder.parent))
-            with tarfile.open(archive) as file:
-                file.extractall(parts, filter="tar")
-            parts.chmod(0o755)
-            parts.rename(folder)
-    return folder
-
-
-def _digest(path: Path, stamp: os.stat_result | None = None) -> str:
-    text = str(path.resolve()) if stamp is None else f"{path.resolve()} {stamp.st_mtime_ns} {stamp.st_size}"
-    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
-
-
-@contextlib.contextmanager
-def _alone(name: str) -> Iterator[None]:
-    """What several workers and rollouts would do at the same time is done once."""
-    folder = cache_root() / "images"
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f"{name}.lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    if not _call([kind, "image", "inspect", image], check=False):
+        _call([kind, "pull", image], f"the image {image} is not on this machine and cannot be pulled")
+    return image
 
 
 def installed(command: Sequence[str]) -> str:
     """The folder that a program's `install` command has filled. It runs once on this machine, with the network. Raises ValueError."""
     folder = cache_root() / "programs" / hashlib.blake2b("\0".join(command).encode(), digest_size=8).hexdigest()
-    with _alone(folder.name):
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # several workers begin at the same time
         if not (folder / ".ready").exists():
-            folder.mkdir(parents=True, exist_ok=True)
             _call([part.replace("{folder}", str(folder)) for part in command], "harness.install has failed", cwd=folder)
             (folder / ".ready").touch()
     return str(folder)
@@ -131,8 +92,3 @@ def _call(command: Sequence[str], what: str = "", *, check: bool = True, cwd: Pa
     if done.returncode and check:
         raise ValueError(f"{what}: {' '.join(command)}: {(done.stderr or done.stdout).strip()[-500:]}")
     return done.returncode == 0
-
-
-async def prepare(kind: str, config: BoxConfig, image: str | None) -> str | None:
-    """`prepared`, for a task's own image, while other rollouts go on."""
-    return await asyncio.to_thread(prepared, kind, image or config.image)

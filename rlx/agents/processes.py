@@ -9,34 +9,28 @@ import signal
 from collections.abc import Sequence
 
 MOST_OUTPUT = 2**20  # bytes of a command's output that are kept, half from its beginning and half from its end
+HALF = MOST_OUTPUT // 2
 
 
 class Kept:
     """What a stream has said, without its middle where that is more than MOST_OUTPUT bytes."""
 
     def __init__(self) -> None:
-        self.head, self.tail, self.left_out = bytearray(), bytearray(), 0
+        self.data, self.left_out = bytearray(), 0
 
     async def read(self, stream: asyncio.StreamReader | None) -> None:
         """Read a stream to its end."""
         assert stream is not None
         while data := await stream.read(2**16):
-            room = max(MOST_OUTPUT // 2 - len(self.head), 0)
-            self.head += data[:room]
-            self.tail += data[room:]
-            if len(self.tail) > MOST_OUTPUT:
-                self._cut()
-
-    def _cut(self) -> None:
-        if (more := len(self.tail) - MOST_OUTPUT // 2) > 0:
-            del self.tail[:more]
+            self.data += data
+            more = max(len(self.data) - MOST_OUTPUT, 0)
+            del self.data[HALF : HALF + more]
             self.left_out += more
 
     def text(self) -> str:
         """What is kept, with a note of what is not."""
-        self._cut()
         note = f"\n[{self.left_out:,} bytes left out]\n".encode() if self.left_out else b""
-        return (self.head + note + self.tail).decode(errors="replace")
+        return (self.data[:HALF] + note + self.data[HALF:]).decode(errors="replace")
 
 
 async def exit_code(process: asyncio.subprocess.Process) -> int:

@@ -15,7 +15,7 @@ from rlx.started import program
 
 if TYPE_CHECKING:
     from rlx.envs.catalog import Listed
-    from rlx.envs.probed import About, Entry
+    from rlx.envs.probed import Entry, Probed
 
 SUMMARY = "environments: list, info, install, init, check"
 MANY = 4  # environments of one package whose commands are printed
@@ -77,11 +77,13 @@ def run(argv: list[str]) -> int:
 
 
 def _list(_: argparse.Namespace) -> int:
+    import msgspec
+
     from rlx.config import pythons
     from rlx.envs.catalog import Listed
     from rlx.envs.catalog import installed as here
 
-    own = [(Listed(**listed), python.folder) for python in pythons.installed() for listed in python.environments]
+    own = [(msgspec.convert(listed, Listed), python.folder) for python in pythons.installed() for listed in python.environments]
     newest = {one.name: folder for one, folder in reversed(own)}
     found = [one for one in here() if one.name not in newest]
     options = {name: option for option, name in shipped_options().items()}
@@ -115,15 +117,14 @@ def _info(chosen: argparse.Namespace) -> int:
     python = None if own is None else str(own.path)
     about = about_of(EnvConfig(id=env_id, python=python))
     print("\n".join(_described(env_id, python, about)))
-    return 1 if about.problem or about.needs else 0
+    return 1 if about.problem else 0
 
 
-def _described(env_id: str, python: str | None, about: About) -> list[str]:
+def _described(env_id: str, python: str | None, about: Probed) -> list[str]:
     lines = [f"{env_id}: {about.kind or 'unknown kind'}" + (f", {about.type}" if about.type else "")]
     lines += [f"  {about.doc}"] if about.doc else []
     lines += [f"  python   {python}"] if python else []
-    if about.examples is not None:
-        lines += [f"  data     {about.examples:,} examples or tasks, {about.eval_examples or 0:,} more for evaluation"]
+    lines += [f"  data     {about.examples:,} {'tasks' if about.kind.startswith('v1') else 'examples'}"] if about.examples else []
     lines += [f"  {'prompt   ' if number == 0 else ' ' * 9}{line}" for number, line in enumerate(about.prompt.splitlines())]
     groups = {
         "arguments (env.args.NAME=VALUE)": about.arguments,
@@ -134,8 +135,6 @@ def _described(env_id: str, python: str | None, about: About) -> list[str]:
     }
     for title, entries in groups.items():
         lines += ["", title, *_entries(entries)] if entries else []
-    if about.needs:
-        return [*lines, "", "it cannot run here", *(f"  {need}" for need in about.needs)]
     if about.problem:
         return [*lines, "", f"problem: {about.problem}", f"  fix: {about.fix}"]
     return [*lines, "", "next", *(f"  {line}" for line in next_commands(env_id, about.prompt_chars))]
@@ -198,11 +197,11 @@ def _init(chosen: argparse.Namespace) -> int:
             f"there is no --kind {chosen.kind}{' --v1' * chosen.v1}.\n  fix: --v1, or --kind with one of {', '.join(FLAVOURS)}"
         )
     folder = chosen.folder or Path(chosen.name)
-    made = create(chosen.name, folder, flavour)
-    keys = "".join(f" {key}" for key in made.keys)
+    name, files, needed = create(chosen.name, folder, flavour)
+    keys = "".join(f" {key}" for key in needed)
     shown = f"./{folder}" if not folder.is_absolute() else str(folder)
-    print(f"wrote {shown}: {', '.join(made.files)}\n\nnext")
+    print(f"wrote {shown}: {', '.join(files)}\n\nnext")
     install = f"rlx env install {shlex.quote(shown)}"
-    for line in (install, f"rlx env check {made.name}{keys}", f"rlx train env=custom envs.custom.id={made.name}{keys}"):
+    for line in (install, f"rlx env check {name}{keys}", f"rlx train env=custom envs.custom.id={name}{keys}"):
         print(f"  {line}")
     return 0

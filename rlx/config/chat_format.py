@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rlx.config.schema import ModelConfig
 

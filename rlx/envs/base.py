@@ -2,7 +2,7 @@
 
 `Environment.play` turns a task into scored rollouts. The loader of an environment in this process sets its policy once (`Local`); an
 environment in another process has its policy there. Both answer with the same records and keep no state between two requests.
-The link to verifiers is `envs/verifiers_v0.py`; retries and batches belong to `rlx.rollout`.
+Those of this process share `envs/local.py`; retries and batches belong to `rlx.rollout`.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class Local(Environment, Protocol):
     policy: Policy | None  # answers the requests; the loader sets it before the first `play`
 
 
-def filled(policy: Policy) -> str:
+def filled(policy: Policy | None) -> str:
     """What ended a rollout whose first prompt leaves no room for an answer."""
-    if policy.context_length:
+    if policy is not None and policy.context_length:
         return f"the prompt fills the context of {policy.context_length} tokens; raise seq_len"
     return "the prompt fills the context of the endpoint's model"
 
 
-def failed(task: Task, member: int, episode: Episode | None, status: Status, stop: str, error: str, timing: Mapping[str, float]) -> Rollout:
+def failed(task: Task, member: int, episode: Episode | None, status: Status, stop: str, error: str, timing: dict[str, float]) -> Rollout:
     """The rollout of an episode that failed, with its turns and answers so far. `episode`: None if there was none."""
     return Rollout(
         task=task,
@@ -70,7 +70,7 @@ def failed(task: Task, member: int, episode: Episode | None, status: Status, sto
         status=status,
         stop=stop,
         error=error,
-        timing=dict(timing),
+        timing=timing,
     )
 
 

@@ -1,4 +1,4 @@
-"""Runs a module of rlx about environments in any Python: `PYTHON rlx/envs/boot.py worker NAME SOCKET MARKS STACKS`, or `… probe`.
+"""Runs a module of rlx about environments in any Python: `PYTHON rlx/envs/boot.py worker NAME SOCKET BEATS STACKS`, or `… probe`.
 
 It takes rlx from the folder where this file lies, and everything else from that Python: the packages of the two never meet.
 The syntax is that of old Pythons, so that they can say that they are too old.

@@ -7,19 +7,17 @@ An environment is a module whose text names `load_environment` or a `Taskset`.
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import importlib.metadata
-import importlib.util
 import json
 import re
 from dataclasses import asdict, dataclass
 from importlib.metadata import Distribution
 
+import msgspec
+
 from rlx.config.pythons import sources_of
 from rlx.envs.kinds import has_classic
 
-SIGN = re.compile(r"\bload_environment\b|Taskset\b")  # the module of an environment has one of these, unless it computes its names
 CLASSIC = re.compile(r"^\s*(?:(?:async )?def |from .+ import .*|import .*)?load_environment\b", re.MULTILINE)  # defined or imported
 FIRST = re.compile(r"^([A-Za-z]\w*)(?:/__init__)?\.py,", re.MULTILINE)  # modules at the top, in a package's list of files
 NEVER = {"rlx", "verifiers", "hydra_plugins"}
@@ -35,7 +33,6 @@ class Listed:
     version: str
     summary: str  # one line
     source: str  # folder or file
-    editable: bool = False  # installed from a folder that it stays in
 
 
 def installed() -> list[Listed]:
@@ -62,38 +59,20 @@ def _listed(package: Distribution, module: str) -> Listed | None:
     file = source / "__init__.py" if source is not None and source.is_dir() else source
     try:
         text = file.read_text() if file is not None and file.suffix == ".py" else ""
-        for_verifiers = any("verifiers" in line for line in package.requires or ())
-        if not SIGN.search(text) and not (for_verifiers and "__getattr__" in text):
-            return None
-    except (OSError, UnicodeDecodeError, ValueError):
+    except (OSError, UnicodeDecodeError):
         return None
+    for_verifiers = any("verifiers" in line for line in package.requires or ())
     classic, v1 = CLASSIC.search(text) is not None, "Taskset" in text
-    if not (classic or v1 or for_verifiers):  # its docstring speaks of one
+    if not (classic or v1 or (for_verifiers and ("load_environment" in text or "__getattr__" in text))):
         return None
-    kind = "classic" if classic and (has_classic() or not v1) else "v1" if v1 else "unclear"
     return Listed(
         name=module.replace("_", "-"),
-        kind=kind,
+        kind="classic" if classic and (has_classic() or not v1) else "v1" if v1 else "unclear",
         package=package.metadata["Name"],
         version=package.version,
-        summary=first_line(text) or package.metadata["Summary"] or "",
+        summary=package.metadata["Summary"] or "",
         source=str(source),
-        editable=_is_editable(package),
     )
-
-
-def first_line(text: str) -> str:
-    """The first sentence or line of a module's docstring; empty without one."""
-    with contextlib.suppress(SyntaxError, ValueError):
-        said = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0].strip()
-        return said if len(said) <= 120 else said[:117].rstrip() + "…"
-    return ""
-
-
-def _is_editable(package: Distribution) -> bool:
-    with contextlib.suppress(ValueError):
-        return bool(json.loads(package.read_text("direct_url.json") or "{}").get("dir_info", {}).get("editable"))
-    return False
 
 
 def main() -> None:
@@ -103,4 +82,4 @@ def main() -> None:
 
 def from_json(text: str) -> list[Listed]:
     """What `main` printed."""
-    return [Listed(**one) for one in json.loads(text)]
+    return msgspec.json.decode(text, type=list[Listed])

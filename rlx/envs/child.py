@@ -1,4 +1,4 @@
-"""One worker as a process: start it, ask for its stacks, measure its memory, end it with everything that it started."""
+"""One worker as a process, and what the pool knows of it: start it, hear it, ask for its stacks, end it with everything that it started."""
 
 from __future__ import annotations
 
@@ -10,136 +10,135 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from rlx.descendants import WORKER_TOKEN, kill_all, memory_below
 from rlx.envs import boot
-from rlx.envs.marks import Mark, Marks
-from rlx.envs.stacks import environments_line, threads
-from rlx.envs.wire import FromWorker, Link
+from rlx.envs.playing import Playing
+from rlx.envs.wire import Beat, FromWorker, Link, Load, decoder, encode
 
-STACK_WAIT = 5.0  # seconds for a process to write its stacks
+STACKS = 5.0  # seconds for a process to write its stacks
+CROWDED = 0.2  # seconds of waiting for a turn in a worker's event loop above which its rollouts count as waiting for each other
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
+_beat = decoder(Beat)
 
-class Child:
-    """A worker's process, the link to it, and the memory in which it marks what it computes."""
 
-    def __init__(self, name: str, python: str | None, log: Path | None) -> None:
-        """Start it. `name` is for people. `python`: the interpreter; None: this one. `log`: the file for its output, to append to.
+class Worker:
+    """A worker's process and the link to it."""
 
-        Call it on the main thread: the kernel ends the child when the thread that started it ends. Raises OSError if it cannot start.
+    def __init__(self, name: str, place: int | None, load: Load, python: str | None, log: Path | None, handle: Callable[..., None]) -> None:
+        """Start it. `name` is for people. `place`: among the environment's workers; None: the one for requests under suspicion.
+
+        `python`: the interpreter; None: this one. `log`: the file for its output, to append to. `handle`: is called with this worker and
+        each of its messages. Call it on the main thread: the kernel ends the child when the thread that started it ends.
+        Raises OSError if it cannot start.
         """
-        self.name, self._reaped = name, False
-        self._below = 0  # bytes of the processes that it has started
-        self.sources = ""  # folder or file of the environment's own code
-        ours, theirs = socket.socketpair()
-        marks, self._stacks = Marks.create(), os.memfd_create("rlx-stacks")
-        self._log = os.memfd_create("rlx-log") if log is None else os.open(log, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        self._log_from = os.fstat(self._log).st_size
-        shared = (theirs.fileno(), marks, self._stacks)
-        command = [python or sys.executable, boot.__file__, "worker", name, *map(str, shared)]
-        environment = boot.environment(another=python is not None)
-        self._token = secrets.token_hex(16)
-        try:
-            # A session of its own: a signal to its group reaches what the environment starts, and nothing else. Processes in sessions of
-            # their own, as verifiers' tool servers are, carry the token.
+        self.name, self.place = name, place
+        self.playing: dict[int, Playing] = {}  # also those that were given up, until it says that they have ended
+        self.loaded = self.retiring = self.gone = False  # retiring: it gets no new requests; gone: its process was seen to have ended
+        self.verdict: tuple[str, str] | None = None  # the cause, and the text for people, for which we end it
+        self.sources = self.error = ""  # folder or file of the environment's code; why it cannot be used, in its own words
+        self.began = self.heard = time.monotonic()  # when it was started; when its latest beat came
+        self.beat, self._dump = Beat(), b""
+        self.memory = 0  # resident bytes, with those of the processes that it has started
+        (ours, theirs), (self._beats, beats) = socket.socketpair(), socket.socketpair(type=socket.SOCK_DGRAM)
+        self._stacks = open(os.memfd_create("rlx-stacks"), "rb", buffering=0)  # noqa: SIM115
+        self._log = tempfile.TemporaryFile("ab+") if log is None else log.open("ab+")  # noqa: SIM115
+        self._log_from, self._token = os.fstat(self._log.fileno()).st_size, secrets.token_hex(16)
+        shared = (theirs.fileno(), beats.fileno(), self._stacks.fileno())
+        with theirs, beats, tempfile.TemporaryFile() as told:
+            told.write(encode(load))
+            told.seek(0)
+            # A session of its own: a signal to the run's group does not reach it. What it starts carries the token.
             self.process = subprocess.Popen(
-                command,
-                env=environment | {WORKER_TOKEN: self._token},
-                stdin=subprocess.DEVNULL,
+                [python or sys.executable, boot.__file__, "worker", name, *map(str, shared)],
+                env=boot.environment(another=python is not None) | {WORKER_TOKEN: self._token},
+                stdin=told,
                 stdout=self._log,
                 stderr=self._log,
                 pass_fds=shared,
                 start_new_session=True,
             )
-        finally:
-            theirs.close()
-        self.pid, self.pidfd = self.process.pid, os.pidfd_open(self.process.pid)
-        self.link = Link(ours, FromWorker)
-        self.marks = Marks(marks)
-        os.close(marks)
+        self.link = Link(ours, FromWorker, lambda message: handle(self, message))
+
+    def hear(self) -> list[str]:
+        """Take its latest beat. Returns new warnings."""
+        warnings: list[str] = []
+        while True:
+            try:
+                self.beat, self.heard = _beat(self._beats.recv(2**20, socket.MSG_DONTWAIT)), time.monotonic()
+            except OSError:
+                return warnings
+            warnings += self.beat.warnings
+
+    @property
+    def stuck(self) -> float:
+        """Seconds for which its event loop has computed one step, or nothing was heard of it."""
+        return self.beat.stuck + time.monotonic() - self.heard
+
+    @property
+    def waiting(self) -> int:
+        """Rollouts that wait until it has computed for others: no request of theirs is at the servers."""
+        members = sum(len(playing.members) for playing in self.playing.values())
+        return max(0, members - self.beat.asking - 1) if self.beat.delay > CROWDED else 0
+
+    def measure(self) -> None:
+        """Measure its memory. That of what it has started takes milliseconds for each GiB, so call it in a thread."""
+        with contextlib.suppress(OSError, IndexError):  # it is gone
+            resident = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * PAGE
+            self.memory = resident + memory_below(self.process.pid)
 
     def last_lines(self, count: int = 12) -> str:
         """The end of what it has printed."""
-        size = os.fstat(self._log).st_size
+        size = os.fstat(self._log.fileno()).st_size
         start = max(self._log_from, size - 8192)
-        text = os.pread(self._log, size - start, start).decode(errors="replace")
+        text = os.pread(self._log.fileno(), size - start, start).decode(errors="replace")
         return "\n".join(text.rstrip().splitlines()[-count:])
 
-    def measure(self) -> None:
-        """Measure the memory of the processes that it has started. It takes milliseconds for each GiB, so call it in a thread."""
-        self._below = memory_below(self.pid)
+    async def dump(self, beats: bool) -> None:
+        """Let it write the stacks of all its threads, which it does also while C code holds the interpreter.
 
-    def memory(self) -> int:
-        """Resident bytes, and those of the processes that it had started when they were last measured; 0 if it is gone."""
-        try:
-            with open(f"/proc/{self.pid}/statm", encoding="ascii") as file:
-                return int(file.read().split()[1]) * PAGE + self._below
-        except (OSError, IndexError):
-            return 0
-
-    async def stack(self, mark: Mark | None) -> str:
-        """The environment's function that runs in the marked thread (None: in the event loop); empty if the process cannot tell.
-
-        The process writes the stacks of all threads, also while C code holds the interpreter. They are added to its log.
+        `beats`: a thread of it runs, so its event loop alone is stuck: the main thread's stack will do.
         """
-        if self._reaped:
-            return ""
-        begin = os.fstat(self._stacks).st_size
-        os.kill(self.pid, signal.SIGUSR1)  # the process is not reaped, so its number is its own
-        size, same, dump, deadline = begin, 0, b"", time.monotonic() + STACK_WAIT
-        while time.monotonic() < deadline:
-            await asyncio.sleep(0.05)
-            if self._reaped:
-                return ""
-            now = os.fstat(self._stacks).st_size
-            same, size = same + 1 if now == size else 0, now
-            dump = os.pread(self._stacks, size - begin, begin)
-            if same > 1 and b"Current thread" in dump:  # it is written in many pieces, and this thread comes last
-                break
-        with contextlib.suppress(OSError):  # a full disk
-            os.write(self._log, dump)
-        found = threads(dump.decode(errors="replace"))
-        # The event loop may only be waiting for the interpreter, which the rollout's own call in a thread holds.
-        own = [call.thread for call in self.marks.calls() if mark is not None and call.play == mark.play]
-        return environments_line(found.get(own[0] if own else 0, []), self.sources)
+        begin, before, deadline = self._stacks.seek(0, os.SEEK_END), b"", time.monotonic() + STACKS
+        self.process.send_signal(signal.SIGUSR1)
+        while time.monotonic() < deadline and not self._dump:
+            await asyncio.sleep(0.1)
+            dump = os.pread(self._stacks.fileno(), 2**20, begin)
+            self._dump, before = dump if dump == before else b"", dump  # it is written in many pieces
+        self._dump = self._dump[self._dump.rfind(b"Current thread") if beats else 0 :]
 
-    def kill(self) -> None:
-        """End it and its process group. What it started elsewhere ends when it is reaped."""
-        if not self._reaped:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
+    @property
+    def stacks(self) -> str:
+        """What its threads did when it was ended, or when a signal ended it; empty if it left by itself."""
+        if not self._dump:
+            self._stacks.seek(0)
+            self._dump = self._stacks.read().partition(b"Fatal Python error")[2]
+        return self._dump.decode(errors="replace")
 
-    def reap(self) -> int:
-        """Release everything of a process that has ended, and end what it left behind. Returns its exit code, negative for a signal."""
-        if self._reaped:
-            return self.process.wait()
-        self.kill()
-        code = self.process.wait()
-        self._reaped = True
+    def not_loaded(self, name: str, env_id: str) -> str:
+        """Why it ended before it had loaded the environment."""
+        if self.error:
+            return f"envs.{name} could not be loaded: {self.error}"
+        ended = f"its worker ended before it had loaded {env_id}: {how(self.process.wait())}"
+        return f"envs.{name}: {self.verdict[1] if self.verdict else ended}\n{self.last_lines()}"
+
+    def end(self) -> None:
+        """Kill it and what it has started, and release the link."""
+        self.process.kill()
+        self.process.wait()
         # In a thread, because looking through /proc would hold up the event loop. By the token alone: its number may be another's now.
         # If this process ends first, its supervisor ends them: they carry the run's token, too.
         threading.Thread(target=kill_all, args=((), self._token), kwargs={"variable": WORKER_TOKEN}, name=f"end {self.name}").start()
         self.link.close()
-        self.marks.close()
-        for fd in (self.pidfd, self._stacks, self._log):
-            os.close(fd)
-        return code
 
 
 def how(code: int) -> str:
     """How a process ended, in words."""
-    if code >= 0:
-        return f"it left with exit code {code}"
     hint = "; the system may have been out of memory" if code == -signal.SIGKILL else ""
-    return f"{signal.Signals(-code).name} ended it{hint}"
-
-
-def measure_all(children: Sequence[Child]) -> None:
-    """`measure` each."""
-    for child in children:
-        child.measure()
+    return f"it left with exit code {code}" if code >= 0 else f"{signal.Signals(-code).name} ended it{hint}"

@@ -20,7 +20,7 @@ from rlx.config.pythons import python_of
 from rlx.config.schema import Config, EnvConfig, PlayRoot
 from rlx.data.demonstrations import choose, counts_by_weight
 from rlx.envs import boot
-from rlx.envs.answers import Conversation, answer_text, conversations
+from rlx.envs.answers import Conversation, conversations
 from rlx.envs.kinds import kind_of
 from rlx.envs.load import load_one, settings_of
 from rlx.envs.probe import answer_requests
@@ -70,9 +70,7 @@ def answer(entry: Mapping[str, Any]) -> dict[str, Any]:
     name, config = entry["name"], msgspec.convert(entry["env"], EnvConfig)
     try:
         environment = load_one(name, config, Settings(**entry["settings"]))
-        if kind_of(config.id) != "classic" and not any(
-            row.get("demonstration") or answer_text(environment, row) for row in environment.rows
-        ):
+        if kind_of(config.id) != "classic" and not any(row.get("demonstration") or environment.answer_of(row) for row in environment.rows):
             raise ValueError(
                 f"envs.{name}: the warm start (model.warm_start) learns from answers, and no row of {config.id} has a field `answer` with "
                 "a text; choose a model that is trained already"

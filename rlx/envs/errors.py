@@ -5,7 +5,7 @@ Imports the standard library alone, so that the process of an environment can us
     failure = failure_of(error, sources_of("my-env"))
     failure.text        "RewardError: scoring failed ← ValueError: bad digit 'x'; at /…/my_env/scores.py:41 in parse"
     failure.traceback   the whole traceback, for the log
-    failure.key         equal for failures that differ only in their messages: "RewardError ← ValueError; at /…/scores.py:41"
+    failure.key         equal for failures that differ only in their messages: "RewardError ← ValueError; at /…/scores.py:41 in parse"
 """
 
 from __future__ import annotations
@@ -22,20 +22,7 @@ from pathlib import Path
 
 MOST_CAUSES = 6  # of a chain that are shown
 LONGEST = 400  # characters of one error's message that are shown
-KEPT = 200  # different failures that are remembered; later ones are written each time
 _VARIES = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """A line of code."""
-
-    file: str
-    line: int
-    function: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line} in {self.function}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,16 +30,15 @@ class Failure:
     """An exception as texts. It can be sent to another process."""
 
     text: str  # one line: the chain of causes with their messages, then the place
-    key: str  # what stays equal when only the messages differ
-    traceback: str
+    traceback: str = ""
+    key: str = ""  # what stays equal when only the messages differ; empty: what `kind_of_text` leaves
 
 
 def failure_of(error: BaseException, sources: Path | None = None) -> Failure:
     """An exception as texts. `sources`: the environment's own code (`sources_of`)."""
-    place = place_of(error, sources)
     names = " ← ".join(type(each).__name__ for each in chain(error))
     written = "".join(traceback.format_exception(error)).rstrip()
-    return Failure(text=in_one_line(error, sources), key=f"{names}; at {place.file}:{place.line}" if place else names, traceback=written)
+    return Failure(text=in_one_line(error, sources), key=f"{names}; at {place_of(error, sources)}", traceback=written)
 
 
 def in_one_line(error: BaseException, sources: Path | None = None) -> str:
@@ -64,14 +50,11 @@ def in_one_line(error: BaseException, sources: Path | None = None) -> str:
     errors = list(chain(error))
     messages = [_message(each) for each in errors]
     parts = []
-    for position, each in enumerate(errors[:MOST_CAUSES]):
-        message = messages[position]
+    for position, (each, message) in enumerate(zip(errors, messages, strict=True)):
         repeated = any(message in inner for inner in messages[position + 1 :])
         parts.append(type(each).__name__ + (f": {message}" if message and not repeated else ""))
-    if len(errors) > MOST_CAUSES:
-        parts.append(f"{len(errors) - MOST_CAUSES} more")
     place = place_of(error, sources)
-    return " ← ".join(parts) + (f"; at {place}" if place else "")
+    return " ← ".join(parts[:MOST_CAUSES]) + (f"; at {place}" if place else "")
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
@@ -89,19 +72,19 @@ def chain(error: BaseException) -> Iterator[BaseException]:
             each = each.exceptions[0] if isinstance(each, BaseExceptionGroup) else None
 
 
-def place_of(error: BaseException, sources: Path | None = None) -> Place | None:
-    """The innermost line of the environment's own code that the innermost of the causes passed through; None if there is none.
+def place_of(error: BaseException, sources: Path | None = None) -> str:
+    """The innermost line of the environment's own code that the innermost of the causes passed through; empty if there is none.
 
     Without `sources`, or if no line belongs to them: the innermost line outside of Python, installed packages and rlx.
     """
     for own in ([sources] if sources is not None else []) + [None]:
         for each in reversed(list(chain(error))):
             if isinstance(each, SyntaxError) and each.filename and each.lineno and _belongs(each.filename, own):
-                return Place(file=each.filename, line=each.lineno, function="<module>")
+                return f"{each.filename}:{each.lineno} in <module>"
             for frame in reversed(traceback.extract_tb(each.__traceback__)):
                 if frame.lineno is not None and _belongs(frame.filename, own):
-                    return Place(file=frame.filename, line=frame.lineno, function=frame.name)
-    return None
+                    return f"{frame.filename}:{frame.lineno} in {frame.name}"
+    return ""
 
 
 def kind_of_text(text: str) -> str:
@@ -115,39 +98,27 @@ class FailureLog:
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
-        self._counts: Counter[tuple[str, str]] = Counter()  # by environment and key
-        self._said: dict[tuple[str, str], int] = {}  # counts when they were last written
-        self._texts: dict[tuple[str, str], str] = {}  # the first failure's text
+        self._counts: Counter[tuple[str, str]] = Counter()  # by environment and kind
 
     def note(self, env: str, what: str, failure: Failure | str) -> None:
         """Count a failure of environment `env`; write it if it is the first of its kind, or the 10th, 100th, 1000th, …
 
         `what`: what failed, for people ("example 12"). `failure`: or its text alone, where the traceback is written elsewhere.
         """
-        if isinstance(failure, str):
-            failure = Failure(text=failure, key=kind_of_text(failure), traceback="")
-        kind = (env, failure.key)
-        if kind not in self._counts and len(self._counts) >= KEPT:
-            self._log.warning("%s: %s failed: %s", env, what, failure.text)
-            return
+        failure = Failure(text=failure) if isinstance(failure, str) else failure
+        kind = env, failure.key or kind_of_text(failure.text)
         self._counts[kind] += 1
         count = self._counts[kind]
         if count == 1:
-            self._texts[kind], self._said[kind] = failure.text, 1
             self._log.warning("%s: %s failed: %s%s", env, what, failure.text, failure.traceback and f"\n{failure.traceback}")
         elif count == 10 ** (len(str(count)) - 1):
-            self._say(kind)
+            self._log.warning("%s: … %d more like it (%d in all): %s", env, count - count // 10, count, failure.text)
 
     def close(self) -> None:
-        """Write how often each failure was repeated since it was last written."""
-        for kind in self._counts:
-            self._say(kind)
-
-    def _say(self, kind: tuple[str, str]) -> None:
-        more = self._counts[kind] - self._said[kind]
-        if more:
-            self._said[kind] = self._counts[kind]
-            self._log.warning("%s: … %d more like it (%d in all): %s", kind[0], more, self._counts[kind], self._texts[kind])
+        """Write how often each failure came."""
+        for (env, kind), count in self._counts.items():
+            if count > 1:
+                self._log.warning("%s: %d in all: %s", env, count, kind)
 
 
 def _message(error: BaseException) -> str:

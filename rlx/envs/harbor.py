@@ -33,10 +33,6 @@ class HarborRows(Sequence[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self.folders)
 
-    def where(self, index: int) -> str:
-        """The folder of a task, for people."""
-        return str(self.folders[index])
-
     def __getitem__(self, index: Any) -> Any:
         folder = self.folders[index]
         settings = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))

@@ -10,7 +10,6 @@ import importlib.util
 import inspect
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Literal
 
 from rlx.config.signatures import OWN_KINDS, module_of
@@ -27,38 +26,29 @@ def kind_of(env_id: str) -> Kind:
     if env_id in OWN_KINDS:
         return OWN_KINDS[env_id]  # type: ignore[return-value]
     module = module_of(env_id)
-    if not module.isidentifier():
-        raise ValueError(f"{env_id!r} is not the name of an environment: write the name of an installed module, or owner/name")
-    spec = None
-    with contextlib.suppress(ValueError):  # a module without a specification, made by hand
-        spec = importlib.util.find_spec(module)
-    own = (_folder("verifiers") / "v1" / "tasksets" / module / "__init__.py").is_file()
-    named = spec is not None and bool(spec.origin) and "load_environment" in Path(str(spec.origin)).read_text()
     # verifiers takes its own taskset before a package of the same name, which may be what the taskset imports (textarena)
-    if own and not (named and has_classic()):
-        return "v1"
-    if spec is None and module not in sys.modules:
+    own = (_folder("verifiers") / "v1" / "tasksets" / module / "__init__.py").is_file()
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if own:
+            return "v1"
+        if error.name != module:
+            raise
         raise ValueError(
             f"the environment {env_id!r} is not installed: there is no module {module} in this Python ({sys.executable}). "
             "Install it with rlx env install FOLDER|PACKAGE"
-        )
-    from rlx.envs import verifiers_mcp
-
-    verifiers_mcp.install()  # before anything imports mcp
-    classic, v1 = _offers(importlib.import_module(module))
-    if classic and (has_classic() or not v1):
+        ) from error
+    exported = [getattr(found, name, None) for name in getattr(found, "__all__", ())]
+    bases = [base for one in exported if inspect.isclass(one) for base in one.__mro__]
+    v1 = own or any((base.__module__, base.__name__) == ("verifiers.v1.taskset", "Taskset") for base in bases)
+    if callable(getattr(found, "load_environment", None)) and (has_classic() or not v1):
         return "classic"
     if v1:
         return "v1"
-    if spec is not None and spec.origin is None:
-        (folder, *_) = spec.submodule_search_locations or [""]
-        raise ValueError(
-            f"Python takes the folder {folder} for the module {module}, and it has no code of its own. If {module} is installed, this "
-            "folder hides it: start from another folder, or rename it"
-        )
     raise ValueError(
-        f"the module {module} is no verifiers environment: it has no function load_environment (classic), "
-        f"and its __all__ names no Taskset class (v1)"
+        f"the module {module} ({found.__file__ or ', '.join(found.__path__)}) is no verifiers environment: it has no function "
+        "load_environment (classic), and its __all__ names no Taskset class (v1)"
     )
 
 
@@ -83,10 +73,3 @@ def _folder(package: str) -> Path:
     spec = importlib.util.find_spec(package)
     places = spec.submodule_search_locations if spec is not None else None
     return Path(next(iter(places))) if places else Path("/nonexistent")
-
-
-def _offers(module: ModuleType) -> tuple[bool, bool]:
-    """(has load_environment, exports a Taskset) of a module."""
-    exported = [getattr(module, name, None) for name in getattr(module, "__all__", ())]
-    bases = [base.__name__ for one in exported if inspect.isclass(one) for base in one.__mro__ if base.__module__ == "verifiers.v1.taskset"]
-    return callable(getattr(module, "load_environment", None)), "Taskset" in bases

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import signal
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from rlx.config.pythons import shipped
 from rlx.config.schema import Config, EnvConfig, PlayRoot
 from rlx.config.signatures import OWN_KINDS, module_of
 from rlx.envs.base import Environment, Local, sampling_of
+from rlx.envs.local import LocalEnvironment
 from rlx.envs.wire import Settings
 from rlx.process import hidden, importing
 
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from rlx.policy.tokens import Generator
 
 
-def load_one(name: str, config: EnvConfig, settings: Settings) -> Local:
+def load_one(name: str, config: EnvConfig, settings: Settings) -> LocalEnvironment:
     """Load `config.id` in this process as the environment `name`. Call it on the main thread.
 
     Imports verifiers, unless it is one of rlx's own kinds. Raises ValueError or RuntimeError with a sentence for people, or what the
@@ -42,7 +44,7 @@ def load_one(name: str, config: EnvConfig, settings: Settings) -> Local:
 
     # A job that runs a snapshot sets it for `python -m rlx…`. A script that the environment starts must find the modules beside it.
     os.environ.pop("PYTHONSAFEPATH", None)
-    load: Callable[..., Local]
+    load: Callable[..., LocalEnvironment]
     if config.id not in OWN_KINDS and importlib.util.find_spec("verifiers") is None:
         what = "rlx" if shipped(module_of(config.id)) else config.id
         raise RuntimeError(f"{config.id} needs verifiers, and this Python ({sys.executable}) has none. Install it: rlx env install {what}")
@@ -54,15 +56,19 @@ def load_one(name: str, config: EnvConfig, settings: Settings) -> Local:
             from rlx.envs.verifiers_v1 import load_environment as load
         else:
             from rlx.envs.verifiers_v0 import load_environment as load
-    return load(name, config, settings.sampling, settings.timeout, settings.concurrency)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return load(name, config, settings.sampling, settings.timeout, settings.concurrency)
+    finally:
+        for number, handler in handlers.items():  # verifiers installs its own
+            signal.signal(number, handler)
 
 
 def workers_of(config: PlayRoot, env: EnvConfig) -> tuple[int, int]:
     """How many processes play an environment at first, and how many at most; 0: the orchestrator plays it itself."""
-    from rlx.envs.growth import most_workers
-
     asked = config.orchestrator.env_workers if env.workers is None else env.workers
-    return (1, most_workers(len(played(config)))) if asked is None else (asked, asked)
+    most = len(os.sched_getaffinity(0)) // (2 * len(played(config)))  # together half of the cores, as others run here, too
+    return (1, max(1, most)) if asked is None else (asked, asked)
 
 
 def settings_of(config: PlayRoot, env: EnvConfig) -> Settings:

@@ -17,7 +17,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,14 @@ from aiohttp import web
 
 from rlx.agents.gateway import Gateway, Session
 from rlx.config.schema import EnvConfig
-from rlx.envs.function import Ended, FunctionEnvironment, Source, opened
+from rlx.envs.function import Ended, FunctionEnvironment, Source, Tasks, after_prompt, made
 from rlx.policy.base import PolicyError
 from rlx.types import Task
 
 log = logging.getLogger(__name__)
 
 WAITING = 1e7  # seconds
+NOTHING = [{"question": [{"role": "user", "content": ""}]}] * 100_000  # tasks of programs that have their own
 LONGEST_WAIT = 30.0  # seconds for which a request for a session waits; then 204, and the program asks again
 
 
@@ -53,17 +54,7 @@ class Offered:
 
 
 def load_environment(
-    data: str | None = None,
-    host: str = "127.0.0.1",
-    port: int = 8765,
-    key_file: str = "gateway.key",
-    prompt: str = "question",
-    answer: str | None = None,
-    system: str | None = None,
-    subset: str | None = None,
-    split: str = "train",
-    eval_data: str | None = None,
-    eval_split: str | None = None,
+    data: str | None = None, host: str = "127.0.0.1", port: int = 8765, key_file: str = "gateway.key", **tasks: Any
 ) -> Source:
     """Programs elsewhere.
 
@@ -72,20 +63,8 @@ def load_environment(
         host: the address to listen at; 0.0.0.0 for programs on other machines.
         port: the port to listen at.
         key_file: the file that gets the key for sessions, in the folder where the run starts.
-        prompt: the column with the task: a text, or messages.
-        answer: the column that `row["answer"]` is to have, if it has another name.
-        system: the system message before a prompt that is a text.
-        subset: configuration of a data set on the hub.
-        split: of the data, or a part of it: `train[:1000]`.
-        eval_data: the data for evaluation; None: `data` with `eval_split`.
-        eval_split: its split; None: `split`.
     """
-
-    def nothing(evaluates: bool) -> Any:
-        return Numbers()
-
-    rows = nothing if data is None else opened(data, subset, split, eval_data, eval_split)
-    return Source(rows, posted, prompt if data else "question", answer, system)
+    return Source(Tasks(data=data or "", **tasks), posted, NOTHING if data is None else None)
 
 
 def posted(*_: Any) -> float:
@@ -93,29 +72,9 @@ def posted(*_: Any) -> float:
     raise AssertionError("a program scores itself")
 
 
-class Numbers(Sequence[dict[str, Any]]):
-    """Tasks that say nothing: the programs have their own."""
-
-    def __len__(self) -> int:
-        return 1_000_000
-
-    def __getitem__(self, index: Any) -> Any:
-        return {"question": [{"role": "user", "content": ""}]}
-
-    def where(self, index: int) -> str:
-        """Where a row is, for people."""
-        return f"task {index}"
-
-
 def load(name: str, config: EnvConfig, sampling: dict[str, Any], timeout: float, concurrency: int = 1) -> OutsideEnvironment:
     """Load the rlx environment `name`. Raises ValueError with a sentence for people. `concurrency` belongs to the protocol."""
-    try:
-        env = OutsideEnvironment(name, load_environment(**config.args), config, config.rollout_timeout or timeout)
-        env.rows[0]
-    except ValueError as error:
-        raise ValueError(f"envs.{name}: {error}") from error
-    env.longest = sampling.get("max_tokens")
-    return env
+    return made(OutsideEnvironment, load_environment, name, config, sampling, timeout)
 
 
 class OutsideEnvironment(FunctionEnvironment):
@@ -125,54 +84,40 @@ class OutsideEnvironment(FunctionEnvironment):
 
     def __init__(self, name: str, source: Source, config: EnvConfig, timeout: float) -> None:
         super().__init__(name, source, config, WAITING)  # a rollout may wait for a program as long as it takes
-        self.harness, self.limit = config.harness, timeout
-        self.longest: int | None = None  # sampled tokens of one answer
-        args = self.config_args = config.args
-        self.host, self.port = str(args.get("host", "127.0.0.1")), int(args.get("port", 8765))
-        self.key_file = Path(str(args.get("key_file", "gateway.key")))
-        self.key = secrets.token_urlsafe(24)
+        self.limit, self.gateway, self.key = timeout, Gateway(self._routes), secrets.token_urlsafe(24)
+        self.key_file = Path(config.args.get("key_file", "gateway.key"))
         self._offered: dict[str, Offered] = {}
-        self._more = asyncio.Condition()
-        self._gateway: asyncio.Task[Gateway] | None = None
+        self._waiting: asyncio.Queue[Offered] = asyncio.Queue()
 
     async def close(self) -> None:
         """Stop the gateway."""
         await super().close()
         self.key_file.unlink(missing_ok=True)
-        if self._gateway is not None:
-            await (await self._gateway).stop()
+        await self.gateway.stop()
 
-    async def _gate(self) -> Gateway:
-        async def begin() -> Gateway:
-            gateway = Gateway(self._routes)
-            await gateway.start(self.host, self.port)
+    async def _listen(self) -> None:
+        args = self.config.args
+        if await self.gateway.start(args.get("host", "127.0.0.1"), args.get("port", 8765)):
             with open(os.open(self.key_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
                 file.write(self.key)
-            log.warning(
-                "envs.%s: programs ask for sessions at %s/sessions; the key is in %s", self.name, gateway.url, self.key_file.resolve()
-            )
-            return gateway
-
-        if self._gateway is None:
-            self._gateway = asyncio.create_task(begin())
-        return await asyncio.shield(self._gateway)
+            place = f"{self.gateway.url}/sessions"
+            log.warning("envs.%s: programs ask for sessions at %s; the key is in %s", self.name, place, self.key_file.resolve())
 
     def _routes(self, router: web.UrlDispatcher) -> None:
         router.add_post("/sessions", self._take)
         router.add_post("/sessions/{number}/end", self._end)
 
-    async def _episode(self, task: Task, episode: Any, timing: dict[str, float]) -> Ended:
-        gateway, offered, began = await self._gate(), Offered(task, 0, episode), time.monotonic()
-        offered.member = getattr(episode, "member", 0)
+    async def _episode(self, task: Task, member: int, episode: Any, timing: dict[str, float]) -> Ended:
+        await self._listen()
+        offered, began = Offered(task, member, episode), time.monotonic()
         self._offered[offered.number] = offered
-        async with self._more:
-            self._more.notify()
+        self._waiting.put_nowait(offered)
         try:
             said = await offered.ended
         finally:
             del self._offered[offered.number]
             if offered.session is not None:
-                await gateway.close(offered.session, "ended")
+                await self.gateway.close(offered.session, "ended")
         timing["generation"] = time.monotonic() - began
         session = offered.session
         if said.get("error"):
@@ -180,15 +125,10 @@ class OutsideEnvironment(FunctionEnvironment):
         if session is None or not session.delivered:
             raise ProgramFailed("the program ended its session before it had an answer of the model")
         trace = episode.keep(session.delivered)
-        told = trace.conversation(trace.answers[-1])
-        first = next(place for place, message in enumerate(told) if message["role"] == "assistant")
-        metrics = {str(name): float(value) for name, value in (said.get("metrics") or {}).items()}
-        return Ended(trace, told[first:], await self._score_given(trace, said["reward"]), "ended", metrics)
-
-    async def _score_given(self, trace: Any, reward: float) -> float:
         if self.scores is not None:
             self.scores(trace)
-        return reward
+        metrics = {str(name): float(value) for name, value in (said.get("metrics") or {}).items()}
+        return Ended(trace, after_prompt(trace), said["reward"], "ended", metrics)
 
     def _may(self, request: web.Request) -> bool:
         return secrets.compare_digest(request.headers.get("Authorization", "").removeprefix("Bearer "), self.key)
@@ -197,19 +137,17 @@ class OutsideEnvironment(FunctionEnvironment):
         """Hand a program the rollout that has waited longest."""
         if not self._may(request):
             return web.json_response({"error": "this is not the key of the run"}, status=401)
-        gateway = await self._gate()
         try:
-            async with asyncio.timeout(LONGEST_WAIT), self._more:
-                await self._more.wait_for(lambda: self._next() is not None)
+            async with asyncio.timeout(LONGEST_WAIT):
+                while (offered := await self._waiting.get()).number not in self._offered:
+                    pass  # its rollout is no longer wanted
         except TimeoutError:
             return web.Response(status=204)
-        offered = self._next()
-        if offered is None:
-            return web.Response(status=204)
-        limits = {"max_turns": self.harness.max_turns, "max_tokens": self.harness.max_tokens, "longest": self.longest}
-        offered.session = gateway.open(offered.episode, deadline=time.monotonic() + self.limit, **limits)
+        harness = self.config.harness
+        limits = {"max_turns": harness.max_turns, "max_tokens": harness.max_tokens, "longest": self.longest}
+        offered.session = self.gateway.open(offered.episode, deadline=time.monotonic() + self.limit, **limits)
         asyncio.get_running_loop().call_later(self.limit, self._expire, offered)
-        task = {} if self.config_args.get("data") is None else dict(offered.task.row)
+        task = {} if self.config.args.get("data") is None else dict(offered.task.row)
         return web.json_response(
             {
                 "id": offered.number,
@@ -224,9 +162,6 @@ class OutsideEnvironment(FunctionEnvironment):
     def _expire(self, offered: Offered) -> None:
         if not offered.ended.done():
             offered.ended.set_result({"error": f"nothing: its session did not end within {self.limit:g} s (rollout_timeout)"})
-
-    def _next(self) -> Offered | None:
-        return next((one for one in self._offered.values() if one.session is None and not one.ended.done()), None)
 
     async def _end(self, request: web.Request) -> web.Response:
         """A program's verdict on its rollout."""

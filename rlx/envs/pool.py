@@ -3,20 +3,20 @@
     play(task, members, attempt) → the worker with the least to do → asks the inference servers → its rollouts, with their tokens
 
 The workers have the policy (`give`), so prompts are rendered, and answers read, where the environment runs. The pool bounds what an
-environment can do to the run:
+environment can do to the run. It looks at its workers a few times a second, and replaces one that
 
-    a rollout blocks its worker beyond its time   the worker is ended; this rollout is a `timeout` that names the function
-    a worker dies                                 the rollout that it computed at that moment failed (`worker_died`)
-    a worker needs too much memory                it gets no new requests and is replaced when it has answered the others
+    computes one step for longer than a rollout may take, or is silent for as long    cause `timeout`
+    has died                                                                          cause `died`
+    needs too much memory                                                             cause `memory`
 
-In each case another worker takes its place, and all its other requests are played again under the same attempt number: the same seeds,
-so the same tokens for the same weights.
+What was lost is played again under the same attempt number: the same seeds, so the same tokens for the same weights. If the stacks that
+the worker wrote name one request, that one fails. Otherwise all that it had are suspects: they play in a worker of their own, at most half
+as many at once, and half of those if it is ended too, until the one is alone.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import time
@@ -28,12 +28,10 @@ from typing import Any
 from rlx.config.pythons import python_of
 from rlx.config.schema_rollout import EnvConfig
 from rlx.envs import wire
-from rlx.envs.child import Child, measure_all
-from rlx.envs.given import Given
-from rlx.envs.growth import Growth
-from rlx.envs.marks import Mark
-from rlx.envs.rows import PackedRows, RowPacker
-from rlx.envs.watch import Playing, Verdict, Worker, WorkerError, answer
+from rlx.envs.child import Worker, how
+from rlx.envs.playing import Playing, answer, fail
+from rlx.envs.rows import PackedRows
+from rlx.envs.stacks import read_dump
 from rlx.heartbeat import ABSENT
 from rlx.inference.sampler import Sampler, Servers
 from rlx.policy.base import Policy
@@ -42,13 +40,18 @@ from rlx.types import Rollout, Task
 
 log = logging.getLogger(__name__)
 
-LOOK = 0.2  # seconds between two looks at the workers
-MEASURE = 2.0  # seconds between two measurements of the memory of the processes that the workers have started
-WARN = 10.0  # seconds of one step after which the log names the function
+LOOK = 0.25  # seconds between two looks at the workers
+GRACE = 2.0  # seconds beyond its time that a rollout may take to end by itself: two beats
+HARD = 1.5  # times the memory bound at which a worker is ended at once
 CLOSING = 6.0  # seconds for a worker to close its environment at the end
 FIRST_LOAD = 3600.0  # seconds to load the environment at the start: it may fetch its data
 LOADING, LOADING_TIMES = 600.0, 3  # seconds for a replacement to load it, or so many times as long as the first load took
 TRIES = 3  # replacements in a row that may end before they have loaded; then the run ends
+WAITING, PATIENCE = 0.1, 10.0  # the share of the rollouts in flight that must wait for workers, and seconds, until another one starts
+
+
+class WorkerError(RuntimeError):
+    """An environment has no working worker. The message has the environment's own words."""
 
 
 class WorkerPool:
@@ -67,8 +70,8 @@ class WorkerPool:
     ) -> None:
         """Start the workers. Call it on the main thread, and `wait_loaded` before anything else.
 
-        `most_workers`: see `rlx.envs.growth`. `logs`: folder of the log files; None keeps the output in memory. `memory_gb`: bound of one
-        worker's resident memory, in GiB.
+        `most_workers`: how many there may be when rollouts wait for them. `logs`: folder of the log files; None keeps the output in
+        memory. `memory_gb`: bound of one worker's resident memory, in GiB.
         """
         self.name = name
         self.policy: Policy | None = None  # the workers have it
@@ -79,107 +82,100 @@ class WorkerPool:
         self.agents: Sequence[str] = ()
         self.replaced: Counter[str] = Counter()  # workers replaced since the pool began, by cause
         self.replayed = 0  # requests played again because their worker ended
-        self._config, self._settings = config, settings
-        self._logs, self._memory = logs, None if memory_gb is None else memory_gb * 2**30
-        self._digest, self._loading = "", LOADING
-        self._numbers, self._pack = itertools.count(1), RowPacker()
-        self.given, self._growth = Given(), Growth(num_workers, max(num_workers, most_workers))
+        self._config, self._settings, self._logs = config, settings, logs
+        self._bound = float("inf") if memory_gb is None else memory_gb * 2**30
+        self._digest, self._loading, self._failed_starts = "", FIRST_LOAD, 0
+        self._least, self._most, self._calm = num_workers, max(num_workers, most_workers), time.monotonic()
+        self._numbers = itertools.count(1)
+        self._spec: PolicySpec | None = None
+        self._servers: Callable[[], Servers] | None = None  # those that the policy samples on; None: an endpoint plays
         self._waiting: list[Playing] = []  # requests for which no worker is ready
+        self._packed: tuple[Any, bytes] = None, b""  # the latest row that was sent
+        self._deadly: set[int] = set()  # tasks of which a request has ended a worker: their retries play alone
+        self._warned: set[str] = set()
+        self._away = 0.0  # seconds in which no server took requests of workers that have ended
         self._broken: WorkerError | None = None
-        self._failed_starts, self._closed = 0, False  # replacements in a row that ended before they had loaded
-        self._watch: asyncio.Task[None] | None = None
-        self._ending: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._workers = [self._start(place) for place in range(num_workers)]
 
     # -- starting
 
-    def _start(self, place: int) -> Worker:
-        name, python = f"env_{self.name}_{place}", python_of(self._config.id, self._config.python)
-        worker = Worker(Child(name, python, None if self._logs is None else self._logs / f"{name}.log"), place)
-        with contextlib.suppress(ConnectionError):  # it is gone already, which its end tells
-            worker.child.link.send_now(wire.Load(self.name, self._config, self._settings, send_rows=place == 0 and not self._digest))
-        self.given.introduce(worker)
+    def _start(self, place: int | None) -> Worker:
+        name = f"env_{self.name}_{'suspects' if place is None else place}"
+        load = wire.Load(self.name, self._config, self._settings, send_rows=place == 0 and not self._digest)
+        python = python_of(self._config.id, self._config.python)
+        worker = Worker(name, place, load, python, None if self._logs is None else self._logs / f"{name}.log", self._handle)
+        self._introduce(worker)
         return worker
+
+    def _introduce(self, worker: Worker) -> None:
+        if self._spec is not None:
+            worker.link.send(wire.Give(self._spec))
+        if self._servers is not None:
+            worker.link.send(wire.Serve(self._servers()))
 
     def give(self, policy: PolicySpec, sampler: Sampler | None) -> None:
         """Let the workers play with this policy, on the servers of `sampler` if it samples. Call it in the running loop."""
-        self.given.policy = policy
+        self._spec = policy
         if sampler is not None:
-            self.given.servers = sampler.servers
+            self._servers = sampler.servers
             sampler.listeners.append(self._tell)
-        if self._watch is None:
-            self._attach()
         for worker in self._workers:
-            self.given.introduce(worker)
+            self._introduce(worker)
+        if not self._tasks:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Look after the workers in the running loop from now on."""
+        for worker in self._workers:
+            self._soon(worker.link.attach())
+        self._soon(self._watch())
 
     def _tell(self, servers: Servers) -> None:
         for worker in self._workers:
-            worker.child.link.send(wire.Serve(servers))
+            worker.link.send(wire.Serve(servers))
 
     def wait_loaded(self, tick: Callable[[], None] = lambda: None) -> None:
         """Wait until every worker has loaded the environment. `tick` is called about twenty times a second.
 
         Raises WorkerError with the environment's own message if one cannot, or if FIRST_LOAD seconds have passed.
         """
-        rows: list[bytes] = []
-        began = time.monotonic()
-        for worker in self._workers:
-            while not worker.loaded:
-                tick()
-                gone = worker.child.process.poll() is not None  # a process that it forked may keep the link open
-                messages = worker.child.link.receive(0.05)
-                if not messages and time.monotonic() - began > FIRST_LOAD:
-                    worker.too_slow(self._config.id, FIRST_LOAD)
-                    worker.child.kill()
-                if messages is None or (not messages and (gone or worker.verdict is not None)):
-                    self._raise_not_loaded(worker)
-                for message in messages or ():
-                    if isinstance(message, wire.Rows):
-                        rows += message.rows
-                    elif isinstance(message, wire.LoadFailed):
-                        worker.cannot_load(message.error)
-                        log.error("%s", message.trace)
-                    else:
-                        assert isinstance(message, wire.Loaded), f"{message} before the environment was loaded"
-                        self._loaded(worker, message)
-                        if worker.place == 0:
-                            self.rows, self.scores_groups = PackedRows(rows, message.columns), message.scores_groups
-                            self.tools, self.agents = message.tools, message.agents
 
-    def _raise_not_loaded(self, worker: Worker) -> None:
-        error = worker.not_loaded(self.name, self._config.id, worker.child.process.wait())
-        for each in self._workers:
-            each.child.reap()
-        raise error
+        async def wait() -> None:
+            self._begin()
+            while self._broken is None and not all(worker.loaded for worker in self._workers):
+                tick()
+                await asyncio.sleep(0.05)
+            for worker in self._workers:
+                worker.link.close()
+
+        asyncio.run(wait())
+        self._tasks.clear()  # they have ended with their loop
+        if self._broken is not None:
+            for worker in self._workers:
+                worker.end()
+            raise self._broken
 
     def _loaded(self, worker: Worker, message: wire.Loaded) -> None:
         """A worker has loaded. Raises WorkerError if it cannot be used."""
-        worker.loaded, worker.alive, worker.child.sources = True, time.monotonic(), message.sources
-        if self._digest and message.digest != self._digest:
+        worker.loaded, worker.heard, worker.sources = True, time.monotonic(), message.sources
+        if message.rows:
+            self.rows = PackedRows(message.rows, message.columns)
+        if not self._digest:
+            self.tools, self.agents, self.scores_groups = message.tools, message.agents, message.scores_groups
+            self._digest = message.digest
+            self._loading = max(LOADING, LOADING_TIMES * (time.monotonic() - worker.began))
+        if message.digest != self._digest:
             raise WorkerError(
                 f"envs.{self.name}: {self._config.id} makes other examples in each process, so a worker cannot score another's; give it a "
                 f"seed in envs.{self.name}.args, or play it in the orchestrator with envs.{self.name}.workers=0"
             )
-        if not self._digest:
-            self._loading = max(LOADING, LOADING_TIMES * message.seconds)
-        self._digest = message.digest
-        worker.child.measure()
-        needs = worker.child.memory()
-        if self._memory is not None and needs > self._memory:
+        worker.measure()
+        if worker.memory > self._bound:
             raise WorkerError(
-                f"envs.{self.name}: its worker needs {needs / 2**30:.2f} GiB just after loading, more than "
-                f"orchestrator.env_worker_memory_gb={self._memory / 2**30:g}; raise it"
+                f"envs.{self.name}: its worker needs {worker.memory / 2**30:.2f} GiB just after loading, more than "
+                f"orchestrator.env_worker_memory_gb={self._bound / 2**30:g}; raise it"
             )
-
-    def _attach(self) -> None:
-        """Serve the workers in the running loop from now on."""
-        for worker in self._workers:
-            self._serve(worker)
-        self._watch = asyncio.create_task(self._keep_watching())
-
-    def _serve(self, worker: Worker) -> None:
-        worker.child.link.attach(lambda message: self._handle(worker, message), lambda: None)
-        asyncio.get_running_loop().add_reader(worker.child.pidfd, self._ended, worker)
 
     # -- playing
 
@@ -188,225 +184,220 @@ class WorkerPool:
         if self._broken is not None:
             raise self._broken
         playing = Playing(next(self._numbers), task, tuple(members), attempt, asyncio.get_running_loop().create_future())
+        playing.crowd = int(task.index in self._deadly)
         self._dispatch(playing)
         try:
             return await playing.answer
         except asyncio.CancelledError:
-            self._give_up(playing)
+            if playing in self._waiting:
+                self._waiting.remove(playing)
+            for worker in self._workers:
+                if playing.number in worker.playing:
+                    worker.link.send(wire.CancelPlay(playing.number))
             raise
 
     def _dispatch(self, playing: Playing) -> None:
-        """Send a request to the worker with the least to do; keep it if none is ready."""
-        ready = [worker for worker in self._workers if worker.loaded and not worker.retiring and worker.verdict is None]
-        if not ready:
+        """Send a request to the worker with the least to do; keep it if none may have it now."""
+        able = [one for one in self._workers if one.loaded and not one.retiring and (one.place is None) == bool(playing.crowd)]
+        if playing.crowd:
+            able = [one for one in able if len(one.playing) < min([playing.crowd, *(other.crowd for other in one.playing.values())])]
+        if not able:
             self._waiting.append(playing)
+            if playing.crowd and all(worker.place is not None for worker in self._workers):
+                self._add(None)
             return
-        assert self.given.policy is not None, "the environment has no policy; give it one before the first play"
-        worker = min(ready, key=lambda worker: worker.load)
-        task = playing.task
-        if not worker.playing:
-            worker.alive = time.monotonic()  # it had nothing to say
+        worker, task = min(able, key=lambda one: len(one.playing)), playing.task
         worker.playing[playing.number] = playing
-        playing.began, playing.before, playing.computed = time.monotonic(), worker.computed, 0.0
-        asked = playing.number, task.example_id, task.index, self._pack(task), list(playing.members), playing.attempt
-        worker.child.link.send(wire.Play(*asked))
+        if self._packed[0] is not task.row:  # the members of a group share theirs
+            self._packed = task.row, wire.pack_row(task.row)
+        asked = playing.number, task.example_id, task.index, self._packed[1], list(playing.members), playing.attempt
+        worker.link.send(wire.Play(*asked))
 
     def _dispatch_waiting(self) -> None:
-        """A worker is ready: send what waits for one."""
         waiting, self._waiting = self._waiting, []
-        for playing in waiting:
+        for playing in sorted(waiting, key=lambda one: one.crowd):
             self._dispatch(playing)
 
-    def _give_up(self, playing: Playing) -> None:
-        if playing in self._waiting:
-            self._waiting.remove(playing)
-        for worker in self._workers:
-            if worker.playing.pop(playing.number, None) is not None:
-                worker.cancelled.add(playing.number)
-                worker.child.link.send(wire.CancelPlay(playing.number))
-
     def _handle(self, worker: Worker, message: Any) -> None:
-        """A message of a worker in the running loop."""
-        worker.alive = time.monotonic()
-        if isinstance(message, wire.Played | wire.PlayFailed):
-            playing = worker.playing.pop(message.number, None)
-            worker.cancelled.discard(message.number)
-            if playing is not None:
+        """A message of a worker."""
+        playing = worker.playing.get(message.number)
+        match message:
+            case wire.Loaded():
+                self._use(worker, message)
+            case wire.Failed(number=0):
+                log.error("%s", message.trace)
+                worker.error = message.error
+                if worker.loaded:
+                    self._break(WorkerError(f"envs.{self.name}: {message.error}"))
+                worker.process.kill()
+            case wire.Scores() if playing is not None and len(playing.members) == 1:
+                playing.sampled = message.trace
+            case wire.Failed() | wire.Played() if playing is not None:
+                del worker.playing[message.number]
                 answer(playing, message)
-            if worker.retiring and not worker.load:
-                self._let_go(worker)
-        elif isinstance(message, wire.Scores) and (playing := worker.playing.get(message.number)) is not None:
-            playing.sampled[message.member] = message.trace
-        elif isinstance(message, wire.Loaded):
-            try:
-                self._loaded(worker, message)
-            except WorkerError as error:
-                if not self._growth.refused(worker, self._workers):
-                    self._break(error)
-                    return
-                log.warning("%s\nThe workers that there are go on", error)
-                worker.retiring = True
-                self._let_go(worker)
+                if isinstance(message, wire.Played) and (message.models or message.refusal):
+                    self.heard(message.models, message.refusal)
+                if worker.place is None:
+                    self._dispatch_waiting()
+
+    def _use(self, worker: Worker, message: wire.Loaded) -> None:
+        try:
+            self._loaded(worker, message)
+        except WorkerError as error:
+            if worker.place is None or worker.place < self._least:
+                self._break(error)
                 return
-            self._failed_starts = 0
-            self._dispatch_waiting()
-        elif isinstance(message, wire.LoadFailed) and worker.loaded:
-            self._break(WorkerError(f"envs.{self.name}: {message.error}"))
-        elif isinstance(message, wire.LoadFailed):
-            worker.cannot_load(message.error)
-        elif isinstance(message, wire.Outage | wire.Warned):
-            self.given.hear(worker, message)
-        elif isinstance(message, wire.Standing):
-            self.heard(message.models, message.refusal)
+            log.warning("%s\nThe workers that there are go on", error)
+            worker.retiring, self._most = True, worker.place
+        self._failed_starts = 0
+        self._dispatch_waiting()
 
     # -- watching
 
-    async def _keep_watching(self) -> None:
-        measured = time.monotonic()
+    async def _watch(self) -> None:
+        looked = time.monotonic()
         while True:
-            slept = time.monotonic()
             await asyncio.sleep(LOOK)
-            if (gap := (now := time.monotonic()) - slept) > ABSENT:
-                for worker in self._workers:
-                    worker.forgive(gap, now)
-            if time.monotonic() - measured > MEASURE:
-                await asyncio.to_thread(measure_all, [worker.child for worker in self._workers])
-                measured = time.monotonic()
-            if self._growth.due(self._workers, time.monotonic()):
-                log.info("envs.%s: its rollouts wait for its workers, so it gets another one", self.name)
-                self._add(1 + max(worker.place for worker in self._workers))
-            for worker in [worker for worker in self._workers if worker.verdict is None]:
-                if worker.loaded:
-                    self._look(worker, time.monotonic())
-                elif time.monotonic() - worker.began > self._loading:
-                    self._soon(self._end(worker, worker.too_slow(self._config.id, self._loading)))
+            for worker in list(self._workers):
+                await asyncio.to_thread(worker.measure)
+            gap, looked = time.monotonic() - looked, time.monotonic()
+            for worker in list(self._workers):
+                if gap > ABSENT:  # this process was stopped itself, and perhaps they with it
+                    worker.heard, worker.began = worker.heard + gap, worker.began + gap
+                self._look(worker)
+            self._grow()
 
-    def _look(self, worker: Worker, now: float) -> None:
-        """End a worker that a rollout blocks beyond its time, that is silent, or that needs too much memory."""
-        worker.look(now)
-        timeout = self._settings.timeout
-        allowed = timeout * (2 if self.scores_groups else 1)  # scoring a group may take as long again
-        verdict = worker.overdue(timeout, allowed, now)
-        if verdict is None and self._memory is not None:
-            verdict = worker.too_large(self._memory)
-        mark = worker.child.marks.step()
-        if verdict is not None and verdict.cause == "retired":
-            self._soon(self._warn(worker, verdict.mark, f"{verdict.text}, so it is replaced"))
+    def _look(self, worker: Worker) -> None:
+        """Settle a worker that has ended. End one that is stuck, or that needs too much memory."""
+        for text in worker.hear():
+            if text not in self._warned:  # once, however many workers say it
+                self._warned.add(text)
+                log.warning("%s", text)
+        timeout, used = self._settings.timeout, worker.memory
+        says = f"its worker {worker.name} has {used / 2**30:.2f} GiB, env_worker_memory_gb is {self._bound / 2**30:g}"
+        if (code := worker.process.poll()) is not None:
+            if worker.gone:
+                self._ended(worker, code)
+            worker.gone = True  # what it sent before is read until the next look
+        elif worker.verdict is not None:
+            pass
+        elif not worker.loaded:
+            if time.monotonic() - worker.began > self._loading:
+                worker.verdict = "died", f"its worker has not loaded {self._config.id} within {self._loading:g} s"
+                worker.process.kill()
+        elif worker.stuck > timeout + GRACE:
+            self._end(worker, "timeout", f"no result after {timeout:g} s (rollout_timeout): it blocks its worker")
+        elif used > HARD * self._bound:
+            self._end(worker, "memory", says)
+        elif used > self._bound and not worker.retiring:
             worker.retiring = True
             self.replaced["memory"] += 1
-            self._add(worker.place)
-            if not worker.load:
-                self._let_go(worker)
-        elif verdict is not None:
-            worker.verdict = verdict
-            self._soon(self._end(worker, verdict))
-        elif mark is not None and now - mark.since > WARN and worker.warned != mark.since:
-            worker.warned = mark.since
-            self._soon(self._warn(worker, mark, f"{worker.child.name} has computed one step for over {WARN:g} s"))
-        elif worker.silent:
-            worker.pinged = now
-            worker.child.link.send(wire.Ping())
+            log.warning("envs.%s: %s, so it is replaced", self.name, says)
+            if worker.place is not None:
+                self._add(worker.place)
+        elif not worker.playing and (worker.retiring or (worker.place is None and not any(one.crowd for one in self._waiting))):
+            worker.retiring, worker.verdict = True, ("retired", "")
+            worker.link.finish()
+            asyncio.get_running_loop().call_later(CLOSING, worker.process.kill)
 
-    async def _warn(self, worker: Worker, mark: Mark | None, what: str) -> None:
-        where = "" if mark is None else await worker.child.stack(mark)
-        log.warning("envs.%s: %s%s", self.name, what, f"; at {where}" if where and worker.child.marks.step() == mark else "")
+    def _end(self, worker: Worker, cause: str, text: str) -> None:
+        """End a worker when it has written its stacks."""
 
-    async def _end(self, worker: Worker, verdict: Verdict) -> None:
-        """End a worker when it has written its stacks, unless the rollout goes on meanwhile."""
-        where = await worker.child.stack(verdict.mark)
-        if verdict.cause == "timeout" and verdict.mark is not None and not verdict.mark.thread and worker in self._workers:
-            mark = worker.child.marks.step()
-            if mark is None or mark.since != verdict.mark.since:  # it went on after all
-                worker.verdict = None
-                self._dispatch_waiting()
-                return
-        worker.verdict = Verdict(verdict.cause, verdict.mark, f"{verdict.text}; at {where}" if where else verdict.text)
-        worker.child.kill()
+        async def end() -> None:
+            await worker.dump(beats=worker.beat.stuck > self._settings.timeout)
+            worker.process.kill()
+
+        worker.verdict = cause, text
+        self._soon(end())
+
+    def _grow(self) -> None:
+        """Start another worker if rollouts have waited long enough for those that there are."""
+        own, now = [worker for worker in self._workers if worker.place is not None], time.monotonic()
+        in_flight = sum(len(playing.members) for worker in own for playing in worker.playing.values())
+        if len(own) >= self._most or not all(worker.loaded for worker in own) or self.waiting <= WAITING * in_flight:
+            self._calm = now
+        elif now - self._calm > PATIENCE:
+            log.info("envs.%s: its rollouts wait for its workers, so it gets another one", self.name)
+            self._add(1 + max(worker.place or 0 for worker in own))
 
     def _soon(self, work: Any) -> None:
         task = asyncio.create_task(work)
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     # -- when a worker has ended
 
-    def _ended(self, worker: Worker) -> None:
-        """A worker's process is gone: fail what it was ended for, play the rest again, replace it."""
-        asyncio.get_running_loop().remove_reader(worker.child.pidfd)
-        worker.child.link.drain()  # answers that it sent before
-        mark = worker.child.marks.step()
-        said, code = worker.child.last_lines(), worker.child.process.wait()
-        error = None if worker.loaded else worker.not_loaded(self.name, self._config.id, code)
-        worker.child.reap()
-        self.given.note_outage(worker, False)
-        if worker in self._workers:
-            self._workers.remove(worker)
-        if self._closed:
+    def _ended(self, worker: Worker, code: int) -> None:
+        """A worker's process is gone: replace it, fail what ended it, play the rest again."""
+        said = worker.last_lines()
+        cause, text = worker.verdict or ("died", f"{worker.name} (process {worker.process.pid}) died: {how(code)}")
+        text = text if worker.loaded else worker.not_loaded(self.name, self._config.id)
+        worker.end()
+        self._workers.remove(worker)
+        self._away += worker.beat.away
+        if cause == "retired" or (worker.retiring and not worker.playing):
             return
-        verdict = worker.verdict or worker.death(mark, code)
-        if verdict.cause != "retired":
-            log.warning("envs.%s: %s", self.name, verdict.text if worker.loaded else error)
-            if verdict.cause == "died" and said:
-                log.warning("the end of its output:\n%s", said)
-        if not worker.retiring and (worker.loaded or not self._growth.refused(worker, [*self._workers, worker])):
-            self.replaced[verdict.cause] += 1
+        log.warning("envs.%s: %s%s", self.name, text, f"\nthe end of its output:\n{said}" if worker.loaded and said else "")
+        if worker.loaded or worker.place is None or worker.place < self._least:
+            self.replaced[cause] += 1
             self._failed_starts += not worker.loaded
-            if error is not None and self._failed_starts >= TRIES:
-                self._break(error)
-            else:
+            if self._failed_starts >= (TRIES if self._digest else 1):
+                self._break(WorkerError(text))
+            elif worker.place is not None and not worker.retiring:
                 self._add(worker.place)
-        self._settle(worker, verdict)
+        else:  # one too many, without which the others go on
+            self._most = worker.place
+        self._settle(worker, cause, text)
+        self._dispatch_waiting()
 
-    def _settle(self, worker: Worker, verdict: Verdict) -> None:
-        """Fail the request that ended its worker; play the others again."""
-        for playing in worker.settle(verdict):
-            if self._broken is None:
-                self.replayed += 1
-                self._dispatch(playing)
-            elif not playing.answer.done():
-                playing.answer.set_exception(self._broken)
+    def _settle(self, worker: Worker, cause: str, text: str) -> None:
+        """Fail the request that ended its worker, if it is known; let the others be played again."""
+        numbers, where = read_dump(worker.stacks, worker.sources)
+        lost = [playing for playing in worker.playing.values() if not playing.answer.done()]
+        named = [playing for playing in lost if playing.number in numbers]
+        suspects = named or lost
+        for playing in suspects:
+            playing.crowd, playing.sampled = max(1, len(suspects) // 2), playing.sampled if cause == "timeout" else None
+        if len(suspects) == 1 and (named or worker.place is None):
+            self._deadly.add(suspects[0].task.index)
+            fail(suspects[0], cause, f"{text}; at {where}" if where else text)
+        again = [playing for playing in lost if not playing.answer.done()]
+        self.replayed += len(again)
+        self._waiting += again
 
-    def _let_go(self, worker: Worker) -> None:
-        """End a worker that has answered everything."""
-        worker.child.link.finish()
-        asyncio.get_running_loop().call_later(CLOSING, worker.child.kill)
-
-    def _add(self, place: int) -> None:
+    def _add(self, place: int | None) -> None:
         """Start a worker in this place. If the system refuses, no request can be answered."""
         try:
-            other = self._start(place)
+            worker = self._start(place)
         except OSError as error:  # no memory, no process, no file left
             self._break(WorkerError(f"envs.{self.name}: no other worker can be started: {error}"))
             return
-        self._workers.append(other)
-        self._serve(other)
+        self._workers.append(worker)
+        self._soon(worker.link.attach())
 
     def _break(self, error: WorkerError) -> None:
         """No worker can be had: every request fails with this error."""
         self._broken = error
-        waiting, self._waiting = self._waiting, []
-        for playing in [*waiting, *(playing for worker in self._workers for playing in worker.playing.values())]:
+        for playing in [*self._waiting, *(playing for worker in self._workers for playing in worker.playing.values())]:
             if not playing.answer.done():
                 playing.answer.set_exception(error)
+        self._waiting = []
 
     # -- the end
 
     async def close(self) -> None:
         """Let the environments release their resources, for at most CLOSING seconds, and end the workers. If it is cancelled, at once."""
-        self._closed = True
-        if self._watch is not None:
-            self._watch.cancel()
+        for task in self._tasks:
+            task.cancel()
         for worker in self._workers:
-            if self._watch is not None:
-                asyncio.get_running_loop().remove_reader(worker.child.pidfd)
-            worker.child.link.finish()
+            worker.link.finish()
         deadline = time.monotonic() + CLOSING
         try:
-            while any(worker.child.process.poll() is None for worker in self._workers) and time.monotonic() < deadline:
+            while any(worker.process.poll() is None for worker in self._workers) and time.monotonic() < deadline:
                 await asyncio.sleep(0.02)
         finally:
             for worker in self._workers:
-                worker.child.reap()
+                worker.end()
             self._workers = []
 
     @property
@@ -415,6 +406,11 @@ class WorkerPool:
         return sum(worker.waiting for worker in self._workers)
 
     @property
+    def away(self) -> float:
+        """Seconds so far in which no server took the requests of a worker, of all workers in sum."""
+        return self._away + sum(worker.beat.away for worker in self._workers)
+
+    @property
     def memory(self) -> int:
         """Resident bytes of the largest worker and of the processes that it has started."""
-        return max((worker.child.memory() for worker in self._workers), default=0)
+        return max((worker.memory for worker in self._workers), default=0)

@@ -20,7 +20,7 @@ def away(sampler: Sampler, envs: Mapping[str, Environment]) -> float:
 
     So any outage of one of them shows, also while others had longer ones.
     """
-    return sampler.away + sum(env.given.away for env in envs.values() if isinstance(env, WorkerPool))
+    return sampler.away + sum(env.away for env in envs.values() if isinstance(env, WorkerPool))
 
 
 def worker_metrics(envs: Mapping[str, Environment]) -> dict[str, float]:

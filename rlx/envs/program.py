@@ -10,12 +10,14 @@ one tool, a shell in the box.
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import json
 import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,11 @@ from rlx.agents import cgroups
 from rlx.agents.box import PORT, Box, BoxError, Result, open_box, sweep
 from rlx.agents.dialect import function
 from rlx.agents.gateway import UNTRAINED, Gateway
-from rlx.agents.images import choose, installed, prepare, prepared
+from rlx.agents.images import choose, installed, prepared
 from rlx.config.schema import EnvConfig
-from rlx.config.schema_rollout import HarnessConfig
-from rlx.envs.function import Ended, FunctionEnvironment, Source, function_of, opened
+from rlx.config.schema_rollout import BoxConfig, HarnessConfig
+from rlx.config.signatures import locate
+from rlx.envs.function import Ended, FunctionEnvironment, Source, Tasks, after_prompt, made
 from rlx.envs.harbor import HarborRows, is_harbor
 from rlx.plain import one_text
 from rlx.policy.base import PolicyError, Reply
@@ -48,53 +51,30 @@ class ProgramError(PolicyError):
 
 
 def load_environment(
-    data: str,
-    reward: str | None = None,
-    test: str | None = None,
-    prompt: str = "question",
-    answer: str | None = None,
-    system: str | None = None,
-    files: str = "files",
-    test_files: str = "test_files",
-    subset: str | None = None,
-    split: str = "train",
-    eval_data: str | None = None,
-    eval_split: str | None = None,
+    data: str, reward: str | None = None, test: str | None = None, files: str = "files", test_files: str = "test_files", **tasks: Any
 ) -> Source:
     """Tasks for programs in boxes.
 
     Args:
-        data: a JSONL or Parquet file, a pattern of files, a folder (also of Harbor's tasks), or a data set's name on the hub.
+        data: as of env=function, or a folder of Harbor's tasks.
         reward: dotted path of `function(completion, row[, box]) -> float`, which may be a coroutine.
         test: a shell command that scores in the box: 1 if it ends with 0, otherwise 0; a column `test` of a task comes before it.
-        prompt: the column with the task: a text, or messages.
-        answer: the column that `row["answer"]` is to have, if it has another name.
-        system: the system message before a prompt that is a text.
         files: the column with the files of the box, a mapping of names to texts.
         test_files: the column with files that are written when the program has ended, before the test.
-        subset: configuration of a data set on the hub.
-        split: of the data, or a part of it: `train[:1000]`.
-        eval_data: the data for evaluation; None: `data` with `eval_split`.
-        eval_split: its split; None: `split`.
     """
-    harbor = is_harbor(data)
-    if (reward is None) == (test is None) and not (harbor and reward is None):
+    rows = HarborRows(data) if is_harbor(data) else None
+    if (reward is None) == (test is None) and (rows is None or test is not None):
         raise ValueError("one of args.reward=MODULE.FUNCTION and args.test=COMMAND scores what the program left; set one of them")
-    score = Test(str(test)) if reward is None else function_of(reward)
-    rows: Any = (lambda evaluates: HarborRows(data)) if harbor else opened(data, subset, split, eval_data, eval_split)
-    return Source(rows, Scoring(score, test_files), prompt, answer, system)
+    score = test_of(str(test)) if reward is None else locate(reward)
+    return Source(Tasks(data=data, **tasks), after_files(score, test_files), rows)
 
 
-class Test:
-    """Scores by a command in the box."""
+def test_of(command: str) -> Any:
+    """The score by a command in the box, or by that of a task's column `test`."""
 
-    def __init__(self, command: str) -> None:
-        self.command = command
-
-    async def __call__(self, completion: str, row: Mapping[str, Any], box: Box) -> float:
-        """1 if the command ends with 0. Raises ProgramError if it could not run."""
-        command = str(row.get("test") or self.command)
-        result = await box.run(["sh", "-c", command])
+    async def test(completion: str, row: Mapping[str, Any], box: Box) -> float:
+        own = str(row.get("test") or command)
+        result = await box.run(["sh", "-c", own])
         if (file := row.get("score_file")) is not None:
             said = await box.read(str(file))
             try:
@@ -102,78 +82,68 @@ class Test:
             except ValueError:
                 raise ProgramError(f"the test left no number in {file}: {_last(result)}") from None
         if result.code in (126, 127):  # as a shell says that there is no such command: not a task that was failed
-            raise ProgramError(f"the test `{command}` cannot run in the box: {_last(result)}")
+            raise ProgramError(f"the test `{own}` cannot run in the box: {_last(result)}")
         return float(result.code == 0)
 
+    return test
 
-class Scoring:
-    """A reward function that may take the box, and the column with the files of its test."""
 
-    def __init__(self, score: Any, test_files: str) -> None:
-        self.score, self.test_files = score, test_files
-        self.__name__ = "test" if isinstance(score, Test) else getattr(score, "__name__", "reward")
-        self.takes_box = isinstance(score, Test) or len(inspect.signature(score).parameters) > 2
+def after_files(score: Any, column: str) -> Any:
+    """A reward function that may take the box, called when the files of its test are there. One that is no coroutine runs in a thread."""
+    takes_box = len(inspect.signature(score).parameters) > 2
 
-    async def __call__(self, completion: str, row: dict[str, Any], box: Box) -> Any:
-        """The score. A function that is no coroutine runs in a thread."""
+    @functools.wraps(score)
+    async def scored(completion: str, row: dict[str, Any], box: Box) -> Any:
         if row.get("before_test"):
             await box.run(["sh", "-c", str(row["before_test"])])
-        await box.write(row.get(self.test_files) or {})
-        arguments = (completion, row, box) if self.takes_box else (completion, row)
-        if inspect.iscoroutinefunction(self.score) or isinstance(self.score, Test):
-            return await self.score(*arguments)
-        value = await asyncio.to_thread(self.score, *arguments)
+        await box.write(row.get(column) or {})
+        arguments = (completion, row, box) if takes_box else (completion, row)
+        if inspect.iscoroutinefunction(score):
+            return await score(*arguments)
+        value = await asyncio.to_thread(score, *arguments)
         return await value if inspect.isawaitable(value) else value
+
+    return scored
 
 
 def load(name: str, config: EnvConfig, sampling: dict[str, Any], timeout: float, concurrency: int = 1) -> ProgramEnvironment:
-    """Load the rlx environment `name`: its tasks, the boxes' image, the program. `concurrency` belongs to the protocol.
-
-    Raises ValueError with a sentence for people, or what the module of the function raises.
-    """
-    try:
-        env = ProgramEnvironment(name, load_environment(**config.args), config, config.rollout_timeout or timeout)
-        kind = choose(config.sandbox, env.rows[0].get("image") or config.box.image)
-        if kind == "none" and env.rows[0].get("score_file"):
-            raise ValueError("the verifiers of Harbor's tasks write outside the box's folder: sandbox=none cannot keep them apart")
-        if kind == "apptainer":
-            raise ValueError("sandbox=apptainer runs v1 tasksets; use bwrap, podman or docker for programs")
-        image, env.first = prepared(kind, config.box.image), prepared(kind, env.rows[0].get("image"))
-        folder = installed(config.harness.install) if config.harness.install else ""
-    except ValueError as error:
-        raise ValueError(f"envs.{name}: {error}") from error
-    env.kind, env.image, env.folder, env.longest = kind, image, folder, sampling.get("max_tokens")
-    sweep()
-    cgroups.sweep()
-    return env
+    """Load the rlx environment `name`: its tasks, the boxes' image, the program. Raises ValueError with a sentence for people."""
+    return made(ProgramEnvironment, load_environment, name, config, sampling, timeout)
 
 
 class ProgramEnvironment(FunctionEnvironment):
     """See `rlx.envs.base.Environment`."""
 
     failures_of: Mapping[type[BaseException], str] = {BoxError: "sandbox_error", ProgramError: "program_error"}
+    kind = "none"
+    image: str | None = None  # what boxes are made of
+    first: str | None = None  # the same for the first task, if it has an image of its own
+    folder = ""  # what `harness.install` has filled
 
     def __init__(self, name: str, source: Source, config: EnvConfig, timeout: float) -> None:
         super().__init__(name, source, config, timeout)
-        self.harness, self.config = config.harness, config.box
+        self.harness = config.harness
         self.files = str(config.args.get("files", "files"))
-        self.kind, self.image, self.folder = "none", config.box.image, ""
-        self.first: str | None = None  # what the boxes of the first task are made of, if it has an image of its own
-        self.longest: int | None = None  # sampled tokens of one answer
         self.tools = () if config.harness.command else (SHELL,)
         self.command = command_of(config.harness)
-        self.readable = sorted({path for part in self.command for path in readable(part)})
-        self._gateway: asyncio.Task[Gateway] | None = None
+        self.gateway = Gateway()
+
+    def prepare(self) -> None:
+        row, own = self.rows[0], self.config.box.image
+        self.kind = choose(self.config.sandbox, row.get("image") or own)
+        if self.kind == "none" and row.get("score_file"):
+            raise ValueError("the verifiers of Harbor's tasks write outside the box's folder: sandbox=none cannot keep them apart")
+        if self.kind == "apptainer":
+            raise ValueError("sandbox=apptainer runs v1 tasksets; use bwrap, podman or docker for programs")
+        self.image, self.first = prepared(self.kind, own), prepared(self.kind, row.get("image"))
+        self.folder = installed(self.harness.install) if self.harness.install else ""
+        sweep()
+        cgroups.sweep()
 
     @property
     def sandbox(self) -> str:
         """What its boxes are, for people."""
         return "no sandbox" if self.kind == "none" else self.kind
-
-    @property
-    def env(self) -> Any:  # type: ignore[override]
-        """What teaches the warm start of a model without training."""
-        return self
 
     def demonstration(self, row: Mapping[str, Any], errs: bool, state: Any) -> Any:
         """The messages of a row's column `demonstration`, if it has one."""
@@ -192,36 +162,23 @@ class ProgramEnvironment(FunctionEnvironment):
             raise RuntimeError(f"envs.{self.name}: {error}") from error
 
     async def _open(self, image: str | None) -> Box:
-        folders = [*self.config.folders, *([self.folder] if self.folder else []), *self.readable]
-        config = type(self.config)(**{**vars(self.config), "folders": folders})
-        return await open_box(self.kind, config, image)
+        return await open_box(self.kind, seeing(self.config.box, self.command, self.folder), image)
 
     async def close(self) -> None:
         """Stop the gateway."""
         await super().close()
-        if self._gateway is not None:
-            await (await self._gateway).stop()
+        await self.gateway.stop()
 
-    async def _gate(self) -> Gateway:
-        async def begin() -> Gateway:
-            gateway = Gateway()
-            await gateway.start()
-            return gateway
-
-        if self._gateway is None:
-            self._gateway = asyncio.create_task(begin())
-        return await asyncio.shield(self._gateway)
-
-    async def _episode(self, task: Task, episode: Any, timing: dict[str, float]) -> Ended:
+    async def _episode(self, task: Task, member: int, episode: Any, timing: dict[str, float]) -> Ended:
         row, began = dict(task.row), time.monotonic()
-        image = await prepare(self.kind, self.config, row["image"]) if row.get("image") else self.image
+        image = await asyncio.to_thread(prepared, self.kind, row["image"]) if row.get("image") else self.image
         box = await self._open(image)
         try:
             box.workdir = row.get("workdir") or box.workdir
             await box.write(row.get(self.files) or {})
             timing["setup"] = time.monotonic() - began
             if self.harness.command:
-                trace, completion, stop, code = await self._program(task, row, box, episode)
+                trace, completion, stop, code = await self._program(row, box, episode)
             else:
                 trace, completion, stop, code = await self._shell(row, box, episode)
             timing["generation"] = time.monotonic() - began - timing["setup"]
@@ -232,9 +189,7 @@ class ProgramEnvironment(FunctionEnvironment):
             timing["scoring"] = time.monotonic() - began - timing["setup"] - timing["generation"]
         finally:
             await box.close()
-        said = trace.conversation(trace.answers[-1])
-        first = next(place for place, message in enumerate(said) if message["role"] == "assistant")
-        return Ended(trace, said[first:], reward, stop, {"turns": float(len(trace.answers)), "exit_code": float(code)})
+        return Ended(trace, after_prompt(trace), reward, stop, {"turns": float(len(trace.answers)), "exit_code": float(code)})
 
     async def _shell(self, row: Mapping[str, Any], box: Box, episode: Any) -> tuple[Trace, str, str, int]:
         """The model with a shell: (trace, its last words, why it ended, exit code of its last command)."""
@@ -265,24 +220,23 @@ class ProgramEnvironment(FunctionEnvironment):
         said = result.stdout + result.stderr + (f"\nended after {COMMAND:g} seconds" if result.late else "")
         return result.code, said[:SHOWN].strip() or f"(exit code {result.code})"
 
-    async def _program(self, task: Task, row: Mapping[str, Any], box: Box, episode: Any) -> tuple[Trace, str, str, int]:
+    async def _program(self, row: Mapping[str, Any], box: Box, episode: Any) -> tuple[Trace, str, str, int]:
         """A program: (trace of the answers that it has received, what it printed, why it ended, its exit code)."""
-        gateway = await self._gate()
         limit = self.timeout if self.harness.timeout is None else min(self.timeout, self.harness.timeout)
-        deadline = time.monotonic() + limit
+        await self.gateway.start()
         bounds = {"max_turns": self.harness.max_turns, "max_tokens": self.harness.max_tokens, "longest": self.longest}
-        session = gateway.open(episode, deadline=deadline, **bounds)
+        session = self.gateway.open(episode, deadline=time.monotonic() + limit, **bounds)
         site = None
         try:
             sock = await box.listening()
             if sock is not None:
-                site = await gateway.listen(sock)
-            url = gateway.url if sock is None else f"http://127.0.0.1:{PORT}"
+                site = await self.gateway.listen(sock)
+            url = self.gateway.url if sock is None else f"http://127.0.0.1:{PORT}"
             words = self._words(row, url, session.key)
             own = variables(words, url, session.key, self.harness, self.folder)
             result = await box.run(filled(self.command, words), own, timeout=limit, until=session.ended, grace=GRACE)
         finally:
-            await gateway.close(session, "ended")
+            await self.gateway.close(session, "ended")
             if site is not None:
                 await site.stop()
         if not session.delivered:
@@ -336,6 +290,12 @@ def variables(words: Mapping[str, str], url: str, key: str, config: HarnessConfi
         "TASK_SYSTEM": words["system"],
         **{name: value.replace("{folder}", folder) for name, value in config.variables.items()},
     }
+
+
+def seeing(config: BoxConfig, command: Sequence[str], folder: str) -> BoxConfig:
+    """The configuration of boxes that see what a command names, and the folder of its program."""
+    named = sorted({path for part in command for path in readable(part)})
+    return replace(config, folders=[*config.folders, *([folder] if folder else []), *named])
 
 
 def readable(part: str) -> list[str]:

@@ -53,18 +53,8 @@ FLAVOURS = {
 }
 
 
-@dataclass(frozen=True)
-class Scaffold:
-    """What was written."""
-
-    name: str  # of the package
-    folder: Path
-    files: tuple[str, ...]  # relative to the folder
-    keys: tuple[str, ...]
-
-
-def create(name: str, folder: Path, flavour: str) -> Scaffold:
-    """Write the package `name` into `folder`. `flavour`: a key of FLAVOURS.
+def create(name: str, folder: Path, flavour: str) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """Write the package `name` into `folder`: its name, its files there, and the keys to play it with. `flavour`: a key of FLAVOURS.
 
     Raises ConfigError for a name that no package can have, or if the folder has files already.
     """
@@ -89,7 +79,7 @@ def create(name: str, folder: Path, flavour: str) -> Scaffold:
         "MODULE": module,
         "CLASS": "".join(part.capitalize() for part in name.split("-")),
         "DEPENDENCIES": ", ".join(f'"{one}"' for one in needs),
-        "TRAIN": train_command(name, chosen.keys),
+        "TRAIN": " ".join(["rlx train env=custom", f"envs.custom.id={name}", *chosen.keys]),
         "CHECK_KEYS": "".join(f" {key}" for key in chosen.keys),
     }
     files = {
@@ -104,9 +94,4 @@ def create(name: str, folder: Path, flavour: str) -> Scaffold:
             text = text.replace(f"@{key}@", value)
         (folder / place).parent.mkdir(parents=True, exist_ok=True)
         (folder / place).write_text(text)
-    return Scaffold(name, folder, tuple(files), chosen.keys)
-
-
-def train_command(env_id: str, keys: tuple[str, ...] = ()) -> str:
-    """The command that trains on an installed environment. `keys`: further settings."""
-    return " ".join(["rlx train env=custom", f"envs.custom.id={env_id}", *keys])
+    return name, tuple(files), chosen.keys

@@ -7,12 +7,16 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-from rlx.envs.marks import PLAYING, SPENT
-
 T = TypeVar("T")
 
-MOST_WAITING = 9.0  # times its limit that an episode may wait for the computing of others; then its own time is over as well
+MOST_WAITING = 9.0  # times its limit that an episode may wait for the event loop; then its own time is over as well
 CLEANUP_GRACE = 5.0  # seconds for a cancelled episode to clean up; after that it is abandoned
+
+
+class Late:
+    """Seconds so far in which whatever was ready waited for its turn in the event loop, because other code computed."""
+
+    seconds = 0.0
 
 
 async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -32,17 +36,15 @@ async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 async def run_for(seconds: float, work: Coroutine[Any, Any, T], name: str | None = None) -> asyncio.Task[T]:
     """Run an episode, or its scoring, for at most `seconds` as the task `name`, and return the task.
 
-    If it is not done, the caller must `abandon` it. Time in which the event loop computes for other rollouts does not count: rewards
+    If it is not done, the caller must `abandon` it. In a worker, time in which the event loop computes does not count (`Late`): rewards
     that compute wait for each other.
     """
-    playing, where = asyncio.create_task(work, name=name), PLAYING.get(None)
-    began, before = time.monotonic(), SPENT.by_others(where)
-    left = seconds
+    playing = asyncio.create_task(work, name=name)
+    began, before, left = time.monotonic(), Late.seconds, seconds
     try:
         while left > 0 and not playing.done():
             await asyncio.wait({playing}, timeout=left)
-            waited = min(SPENT.by_others(where) - before, MOST_WAITING * seconds)
-            left = began + seconds + waited - time.monotonic()
+            left = began + seconds + min(Late.seconds - before, MOST_WAITING * seconds) - time.monotonic()
     except asyncio.CancelledError:
         await abandon(playing)
         raise

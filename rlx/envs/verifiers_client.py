@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,8 +26,7 @@ class EpisodeClient(Client):
         super().__init__(episode)
         self.episode, self.raw = episode, raw
         self.answered: list[str] = []  # the id of each answer
-        self.seconds = 0.0  # spent waiting for answers; of requests at the same time, each counts
-        self.scoring = 0.0  # seconds that scoring the episode took; the environment's adapter sets it
+        self.timing = {"generation": 0.0, "scoring": 0.0}  # seconds; of requests at the same time, each counts
 
     def setup_client(self, config: Any) -> Any:
         raise TypeError("EpisodeClient is made from an Episode, not from a ClientConfig")
@@ -55,7 +55,7 @@ class EpisodeClient(Client):
         except PromptTooLong as error:
             raise OverlongPromptError(str(error)) from error
         finally:
-            self.seconds += time.monotonic() - began
+            self.timing["generation"] += time.monotonic() - began
 
     async def raise_from_native_response(self, response: Any) -> None:
         """Accept empty answers: the model chose to stop at once and learns from the reward."""
@@ -91,6 +91,11 @@ class EpisodeClient(Client):
         """Nothing to close: the policy belongs to the run."""
 
 
+def functions_of(env: vf.Environment, tool_defs: Any) -> list[dict[str, Any]]:
+    """Definitions of tools, as an environment or a row has them, as functions in OpenAI's form."""
+    return [function_of(tool) for tool in env._normalize_tool_defs(tool_defs) or []]
+
+
 def function_of(tool: Tool) -> dict[str, Any]:
     """A tool as a function in OpenAI's form."""
     parameters = _without_filled(tool.parameters)
@@ -104,20 +109,10 @@ def _without_filled(schema: Any) -> Any:
     return [_without_filled(value) for value in schema] if isinstance(schema, list) else schema
 
 
-def offered_tools(env: vf.Environment, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The functions that an environment is known to offer before a rollout, each once: its own, those of a group's members, and those of
-    its first row. An environment may add others later."""
-    found: list[Any] = []
-    waiting = [env]
-    while waiting:
-        child = waiting.pop()
-        found += child.tool_defs or []
-        waiting += child.envs if isinstance(child, vf.EnvGroup) else []
-    info = rows[0].get("info") if len(rows) else None
-    if isinstance(info, Mapping):
-        found += info.get("tool_defs") or []
-    tools = [function_of(tool) for tool in env._normalize_tool_defs(found) or []]
-    return list({tool["function"]["name"]: tool for tool in tools}.values())
+def info_of(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The column `info` of a row; data sets may hold it as JSON."""
+    info = row.get("info") or {}
+    return json.loads(info) if isinstance(info, str) else info
 
 
 def with_tool_names(messages: list[Message]) -> list[Message]:

@@ -1,44 +1,41 @@
 """Any classic `verifiers` environment as an `rlx.envs.base.Environment`.
 
 Tokens never pass through verifiers: the policy's episode keeps the `Turn` of each request, and the environment sees only the message.
-Retries of failed rollouts belong to `rlx.rollout.groups`.
+A row of an `EnvGroup` is played and scored by its member, as in verifiers. Retries of failed rollouts belong to `rlx.rollout.groups`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
-import signal
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import verifiers as vf
+from verifiers.rubrics.rubric import Rubric
 from verifiers.types import State
+from verifiers.utils.async_utils import maybe_call_with_named_args
 
 from rlx.config.pythons import sources_of
 from rlx.config.schema import EnvConfig
-from rlx.envs import verifiers_mcp
 from rlx.envs.base import REWARD_ERROR, failed, filled, finite, with_raised_reward
-from rlx.envs.errors import FailureLog, failure_of, snake
+from rlx.envs.errors import snake
+from rlx.envs.local import LocalEnvironment
 from rlx.envs.messages import recorded
-from rlx.envs.stacks import waits_at
 from rlx.envs.together import CLEANUP_GRACE, abandon, raised_by, run_for, together
-from rlx.envs.verifiers_client import EpisodeClient, offered_tools
-from rlx.envs.verifiers_group import Player, leaves, players_of, routed
-from rlx.envs.verifiers_hooks import REWARD_ERRORS
-from rlx.policy.base import Episode, Policy
-from rlx.stacks import rollout_name
-from rlx.trace import Trace
-from rlx.types import Rollout, Status, Task
+from rlx.envs.verifiers_client import EpisodeClient, functions_of, info_of
+from rlx.policy.base import Episode
+from rlx.policy.sampling_params import KNOWN, PENALTIES, servers_names
+from rlx.types import Rollout, Task
 
-verifiers_mcp.install()
 log = logging.getLogger(__name__)
 
 ANSWERED = "rlx_answered"  # key of verifiers' state: the ids of all answers, also of those beside the trajectory
+REWARD_ERRORS = "rlx_reward_errors"  # key of verifiers' state: [(name of the reward function, the exception)]
 
 
 def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], timeout: float, concurrency: int = 1) -> VerifiersEnvironment:
@@ -48,30 +45,46 @@ def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], tim
     sets `rollout_timeout`. `concurrency`: size of the thread and process pools that verifiers keeps for reward functions.
     Raises ValueError when the package is not installed or `config` chooses agents, RuntimeError when its `load_environment` fails.
     """
-    assert threading.current_thread() is threading.main_thread(), "verifiers installs signal handlers, which only the main thread can"
-    agents = {"agents": f"[{','.join(config.agents)}]"} if config.agents else {}
-    if config.agents_per_group != "one":
-        agents["agents_per_group"] = config.agents_per_group
-    if agents:
-        raise ValueError(
-            f"envs.{name}: {config.id} is a classic environment, which has no agents to choose among, but "
-            f"{' and '.join(f'envs.{name}.{key}={value}' for key, value in agents.items())}. Only v1 tasksets have agents; remove the key"
-        )
+    if config.agents or config.agents_per_group != "one":
+        raise ValueError(f"envs.{name}: {config.id} is a classic environment, which has no agents; remove agents and agents_per_group")
     import datasets
 
     datasets.disable_progress_bars()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     env = vf.load_environment(config.id, **config.args)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    _quiet_logger()
+    logger = logging.getLogger("verifiers")  # importing verifiers gives it a handler; its warnings and errors belong in our log
+    logger.handlers.clear()
+    logger.propagate = True
+    logger.setLevel(logging.WARNING)
     if concurrency > 1:
         env.set_concurrency(concurrency)
     limit = config.rollout_timeout or timeout
     return VerifiersEnvironment(name, env, sampling, limit, config.split, config.num_tasks, config.reward_raises)
 
 
-class VerifiersEnvironment:
+@dataclass(frozen=True, slots=True)
+class Player:
+    """One of verifiers' environments that plays episodes: the one that was loaded, or a member of a group."""
+
+    env: vf.Environment
+    sampling: dict[str, Any]  # of its requests, by vLLM's names
+    rewards: frozenset[str]  # names of the functions that count in the reward; the others are metrics
+    scores_groups: bool  # rewards compare the rollouts of a group
+
+    @classmethod
+    def of(cls, name: str, group: vf.Environment, env: vf.Environment, sampling: Mapping[str, Any]) -> Player:
+        """The player of `env`, which is changed in place (`record_reward_errors`). `sampling`: the run's, which wins."""
+        # verifiers' run_rollout ignores the environment's own sampling parameters (stop strings, for example), so they are added here.
+        own = servers_names(group.sampling_args) | servers_names(env.sampling_args)
+        used = {key: value for key, value in own.items() if key in KNOWN and key not in PENALTIES} | dict(sampling)
+        if unused := {key: value for key, value in own.items() if used.get(key) != value}:
+            log.warning("envs.%s asks for %s, which is not used: the configuration's sampling stands", name, unused)
+        record_reward_errors(env.rubric)
+        names, weights = env.rubric._get_reward_func_names(), env.rubric._get_reward_weights()
+        counted = frozenset(name for name, weight in zip(names, weights, strict=True) if weight != 0)
+        return cls(env, used, counted, env.requires_group_rollouts)
+
+
+class VerifiersEnvironment(LocalEnvironment):
     """See `rlx.envs.base.Environment`."""
 
     def __init__(
@@ -84,20 +97,15 @@ class VerifiersEnvironment:
         num_tasks: int | None = None,
         reward_raises: str = "fail",
     ) -> None:
-        """`num_tasks`: use only the first examples. `reward_raises`: the rule of `with_raised_reward`."""
-        self.name = name
-        self.policy: Policy | None = None
-        self.scores: Callable[[Trace], None] | None = None  # called before rewards compute, with what is trained if it has any
+        """`num_tasks`: use only the first examples."""
+        super().__init__(name, timeout, reward_raises, sources_of(env.env_id) if env.env_id else None)
         self.env = env
-        self.timeout = timeout
-        self.reward_raises = reward_raises
-        self.sources = sources_of(env.env_id) if env.env_id else None
-        self.failures = FailureLog(log)
         rows = rows_of(name, env, split)
         self.rows = rows if num_tasks is None else rows.select(range(min(num_tasks, len(rows))))
-        self.tools: Sequence[Mapping[str, Any]] = offered_tools(env, self.rows)
-        self.players = players_of(name, env, sampling)
-        self.agents: Sequence[str] = ()
+        self.players = {id(leaf): Player.of(name, env, leaf, sampling) for leaf in leaves(env)}
+        offered = [tool for each in (env, *leaves(env)) for tool in functions_of(env, each.tool_defs)]
+        offered += functions_of(env, info_of(self.rows[0]).get("tool_defs")) if len(self.rows) else []
+        self.tools: Sequence[Mapping[str, Any]] = list({tool["function"]["name"]: tool for tool in offered}.values())
         # One member of a group of environments is enough: a request plays either a whole group or one rollout, for all rows.
         self.scores_groups = any(player.scores_groups for player in self.players.values())
 
@@ -109,67 +117,92 @@ class VerifiersEnvironment:
             noted = self._noted("a row", error)
             return [failed(task, member, None, "error", "environment_error", noted, {}) for member in members]
         player = self.players[id(env)]
-        played = await together([self._rollout(player, row, task, member, attempt) for member in members])
+        played = await together([self._one(player, row, task, member, attempt) for member in members])
         rollouts = [rollout for rollout, _ in played]
         if not player.scores_groups:
             return rollouts
-        if any(rollout.status != "ok" for rollout in rollouts):
-            return [_unscored(rollout) if rollout.status == "ok" else rollout for rollout in rollouts]
-        return await self._scored_group(player, rollouts, [state for _, state in played if state is not None])
+        if all(rollout.status == "ok" for rollout in rollouts):
+            rollouts = await self._scored_group(player, rollouts, [state for _, state in played])
+        if all(rollout.status == "ok" for rollout in rollouts):
+            return rollouts
+        # Rewards compare the group, so one without a reward leaves the others without one.
+        lost: dict[str, Any] = {"status": "cancelled", "stop": "group_failed", "error": "another rollout of the group failed"}
+        return [replace(rollout, **lost) if rollout.status == "ok" else rollout for rollout in rollouts]
 
-    async def _rollout(self, player: Player, row: dict[str, Any], task: Task, member: int, attempt: int) -> tuple[Rollout, State | None]:
-        """Play one episode, and score it unless rewards compare a group. The state is verifiers' own; None if the episode failed."""
-        assert self.policy is not None, "the environment has no policy; set it before the first play"
-        episode = self.policy.episode(task, member, attempt)
-        client = EpisodeClient(episode, raw=player.raw)
-        started = time.monotonic()
-        playing = await run_for(self.timeout, self._episode(player, row, client), rollout_name(task, member))
-        timing = {"total": time.monotonic() - started, "generation": client.seconds, "scoring": client.scoring}
+    async def close(self) -> None:
+        """Let the environment and its rubrics release their resources (process pools, sandboxes), for at most CLEANUP_GRACE seconds."""
+        await super().close()
+        envs = {id(env): env for env in (self.env, *leaves(self.env))}.values()
+        closing = asyncio.create_task(together([env._teardown() for env in envs]))
+        await asyncio.wait({closing}, timeout=CLEANUP_GRACE)
+        if not closing.done():
+            await abandon(closing)
 
-        def fail(status: Status, stop: str, error: str) -> tuple[Rollout, None]:
-            return failed(task, member, episode, status, stop, error, timing), None
+    def rehearse(self) -> None:
+        """Let verifiers read the first example, as at the begin of an episode. Raises verifiers' refusal."""
+        env, row = routed(self.env, self.rows[0])
+        asyncio.run(env.init_state(row, EpisodeClient(None), "policy", {}))  # type: ignore[arg-type]
 
-        if not playing.done():
-            where = waits_at(playing, self.sources) + episode.waits_for
-            await abandon(playing)
-            return fail("timeout", "timeout", f"no result after {self.timeout:g} s (rollout_timeout){where}")
-        if (raised := raised_by(playing)) is not None:
-            return fail("error", "environment_error", self._noted(f"example {task.example_id}", raised))
-        state = playing.result()
-        try:
-            return self._ended(player, task, member, episode, client, state, timing, fail)
-        except Exception as error:  # the environment has put something of its own into the state: a completion that is no list of messages
-            return fail("error", "environment_error", self._noted(f"the state after example {task.example_id}", error))
+    def demonstration(self, row: Mapping[str, Any], errs: bool, random: Any) -> Any:
+        teacher = getattr(routed(self.env, row)[0], "demonstration", None)
+        return None if teacher is None else teacher(row, errs, random)
 
-    def _ended(
-        self,
-        player: Player,
-        task: Task,
-        member: int,
-        episode: Episode,
-        client: EpisodeClient,
-        state: State,
-        timing: dict[str, float],
-        fail: Callable[[Status, str, str], tuple[Rollout, None]],
-    ) -> tuple[Rollout, State | None]:
-        """The rollout of an episode that has ended, and its state; None if it failed. Raises what an unusual state raises."""
-        assert self.policy is not None
+    def answer_of(self, row: Mapping[str, Any]) -> str | None:
+        """A reasoning-gym row holds the index of an entry, and the entry holds the answer. An XML parser needs its tags."""
+        env, answer = routed(self.env, row)[0], row.get("answer")
+        if (entries := getattr(env, "rg_dataset", None)) is not None:  # vf.ReasoningGymEnv; others do not import reasoning-gym
+            answer = entries[int(row["answer"])]["answer"]
+        if not isinstance(answer, str) or not answer:
+            return None
+        fields = env.parser.get_fields() if isinstance(env.parser, vf.XMLParser) else []
+        return env.parser.format(**{fields[0]: answer}) if len(fields) == 1 else answer
+
+    def tools_of(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        env = routed(self.env, row)[0]
+        return functions_of(env, info_of(row).get("tool_defs", env.tool_defs))
+
+    def is_raw(self, row: Mapping[str, Any]) -> bool:
+        prompt = row["prompt"]
+        return routed(self.env, row)[0].message_type == "completion" or isinstance(prompt, str) or prompt[0]["role"] == "text"
+
+    async def _one(self, player: Player, row: dict[str, Any], task: Task, member: int, attempt: int) -> tuple[Rollout, Any]:
+        """A rollout, scored unless rewards compare a group, and verifiers' state of it."""
+        episode = self._episode_of(task, member, attempt)
+        client = EpisodeClient(episode, raw=player.env.message_type == "completion")
+        ended = await self._timed(self._ended(player, row, task, member, episode, client), task, member, episode, client.timing)
+        return (ended, None) if isinstance(ended, Rollout) else ended
+
+    async def _ended(
+        self, player: Player, row: dict[str, Any], task: Task, member: int, episode: Episode, client: EpisodeClient
+    ) -> Rollout | tuple[Rollout, State]:
+        """Play an episode. Raises what the environment raises, and what an unusual state of its raises."""
+        state = await player.env.rollout(row, client, "policy", dict(player.sampling))
         if (error := state.get("error")) is not None:
-            return fail("error", snake(type(error).__name__), self._noted(f"example {task.example_id}", error))
+            text = self._noted(f"example {task.example_id}", error)
+            return failed(task, member, episode, "error", snake(type(error).__name__), text, client.timing)
         if state.get("timed_out"):
-            return fail("timeout", "environment_timeout", "the environment's own time limit (timeout_seconds)")
+            text = "the environment's own time limit (timeout_seconds)"
+            return failed(task, member, episode, "timeout", "environment_timeout", text, client.timing)
+        state[ANSWERED] = client.answered
         trajectory = trajectory_of(state)
-        if not set(trajectory) & set(client.answered):
-            if state.get("prompt_too_long"):
-                return fail("error", "prompt_too_long", filled(self.policy))
-            if client.answered:
-                what = f"none of the {len(client.answered)} requests of the episode is in its trajectory, so nothing can be trained"
-                return fail("error", "no_turns", what)
-            return fail("error", "no_turns", f"the episode ended with {state.get('stop_condition')} before the model was asked")
+        trained = set(trajectory) & set(client.answered)
+        if not trained and state.get("prompt_too_long"):
+            return failed(task, member, episode, "error", "prompt_too_long", filled(self.policy), client.timing)
+        if not trained:
+            text = f"it ended with {state.get('stop_condition')}, and none of its {len(client.answered)} requests is in its trajectory"
+            return failed(task, member, episode, "error", "no_turns", text, client.timing)
+        trace, env = episode.keep(trajectory), player.env
+        if not player.scores_groups:
+            if self.scores is not None:
+                self.scores(trace)
+            began = time.monotonic()
+            await (env.rubric.score_rollout(state) if env.score_rollouts else env.rubric.dummy_score_rollout(state))
+            client.timing["scoring"] = time.monotonic() - began
+            await env.rubric.cleanup(state)
         rollout = Rollout(
             task=task,
             member=member,
-            trace=episode.keep(trajectory),
+            trace=trace,
             prompt=[recorded(message) for message in state["prompt"]],
             completion=[recorded(message) for message in state.get("completion") or []],
             reward=0.0,
@@ -178,14 +211,22 @@ class VerifiersEnvironment:
             status="ok",
             stop=state.get("stop_condition") or "",
             is_truncated=bool(state.get("is_truncated")),
-            timing=timing,
+            timing=client.timing,
         )
         return (rollout if player.scores_groups else self._scored(player, rollout, state)), state
 
     async def _scored_group(self, player: Player, rollouts: Sequence[Rollout], states: list[State]) -> list[Rollout]:
         """The rollouts with the rewards that compare them. If the rubric raises, every rollout fails."""
+
+        async def score() -> list[Rollout]:
+            rubric = player.env.rubric
+            await (rubric.score_group(states) if player.env.score_rollouts else rubric.dummy_score_group(states))
+            for state in states:
+                await rubric.cleanup(state)
+            return [self._scored(player, rollout, state) for rollout, state in zip(rollouts, states, strict=True)]
+
         began = time.monotonic()
-        scoring = await run_for(self.timeout, self._score_states(player.env, states))
+        scoring = await run_for(self.timeout, score())
         if not scoring.done():
             await abandon(scoring)
             return [replace(r, status="timeout", stop="scoring_timeout", error=f"no rewards after {self.timeout:g} s") for r in rollouts]
@@ -193,50 +234,13 @@ class VerifiersEnvironment:
             text = self._noted(f"scoring example {rollouts[0].task.example_id}", raised)
             return [replace(r, status="error", stop="environment_error", error=text) for r in rollouts]
         each = (time.monotonic() - began) / len(rollouts)
-        rollouts = [replace(r, timing={**r.timing, "total": r.timing["total"] + each, "scoring": each}) for r in rollouts]
-        try:
-            scored = [self._scored(player, rollout, state) for rollout, state in zip(rollouts, states, strict=True)]
-        except Exception as error:  # a reward or metric in the state that is no number
-            text = self._noted(f"the rewards of example {rollouts[0].task.example_id}", error)
-            return [replace(r, status="error", stop="environment_error", error=text) for r in rollouts]
-        # Rewards compare the group, so one without a reward leaves the others without one.
-        whole = all(rollout.status == "ok" for rollout in scored)
-        return scored if whole else [_unscored(rollout) if rollout.status == "ok" else rollout for rollout in scored]
-
-    async def close(self) -> None:
-        """Let the environment and its rubrics release their resources (process pools, sandboxes), for at most CLEANUP_GRACE seconds."""
-        self.failures.close()
-        envs = {id(env): env for env in (self.env, *leaves(self.env))}.values()
-        closing = asyncio.create_task(together([env._teardown() for env in envs]))
-        await asyncio.wait({closing}, timeout=CLEANUP_GRACE)
-        if not closing.done():
-            await abandon(closing)
-
-    async def _episode(self, player: Player, row: dict[str, Any], client: EpisodeClient) -> State:
-        env = player.env
-        state = await env.rollout(row, client, "policy", dict(player.sampling))
-        state[ANSWERED] = client.answered
-        if state.get("error") is None and not state.get("timed_out") and state["trajectory"] and not player.scores_groups:
-            if self.scores is not None:
-                self.scores(client.episode.keep(trajectory_of(state)))
-            began = time.monotonic()
-            await (env.rubric.score_rollout(state) if env.score_rollouts else env.rubric.dummy_score_rollout(state))
-            client.scoring = time.monotonic() - began
-            await env.rubric.cleanup(state)
-        return state
-
-    async def _score_states(self, env: vf.Environment, states: list[State]) -> None:
-        rubric = env.rubric
-        await (rubric.score_group(states) if env.score_rollouts else rubric.dummy_score_group(states))
-        for state in states:
-            await rubric.cleanup(state)
+        return [replace(r, timing={**r.timing, "total": r.timing["total"] + each, "scoring": each}) for r in scoring.result()]
 
     def _scored(self, player: Player, rollout: Rollout, state: State) -> Rollout:
         """The rollout with its rewards. In verifiers a reward function that raised scored 0; `with_raised_reward` decides what follows."""
         values = {name: float(value) for name, value in (state.get("metrics") or {}).items()}
         metrics = finite({name: value for name, value in values.items() if name not in player.rewards})
-        metrics["requests_beside"] = float(len(set(state[ANSWERED]) - set(trajectory_of(state))))
-        metrics[REWARD_ERROR] = 0.0
+        metrics |= {"requests_beside": float(len(set(state[ANSWERED]) - set(trajectory_of(state)))), REWARD_ERROR: 0.0}
         errors = state.get(REWARD_ERRORS, [])
         said = "; ".join(f"{name} raised {self._noted(f'reward function {name}', error)}" for name, error in errors) or None
         reward = float(state["reward"])
@@ -249,16 +253,35 @@ class VerifiersEnvironment:
         raised = any(name in player.rewards for name, _ in errors)  # one with weight 0 is a metric, and no part of the reward
         return with_raised_reward(scored, said or "", self.reward_raises) if raised else scored
 
-    def _noted(self, what: str, error: BaseException) -> str:
-        """The error in one line. The log gets its traceback, once for all errors of its kind."""
-        failure = failure_of(error, self.sources)
-        self.failures.note(self.name, what, failure)
-        return failure.text
-
 
 def trajectory_of(state: State) -> list[str]:
     """The ids of the requests in the trajectory."""
     return [step["response"].id for step in state["trajectory"] if step.get("response") is not None]
+
+
+def leaves(env: vf.Environment) -> Iterator[vf.Environment]:
+    """The environments that play: `env`, or the members of a group, and of the groups in it."""
+    if isinstance(env, vf.EnvGroup):
+        for child in env.envs:
+            yield from leaves(child)
+    else:
+        yield env
+
+
+def routed(env: vf.Environment, row: Mapping[str, Any]) -> tuple[vf.Environment, dict[str, Any]]:
+    """The environment that plays this row, and the row as that environment knows it."""
+    own = without_old_task(row)
+    while isinstance(env, vf.EnvGroup):
+        name, own, _ = env._route_child_input(own)
+        env = env.get_env_for_name(name)
+    return env, own
+
+
+def without_old_task(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row without a `task` column that is a plain name, as in environments of earlier verifiers. Today's refuses such rows."""
+    task = row.get("task")
+    is_name = isinstance(task, str) and not task.lstrip().startswith("{")
+    return {key: value for key, value in row.items() if not (is_name and key == "task")}
 
 
 def rows_of(name: str, env: vf.Environment, split: str) -> Any:
@@ -266,23 +289,43 @@ def rows_of(name: str, env: vf.Environment, split: str) -> Any:
 
     Raises ValueError without training examples.
     """
-    trains = env.dataset_source is not None or env.dataset is not None
     if split == "eval" and (env.eval_dataset_source is not None or env.eval_dataset is not None):
         return env.get_eval_dataset()
-    if not trains:
+    if env.dataset_source is None and env.dataset is None:
         raise ValueError(f"envs.{name}: the environment {env.env_id} has no training data set, only one for evaluation")
     if split == "eval":
         log.warning("%s: the environment %s has no evaluation data set; its training examples are evaluated", name, env.env_id)
     return env.get_dataset()
 
 
-def _unscored(rollout: Rollout) -> Rollout:
-    return replace(rollout, status="cancelled", stop="group_failed", error="another rollout of the group failed")
+def record_reward_errors(rubric: Rubric) -> None:
+    """Let a rubric, and those in it, keep what a reward function raised. verifiers logs it and scores 0."""
+    for child in getattr(rubric, "rubrics", []):
+        record_reward_errors(child)
+    if type(rubric)._call_individual_reward_func is Rubric._call_individual_reward_func:
+        rubric._call_individual_reward_func = functools.partial(_call_reward, rubric)
+    if type(rubric)._call_group_reward_func is Rubric._call_group_reward_func:
+        rubric._call_group_reward_func = functools.partial(_call_group_reward, rubric)
 
 
-def _quiet_logger() -> None:
-    """Remove the handler that importing verifiers installs, so that its warnings and errors reach our log."""
-    logger = logging.getLogger("verifiers")
-    logger.handlers.clear()
-    logger.propagate = True
-    logger.setLevel(logging.WARNING)
+async def _call_reward(rubric: Rubric, func: Any, state: State) -> float:
+    try:
+        return float(await maybe_call_with_named_args(func, **rubric.score_objects(state)))
+    except Exception as error:
+        return _note(func, [state], error)[0]
+
+
+async def _call_group_reward(rubric: Rubric, func: Any, states: list[State]) -> list[float]:
+    try:
+        scores = [float(score) for score in await maybe_call_with_named_args(func, **rubric.group_score_objects(states))]
+        if len(scores) != len(states):
+            raise ValueError(f"it returned {len(scores)} rewards for a group of {len(states)} rollouts")
+        return scores
+    except Exception as error:
+        return _note(func, states, error)
+
+
+def _note(func: Any, states: list[State], error: Exception) -> list[float]:
+    for state in states:
+        state.setdefault(REWARD_ERRORS, []).append((getattr(func, "__name__", repr(func)), error))
+    return [0.0] * len(states)

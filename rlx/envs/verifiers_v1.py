@@ -18,42 +18,41 @@ import itertools
 import logging
 import math
 import re
-import signal
-import sys
-import threading
-import time
-from collections.abc import Coroutine, Mapping, Sequence
+import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from statistics import fmean
+from typing import Any
+from urllib.parse import urlsplit
 
 import verifiers.v1 as vf
 from pydantic import ValidationError
 from verifiers.v1.configs.agent import AgentConfig
 from verifiers.v1.envs.single_agent import SingleAgentEnv
-from verifiers.v1.utils.loaders import default_harness_id, env_config_type, import_taskset
+from verifiers.v1.harnesses.null.harness import NullHarness
+from verifiers.v1.utils.loaders import default_harness_id, env_config_type
 from verifiers.v1.utils.loaders import load_environment as load_v1
 
 from rlx.config.pythons import sources_of
 from rlx.config.schema import EnvConfig
-from rlx.config.signatures import module_of
-from rlx.envs import verifiers_v1_boxes, verifiers_v1_tools
+from rlx.envs import verifiers_v1_boxes, verifiers_v1_client, verifiers_v1_tools
 from rlx.envs.base import RAISED, REWARD_ERROR, failed, filled, finite, with_raised_reward
-from rlx.envs.errors import Failure, FailureLog, failure_of, in_one_line, snake
+from rlx.envs.errors import Failure, failure_of, in_one_line, snake
+from rlx.envs.local import LocalEnvironment
 from rlx.envs.messages import recorded
-from rlx.envs.stacks import waits_at
-from rlx.envs.together import CLEANUP_GRACE, abandon, raised_by, run_for, together
-from rlx.envs.verifiers_v1_client import PolicyClient, PolicyEndpoint, give_clients, loops, mark_of, offered_tools
-from rlx.envs.verifiers_v1_needs import Needs, adapt_processes
+from rlx.envs.together import CLEANUP_GRACE, abandon
+from rlx.envs.verifiers_v1_boxes import CommandHarness, fit, runtime_of
+from rlx.envs.verifiers_v1_client import ChatLoop, PolicyClient, PolicyEndpoint, give_clients, mark_of
+from rlx.envs.verifiers_v1_tools import functions_of
 from rlx.plain import utf8
-from rlx.policy.base import Episode, Message, Policy
-from rlx.stacks import rollout_name
+from rlx.policy.base import Episode, Message
 from rlx.types import Rollout, Status, Task
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 STARTUP_TIMEOUT = 600.0  # seconds for the tool servers that all rollouts share; verifiers gives each 180 to take a port and 180 to answer
+CONNECT_TIMEOUT = 3.0  # seconds to reach a tool server elsewhere
 ENDLESS_ROWS = 1000  # tasks of an endless taskset, unless `num_tasks` is set
 POLICY = "policy"  # the model's name in requests
 CUT = ("max_input_tokens", "max_output_tokens", "max_total_tokens", "context_length")
@@ -65,75 +64,57 @@ def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], tim
 
     `config.args` is verifiers' `env` block without `taskset.id`: `taskset` (its own keys), one key for each agent, `timeout`, …
     `sampling` and `concurrency` are part of the protocol; the policy has the sampling parameters, and reward functions get no threads.
-    Raises ValueError, with one sentence for people, if the package is not installed, if its arguments are wrong, if it has no tasks, if
-    `agents_per_group` is `all` but an episode has one run, or if it needs what rlx does not offer (a sandbox, a key, images). Errors of
-    the package's own code are raised as they are.
+    Raises ValueError, with one sentence for people, if the package is not installed, if its arguments are wrong, if it has no tasks, or if
+    it cannot run on this machine (`fit`). Errors of the package's own code are raised as they are.
     """
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     where = f"envs.{name}"
-    block, chosen = block_of(where, config)
-    adapt_processes()
-    verifiers_v1_boxes.install()
-    verifiers_v1_tools.install()
-    try:
-        env = load_v1(block)
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-    for noisy in ("verifiers", "aiohttp.access", "httpx", "httpx2", "mcp"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-    if config.agents_per_group == "all" and type(env) is SingleAgentEnv:
-        raise ValueError(
-            f"{where}: an episode of {config.id} is one run of one agent, so there is nothing else to train: {where}.agents_per_group=all. "
-            "Set it to one; all is for environments whose episodes have several runs"
-        )
+    env, chosen = loaded(where, config)
     if config.reward_raises == "zero" and type(env) is not SingleAgentEnv:
-        raise ValueError(
-            f"{where}: the agents of {config.id} are judged together, so a reward that raises leaves an episode without rewards, and "
-            f"{where}.reward_raises=zero cannot be met. Remove the key, or catch the error in the reward function"
-        )
+        raise ValueError(f"{where}.reward_raises=zero cannot be met: the agents of {config.id} are judged together; remove the key")
     if config.split == "eval":
         log.warning("%s: a v1 taskset has no data set for evaluation; its tasks are those of training, unless its args choose others", name)
     tasks = tasks_of(where, env, config.num_tasks)
-    boxed = verifiers_v1_boxes.in_boxes(where, env, config, chosen)
-    needs = Needs(f"{where}.args", chosen | boxed)
-    for sentence in needs.of(env, tasks[0]):
-        raise ValueError(f"{where}: the v1 environment {config.id} cannot run here: {sentence}")
-    made = V1Environment(name, env, tasks, trained_agents(where, env, config.agents), config, config.rollout_timeout or timeout)
-    made.longest, made.sandbox = sampling.get("max_tokens"), "bwrap" if boxed else ""
+    sandbox = fit(where, env, config, chosen, tasks[0])
+    agents = trained_agents(where, env, config.agents)
+    give_harnesses(env)
+    made = V1Environment(name, env, tasks, agents, config, config.rollout_timeout or timeout)
+    made.longest, made.sandbox = sampling.get("max_tokens"), sandbox
     return made
 
 
-class V1Environment:
-    """See `rlx.envs.base.Environment`."""
+def loaded(where: str, config: EnvConfig) -> tuple[vf.Env, frozenset[str]]:
+    """verifiers' environment, and the agents that may run commands on this machine."""
+    block, chosen = block_of(where, config)
+    for module in (verifiers_v1_boxes, verifiers_v1_client, verifiers_v1_tools):
+        module.install()
+    env = load_v1(block)
+    for noisy in ("verifiers", "aiohttp.access", "httpx", "httpx2", "mcp"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    return env, chosen
 
-    tools: Sequence[Mapping[str, Any]] = ()  # tool servers say theirs when they start; the policy then checks them at the first request
+
+class V1Environment(LocalEnvironment):
+    """See `rlx.envs.base.Environment`. v1 compares the agents of an episode (in its `finalize`), never episodes."""
+
     sandbox = ""  # what its agents' boxes are, for people
-    scores_groups = False  # v1 compares the agents of an episode (in its `finalize`), never episodes
+    longest: int | None = None  # sampled tokens of one answer to a program
 
     def __init__(self, name: str, env: vf.Env, tasks: Sequence[vf.Task], agents: Sequence[str], config: EnvConfig, timeout: float) -> None:
         """`agents`: those that train, in turn."""
-        self.name = name
-        self.policy: Policy | None = None
-        self.env = env
-        self.agents: Sequence[str] = tuple(agents)
-        self.timeout = timeout
+        super().__init__(name, timeout, config.reward_raises, sources_of(config.id))
+        self.env, self.agents = env, tuple(agents)
         self.whole = config.agents_per_group == "all"
         self.several = len(env._agent_specs) > 1
-        self.reward_raises = config.reward_raises
-        self.sources = sources_of(config.id)
-        self.failures = FailureLog(log)
-        self.longest: int | None = None  # sampled tokens of one answer to a program
-        self.rows: Sequence[dict[str, Any]] = [
+        self.rows = [
             {"example_id": number, "prompt": _prompt(task.data), "task": task.data.model_dump(mode="json")}
             for number, task in enumerate(tasks)
         ]
-        self.tools = offered_tools(env)
         self._type, self._data = type(tasks[0]), type(tasks[0].data)
-        self._serving: asyncio.Task[None] | None = None
-        self._up: asyncio.Future[None] | None = None
-        self._down = asyncio.Event()  # set when they are to stop
+        keys = env.config.taskset
+        self._toolsets = [*env.taskset.toolsets(keys), *self._type.toolsets(keys.task)]
+        self.tools = functions_of([each for each in self._toolsets if not each.config.url])
+        self._shared = contextlib.AsyncExitStack()
+        self._starting: asyncio.Task[None] | None = None
 
     def trained_agent(self, task: Task) -> str:
         """The agent that the group of `task` trains: each as often as the others, in an order that follows from the task's index."""
@@ -143,77 +124,62 @@ class V1Environment:
     async def play(self, task: Task, members: Sequence[int], attempt: int) -> list[Rollout]:
         """See `rlx.envs.base.Environment`. An episode may take `timeout` seconds, its rewards included."""
         await self._start()
-        return await together([self._rollout(task, member, attempt) for member in members])
+        return await super().play(task, members, attempt)
 
     def rehearse(self) -> None:
-        """Start and stop what the rollouts share, if there is anything, to see that it starts. Raises RuntimeError."""
-        if type(self.env).start is not vf.Env.start or self.env.taskset.toolsets(self.env.config.taskset):
-            _in_a_thread(self._rehearsed())
+        """Start and stop what the rollouts share, and reach its tool servers elsewhere, if there is anything. Raises RuntimeError."""
+        for url in (urlsplit(each.config.url) for each in self._toolsets if each.config.url):
+            try:
+                socket.create_connection((url.hostname, url.port or (443 if url.scheme == "https" else 80)), CONNECT_TIMEOUT).close()
+            except OSError as error:
+                text = f"this machine does not reach its tool server at {url.geturl()} ({error}); set the server's url to one that it can"
+                raise RuntimeError(f"envs.{self.name}: {text}") from error
 
-    async def _rehearsed(self) -> None:
-        try:
-            await self._start()
-        finally:
-            await self.close()
-            self._up = self._serving = None
-            self._down = asyncio.Event()
+        async def tried() -> None:
+            try:
+                await self._start()
+            finally:
+                await self.close()
+                self._starting = None
+
+        if type(self.env).start is not vf.Env.start or self._toolsets:
+            asyncio.run(tried())
 
     async def close(self) -> None:
         """Stop the tool servers, for at most CLEANUP_GRACE seconds."""
-        self.failures.close()
-        if self._serving is not None:
-            self._down.set()
-            await asyncio.wait({self._serving}, timeout=CLEANUP_GRACE)
-            await abandon(self._serving)
+        await super().close()
+        closing = asyncio.create_task(self._shared.aclose())
+        await asyncio.wait({closing}, timeout=CLEANUP_GRACE)
+        await abandon(closing)
 
     async def _start(self) -> None:
-        """Start what the rollouts share (the interception server, shared tool servers), once. Raises what that raises."""
-        if self._up is None:
-            self._up = asyncio.get_running_loop().create_future()
-            self._serving = asyncio.create_task(self._serve(self._up))
-        await asyncio.shield(self._up)
+        """Start what the rollouts share (the interception server, shared tool servers), once. Raises RuntimeError."""
+        self._starting = self._starting or asyncio.create_task(self._serve())
+        await asyncio.shield(self._starting)
 
-    async def _serve(self, up: asyncio.Future[None]) -> None:
-        limit = asyncio.timeout(STARTUP_TIMEOUT)
+    async def _serve(self) -> None:
         try:
-            async with contextlib.AsyncExitStack() as stack:
-                async with limit:
-                    await stack.enter_async_context(self.env.serving())
-                give_clients(self.env._interception)
-                up.set_result(None)
-                await self._down.wait()
+            async with asyncio.timeout(STARTUP_TIMEOUT):
+                await self._shared.enter_async_context(self.env.serving())
         except Exception as error:
-            if up.done():
-                log.warning("%s: stopping its servers failed", self.name, exc_info=True)
-            else:
-                text = f"not within {STARTUP_TIMEOUT:g} s" if limit.expired() else in_one_line(error, self.sources)
-                up.set_exception(RuntimeError(f"envs.{self.name}: what its rollouts share (tool servers) did not start: {text}"))
+            text = in_one_line(error, self.sources)
+            raise RuntimeError(f"envs.{self.name}: what its rollouts share (tool servers) did not start: {text}") from error
+        give_clients(self.env._interception)
 
     async def _rollout(self, task: Task, member: int, attempt: int) -> Rollout:
-        assert self.policy is not None, "the environment has no policy; set it before the first play"
-        episode = self.policy.episode(task, member, attempt)
+        episode = self._episode_of(task, member, attempt)
         client = PolicyClient(episode, self.longest)
-        started = time.monotonic()
-        playing = await run_for(self.timeout, self._episode(task, client), rollout_name(task, member))
-        timing = {"total": time.monotonic() - started, "generation": client.seconds, "scoring": 0.0}
+        played = await self._timed(self._episode(task, client), task, member, episode, client.timing)
+        return played if isinstance(played, Rollout) else self._played(task, member, episode, client, played)
+
+    def _played(self, task: Task, member: int, episode: Episode, client: PolicyClient, played: vf.Episode) -> Rollout:
+        """The rollout of a finished episode: the trace of the agent that trains, with its own reward."""
 
         def fail(status: Status, stop: str, error: str) -> Rollout:
-            return failed(task, member, episode, status, stop, error, timing)
+            return failed(task, member, episode, status, stop, error, client.timing)
 
-        if not playing.done():
-            where = waits_at(playing, self.sources) + episode.waits_for
-            await abandon(playing)
-            return fail("timeout", "timeout", f"no result after {self.timeout:g} s (rollout_timeout){where}")
-        if (raised := raised_by(playing)) is not None:
-            return fail("error", "environment_error", self._note(task, failure_of(raised, self.sources)))
-        return self._played(task, member, episode, client, playing.result(), timing, fail)
-
-    def _played(
-        self, task: Task, member: int, episode: Episode, client: PolicyClient, played: vf.Episode, timing: dict[str, float], fail: Any
-    ) -> Rollout:
-        """The rollout of a finished episode: the trace of the agent that trains, with its own reward."""
+        client.timing["scoring"] = sum(trace.timing.scoring.duration for trace in played.traces)
         agent = self.trained_agent(task)
-        timing["scoring"] = sum(trace.timing.scoring.duration for trace in played.traces)
         able = [trace for trace in played.traces if trace.agent.name in self.agents and trace.agent.trainable]
         able.sort(key=lambda trace: trace.timing.start)  # verifiers lists them as they end; the fastest would always be chosen
         if self.whole and (asked := [trace for trace in able if client.requests.get(trace.id)]):
@@ -225,58 +191,58 @@ class V1Environment:
             late = getattr(played, "is_timeout", False) or "deadline (--env.timeout" in failure.text
             return fail("timeout" if late else "error", "environment_timeout" if late else stop, self._note(task, failure))
         if not traces:
-            others = sorted({trace.agent.name for trace in played.traces if trace.agent.trainable})
-            hint = f"; those that trained are {', '.join(others)}: set envs.{self.name}.agents" if others else ""
-            return fail("error", "no_turns", f"the agent `{agent}`, which this group trains, did not play or does not train{hint}")
+            return fail("error", "no_turns", f"the agent `{agent}`, which this group trains, did not play or does not train")
         trace = traces[member % len(traces)]
+        if trace.id in client.too_long and not client.requests.get(trace.id):
+            return fail("error", "prompt_too_long", filled(self.policy))
         if not client.requests.get(trace.id):
-            if trace.id in client.too_long:
-                assert self.policy is not None
-                return fail("error", "prompt_too_long", filled(self.policy))
             return fail("error", "no_turns", f"the episode ended with {trace.stop_condition} before the agent `{agent}` was asked")
-        first = self._trained(task, member, episode, client, played, trace, timing)
+        names = dict.fromkeys(each.agent.name for each in played.traces) if self.several else {}
+        shared = {f"{name}/reward": fmean(float(each.reward) for each in played.traces if each.agent.name == name) for name in names}
+        first, *others = [
+            self._trained(task, member, episode, client, each, shared)
+            for each in (trace, *(other for other in able if self.whole and other is not trace))
+        ]
         if failure is not None:
             first = replace(first, reward=0.0, rewards={})  # verifiers keeps what was recorded before the error
             return with_raised_reward(first, self._note(task, failure), self.reward_raises)
-        if not self.whole:
-            return first
-        others = [self._trained(task, member, episode, client, played, other, timing) for other in able if other is not trace]
         return replace(first, others=tuple(others))
 
     def _trained(
-        self, task: Task, member: int, episode: Episode, client: PolicyClient, played: vf.Episode, trace: vf.Trace, timing: dict[str, float]
+        self, task: Task, member: int, episode: Episode, client: PolicyClient, trace: vf.Trace, shared: dict[str, float]
     ) -> Rollout:
         """The rollout that trains one trace."""
         kept, too_long = episode.keep(client.requests[trace.id]), trace.id in client.too_long
-        reward = float(trace.reward)
-        metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None} | {REWARD_ERROR: 0.0}
-        if self.several:
-            metrics |= self._by_agent(played)
         messages = [recorded(message) for message in trace.messages]
         first = next((number for number, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
-        return Rollout(
+        metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None}
+        rollout = Rollout(
             task=task,
             member=member,
             trace=kept,
             prompt=messages[:first],
             completion=messages[first:],
-            reward=reward if math.isfinite(reward) else 0.0,
+            reward=float(trace.reward),
             rewards=finite({name: float(value.score) for name, value in trace.rewards.items() if value is not None}),
-            metrics=finite(metrics),
-            status="ok" if math.isfinite(reward) else "error",
-            stop=("context_length" if too_long else trace.stop_condition or "") if math.isfinite(reward) else "reward_not_finite",
-            error=None if math.isfinite(reward) else f"the reward is {reward}",
+            metrics=finite(metrics | {REWARD_ERROR: 0.0} | shared),
+            status="ok",
+            stop="context_length" if too_long else trace.stop_condition or "",
             is_truncated=too_long or trace.stop_condition in CUT or any(node.finish_reason == "length" for node in kept.nodes),
-            timing=timing,
+            timing=client.timing,
             agent=trace.agent.name if len(self.agents) > 1 else None,
             compared=mark_of(trace) if self.whole else None,
             asked=mark_of(trace) if self.several and not self.whole else None,
         )
+        if math.isfinite(rollout.reward):
+            return rollout
+        return replace(rollout, reward=0.0, status="error", stop="reward_not_finite", error=f"the reward is {rollout.reward}")
 
     async def _episode(self, task: Task, client: PolicyClient) -> vf.Episode:
         data = self._data.model_validate(task.row["task"])
         (slot,) = self.env.slots(self._type(data, self.env.config.taskset.task))
-        context = vf.ModelContext(model=POLICY, client=PolicyEndpoint.of(client), sampling=vf.SamplingConfig())
+        endpoint = PolicyEndpoint()
+        endpoint._client = client
+        context = vf.ModelContext(model=POLICY, client=endpoint, sampling=vf.SamplingConfig())
         return await self.env.run_slot(slot, context)
 
     def _failure(self, played: vf.Episode, client: PolicyClient) -> tuple[str, Failure]:
@@ -300,26 +266,12 @@ class V1Environment:
         self.failures.note(self.name, f"example {task.example_id}", failure)
         return failure.text
 
-    def _by_agent(self, played: vf.Episode) -> dict[str, float]:
-        """The mean reward of each agent of an episode, as `AGENT/reward`."""
-        rewards: dict[str, list[float]] = {}
-        for trace in played.traces:
-            rewards.setdefault(trace.agent.name, []).append(float(trace.reward))
-        return {f"{name}/reward": sum(values) / len(values) for name, values in rewards.items()}
-
 
 def block_of(where: str, config: EnvConfig) -> tuple[Any, frozenset[str]]:
     """(verifiers' configuration of the environment, the agents with a runtime `subprocess` that someone chose)."""
     args = {key: dict(value) if isinstance(value, Mapping) else value for key, value in config.args.items()}
     args["taskset"] = {**(args.get("taskset") or {}), "id": config.id}
-    try:
-        import_taskset(config.id)
-        kind = env_config_type(config.id, args.get("id") or "")
-    except ModuleNotFoundError as error:
-        missing = error.__cause__ if isinstance(error.__cause__, ModuleNotFoundError) else error
-        if missing.name != module_of(config.id):
-            raise missing from None  # something that the package imports
-        raise ValueError(f"{where}: the environment {config.id} is not installed in this Python ({sys.executable})") from error
+    kind = env_config_type(config.id, args.get("id") or "")
     bundled = default_harness_id(config.id)
     chosen = set()
     for name, field in kind.model_fields.items():
@@ -327,12 +279,10 @@ def block_of(where: str, config: EnvConfig) -> tuple[Any, frozenset[str]]:
         if not isinstance(default, AgentConfig):
             continue
         own = dict(args.get(name) or {})
-        if isinstance(own.get("harness"), Mapping) and "id" in own["harness"] and own["harness"]["id"] is None:
-            own["harness"] = {**own["harness"], "id": "null"}  # what YAML makes of the name `null`
         if "harness" not in own and default.harness is None and bundled == "bash":
             own["harness"] = {"id": "null"}  # verifiers' default gives the model a shell in a sandbox
         if "runtime" not in own and "runtime" not in default.model_fields_set:
-            own["runtime"] = verifiers_v1_boxes.runtime_of(where, config)  # verifiers' default costs money
+            own["runtime"] = runtime_of(where, config)  # verifiers' default costs money
             if config.sandbox == "none":
                 chosen.add(name)
         elif (own.get("runtime") or default.runtime.model_dump()).get("type") == "subprocess":
@@ -342,9 +292,7 @@ def block_of(where: str, config: EnvConfig) -> tuple[Any, frozenset[str]]:
     try:
         return kind.model_validate(args), frozenset(chosen)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise ValueError(f"{where}.args.{key}: {first['msg']} (value: {first.get('input')!r:.80})") from error
+        raise ValueError(f"{where}.args: {' '.join(str(error).split())}") from error
 
 
 def tasks_of(where: str, env: vf.Env, limit: int | None) -> list[vf.Task]:
@@ -360,46 +308,30 @@ def tasks_of(where: str, env: vf.Env, limit: int | None) -> list[vf.Task]:
 
 def trained_agents(where: str, env: vf.Env, asked: Sequence[str]) -> list[str]:
     """The agents that train: those of the policy that the environment does not freeze, or those of them that the configuration names."""
-    context = vf.ModelContext(model=POLICY, client=PolicyEndpoint.of(PolicyClient(None)), sampling=vf.SamplingConfig())  # type: ignore[arg-type]
+    context = vf.ModelContext(model=POLICY, client=PolicyEndpoint(), sampling=vf.SamplingConfig())
     agents = env._episode_agents(context, [], None, None)
-    _in_a_thread(env.setup(agents))
-    names = [name for name, spec in env._agent_specs.items() if spec.client is None]
-    can = [name for name in names if getattr(agents, name).trainable]
-    if wrong := [name for name in asked if name not in can]:
-        raise ValueError(f"{where}.agents names {', '.join(wrong)}; the agents that can train are {', '.join(can) or 'none'}")
-    if not can:
-        raise ValueError(f"{where}: none of its agents trains ({', '.join(env._agent_specs)})")
-    stock = env._episode_agents
-
-    def with_loops(*args: Any) -> Any:
-        made = stock(*args)
-        for name in env._agent_specs:
-            if isinstance(env._harnesses[name], verifiers_v1_boxes.CommandHarness):
-                getattr(made, name).harness = env._harnesses[name]
-        loops([getattr(made, name) for name in env._agent_specs], env._interception)
-        return made
-
-    env._episode_agents = with_loops
+    asyncio.run(env.setup(agents))
+    can = [name for name, spec in env._agent_specs.items() if spec.client is None and getattr(agents, name).trainable]
+    if not can or set(asked) - set(can):
+        raise ValueError(f"{where}.agents={list(asked)}; the agents that can train are {', '.join(can) or 'none'}")
     return list(asked) or can
 
 
-def _in_a_thread(call: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine, run in a thread, because this one may have a running loop."""
-    results: list[T] = []
-    errors: list[BaseException] = []
+def give_harnesses(env: vf.Env) -> None:
+    """Let the policy's program play the agents that have one, and the chat loop of this process those that have verifiers'."""
+    stock = env._episode_agents
 
-    def run() -> None:
-        try:
-            results.append(asyncio.run(call))
-        except BaseException as error:
-            errors.append(error)
+    def made(*args: Any) -> Any:
+        agents = stock(*args)
+        for name, harness in env._harnesses.items():
+            agent = getattr(agents, name)
+            if isinstance(harness, CommandHarness):
+                agent.harness = harness
+            elif type(agent.harness) is NullHarness:
+                agent.harness = ChatLoop(agent.harness.config, env._interception)
+        return agents
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    env._episode_agents = made
 
 
 def _prompt(data: vf.TaskData) -> list[Message]:

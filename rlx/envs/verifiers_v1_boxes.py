@@ -1,4 +1,4 @@
-"""Boxes and programs for agents of v1 tasksets: bubblewrap as one of verifiers' runtimes, and a harness that is a command.
+"""Where the agents of v1 tasksets run: bubblewrap as one of verifiers' runtimes, and a harness that is a command.
 
 verifiers' runtimes are a closed list, so `rollout.make_runtime` is replaced (one name, in 0.3 and 0.4). docker, podman, apptainer and the
 remote ones are its own. What its servers of this machine offer (the model, tools, state) is forwarded into a box at the same port.
@@ -8,64 +8,54 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
+import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import verifiers.v1 as vf
 from pydantic import PrivateAttr
 from verifiers.v1 import rollout
 from verifiers.v1.configs.harness import HarnessConfig as TheirHarnessConfig
-from verifiers.v1.dialects import DIALECTS
 from verifiers.v1.harness import Harness
 from verifiers.v1.harnesses.null.harness import NullHarness
 from verifiers.v1.runtimes import ProgramResult, SubprocessRuntime
 from verifiers.v1.runtimes.base import Runtime, register
 from verifiers.v1.runtimes.subprocess import SubprocessConfig, SubprocessProcess
+from verifiers.v1.utils.compile import resolve_runtime_config, validate_pairing
 
 from rlx.agents.box import HOME, Box, open_box
-from rlx.agents.gateway import UNTRAINED
-from rlx.agents.images import choose, installed, prepared, problem_of
+from rlx.agents.images import choose, installed, prepared
 from rlx.agents.processes import end
 from rlx.config.schema import EnvConfig
 from rlx.config.schema_rollout import BoxConfig, HarnessConfig
-from rlx.envs import verifiers_mcp
-from rlx.envs.program import command_of, filled, readable, variables
-from rlx.envs.verifiers_v1_client import LANGUAGES
-from rlx.envs.verifiers_v1_needs import hooks, reads
+from rlx.envs.messages import for_template
+from rlx.envs.program import command_of, filled, seeing, variables
 
-BOXES: dict[str, tuple[BoxConfig, str | None]] = {}
-"""By the name of an environment and of its agent: what a box of it holds."""
 _make_runtime = rollout.make_runtime
 
 
 class BoxedConfig(SubprocessConfig):
     """A runtime `subprocess` whose commands run in a box."""
 
-    _of: str = PrivateAttr("")  # a key of BOXES
+    _holds: BoxConfig = PrivateAttr()
+    _image: str | None = PrivateAttr(None)
 
 
 class BoxRuntime(SubprocessRuntime):
     """A box with verifiers' interface of a runtime."""
 
+    box: Box  # once it is started
+
     def __init__(self, config: BoxedConfig, name: str | None = None) -> None:
         super().__init__(config, name)
-        self._box: Box | None = None
-        self._forwards: dict[int, asyncio.Task[Any]] = {}
-
-    @property
-    def box(self) -> Box:
-        """The box, once it is started."""
-        assert self._box is not None
-        return self._box
+        self._forwards: dict[int, asyncio.Task[asyncio.Server]] = {}
 
     async def start(self) -> None:
         """See Runtime."""
-        own, image = BOXES[self.config._of]
-        mine = [*readable(sys.executable), *([verifiers_mcp.__file__] if verifiers_mcp.needed() else [])]
-        config = BoxConfig(**{**vars(own), "folders": [*own.folders, *mine]})
-        self._box = await open_box("bwrap", config, image)
+        self.box = await open_box("bwrap", self.config._holds, self.config._image)
         self.workdir, self.info.id = HOME, self.name
 
     def host_url(self, url: str) -> str:
@@ -77,29 +67,26 @@ class BoxRuntime(SubprocessRuntime):
 
     async def _variables(self, env: Mapping[str, str]) -> dict[str, str]:
         await asyncio.gather(*self._forwards.values())
-        own = self.process_env(dict(env)) if hasattr(self, "process_env") else dict(env)
-        return self.box.variables(own)
+        return self.box.variables(self.process_env(dict(env)))
 
     async def run(self, argv: list[str], env: dict[str, str]) -> ProgramResult:
         """See Runtime."""
         result = await self.box.run(argv, await self._variables(env))
         return ProgramResult(exit_code=result.code, stdout=result.stdout, stderr=result.stderr)
 
-    async def open_process(self, argv: list[str], env: dict[str, str]) -> SubprocessProcess:
-        """See Runtime."""
+    async def _started(self, argv: Sequence[str], env: Mapping[str, str], pipe: int) -> asyncio.subprocess.Process:
         command = [*self.box.bounds(), *self.box.command(argv, await self._variables(env))]
-        pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
         self._background.append(process)
-        return SubprocessProcess(process)
+        return process
+
+    async def open_process(self, argv: list[str], env: dict[str, str]) -> SubprocessProcess:
+        """See Runtime."""
+        return SubprocessProcess(await self._started(argv, env, asyncio.subprocess.PIPE))
 
     async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
         """See Runtime."""
-        own = self.box.command(["sh", "-c", 'exec "$@" > "$0" 2>&1', log, *argv], await self._variables(env))
-        command = [*self.box.bounds(), *own]
-        null = asyncio.subprocess.DEVNULL
-        process = await asyncio.create_subprocess_exec(*command, stdin=null, stdout=null, stderr=null, start_new_session=True)
-        self._background.append(process)
+        await self._started(["sh", "-c", 'exec "$@" > "$0" 2>&1', log, *argv], env, asyncio.subprocess.DEVNULL)
 
     async def _read(self, path: str, *more: Any) -> bytes:
         return await Runtime._read(self, path, *more)
@@ -114,8 +101,8 @@ class BoxRuntime(SubprocessRuntime):
             forwarding.cancel()
             if forwarding.done() and not forwarding.cancelled() and not forwarding.exception():
                 forwarding.result().close()
-        if self._box is not None:
-            await self._box.close()
+        if hasattr(self, "box"):
+            await self.box.close()
 
     def cleanup(self) -> None:
         """See Runtime: the box ends with this process."""
@@ -150,6 +137,7 @@ class CommandHarness(Harness[TheirHarnessConfig]):
 
     APPENDS_SYSTEM_PROMPT = True
     NEEDS_CONTAINER = False
+    SUPPORTS_MCP = True  # it finds the servers in MCP_NAME
 
     def __init__(self, config: HarnessConfig, command: Sequence[str], folder: str) -> None:
         super().__init__(TheirHarnessConfig(id="null"))
@@ -159,7 +147,7 @@ class CommandHarness(Harness[TheirHarnessConfig]):
         self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str], data: Any, *_: Any, **__: Any
     ) -> ProgramResult:
         """See Harness."""
-        system, prompt = self.resolve_text_prompt(data) if hasattr(self, "resolve_text_prompt") else self.resolve_prompt(data)
+        system, prompt = self.resolve_text_prompt(data)
         url = endpoint.removesuffix("/v1")
         words = {"prompt": str(prompt or ""), "system": system or "", "base_url": endpoint, "key": secret, "folder": self.folder}
         env = variables(words, url, secret, self.own, self.folder) | {f"MCP_{name.upper()}": each for name, each in mcp_urls.items()}
@@ -171,7 +159,7 @@ class CommandHarness(Harness[TheirHarnessConfig]):
 
 
 def install() -> None:
-    """Let verifiers make boxes, and speak to programs that stream in the languages of Anthropic and of Responses."""
+    """Let verifiers make boxes, and run scripts with this Python; it would have uv install one for each, from the network."""
 
     def made(config: Any, name: str | None = None) -> Any:
         if not isinstance(config, BoxedConfig):
@@ -180,35 +168,18 @@ def install() -> None:
         register(runtime)
         return runtime
 
+    async def prepare_uv_script(self: Any, script: str | bytes, env: dict | None = None, *, activate: bool = True) -> list[str]:
+        data = script.encode() if isinstance(script, str) else script
+        name = f"script-{abs(hash(data)):x}.py"
+        await self.write(name, data)
+        return [sys.executable, str(Path(self.workdir, name))]
+
     rollout.make_runtime = made
-    for theirs in DIALECTS:
-        if (language := LANGUAGES.get(type(theirs).__name__)) is not None:
-            type(theirs).stream_events = lambda self, raw, language=language: list(language.events(raw, True))
-        type(theirs).apply_overrides = keeping_untrained(type(theirs).apply_overrides)
-
-
-def keeping_untrained(overrides: Any) -> Any:
-    """verifiers' `apply_overrides`, which writes the policy's name into each request, but for one that is not to be trained."""
-
-    @functools.wraps(overrides)
-    def kept(self: Any, body: dict, *more: Any) -> dict:
-        made = overrides(self, body, *more)
-        return {**made, "model": UNTRAINED} if body.get("model") == UNTRAINED else made
-
-    return overrides if hasattr(overrides, "__wrapped__") else kept
-
-
-def put_into_boxes(where: str, env: Any, agents: Sequence[str], config: BoxConfig, image: str | None) -> None:
-    """Let these agents of an environment run in boxes."""
-    for name in agents:
-        key = f"{where}.{name}"
-        BOXES[key] = config, image
-        env._agent_specs[name].runtime = runtime = BoxedConfig()
-        runtime._of = key
+    SubprocessRuntime.prepare_uv_script = prepare_uv_script
 
 
 def runtime_of(where: str, config: EnvConfig) -> dict[str, Any]:
-    """verifiers' runtime for `sandbox`. `in_boxes` makes a box of a subprocess where something runs in it."""
+    """verifiers' runtime for `sandbox`. `fit` makes a box of a subprocess where something runs in it."""
     if config.sandbox in ("auto", "bwrap", "none"):
         return {"type": "subprocess"}
     try:
@@ -218,29 +189,48 @@ def runtime_of(where: str, config: EnvConfig) -> dict[str, Any]:
     return {"type": config.sandbox} | ({"image": config.box.image} if config.box.image else {})
 
 
-def in_boxes(where: str, env: Any, config: EnvConfig, chosen: frozenset[str]) -> frozenset[str]:
-    """Put the agents that run something into boxes of bubblewrap, if `sandbox` is that; and give the policy's agents their program."""
-    for name in ("max_turns", "max_tokens"):
+def hooks(task_type: type[vf.Task]) -> list[Callable]:
+    """The functions of a task class that verifiers calls around and after an agent's run; those of `vf.Task` itself are left out."""
+    own = [(name, value) for name, value in inspect.getmembers(task_type, inspect.isfunction) if value is not getattr(vf.Task, name, None)]
+    return [value for name, value in own if name in ("setup", "finalize") or hasattr(value, "reward") or hasattr(value, "metric")]
+
+
+def fit(where: str, env: vf.Env, config: EnvConfig, chosen: frozenset[str], task: vf.Task) -> str:
+    """Give the policy's agents their program, and a box to those that may run something. Returns what the boxes are; empty: there are none.
+
+    `chosen`: the agents that may run commands on this machine, because the user or the environment's author has said so. `task`: the first.
+    Raises ValueError, in verifiers' words where it has some, if the environment cannot run here.
+    """
+    for name, theirs in (("max_turns", "max_turns"), ("max_tokens", "max_output_tokens")):
         if getattr(config.harness, name) is not None:
-            theirs = "max_turns" if name == "max_turns" else "max_output_tokens"
             raise ValueError(f"{where}.harness.{name} bounds programs of env=program; of a v1 taskset: {where}.args.AGENT.{theirs}")
     folder = installed(config.harness.install) if config.harness.install else ""
     command = command_of(config.harness)
     for name, spec in env._agent_specs.items():
         if command and spec.client is None:
             env._harnesses[name] = CommandHarness(config.harness, command, folder)
-    uses = any(reads(hook, "runtime") for hook in hooks(type(env.taskset).task_type()))
-    names = [
-        name
-        for name, spec in env._agent_specs.items()
-        if spec.runtime.type == "subprocess" and name not in chosen and (uses or type(env._harnesses[name]) is not NullHarness)
-    ]
-    if not names or config.sandbox not in ("auto", "bwrap") or (config.sandbox == "auto" and problem_of("bwrap") is not None):
-        return frozenset()
     try:
-        image = prepared(choose("bwrap", config.box.image), config.box.image)
+        for name, spec in env._agent_specs.items():
+            validate_pairing(env._harnesses[name], type(task), spec.runtime)
+            resolve_runtime_config(spec.runtime, task)
+            if spec.model is not None and spec.client is None:
+                raise ValueError(f"args.{name}.model={spec.model}, but the run's servers have only the policy; set its client.base_url")
+        for message in task.data.prompt if isinstance(task.data.prompt, list) else ():
+            for_template(message)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    own = [*config.box.folders, *([folder] if folder else []), *(path for part in command for path in readable(part))]
-    put_into_boxes(where, env, names, type(config.box)(**{**vars(config.box), "folders": own}), image)
-    return frozenset(names)
+    uses = [hook.__qualname__ for hook in hooks(type(task)) if "runtime" in inspect.signature(hook).parameters]
+    programs = {name: harness.config.id for name, harness in env._harnesses.items() if type(harness) is not NullHarness}
+    local = [name for name, spec in env._agent_specs.items() if spec.runtime.type == "subprocess" and name not in chosen]
+    boxed = [name for name in local if uses or name in programs]
+    if boxed:
+        try:
+            image = prepared(choose("bwrap", config.box.image), config.box.image)
+        except ValueError as error:
+            what = ", ".join([*uses, *(f"the program {programs[name]}" for name in boxed if name in programs)])
+            advice = f"to run it as processes of this machine, without isolation: {where}.sandbox=none"
+            raise ValueError(f"{where}: {what} of {config.id} runs commands, and {error}; {advice}") from error
+        for name in boxed:
+            env._agent_specs[name].runtime = runtime = BoxedConfig()
+            runtime._holds, runtime._image = seeing(config.box, [*command, sys.executable], folder), image
+    return "bwrap" if boxed else ""

@@ -13,9 +13,8 @@ import functools
 import hashlib
 import inspect
 import json
-import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -32,13 +31,12 @@ from verifiers.v1.interception.server import InterceptionServer
 from verifiers.v1.runtimes import ProgramResult
 from verifiers.v1.types import AssistantMessage, Response, Usage
 
-from rlx.agents.dialect import Dialect
-from rlx.agents.dialects import MESSAGES, RESPONSES
+from rlx.agents import dialects
+from rlx.agents.dialect import Dialect, Request, offered
 from rlx.agents.gateway import UNTRAINED
-from rlx.envs import verifiers_mcp
 from rlx.envs.errors import in_one_line
 from rlx.envs.messages import for_template
-from rlx.envs.verifiers_v1_tools import LOCAL, SERVERS, client_of, server_type
+from rlx.envs.verifiers_v1_tools import LOCAL, SERVERS, in_openai_form
 from rlx.policy.base import Episode, Message, PromptTooLong, Reply
 
 try:  # 0.4
@@ -46,10 +44,11 @@ try:  # 0.4
 except ImportError:
     from verifiers.v1.harnesses.null import program as tool_client
 
-verifiers_mcp.install()
-log = logging.getLogger(__name__)
-
-LANGUAGES: dict[str, Dialect] = {"AnthropicDialect": MESSAGES, "ResponsesDialect": RESPONSES}
+LANGUAGES: dict[str, Dialect] = {
+    "ChatDialect": dialects.CHAT,
+    "AnthropicDialect": dialects.MESSAGES,
+    "ResponsesDialect": dialects.RESPONSES,
+}
 CHAT: ChatDialect = next(dialect for dialect in DIALECTS if isinstance(dialect, ChatDialect))
 TOO_LONG: Any = getattr(errors, "OverlongPromptError", errors.ProviderError)  # 0.3 ends the rollout; 0.4 leaves it to the harness
 LIST_TOOLS_TIMEOUT = 60.0  # seconds
@@ -63,7 +62,7 @@ class PolicyClient(Client):
         self.episode, self.longest = episode, longest
         self.requests: dict[str, list[str]] = {}  # ids of the requests whose answers each trace has, by the trace's id
         self.failures: dict[str, Exception] = {}  # the last error of the policy in each trace
-        self.seconds = 0.0  # spent waiting for answers; of requests at the same time, each counts
+        self.timing = {"generation": 0.0}  # seconds spent waiting for answers; of requests at the same time, each counts
         self.too_long: set[str] = set()  # traces that ended with a prompt that fills the context
 
     async def get_response(
@@ -76,26 +75,23 @@ class PolicyClient(Client):
         headers: Mapping[str, str] | None = None,
     ) -> Response:
         """One request. `body` is the whole request: its own sampling parameters are honoured. Raises ProviderError."""
-        language = LANGUAGES.get(type(dialect).__name__)
-        asked = None if language is None else language.read(body)
+        language = LANGUAGES[type(dialect).__name__]
         trace = session_id or ""
-        request = dialect.parse_request(body) if turn is None else None
-        prompt = turn.prompt if request is None else request.messages
-        settings = dialect.parse_sampling(body).model_dump(exclude_none=True)
-        settings = {**(settings.pop("extra_body", None) or {}), **settings}
-        for name in ("parallel_tool_calls", "logprobs", "top_logprobs"):  # they do not change what is sampled here
-            settings.pop(name, None)
-        choice = settings.pop("tool_choice", None)
-        tools = None if choice == "none" else body.get("tools")
-        if choice not in (None, "auto", "none"):
-            _say_no_choice(json.dumps(choice))
-        if asked is not None:
+        prompt = dialect.parse_request(body).messages if turn is None else turn.prompt
+        if language is dialects.CHAT:
+            settings = dialect.parse_sampling(body).model_dump(exclude_none=True)
+            settings = {**(settings.pop("extra_body", None) or {}), **settings}
+            for name in ("parallel_tool_calls", "logprobs", "top_logprobs", "tool_choice"):  # they do not change what is sampled here
+                settings.pop(name, None)
+            tools = list(offered(body.get("tools") or (), body.get("tool_choice")))
+            asked = Request(messages=[], tools=tools, sampling=settings, model=str(body.get("model", "")))
+        else:
+            asked = language.read(body)
             bound = [each for each in (asked.sampling.get("max_tokens"), self.longest) if each is not None]
-            tools, settings = asked.tools, {**asked.sampling, **({"max_tokens": min(bound)} if bound else {})}
-        began = time.monotonic()
+            settings = {**asked.sampling, **({"max_tokens": min(bound)} if bound else {})}
+        began, counts = time.monotonic(), body.get("model") != UNTRAINED
         try:
-            counts = body.get("model") != UNTRAINED
-            reply = await self.episode.respond([for_template(message) for message in prompt], tools, settings, trained=counts)
+            reply = await self.episode.respond([for_template(message) for message in prompt], asked.tools or None, settings, trained=counts)
         except PromptTooLong as error:
             self.too_long.add(trace)
             raise TOO_LONG(f"maximum context length: {error}", status_code=400) from error
@@ -103,12 +99,11 @@ class PolicyClient(Client):
             self.failures[trace] = error
             raise errors.ProviderError(in_one_line(error), status_code=502) from error
         finally:
-            self.seconds += time.monotonic() - began
+            self.timing["generation"] += time.monotonic() - began
         if counts:
             _when_committed(turn, lambda: self.requests.setdefault(trace, []).append(reply.request_id))
         response = response_of(reply)
-        if language is not None and asked is not None:
-            response.raw = language.answer(reply, asked)
+        response.raw = language.answer(reply, asked)
         return response
 
     async def relay(self, dialect: Any, body: dict, session_id: str | None = None, headers: Any = None) -> RelayReply:
@@ -140,22 +135,6 @@ class PolicyEndpoint(TrainClientConfig):
     api_key_var: str = "RLX_POLICY_HAS_NO_KEY"
     _client: PolicyClient = PrivateAttr()
 
-    @classmethod
-    def of(cls, client: PolicyClient) -> PolicyEndpoint:
-        endpoint = cls()
-        endpoint._client = client
-        return endpoint
-
-    @property
-    def client(self) -> PolicyClient:
-        """The client of the episode."""
-        return self._client
-
-
-@functools.cache
-def _say_no_choice(choice: str) -> None:
-    log.warning("a request asks for tool_choice=%s; the policy chooses by itself, as with auto (only auto and none are known)", choice)
-
 
 def _when_committed(turn: Any, note: Callable[[], None]) -> None:
     """Call `note` when the answer of a `PendingTurn` enters the trace; at once for `None`.
@@ -176,11 +155,31 @@ def _when_committed(turn: Any, note: Callable[[], None]) -> None:
     object.__setattr__(turn, "commit", noting)  # it is a frozen dataclass, made for this one request
 
 
+def install() -> None:
+    """Let verifiers answer programs in the streams of their languages, and leave the name of a request that is not to be trained."""
+    for theirs in DIALECTS:
+        kind, language = type(theirs), LANGUAGES[type(theirs).__name__]
+        kind.stream_events = lambda self, raw, language=language: list(language.events(raw, True))
+        if not hasattr(kind.apply_overrides, "__wrapped__"):
+            kind.apply_overrides = _keeping_untrained(kind.apply_overrides)
+
+
+def _keeping_untrained(overrides: Any) -> Any:
+    """verifiers' `apply_overrides`, which writes the policy's name into each request, but for one that is not to be trained."""
+
+    @functools.wraps(overrides)
+    def kept(self: Any, body: dict, *more: Any) -> dict:
+        made = overrides(self, body, *more)
+        return {**made, "model": UNTRAINED} if body.get("model") == UNTRAINED else made
+
+    return kept
+
+
 def give_clients(server: InterceptionServer) -> None:
     """Make `server` ask the episode's policy for agents without an endpoint of their own."""
     SERVERS.append(server)
     stock = server._client
-    server._client = lambda config: config.client if isinstance(config, PolicyEndpoint) else stock(config)
+    server._client = lambda config: config._client if isinstance(config, PolicyEndpoint) else stock(config)
 
 
 class ChatLoop(NullHarness):
@@ -217,7 +216,7 @@ class ChatLoop(NullHarness):
                 request = {"model": ctx.model, "messages": messages, **({"tools": tools} if tools else {})}
                 status, answer = await self._post(self.server._handler_for(CHAT), secret, request)
                 if status != 200:
-                    over = isinstance(ctx.client, PolicyEndpoint) and trace.id in ctx.client.client.too_long
+                    over = isinstance(ctx.client, PolicyEndpoint) and trace.id in ctx.client._client.too_long
                     return ProgramResult(0 if over else 1, "", str(answer.get("error", answer)))
                 said = {name: value for name, value in answer["choices"][0]["message"].items() if value is not None}
                 messages.append(said)
@@ -282,12 +281,11 @@ async def connected(urls: dict[str, str], timeout: float) -> AsyncIterator[tuple
         tools, dispatch, servers = [], {}, {}
         near = {name: url for name, url in urls.items() if url in LOCAL}
         for name, url in near.items():
-            servers[url] = await stack.enter_async_context(client_of(LOCAL[url]))
+            servers[url] = await stack.enter_async_context(LOCAL[url]())
             for tool in (await servers[url].list_tools()).tools:
-                full = f"{name}_{tool.name}" if name else tool.name
-                about = {"name": full, "description": tool.description or "", "parameters": tool.input_schema}
-                tools.append({"type": "function", "function": about})
-                dispatch[full] = url, tool.name
+                function = in_openai_form(name, tool)
+                tools.append(function)
+                dispatch[function["function"]["name"]] = url, tool.name
         if far := {name: url for name, url in urls.items() if name not in near}:
             config = {"mcpServers": {name: {"url": url, "timeout": timeout} for name, url in far.items()}}
             more = (stack,) if "stack" in inspect.signature(tool_client.connect_mcp).parameters else ()
@@ -301,22 +299,8 @@ async def connected(urls: dict[str, str], timeout: float) -> AsyncIterator[tuple
         yield tools, dispatch, servers
 
 
-def offered_tools(env: vf.Env) -> list[dict[str, Any]]:
-    """The functions of the environment's own tool servers, in OpenAI's form. Those of servers elsewhere are known when they are asked."""
-    tasks = env.config.taskset
-    tools = []
-    for toolset in [*env.taskset.toolsets(tasks), *type(env.taskset).task_type().toolsets(tasks.task)]:
-        server: Any = server_type()(toolset.server_name or "tools")
-        toolset.register(server)
-        for tool in server._tool_manager.list_tools():
-            name = f"{toolset.server_name}_{tool.name}" if toolset.server_name else tool.name
-            function = {"name": name, "description": tool.description or "", "parameters": tool.parameters}
-            tools.append({"type": "function", "function": function})
-    return tools
-
-
 def response_of(reply: Reply) -> Response:
-    """The policy's answer as verifiers' record, with the wire form that a program reads."""
+    """The policy's answer as verifiers' record."""
     message = AssistantMessage(
         content=reply.content or None,
         reasoning_content=reply.reasoning,
@@ -324,27 +308,7 @@ def response_of(reply: Reply) -> Response:
     )
     finish: Any = "length" if reply.truncated else "tool_calls" if reply.calls else "stop"
     usage = Usage(prompt_tokens=reply.num_prompt_tokens, completion_tokens=reply.num_tokens)
-    response = Response(id=reply.request_id, created=0, model="policy", message=message, finish_reason=finish, usage=usage)
-    response.raw = {
-        "id": reply.request_id,
-        "object": "chat.completion",
-        "created": 0,
-        "model": "policy",
-        "choices": [{"index": 0, "message": message_to_wire(message), "finish_reason": finish}],
-        "usage": {
-            "prompt_tokens": reply.num_prompt_tokens,
-            "completion_tokens": reply.num_tokens,
-            "total_tokens": reply.num_prompt_tokens + reply.num_tokens,
-        },
-    }
-    return response
-
-
-def loops(agents: Sequence[Any], server: InterceptionServer) -> None:
-    """Give the agents whose harness is the chat loop the one of this process."""
-    for agent in agents:
-        if type(agent.harness) is NullHarness:
-            agent.harness = ChatLoop(agent.harness.config, server)
+    return Response(id=reply.request_id, created=0, model="policy", message=message, finish_reason=finish, usage=usage)
 
 
 def mark_of(trace: vf.Trace) -> str:

@@ -1,7 +1,7 @@
 """Tool servers of a rollout in the environment's own process, for the chat loop that runs there: no process, no HTTP.
 
 verifiers starts a Python for each task-scoped `Toolset` of each rollout, which takes seconds. Here the same object, with its hooks and its
-MCP server, answers a client of mcp's over memory, and its `state` is the rollout's own. That takes mcp 2; elsewhere verifiers' way stays.
+MCP server, answers a client of mcp's over memory, and its `state` is the rollout's own.
 `rollout.serve_tools` is replaced (one name, in 0.3 and 0.4).
 """
 
@@ -10,44 +10,50 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from verifiers.v1 import rollout
 
 NUMBERS = itertools.count()
-LOCAL: dict[str, Any] = {}
-"""The MCP servers of this process, by what stands for their URLs."""
+LOCAL: dict[str, Callable[[], Any]] = {}
+"""Clients of the MCP servers of this process, by what stands for their URLs."""
 SERVERS: list[Any] = []
 """The interception servers of this process, which know the rollout of a secret."""
 
 
+def server_of(toolset: Any) -> Any:
+    """The MCP server of a toolset."""
+    try:  # the name of mcp 1, which verifiers 0.3 has
+        from mcp.server.fastmcp import FastMCP
+    except ImportError:
+        from mcp.server.mcpserver import MCPServer as FastMCP  # type: ignore[no-redef]
+    server: Any = FastMCP(toolset.server_name or "tools")
+    toolset.register(server)
+    return server
+
+
 def client_of(server: Any) -> Any:
     """mcp's client of a server in this process."""
-    from mcp import Client
-
+    try:
+        from mcp import Client  # type: ignore[attr-defined]
+    except ImportError:
+        from mcp.shared.memory import create_connected_server_and_client_session as Client
     return Client(server)
 
 
-@functools.cache
-def can_be_here() -> bool:
-    """Whether the installed mcp has a client over memory."""
-    try:
-        from mcp import Client  # noqa: F401
-    except ImportError:
-        return False
-    return True
+def in_openai_form(server: str, tool: Any) -> dict[str, Any]:
+    """A tool of an MCP server as a function; verifiers puts the server's name before it."""
+    parameters = (
+        getattr(tool, "input_schema", None) or getattr(tool, "inputSchema", None) or tool.parameters
+    )  # mcp 2, mcp 1, a server's own
+    about = {"name": f"{server}_{tool.name}" if server else tool.name, "description": tool.description or "", "parameters": parameters}
+    return {"type": "function", "function": about}
 
 
-def server_type() -> Any:
-    """The class of MCP servers that verifiers is written for."""
-    try:
-        from mcp.server.fastmcp import FastMCP  # type: ignore[attr-defined]  # the name of mcp 1, which verifiers 0.3 has
-    except ImportError:
-        from mcp.server.mcpserver import MCPServer
-
-        return MCPServer
-    return FastMCP
+def functions_of(toolsets: Sequence[Any]) -> list[dict[str, Any]]:
+    """The functions of tool servers, which need not run. Those of servers elsewhere are known when they are asked."""
+    return [in_openai_form(each.server_name, tool) for each in toolsets for tool in server_of(each)._tool_manager.list_tools()]
 
 
 def install() -> None:
@@ -57,13 +63,13 @@ def install() -> None:
     @contextlib.asynccontextmanager
     async def serve_tools(toolsets: Sequence[Any], runtime: Any, *more: Any, state_secret: str = "", **named: Any) -> AsyncIterator[Any]:
         session = next((each.state_sessions[state_secret] for each in SERVERS if state_secret in each.state_sessions), None)
-        may = session is not None and getattr(runtime, "loop_is_here", False) and can_be_here()
-        near = [each for each in toolsets if may and is_near(each.config)]
+        here = session is not None and getattr(runtime, "loop_is_here", False)
+        near = [each for each in toolsets if here and is_near(each.config)]
         async with contextlib.AsyncExitStack() as stack:
             others = [each for each in toolsets if each not in near]
             urls = dict(await stack.enter_async_context(theirs(others, runtime, *more, state_secret=state_secret, **named)))
             for toolset in near:
-                urls[toolset.server_name] = await stack.enter_async_context(here(toolset, session))
+                urls[toolset.server_name] = await stack.enter_async_context(served(toolset, session))
             yield urls
 
     if not hasattr(theirs, "of_rlx"):
@@ -77,7 +83,7 @@ def is_near(config: Any) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def here(toolset: Any, session: Any) -> AsyncIterator[str]:
+async def served(toolset: Any, session: Any) -> AsyncIterator[str]:
     """A tool server in this process, by what stands for its URL."""
 
     async def pull() -> Any:
@@ -90,10 +96,8 @@ async def here(toolset: Any, session: Any) -> AsyncIterator[str]:
     async with toolset._exit_stack:
         await toolset.setup()
         await toolset.setup_task(session.trace.task.data)
-        server = server_type()(toolset.server_name or type(toolset).__name__)
-        toolset.register(server)
         key = f"local:{next(NUMBERS)}"
-        LOCAL[key] = server
+        LOCAL[key] = functools.partial(client_of, server_of(toolset))
         try:
             yield key
         finally:

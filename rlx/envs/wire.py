@@ -1,10 +1,10 @@
 """The messages between the orchestrator and an environment's worker, and the socket that carries them.
 
-    orchestrator                                       worker (a process that has loaded the environment)
-    Load, Give, Serve, Play, CancelPlay, Ping   →
-                                                  ←    Rows, Loaded, LoadFailed, Scores, Played, PlayFailed, Outage, Warned, Standing, Pong
+    orchestrator                                     worker (a process that has loaded the environment)
+    Load (its standard input), Give, Serve, Play, CancelPlay   →
+                                                               ←   Loaded, Failed, Scores, Played; Beat (a socket of its own)
 
-A frame is four bytes of length and one message in msgpack. What is ready at the same moment goes out in one write.
+A frame is the length of its message, the number of the request that it is about (0: none), and the message in msgpack.
 Only plain values and arrays of numbers cross: no classes, no code.
 """
 
@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import select
 import socket
-import time
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,9 +29,7 @@ from rlx.policy.spec import PolicySpec
 from rlx.trace import Trace
 from rlx.types import Rollout
 
-log = logging.getLogger(__name__)
-
-RECEIVE = 2**14  # bytes read at a time: the loop turns to other work between two reads
+HEAD = struct.Struct("<IQ")  # bytes of the message, number of the request
 
 
 @dataclass(frozen=True)
@@ -47,16 +43,30 @@ class Settings:
 
 
 class Message(msgspec.Struct, array_like=True, tag=True, gc=False):
-    """Any message."""
+    """Any message. `number`, where there is one: of the request."""
+
+    number = 0
 
 
 class Load(Message):
-    """The first message to a worker."""
+    """What a worker reads from its standard input."""
 
     name: str
     config: EnvConfig
     settings: Settings
     send_rows: bool
+
+
+class Give(Message):
+    """The policy that plays from now on. Before the first `Play`."""
+
+    policy: PolicySpec
+
+
+class Serve(Message):
+    """The servers that the policy samples on are these now. Before the first `Play`, unless an endpoint plays."""
+
+    servers: Servers
 
 
 class Play(Message):
@@ -76,53 +86,30 @@ class CancelPlay(Message):
     number: int
 
 
-class Give(Message):
-    """The policy that plays from now on. Before the first `Play`."""
-
-    policy: PolicySpec
-
-
-class Serve(Message):
-    """The servers that the policy samples on are these now. Before the first `Play`, unless an endpoint plays."""
-
-    servers: Servers
-
-
-class Ping(Message):
-    """Whether the worker's event loop runs."""
-
-
-class Rows(Message):
-    """Some rows of the data set, in order."""
-
-    rows: list[bytes]  # `pack_row`
-
-
 class Loaded(Message):
-    """The environment is loaded. All its rows were sent before, if they were requested."""
+    """The environment is loaded."""
 
-    num_rows: int
+    rows: list[bytes]  # `pack_row` of each, in order, if they were asked for
     columns: bool  # a slice of the rows is a dict of columns, as in `datasets`
     scores_groups: bool
     digest: str  # of a sample of the rows: all workers of an environment must have the same
     tools: list[Any]  # `Environment.tools`
     sources: str  # folder or file of the environment's own code; empty: not known
-    seconds: float  # that loading it took
-    agents: list[str] = []  # `Environment.agents`
+    agents: list[str]  # `Environment.agents`
 
 
-class LoadFailed(Message):
-    """The environment could not be loaded, or its policy not be made."""
+class Failed(Message):
+    """Playing raised, which is a defect of rlx: an environment's errors are results. Without a request: it could not be loaded."""
 
+    number: int
     error: str
-    trace: str
+    trace: str = ""
 
 
 class Scores(Message):
     """What is trained of a rollout whose rewards compute now: they may block or end the worker. Only if `Settings.keeps_late`."""
 
     number: int
-    member: int
     trace: Trace
 
 
@@ -130,43 +117,24 @@ class Played(Message):
     """The answer to a `Play`."""
 
     number: int
-    rollouts: list[list[Rollout]]  # of each member, with the episode's further runs behind it; without the row of its task
-    error: str = ""  # why there are none; empty: the rollout's task was cancelled
+    rollouts: list[list[Rollout]] = []  # of each member, with the episode's further runs behind it; without the row of its task
+    error: str = "the environment cancelled the rollout's own task"  # why there are none
+    models: list[str] = []  # of an endpoint: what its answers say about it (`rlx.policy.openai.Standing`)
+    refusal: str | None = None
 
 
-class PlayFailed(Message):
-    """Playing raised: a defect of rlx, not of the environment, whose errors are results."""
+class Beat(Message):
+    """How a worker does, once a second."""
 
-    number: int
-    error: str
-    trace: str
-
-
-class Outage(Message):
-    """No server takes requests, or one takes them again."""
-
-    begins: bool
+    stuck: float = 0.0  # seconds since which its event loop computes one step
+    delay: float = 0.0  # seconds that whatever is ready waits for its turn in the event loop
+    asking: int = 0  # requests to the inference servers in flight
+    away: float = 0.0  # seconds so far in which no server took its requests
+    warnings: list[str] = []  # of the policy, for the run's own log
 
 
-class Warned(Message):
-    """A warning of the policy in a worker, for the run's own log."""
-
-    text: str
-
-
-class Standing(Message):
-    """What an endpoint's answers say about it (`rlx.policy.openai.Standing`)."""
-
-    models: list[str]
-    refusal: str | None
-
-
-class Pong(Message):
-    """The answer to a `Ping`."""
-
-
-ToWorker = Load | Give | Serve | Play | CancelPlay | Ping
-FromWorker = Rows | Loaded | LoadFailed | Scores | Played | PlayFailed | Outage | Warned | Standing | Pong
+ToWorker = Give | Serve | Play | CancelPlay
+FromWorker = Loaded | Failed | Scores | Played
 
 
 def _plain(value: Any) -> Any:
@@ -189,16 +157,12 @@ def _typed(kind: Any, value: Any) -> Any:
     return np.frombuffer(value, get_args(get_args(kind)[1])[0])
 
 
-class Head(msgspec.Struct, array_like=True, gc=False):
-    """The beginning of a message about a request, whatever follows."""
-
-    kind: str
-    number: Any = 0  # of the request, if the message is about one
-
-
 encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
-_decode = msgspec.msgpack.Decoder().decode
-_head = msgspec.msgpack.Decoder(Head).decode
+
+
+def decoder(kind: Any) -> Callable[[Any], Any]:
+    """Reads messages of these types."""
+    return msgspec.msgpack.Decoder(kind, dec_hook=_typed).decode
 
 
 def pack_row(row: Any) -> bytes:
@@ -208,163 +172,70 @@ def pack_row(row: Any) -> bytes:
 
 def unpack_row(packed: bytes) -> dict[str, Any]:
     """The row behind `pack_row`."""
-    return from_json(_decode(packed))
+    return from_json(msgspec.msgpack.decode(packed))
 
 
-class Link:
-    """One end of the socket. Used with a running loop after `attach`, and blocking before it."""
+def frame(message: Message) -> bytes:
+    """A message as it travels. Raises what encoding raises."""
+    body = encode(message)
+    return HEAD.pack(len(body), message.number) + body
 
-    def __init__(self, sock: socket.socket, kind: Any) -> None:
-        """`kind`: the union of the messages that arrive here."""
-        self.sock = sock
-        self._decode = msgspec.msgpack.Decoder(kind, dec_hook=_typed).decode
-        self._in = bytearray()
-        self._out = bytearray()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._flushing = False
 
-    # -- without a loop
+class Link(asyncio.Protocol):
+    """One end of the socket, in a running loop after `attach`. What is sent before leaves then."""
 
-    def send_now(self, message: Message) -> None:
-        """Send before a loop runs. The other end reads."""
-        self.sock.setblocking(True)
-        self.sock.sendall(_frame(message))
+    def __init__(self, sock: socket.socket, kind: Any, handle: Callable[[Any], None], lost: Callable[[], None] = lambda: None) -> None:
+        """`kind`: the union of the messages that arrive here, for `handle`. `lost` is called when the other end is gone."""
+        self._sock, self._decode, self._handle, self._lost = sock, decoder(kind), handle, lost
+        self._in, self._early = bytearray(), bytearray()
+        self._transport: Any = None
 
-    def receive(self, timeout: float) -> list[Any] | None:
-        """The messages that arrive within `timeout` seconds: [] if there are none, None if the other end is gone."""
-        self.sock.settimeout(timeout)
-        try:
-            data = self.sock.recv(RECEIVE)
-        except TimeoutError:
-            return []
-        except ConnectionError:
-            return None
-        return self._messages(data) if data else None
-
-    # -- in a loop
-
-    def attach(self, handle: Callable[[Any], None], lost: Callable[[], None]) -> None:
-        """Hand every message to `handle` from now on, and call `lost` once when the other end is gone. Call it in a running loop."""
-        self._loop = asyncio.get_running_loop()
-        self._handle, self._lost = handle, lost
-        self.sock.setblocking(False)
-        self._loop.add_reader(self.sock.fileno(), self._readable)
-        if self._out:
-            self._flush()
+    async def attach(self) -> None:
+        """Serve it in the running loop from now on. After `close` it may be attached again."""
+        await asyncio.get_running_loop().create_connection(lambda: self, sock=self._sock.dup())
 
     def send(self, message: Message) -> None:
-        """Send soon, together with everything else of this turn of the loop. Raises what encoding raises."""
-        self._out += _frame(message)
-        if not self._flushing and self._loop is not None:
-            self._flushing = True
-            self._loop.call_soon(self._flush)
-
-    def send_at_once(self, message: Message, seconds: float = 1.0) -> None:
-        """Send now, for at most so many seconds: what follows may block the loop."""
-        self.send(message)
-        self._flush()
-        deadline = time.monotonic() + seconds
-        while self._out and time.monotonic() < deadline:
-            select.select([], [self.sock], [], 0.05)
-            self._flush()
-
-    def close(self) -> None:
-        """Close the socket. What was not sent yet is dropped."""
-        if self._loop is not None and self.sock.fileno() >= 0:
-            self._loop.remove_reader(self.sock.fileno())
-            self._loop.remove_writer(self.sock.fileno())
-        self._out.clear()
-        self.sock.close()
+        """Send now: what follows may block the loop. Raises what encoding raises."""
+        if self._transport is None:
+            self._early += frame(message)
+        else:
+            self._transport.write(frame(message))
 
     def finish(self) -> None:
         """Tell the other end that nothing more will come."""
         with contextlib.suppress(OSError):  # it is gone
-            self.sock.shutdown(socket.SHUT_WR)
+            self._sock.shutdown(socket.SHUT_WR)
 
-    def drain(self) -> None:
-        """Handle what has already arrived."""
-        while self.sock.fileno() >= 0 and self._read():
-            pass
+    def close(self) -> None:
+        """Serve it no longer."""
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
 
-    def _readable(self) -> None:
-        if self._read() is False:
-            assert self._loop is not None
-            self._loop.remove_reader(self.sock.fileno())
-            self._lost()
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        transport.set_write_buffer_limits(high=0)  # the loops would collect what is written otherwise
+        transport.write(bytes(self._early))
+        self._early.clear()
 
-    def _read(self) -> bool | None:
-        """Handle what has arrived. None if nothing is there, False at the end of the stream."""
-        try:
-            data = self.sock.recv(RECEIVE)
-        except BlockingIOError:
-            return None
-        except ConnectionError:
-            return False
-        if not data:
-            return False
-        for message in self._messages(data):
-            self._handle(message)
-        return True
+    def connection_lost(self, error: Exception | None) -> None:
+        self._lost()
 
-    def _flush(self) -> None:
-        self._flushing = False
-        if self.sock.fileno() < 0 or self._loop is None:
-            return
-        try:
-            sent = self.sock.send(self._out)
-        except BlockingIOError:
-            sent = 0
-        except ConnectionError:
-            self._out.clear()  # the reader notices the end of the stream
-            return
-        del self._out[:sent]
-        if self._out:
-            self._flushing = True
-            self._loop.add_writer(self.sock.fileno(), self._writable)
-
-    def _writable(self) -> None:
-        assert self._loop is not None
-        self._loop.remove_writer(self.sock.fileno())
-        self._flush()
-
-    def _messages(self, data: bytes) -> list[Any]:
+    def data_received(self, data: bytes) -> None:
         self._in += data
-        found, start = [], 0
-        while len(self._in) - start >= 4:
-            end = start + 4 + int.from_bytes(self._in[start : start + 4], "little")
+        while len(self._in) >= HEAD.size:
+            size, number = HEAD.unpack_from(self._in)
+            end = HEAD.size + size
             if len(self._in) < end:
-                break
-            found.append(memoryview(self._in)[start + 4 : end].tobytes())
-            start = end
-        del self._in[:start]
-        return [message for body in found if (message := self._read_one(body)) is not None]
+                return
+            body = bytes(self._in[HEAD.size : end])
+            del self._in[:end]
+            self._handle(self._read(number, body))
 
-    def _read_one(self, body: bytes) -> Any:
-        """The message. One that cannot be read says so to whoever waits for it: here, or, if it is a question, at the other end (None)."""
+    def _read(self, number: int, body: bytes) -> Any:
+        """The message. One that cannot be read costs its own request, or ends the worker."""
         try:
             return self._decode(body)
         except Exception as error:  # not only ValidationError: a text that is not UTF-8, nesting that is too deep
-            said = f"{type(error).__name__}: {error}"
-        try:
-            head = _head(body)
-        except Exception:  # nobody knows whose it is, so the worker is replaced, and its requests are played again
-            log.error("a message between the environment's worker and the orchestrator cannot be read: %s", said)
-            self.sock.shutdown(socket.SHUT_RDWR)
-            return None
-        what = f"the message {head.kind} between the environment's worker and the orchestrator cannot be read: {said}"
-        log.error("%s", what)
-        match head.kind:
-            case "Played" | "PlayFailed":
-                return Played(head.number, [], what)
-            case "Rows" | "Loaded" | "LoadFailed":
-                return LoadFailed(what, "")
-            case "Give" | "Serve":
-                self.send(LoadFailed(what, ""))
-            case "Play":
-                self.send(Played(head.number, [], what))
-        return None
-
-
-def _frame(message: Message) -> bytes:
-    body = encode(message)
-    return len(body).to_bytes(4, "little") + body
+            said = f"a message between the environment's worker and the orchestrator cannot be read: {type(error).__name__}: {error}"
+            return Played(number, error=said) if number else Failed(0, said)

@@ -9,46 +9,53 @@ msgspec, aiohttp, tokenizers, jinja2, and modules of rlx that need no more. It e
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
+import functools
 import hashlib
+import importlib
 import logging
+import logging.handlers
 import os
+import queue
 import signal
 import socket
+import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 from rlx.config.pythons import sources_of
 from rlx.envs.errors import in_one_line
 from rlx.envs.load import load_one
-from rlx.envs.marks import PLAYING, SPENT, Marks, ThreadMarks, marked_tasks
+from rlx.envs.together import Late
 from rlx.envs.wire import (
+    Beat,
     CancelPlay,
+    Failed,
     Give,
     Link,
     Load,
     Loaded,
-    LoadFailed,
-    Outage,
-    Ping,
     Play,
     Played,
-    PlayFailed,
-    Pong,
-    Rows,
     Scores,
     Serve,
-    Standing,
     ToWorker,
-    Warned,
+    decoder,
+    encode,
+    frame,
     pack_row,
     unpack_row,
 )
 from rlx.inference.sampler import Follower
-from rlx.policy.base import Episode, Policy
+from rlx.policy.base import Policy
 from rlx.policy.spec import chat_of, policy_of
 from rlx.process import die_with_parent, keep_event_loop_free
 from rlx.stacks import answer_in_child, explain_with, where_rollouts_wait
@@ -57,63 +64,40 @@ from rlx.types import Task
 
 log = logging.getLogger("rlx.envs.worker")
 
-CHUNK = 1000  # rows sent at a time
 SAMPLE = 64  # rows in the digest
+BEAT, LOOK = 1.0, 0.1  # seconds between two beats, and between two looks at the event loop
+SHORT = 0.02  # seconds that a turn in the event loop may be late: it delays nobody
+PLAYING: ContextVar[int] = ContextVar("PLAYING")
+"""The request that the current task, or call in a thread, belongs to."""
 
 
-def main(name: str, sock: str, marks: str, stacks: str) -> None:
-    """Serve until the orchestrator is gone. `sock`, `marks` and `stacks` are file descriptors that it made."""
+def main(name: str, sock: str, beats: str, stacks: str) -> None:
+    """Serve until the orchestrator is gone. `sock`, `beats` and `stacks` are file descriptors that it made."""
     die_with_parent()
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name}: %(message)s", datefmt="%H:%M:%S")
     for library in ("httpx", "httpx2"):
         logging.getLogger(library).setLevel(logging.WARNING)  # otherwise a line for every request to an endpoint
-    faulthandler.enable()
+    faulthandler.enable(file=int(stacks))
     faulthandler.register(signal.SIGUSR1, file=int(stacks), all_threads=True)  # answers even while C code holds the interpreter
-    link = Link(socket.socket(fileno=int(sock)), ToWorker)
-    load, *more = _first(link)
-    logging.getLogger("rlx.policy").addHandler(Telling(link))
-    began = time.monotonic()
+    load: Load = decoder(Load)(sys.stdin.buffer.read())
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    link = socket.socket(fileno=int(sock))
     try:
         env = load_one(load.name, load.config, load.settings)
         _outlive_signals()
-        _introduce(link, env, load, time.monotonic() - began)
+        link.sendall(frame(introduction(env, load)))
     except Exception as error:
         log.exception("loading failed")
-        link.send_now(LoadFailed(in_one_line(error, sources_of(load.config.id)), traceback.format_exc()))
+        link.sendall(frame(Failed(0, in_one_line(error, sources_of(load.config.id)), traceback.format_exc())))
         os._exit(1)
-    new_loop, memory = _loop_class(), Marks(int(marks))
-    threads = ThreadMarks(memory)
-
-    class Loop(new_loop):  # type: ignore[misc, valid-type]
-        """The event loop. It marks the calls that it runs in threads."""
-
-        def run_in_executor(self, executor: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-            return super().run_in_executor(executor, threads.wrapped(executor, function), *arguments)
-
-    loop = Loop()
-    loop.set_task_factory(marked_tasks(memory))
+    loop = new_loop()
     asyncio.set_event_loop(loop)
     explain_with(lambda: where_rollouts_wait(loop, getattr(env, "sources", None)))
     answer_in_child(name, int(stacks))
-    Server(link, env, loop, memory, load.settings.keeps_late).run(more)
+    server = Server(link, env, load.settings.keeps_late)
+    Heart(socket.socket(fileno=int(beats)), loop, server).start()
+    loop.run_until_complete(server.serve())
     os._exit(0)  # a thread that hangs must not keep the process
-
-
-def _loop_class() -> Any:
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.SelectorEventLoop
-    return uvloop.Loop
-
-
-def _first(link: Link) -> list[Any]:
-    """The first messages, of which the first is `Load`. Leaves if the orchestrator is gone."""
-    while (messages := link.receive(60.0)) is not None:
-        if messages:
-            assert isinstance(messages[0], Load), f"the first message is {messages[0]}"
-            return messages
-    os._exit(1)
 
 
 def _outlive_signals() -> None:
@@ -122,68 +106,120 @@ def _outlive_signals() -> None:
     SLURM sends them to every process of a job. The processes that this one starts keep their own: Python's handlers do not outlive
     `exec`, and a forked child gets back those from before.
     """
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.getsignal(number) for number in numbers}
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    for number in numbers:
-        signal.signal(number, lambda *_: None)
-    os.register_at_fork(after_in_child=restore)
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    os.register_at_fork(after_in_child=lambda: [signal.signal(*each) for each in before.items()])
 
 
-def _introduce(link: Link, env: Any, load: Load, seconds: float) -> None:
-    """Send the environment's rows and facts. `seconds`: that loading it took."""
+def introduction(env: Any, load: Load) -> Loaded:
+    """The environment's rows and facts."""
     rows = env.rows
-    columns = len(rows) > 0 and isinstance(rows[:1], dict)
-    for start in range(0, len(rows) if load.send_rows else 0, CHUNK):
-        chunk = rows[start : start + CHUNK]
-        each = [dict(zip(chunk, values, strict=True)) for values in zip(*chunk.values(), strict=True)] if columns else chunk
-        link.send_now(Rows([pack_row(row) for row in each]))
     digest = hashlib.blake2b(str(len(rows)).encode(), digest_size=16)
     for place in range(0, len(rows), max(1, len(rows) // SAMPLE)):
         digest.update(pack_row(rows[place]))
-    tools = [dict(tool) for tool in env.tools]
-    sources = str(sources_of(load.config.id) or "")
-    link.send_now(Loaded(len(rows), columns, env.scores_groups, digest.hexdigest(), tools, sources, seconds, list(env.agents)))
+    return Loaded(
+        rows=[pack_row(row) for row in rows] if load.send_rows else [],
+        columns=len(rows) > 0 and isinstance(rows[:1], dict),
+        scores_groups=env.scores_groups,
+        digest=digest.hexdigest(),
+        tools=[dict(tool) for tool in env.tools],
+        sources=str(sources_of(load.config.id) or ""),
+        agents=list(env.agents),
+    )
 
 
-class Telling(logging.Handler):
-    """Sends the policy's warnings to the orchestrator: what they say concerns the run, and not the environment's code."""
-
-    def __init__(self, link: Link) -> None:
-        super().__init__(logging.WARNING)
-        self.link = link
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.link.send(Warned(record.getMessage()))
+# whose code runs
 
 
-class Marking:
-    """The policy, which marks later code in a rollout's context as its member's."""
+async def _awaited(coroutine: Any) -> Any:
+    return await coroutine
 
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
+
+def _called(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
+
+
+def named(function: Any, number: int) -> Any:
+    """The function, with its file named after a request: so a dump of stacks says whose code runs (`rlx.envs.stacks`)."""
+    return FunctionType(function.__code__.replace(co_filename=f"<request {number}>"), function.__globals__)
+
+
+def _new_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task:
+    number = PLAYING.get(None)
+    return asyncio.Task(coroutine if number is None else named(_awaited, number)(coroutine), loop=loop, **options)
+
+
+def new_loop() -> asyncio.AbstractEventLoop:
+    """An event loop in whose stacks every task, and every call in a thread, has the request that it belongs to."""
+    fastest: Any = asyncio.SelectorEventLoop
+    with contextlib.suppress(ImportError):
+        fastest = importlib.import_module("uvloop").Loop
+
+    class Loop(fastest):
+        def run_in_executor(self, executor: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+            number = PLAYING.get(None)
+            if number is not None and (executor is None or isinstance(executor, ThreadPoolExecutor)):
+                function = functools.partial(named(_called, number), function)
+            return super().run_in_executor(executor, function, *arguments)
+
+    loop = Loop()
+    loop.set_task_factory(_new_task)
+    return loop
+
+
+class Heart(threading.Thread):
+    """Sends the beats, also while the event loop is blocked, and measures how long what is ready waits for its turn in it."""
+
+    def __init__(self, sock: socket.socket, loop: asyncio.AbstractEventLoop, server: Server) -> None:
+        super().__init__(name="heartbeat", daemon=True)
+        self.sock, self.loop, self.server = sock, loop, server
+        self.turns, self.asked, self.delay = 0, 0.0, 0.0  # asked: monotonic seconds since which the loop is asked to turn; 0: it is not
+        self.warnings: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+        for name in ("rlx.policy", "rlx.inference"):  # what they say concerns the run, and not the environment's code
+            handler = logging.handlers.QueueHandler(self.warnings)
+            handler.setLevel(logging.WARNING)
+            logging.getLogger(name).addHandler(handler)
+
+    def run(self) -> None:
+        """See `threading.Thread.run`."""
+        seen: Any = None
+        since = sent = time.monotonic()
+        while True:
+            now = time.monotonic()
+            before, seen = seen, (asyncio.current_task(self.loop), self.turns)
+            since = since if seen == before else now
+            if not self.asked:
+                self.asked = now
+                self.loop.call_soon_threadsafe(self._turn)
+            if now - sent >= BEAT:
+                sent = now
+                delay = max(self.delay, now - self.asked if self.asked else 0.0)
+                warnings = [self.warnings.get().getMessage() for _ in range(self.warnings.qsize())]
+                with contextlib.suppress(OSError):  # the orchestrator is gone
+                    self.sock.send(encode(Beat(now - since, delay, self.server.asking, self.server.away, warnings)))
+            time.sleep(LOOK)
+
+    def _turn(self) -> None:
+        self.delay = time.monotonic() - self.asked
+        Late.seconds += self.delay if self.delay > SHORT else 0.0
+        self.turns, self.asked = self.turns + 1, 0.0
+
+
+class Server:
+    """Plays requests concurrently, and sends each rollout as soon as it is scored. The generator of its policy, too."""
+
+    def __init__(self, link: socket.socket, env: Any, keeps_late: bool) -> None:
+        self.env, self.keeps_late, self.gone = env, keeps_late, asyncio.Event()
+        self.link = Link(link, ToWorker, self._handle, self.gone.set)
+        self.policy: Policy | None = None
+        self.sampler: Follower | None = None
+        self.asking = 0  # requests to the inference servers in flight
+        self._playing: dict[int, asyncio.Task[None]] = {}
+        self._entering: asyncio.Task[Any] | None = None
 
     @property
-    def context_length(self) -> int:
-        return self.policy.context_length
-
-    def episode(self, task: Task, member: int, attempt: int) -> Episode:
-        """See `rlx.policy.base.Policy.episode`."""
-        play, _ = PLAYING.get()
-        PLAYING.set((play, member + 1))
-        return self.policy.episode(task, member, attempt)
-
-
-class Generating:
-    """The run's servers, as far as they are known, with a count of the requests in flight that the orchestrator sees."""
-
-    def __init__(self, link: Link, marks: Marks) -> None:
-        self.link, self.marks = link, marks
-        self.sampler: Follower | None = None
+    def away(self) -> float:
+        """Seconds so far in which no server took requests."""
+        return 0.0 if self.sampler is None else self.sampler.away
 
     @property
     def version(self) -> int:
@@ -193,104 +229,75 @@ class Generating:
     async def generate(self, prompt_ids: Any, sampling: dict[str, Any], request_id: str, affinity: int) -> Turn:
         """See `rlx.inference.sampler.Sampler.generate`."""
         assert self.sampler is not None, "a request before the first `Serve`"
-        self.marks.asking(1)
+        self.asking += 1
         try:
             return await self.sampler.generate(prompt_ids, sampling, request_id, affinity)
         finally:
-            self.marks.asking(-1)
+            self.asking -= 1
 
-    async def take(self, message: Serve) -> None:
-        """Sample on these servers."""
-        if self.sampler is None:
-            self.sampler = Follower(message.servers)
-            self.sampler.on_outage = lambda begins: self.link.send(Outage(begins))
-            await self.sampler.__aenter__()
-        else:
-            self.sampler.take(message.servers)
-
-    async def close(self) -> None:
-        """Close the connections."""
-        if self.sampler is not None:
-            await self.sampler.__aexit__()
-
-
-class Server:
-    """Plays requests concurrently, and sends each rollout as soon as it is scored."""
-
-    def __init__(self, link: Link, env: Any, loop: asyncio.AbstractEventLoop, marks: Marks, keeps_late: bool) -> None:
-        self.link, self.env, self.loop, self.keeps_late = link, env, loop, keeps_late
-        self.generating = Generating(link, marks)
-        self.policy: Policy | None = None
-        self._playing: dict[int, asyncio.Task[None]] = {}
-        self._taking: asyncio.Task[None] | None = None
-
-    def run(self, messages: Sequence[Any] = ()) -> None:
-        """Serve until the orchestrator closes the link; then let the environment release its resources. `messages` have arrived already."""
-        self.loop.run_until_complete(self._serve(messages))
-
-    async def _serve(self, messages: Sequence[Any]) -> None:
-        gone = asyncio.Event()
-        for message in messages:
-            self._handle(message)
-        self.link.attach(self._handle, gone.set)
-        await gone.wait()
+    async def serve(self) -> None:
+        """Serve until the orchestrator closes the link; then let the environment release its resources."""
+        await self.link.attach()
+        await self.gone.wait()
         for task in self._playing.values():
             task.cancel()
         await asyncio.gather(*self._playing.values(), return_exceptions=True)
         await self.env.close()
-        await self.generating.close()
+        if self.sampler is not None:
+            await self.sampler.__aexit__()
 
     def _handle(self, message: Any) -> None:
-        if isinstance(message, Play):
-            SPENT.begin(message.number)
-            token = PLAYING.set((message.number, message.members[0] + 1 if len(message.members) == 1 else 0))
-            playing = self._playing[message.number] = self.loop.create_task(self._play(message))
-            PLAYING.reset(token)
-            playing.add_done_callback(lambda task: self._played(message.number, task))
-        elif isinstance(message, CancelPlay):
-            if message.number in self._playing:
-                self._playing[message.number].cancel()
-        elif isinstance(message, Serve):
-            self._taking = self.loop.create_task(self.generating.take(message))  # it has begun before a later `Play` has
-        elif isinstance(message, Give):
-            self._make(message)
-        elif isinstance(message, Ping):
-            self.link.send(Pong())
+        match message:
+            case Play():
+                token = PLAYING.set(message.number)
+                playing = self._playing[message.number] = asyncio.get_running_loop().create_task(self._play(message))
+                PLAYING.reset(token)
+                playing.add_done_callback(lambda task: self._played(message.number, task))
+            case CancelPlay():
+                if message.number in self._playing:
+                    self._playing[message.number].cancel()
+            case Serve():
+                if self.sampler is None:
+                    self.sampler = Follower(message.servers)
+                    self._entering = asyncio.get_running_loop().create_task(self.sampler.__aenter__())  # before a later `Play`
+                else:
+                    self.sampler.take(message.servers)
+            case Give():
+                self._make(message)
 
     def _make(self, message: Give) -> None:
         spec = message.policy
         try:
-            self.policy = policy_of(spec, None if spec.chat is None else chat_of(spec.chat), self.generating)
+            self.policy = policy_of(spec, None if spec.chat is None else chat_of(spec.chat), self)
         except Exception as error:  # a package that this Python lacks, a template that it cannot read
             log.exception("the policy cannot be made")
-            self.link.send(LoadFailed(f"its policy cannot be made: {in_one_line(error, None)}", traceback.format_exc()))
+            self.link.send(Failed(0, f"its policy cannot be made: {in_one_line(error, None)}", traceback.format_exc()))
             return
         if (standing := getattr(self.policy, "standing", None)) is not None:
             standing.answered = True  # the orchestrator's own request, before this
-        self.env.policy = Marking(self.policy)
+        self.env.policy = self.policy
         if self.keeps_late:
             self.env.scores = self._scores
         keep_event_loop_free()  # all is loaded
 
     def _scores(self, trace: Trace) -> None:
-        number, member = PLAYING.get()
-        self.link.send_at_once(Scores(number, member - 1, trace))
+        self.link.send(Scores(PLAYING.get(), trace))
 
     async def _play(self, asked: Play) -> None:
         try:
             task = Task(env=self.env.name, example_id=asked.example_id, index=asked.index, row=unpack_row(asked.row))
             rollouts = await self.env.play(task, asked.members, asked.attempt)
-            if (standing := getattr(self.policy, "standing", None)) is not None:
-                self.link.send(Standing(sorted(standing.models), standing.refusal))
             bare = replace(task, row={})  # the orchestrator has it
             runs = [[replace(run, task=bare, others=()) for run in (rollout, *rollout.others)] for rollout in rollouts]
-            self.link.send(Played(asked.number, runs))
+            played = Played(asked.number, runs)
+            if (standing := getattr(self.policy, "standing", None)) is not None:
+                played.models, played.refusal = sorted(standing.models), standing.refusal
+            self.link.send(played)
         except Exception as error:
-            self.link.send(PlayFailed(asked.number, f"{type(error).__name__}: {error}", traceback.format_exc()))
+            self.link.send(Failed(asked.number, f"{type(error).__name__}: {error}", traceback.format_exc()))
 
     def _played(self, number: int, task: asyncio.Task[None]) -> None:
         """A request has ended."""
         del self._playing[number]
-        SPENT.end(number)
         if task.cancelled():
-            self.link.send(Played(number, []))
+            self.link.send(Played(number))

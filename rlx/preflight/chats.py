@@ -30,7 +30,7 @@ def check_chats(configs: Sequence[CommandConfig], environments: Sequence[Mapping
     """
     asked: dict[str, str | None] = {}
     for cfg, found in zip(configs, environments, strict=True):
-        tools = {name: list(probed.tools) for name, probed in found.items() if probed.tools}
+        tools = {name: [tool.name for tool in probed.tools] for name, probed in found.items() if probed.tools}
         if (tools or cfg.model.chat_template_kwargs) and not cfg.model.prepared:
             request = json.dumps({"model": asdict(cfg.model), "tools": tools}, sort_keys=True)
             asked[request] = _ask(request) if request not in asked else asked[request]

@@ -27,14 +27,14 @@ from rlx.config.evaluated import environments, section_of
 from rlx.config.pythons import python_of, sources_of
 from rlx.config.schema import CommandConfig, EnvConfig, PlayRoot, TrainingRoot
 from rlx.envs import boot
-from rlx.envs.probed import FIELDS, About, Probed, about_from_json, file_digest, packages_digest
+from rlx.envs.probed import FIELDS, Probed, file_digest, packages_digest
 from rlx.launch.processes import TOKEN, bound, kill_all
 from rlx.paths import cache_root, write_text
 from rlx.plan.environment import DEVICES, inherited
 from rlx.process import SUPERVISOR
 from rlx.runs.status import describe_returncode
 
-SCHEMA = 3  # changes when the meaning of a kept answer changes
+SCHEMA = 4  # changes when the meaning of a kept answer changes
 
 Identity = tuple[str, str, str]  # Python, verifiers' name, arguments and what is used of it as JSON
 
@@ -125,11 +125,7 @@ def _kept(each: Identity) -> Probed | None:
         return None
     if any(packages_digest(path) != digest for path, digest in kept["folders"].items()):
         return None
-    return _probed(kept["probed"])
-
-
-def _probed(fields: Mapping[str, Any]) -> Probed:
-    return Probed(**{**fields, "tools": tuple(fields["tools"])})
+    return msgspec.convert(kept["probed"], Probed)
 
 
 # asking
@@ -142,7 +138,7 @@ def _load(each: Identity, name: str, env: EnvConfig) -> Probed:
     if answer is None:
         fix = "correct the environment" if python == sys.executable else f"correct the environment, or {section_of(name)}.python={python}"
         return Probed(problem=f"{env_id} cannot be loaded: {ending}", fix=fix)
-    found = _probed(answer["probed"])
+    found = msgspec.convert(answer["probed"], Probed)
     if found.problem is None:
         kept = {"probed": asdict(found), "files": answer["files"], "folders": answer["folders"]}
         with contextlib.suppress(OSError):  # a cache that cannot be written only costs time
@@ -150,16 +146,12 @@ def _load(each: Identity, name: str, env: EnvConfig) -> Probed:
     return found
 
 
-def about_of(env: EnvConfig) -> About:
+def about_of(env: EnvConfig) -> Probed:
     """An environment for people: its arguments, data, rewards and tools. It is loaded in a process of its own, in its own Python."""
-    python = identity(env)[0]
-    answer, ending = _run(python, {"key": "0", "name": "custom"} | asked(env), "about")
-    if answer is not None:
-        return about_from_json(answer["about"])
-    return About(problem=f"loading {env.id} with {python} failed: {ending}", fix="correct the environment, or that Python")
+    return _load(identity(env), "custom", env)
 
 
-def _run(python: str, entry: dict[str, Any], module: str = "probe") -> tuple[dict[str, Any] | None, str]:
+def _run(python: str, entry: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
     """The answer about an environment, if there is one, and how its process ended, with its last line.
 
     Everything that the environment started ends with the process: it may hold the pipe of the answer, or a port that the run needs.
@@ -175,7 +167,7 @@ def _run(python: str, entry: dict[str, Any], module: str = "probe") -> tuple[dic
     with tempfile.TemporaryFile("w+") as errors:
         try:
             process = subprocess.Popen(
-                bound([python, boot.__file__, module], environment),
+                bound([python, boot.__file__, "probe"], environment),
                 env=environment | {TOKEN: token},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -3,9 +3,9 @@
 import sys
 
 if __name__ == "__main__":
-    from mcp.server.mcpserver import MCPServer
+    from mcp.server.fastmcp import FastMCP
 
-    server = MCPServer("words")
+    server = FastMCP("words")
 
     @server.tool()
     def reverse(text: str) -> str:
