@@ -30,8 +30,8 @@ from rlx.config.schema import EvalSampling
 from rlx.config.schema_eval import EvalRoot
 from rlx.paths import COMPLETE, RunPaths
 from rlx.plan.make import make_plan
+from rlx.rollout.evaluation import PLAYED
 from rlx.rollout.results import METADATA
-from rlx.rollout.scored import PLAYED
 from rlx.rollout.scoring import rows_of
 from rlx.runs.weights import initial_model, resolve
 

@@ -27,7 +27,9 @@ from rlx.envs.wire import Load
 from rlx.heartbeat import Heartbeat
 from rlx.paths import COMPLETE, RunPaths
 from rlx.roles.orchestrator import Orchestrator
-from rlx.rollout.evaluate import Evaluation, Evaluations, check_version
+from rlx.rollout.evaluate import Evaluations
+from rlx.rollout.evaluation import Evaluation
+from rlx.rollout.models import check_version
 from rlx.rollout.record import read_rollouts
 from rlx.runs.rewind import trim_metrics
 from rlx.trace import Turn
@@ -270,7 +272,7 @@ def test_a_missed_evaluation_is_waited_for_also_where_updates_do_not_wait(tmp_pa
     evaluations = Evaluations(config, paths, loaded(config), 5, lambda: 0)
 
     async def left(version: int, stop: int) -> bool:
-        evaluations._now = Evaluation(version, 0.0, 1)
+        evaluations._now = Evaluation(config, paths, evaluations.envs, version)
         evaluations._playing = asyncio.ensure_future(asyncio.sleep(0.05, {"eval/e/avg@1": 1.0}))
         await evaluations.leave(stop)
         return evaluations._playing is None

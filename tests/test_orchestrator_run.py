@@ -315,7 +315,7 @@ def test_mini_batches_are_whole_groups_and_know_nothing_of_the_trainers_layout(t
     (batch,) = trainer.batches
     members = [[(sample.group, sample.member) for sample in mini_batch] for mini_batch in batch.mini_batches]
     assert members == [[(group, member) for member in range(4)] for group in range(2)]
-    assert [b"".join(encode(one)) for one in trainer.batches] == [b"".join(encode(one)) for one in other.batches]
+    assert [encode(one) for one in trainer.batches] == [encode(one) for one in other.batches]
 
 
 def test_environments_are_mixed_by_weight_with_their_own_metrics(tmp_path: Path) -> None:

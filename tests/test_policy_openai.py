@@ -17,7 +17,7 @@ from rlx.cli.playing import eval_table
 from rlx.policy.base import PolicyError, PromptTooLong
 from rlx.policy.endpoint import Capabilities, check
 from rlx.policy.openai import MANY_FORBIDDEN, OpenAIEpisode, OpenAIPolicy, parameters_of, reply_of
-from rlx.rollout.evaluate import score_metrics
+from rlx.rollout.evaluation import score_metrics
 from rlx.rollout.results import outcome_of
 from rlx.types import Task
 
@@ -238,7 +238,7 @@ def test_an_environment_is_played_and_scored_without_tokens() -> None:
     good, bad = play(endpoint, scene)
     assert (good.status, good.reward, turns_of(good)) == ("ok", 1.0, ())
     outcome = outcome_of(good)
-    assert (outcome.num_prompt_tokens, outcome.num_tokens) == (None, None)
+    assert (outcome.token_usage.input_tokens, outcome.token_usage.output_tokens) == (None, None)
     described = score_metrics("e", [[outcome]], 0.5)
     assert "eval/e/completion_mean" not in described
     row = {"step": 0, "env": "e"} | {name.removeprefix("eval/e/"): value for name, value in described.items()}

@@ -147,7 +147,7 @@ def test_groups_in_flight_keep_their_place_in_a_run_with_another_mix_and_indices
         groups.left_out = lambda _: None
         groups.set_version(0)
         await asyncio.sleep(0.01)
-        state = b"".join(encode(OrchestratorState(collector=groups.state())))
+        state = encode(OrchestratorState(collector=groups.state()))
         await groups.close()
         return state
 

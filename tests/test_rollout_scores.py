@@ -10,7 +10,7 @@ import statistics
 import pytest
 from test_rollout_play import outcome
 
-from rlx.rollout.evaluate import score_metrics
+from rlx.rollout.evaluation import score_metrics
 from rlx.rollout.results import attempts
 from rlx.rollout.scores import average, estimate, ks_of, pass_at_k, passes, wilson
 

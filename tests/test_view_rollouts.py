@@ -343,7 +343,7 @@ def test_a_rollout_without_an_answer_hides_no_other_and_what_is_not_known_meets_
     folder = run.evaluation_of("math", "m", 3)
     answers = [
         outcome(0, 0),
-        outcome(0, 1, num_tokens=None, status="error", stop="prompt_too_long", error="too long"),
+        outcome(0, 1, turns=[], status="error", stop="prompt_too_long", error="too long"),
         outcome(1, 0),
         outcome(1, 1),
     ]

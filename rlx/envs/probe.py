@@ -63,9 +63,7 @@ def probe(name: str, config: EnvConfig) -> Probed:
             seconds=round(seconds, 3),
         )
     except CodecError as error:
-        return Probed(
-            problem=f"a checkpoint cannot hold the examples of {config.id}. In the first, at {error}", fix="change the environment"
-        )
+        return Probed(problem=f"a checkpoint cannot hold the examples of {config.id}. The first: {error}", fix="change the environment")
     except KeyboardInterrupt:
         raise
     except BaseException as error:

@@ -50,7 +50,7 @@ from rlx.rollout.recorder import StepRecorder
 from rlx.rollout.role import begin, end, load, run_until_stopped
 from rlx.rollout.stalls import explainer
 from rlx.rollout.state import OrchestratorState
-from rlx.rollout.tasks import check_rows, goes_on, keep_digests, other_examples, started_over
+from rlx.rollout.tasks import goes_on, keep_digests, other_examples, started_over
 from rlx.rollout.teaching import Teaching
 from rlx.rollout.updates import WeightUpdates
 from rlx.shared.membership import Member, PutOut
@@ -280,8 +280,6 @@ def main() -> int:
         member.wait(lambda: heartbeat.beat(f"waiting for the shared trainer in {config.trainer.shared}"))
     envs, chat = load(config, paths, heartbeat)
     assert chat is not None
-    for name in config.envs:
-        check_rows(name, envs[name].rows)
     keep_digests(paths, envs, trained=goes_on(paths))
     return run_until_stopped(orchestrate(config, paths, envs, chat, heartbeat, member), paths)
 

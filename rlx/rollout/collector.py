@@ -28,7 +28,7 @@ from rlx.config.schema import Config
 from rlx.envs.base import Environment
 from rlx.rollout.failures import ErrorRate, RolloutsFailed
 from rlx.rollout.groups import GroupFailed, Tally, episodes, play_group
-from rlx.rollout.state import CollectorState, PlayedGroup, played_group
+from rlx.rollout.state import CollectorState, PlayedGroup, packed, played_group, unpacked
 from rlx.rollout.tasks import TaskSequence, mixed
 from rlx.types import Rollout, Task
 
@@ -215,7 +215,7 @@ class Collector:
             finished=tuple(played_group(pending.rollouts, version=pending.version) for pending in finished),
             filtered=tuple(played_group(rollouts, rule=rule) for rule, rollouts in self._filtered),
             missing=self._missing,
-            begun=(*playing, *self._again),
+            begun=tuple(map(packed, [*playing, *self._again])),
             owed=tuple(self._owed),
             durations=tuple(self._durations),
         )
@@ -232,7 +232,7 @@ class Collector:
 
         def carried(group: PlayedGroup) -> list[Rollout]:
             """The group's rollouts with their index in this run; empty if the group does not fit."""
-            task = self.tasks.carried(group.task, state.tasks)
+            task = self.tasks.carried(unpacked(group.task), state.tasks)
             fits = task is not None and min(self.min_group, self.sizes[task.env]) <= episodes(group.rollouts) <= self.sizes[task.env]
             return [replace(one, task=task) for one in group.rollouts] if task is not None and fits else []
 
@@ -243,7 +243,7 @@ class Collector:
                 self._begun += 1
         self._filtered = [(str(group.rule), rollouts) for group in state.filtered if (rollouts := carried(group))]
         self._missing = state.missing if set(state.tasks.envs) <= set(self.envs) else 0
-        again = [self.tasks.carried(task, state.tasks) for task in state.begun]
+        again = [self.tasks.carried(unpacked(task), state.tasks) for task in state.begun]
         self._again.extend(task for task in again if task is not None)
         self._owed.extend(env for env in state.owed if env in self.tasks.envs)
         self._durations.extend(state.durations)

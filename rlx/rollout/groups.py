@@ -21,7 +21,7 @@ import numpy as np
 
 from rlx.envs.base import Environment
 from rlx.envs.errors import FailureLog
-from rlx.rollout.state import Counts, bare
+from rlx.rollout.state import Counts, packed, unpacked
 from rlx.types import Rollout, Task
 
 log = logging.getLogger(__name__)
@@ -66,8 +66,9 @@ class Tally:
     @classmethod
     def of(cls, counts: Counts) -> Tally:
         """Continue with the counts of a checkpoint."""
+        failures = [replace(one, task=unpacked(one.task)) for one in counts.failures]
         failed, dropped = Counter(counts.failed), Counter(counts.dropped)
-        return cls(finished=counts.finished, tokens=counts.tokens, failed=failed, dropped=dropped, failures=list(counts.failures))
+        return cls(finished=counts.finished, tokens=counts.tokens, failed=failed, dropped=dropped, failures=failures)
 
     def counts(self) -> Counts:
         """The counts for a checkpoint."""
@@ -76,7 +77,7 @@ class Tally:
             tokens=self.tokens,
             failed=dict(self.failed),
             dropped=dict(self.dropped),
-            failures=tuple(bare(one) for one in self.failures),
+            failures=tuple(replace(one, task=packed(one.task)) for one in self.failures),
         )
 
     def add_failure(self, rollout: Rollout) -> None:
@@ -101,6 +102,39 @@ async def play_through(
         log.info("%s, example %d: played again, because no server took requests meanwhile", task.env, task.example_id)
 
 
+async def play_with_retries(
+    env: Environment,
+    task: Task,
+    members: Sequence[int],
+    max_retries: int,
+    judge: Callable[[Rollout, bool], Rollout],
+    on_failure: Callable[[Rollout], None] = lambda _: None,
+    away: Callable[[], float] = lambda: 0.0,
+) -> list[Rollout]:
+    """Play these members until each has succeeded, timed out or failed too often: the rollouts of its last attempt, in their order.
+
+    `judge`: what a rollout counts as; told whether rewards compare it with its group's. `on_failure`: called with each attempt's failures.
+    """
+    done: dict[int, list[Rollout]] = {}
+    left = list(members)
+    for attempt in range(max_retries + 1):
+        answered = await play_through(env, task, left, attempt, away)
+        played = [one for rollout in answered for one in (replace(rollout, others=()), *rollout.others)]
+        compares = any(rollout.status == "cancelled" for rollout in played)
+        rollouts = [judge(rollout, compares) for rollout in played]
+        done |= {own[0].member: own for own in _by_member(rollouts)}
+        failed = [rollout for rollout in rollouts if rollout.status in ("error", "timeout")]
+        for rollout in failed:
+            on_failure(rollout)
+        if not failed or any(rollout.status == "timeout" for rollout in failed):
+            break
+        if not all(rollout.status == "ok" for rollout in played) and not compares:
+            # Some failed, and the others have rewards all the same: these do not compare the group. A group of environments
+            # (`EnvGroup`) whose other members do compare asks for whole groups, too.
+            left = sorted({rollout.member for rollout in failed})
+    return [rollout for member in members for rollout in done[member]]
+
+
 async def play_group(
     env: Environment,
     task: Task,
@@ -123,10 +157,14 @@ async def play_group(
     """
     parts = [range(size)] if env.scores_groups else [range(member, member + 1) for member in range(size)]
 
+    def judge(rollout: Rollout, compares: bool) -> Rollout:
+        # No reward of 0 can stand in where rewards compare a group: it would change the others'.
+        return checked(rollout if compares else settled(rollout, on_timeout))
+
     async def play(members: Sequence[int]) -> list[Rollout]:
         ended: list[Rollout] = []
         try:
-            ended = await _play(env, task, members, max_retries, tally, on_timeout, away)
+            ended = await play_with_retries(env, task, members, max_retries, judge, tally.add_failure, away)
             if not env.scores_groups or all(rollout.status == "ok" for rollout in ended):
                 ended = [_count(rollout, tally) if rollout.status == "ok" else rollout for rollout in ended]
             return ended
@@ -174,33 +212,6 @@ def _by_member(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
     for rollout in rollouts:
         found.setdefault(rollout.member, []).append(rollout)
     return list(found.values())
-
-
-async def _play(
-    env: Environment, task: Task, members: Sequence[int], max_retries: int, tally: Tally, on_timeout: str, away: Callable[[], float]
-) -> list[Rollout]:
-    """Play these members until each has succeeded, timed out or failed too often: the rollouts of its last attempt, in their order."""
-    done: dict[int, list[Rollout]] = {}
-    left = list(members)
-    for attempt in range(max_retries + 1):
-        answered = await play_through(env, task, left, attempt, away)
-        played = [one for rollout in answered for one in (replace(rollout, others=()), *rollout.others)]
-        compares = any(rollout.status == "cancelled" for rollout in played)  # no reward can stand in: it would have changed the others'
-        rollouts = [checked(rollout if compares else settled(rollout, on_timeout)) for rollout in played]
-        done |= {own[0].member: own for own in _by_member(rollouts)}
-        if all(rollout.status == "ok" for rollout in rollouts):
-            break
-        if not all(rollout.status == "ok" for rollout in played) and not compares:
-            # Some failed, and the others have rewards all the same: these do not compare the group. A group of environments
-            # (`EnvGroup`) whose other members do compare asks for whole groups, too.
-            left = sorted({rollout.member for rollout in rollouts if rollout.status != "ok"})
-        failed = [rollout for rollout in rollouts if rollout.status in ("error", "timeout")]
-        assert failed, f"{task.env} cancelled rollouts although none failed: {[rollout.stop for rollout in rollouts]}"
-        for rollout in failed:
-            tally.add_failure(rollout)
-        if any(rollout.status == "timeout" for rollout in failed):
-            break
-    return [rollout for member in members for rollout in done[member]]
 
 
 def _count(rollout: Rollout, tally: Tally) -> Rollout:

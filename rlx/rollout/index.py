@@ -20,12 +20,9 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 import zstandard
-from numpy.typing import NDArray
 
 from rlx import codec
-from rlx.arrays import Bool, Float, Int
-
-Long = NDArray[np.int64]
+from rlx.arrays import Bool, Float, Int, Long
 
 _HEAD = struct.Struct("<II")  # magic of a skippable frame, size of its content
 _TAIL = struct.Struct("<Q8s")  # size of the compressed index, magic
@@ -38,7 +35,7 @@ NONE = -1  # for integers that a line does not have
 class RolloutIndex:
     """Columns of n rollouts, in the order of their lines."""
 
-    SCHEMA: ClassVar[str] = "rlx.RolloutIndex/1"
+    SCHEMA: ClassVar[str] = "rlx.RolloutIndex/2"
 
     begins: Long  # [n+1] bytes of the decompressed content before each line, and before the end
     names: tuple[str, ...]  # the texts that the next four columns point to
@@ -191,7 +188,7 @@ def index_of(lines: Iterable[bytes]) -> RolloutIndex:
 
 def as_frame(index: RolloutIndex) -> bytes:
     """The index as a skippable frame, to append to a compressed file."""
-    content = zstandard.ZstdCompressor(level=3).compress(b"".join(codec.encode(index)))
+    content = zstandard.ZstdCompressor(level=3).compress(codec.encode(index))
     content += _TAIL.pack(len(content), _MAGIC)
     return _HEAD.pack(_SKIPPABLE, len(content)) + content
 

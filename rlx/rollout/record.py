@@ -46,9 +46,8 @@ def write_lines(path: Path, lines: Sequence[bytes]) -> None:
 def record_batch(path: Path, batch: StepBatch) -> None:
     """Write the trainer's batch atomically, for `rlx.data.source.RecordedSource`."""
     compressor = zstandard.ZstdCompressor(level=3, write_checksum=True)
-    with atomic(path) as temporary, compressor.stream_writer(temporary.open("wb")) as stream:
-        for piece in codec.encode(batch):
-            stream.write(piece)
+    with atomic(path) as temporary:
+        temporary.write_bytes(compressor.compress(codec.encode(batch)))
 
 
 def read_rollouts(path: Path) -> Iterator[dict[str, Any]]:

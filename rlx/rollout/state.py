@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from rlx.arrays import Int
-from rlx.plain import CodecError, to_json
-from rlx.trace import Trace
+from rlx.plain import from_json, to_json
 from rlx.types import Rollout, Task
 
 
@@ -76,31 +75,24 @@ class CollectorState:
 class OrchestratorState:
     """The orchestrator's part of a checkpoint."""
 
-    SCHEMA: ClassVar[str] = "rlx.OrchestratorState/4"
+    SCHEMA: ClassVar[str] = "rlx.OrchestratorState/5"
 
     collector: CollectorState
     advantage: Any = None  # `state_dict()` of an advantage that keeps state; else None
 
 
 def played_group(rollouts: Sequence[Rollout], *, version: int = 0, rule: str | None = None) -> PlayedGroup:
-    """The group as a checkpoint record. Objects in prompts and completions that a file cannot hold become their `repr`."""
+    """The group as a checkpoint record."""
     task = rollouts[0].task
-    kept = tuple(replace(bare(rollout), task=replace(task, row={})) for rollout in rollouts)
-    return PlayedGroup(task=task, rollouts=kept, version=version, rule=rule)
+    kept = tuple(replace(rollout, task=replace(task, row={})) for rollout in rollouts)
+    return PlayedGroup(task=packed(task), rollouts=kept, version=version, rule=rule)
 
 
-def bare(rollout: Rollout) -> Rollout:
-    """The rollout with what a file can hold: other objects of its messages become their `repr`."""
-    nodes = (replace(node, message=readable(node.message), tools=readable(node.tools)) for node in rollout.trace.nodes)
-    return replace(rollout, prompt=readable(rollout.prompt), completion=readable(rollout.completion), trace=Trace(tuple(nodes)))
+def packed(task: Task) -> Task:
+    """The task as a checkpoint holds it: its environment gets back the row that it gave. Raises CodecError if that cannot be."""
+    return replace(task, row=to_json(task.row))
 
 
-def readable(value: Any) -> Any:
-    """The value, for people only: objects that a file cannot hold are replaced by their `repr`."""
-    try:
-        to_json(value)
-    except CodecError:
-        if isinstance(value, dict):
-            return {str(key): readable(item) for key, item in value.items()}
-        return [readable(item) for item in value] if isinstance(value, (list, tuple)) else repr(value)
-    return value
+def unpacked(task: Task) -> Task:
+    """The task behind a `packed` one."""
+    return replace(task, row=from_json(task.row))

@@ -22,7 +22,6 @@ from rlx.checkpoints.forked import read_forked
 from rlx.config.schema import BufferConfig, Config
 from rlx.envs.base import Environment
 from rlx.paths import RunPaths, write_text
-from rlx.plain import CodecError, to_json
 from rlx.rollout.pools import Examples
 from rlx.rollout.state import PoolState, SequenceState
 from rlx.types import Rollout, Task
@@ -94,16 +93,6 @@ def other_examples(config: Config, paths: RunPaths, step: int) -> dict[str, str]
 def started_over(state: SequenceState, names: Collection[str]) -> SequenceState:
     """The position without these environments, which then start over: nothing of theirs is carried on."""
     return replace(state, sizes={name: size for name, size in state.sizes.items() if name not in names})
-
-
-def check_rows(name: str, rows: Sequence[Any]) -> None:
-    """Raise ValueError if a checkpoint cannot hold the examples of environment `name`. Only the first example is tried."""
-    try:
-        to_json(dict(rows[0]) if len(rows) else {})
-    except CodecError as error:
-        raise ValueError(
-            f"envs.{name}: a checkpoint must hold the examples in flight, but it cannot hold these. In the first example, at {error}"
-        ) from error
 
 
 def mixed(tasks: Sequence[Task]) -> list[Task]:
