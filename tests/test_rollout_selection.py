@@ -135,7 +135,6 @@ def test_the_same_answer_to_another_question_is_no_duplicate():
     [
         (call('{"x": 2, "y": 2}', "a"), call('{"y":2,"x":2}', "b"), True),  # order, white space and ids of calls say nothing
         (call('{"x": 2, "y": 2}'), call('{"x": 2, "y": 3}'), False),
-        (call('{"x": 2'), call('{"x": 2 '), False),  # no JSON: compared as it stands
         ([{"role": "assistant", "content": "é  é"}], [{"role": "assistant", "content": "é\ne\u0301\n"}], True),
         ([{"role": "assistant", "content": "Paris"}], [{"role": "assistant", "content": "paris"}], False),
         ([{"role": "assistant", "content": "4"}], [{"role": "assistant", "content": "4", "reasoning_content": "2+2"}], False),

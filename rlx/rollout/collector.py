@@ -37,7 +37,6 @@ log = logging.getLogger(__name__)
 PATIENCE = 3.0  # a batch waits for an expiring group up to this many times the longest duration of the recent groups,
 AT_ONCE = 8  # rollouts begun in one turn of the event loop; beginning a thousand at once would block it for 0.2 s
 PATIENCE_FLOOR = 1.0  # and at least this many seconds
-LATE = 0.1  # seconds by which a wait ends late if this process was stopped or busy
 
 
 @dataclass(slots=True)
@@ -169,21 +168,14 @@ class Collector:
         Raises RolloutsFailed when an environment fails too often, or an error of our own code in a group.
         """
         self._advance()
-        excused = False  # once a batch, so that a process that is always late waits for no group for ever
         while not self._complete or self._patience() > 0:
             if self._broken is not None:
                 raise self._broken
             idle, began = not self._playing, time.monotonic()
-            patience = self._patience() if self._complete else None
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(patience):  # `wait_for` of Python 3.11 loses cancellations
+                async with asyncio.timeout(self._patience() if self._complete else None):  # `wait_for` of Python 3.11 loses cancellations
                     await self._changed.wait()
-            late = 0.0 if patience is None else time.monotonic() - began - patience
-            if late > LATE and not excused:  # answers may have come meanwhile, and are still to be read
-                excused = True
-                for pending in self._expiring():
-                    pending.began = min(time.monotonic(), pending.began + late + PATIENCE_FLOOR)
             if idle:
                 self.waited_for_weights += time.monotonic() - began
         expiring_first = sorted(self._finished.values(), key=lambda pending: (pending.version, pending.number))

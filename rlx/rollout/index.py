@@ -10,8 +10,8 @@ after the first frame. Files without an index (plain JSONL, results of evaluatio
 from __future__ import annotations
 
 import json
+import math
 import struct
-from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +91,15 @@ class _Line(msgspec.Struct):
 
 
 _DECODER = msgspec.json.Decoder(_Line)
-_INTEGERS = ("env", "stop", "status", "left_out", "member", "tokens", "turns", "oldest", "newest")
+COLUMNS: dict[str, Any] = {
+    **dict.fromkeys(("env", "stop", "status", "left_out"), np.int32),
+    **dict.fromkeys(("example", "group"), np.int64),
+    "member": np.int32,
+    **dict.fromkeys(("reward", "advantage"), np.float32),
+    **dict.fromkeys(("tokens", "turns"), np.int32),
+    "truncated": np.bool_,
+    **dict.fromkeys(("oldest", "newest"), np.int32),
+}
 
 
 def decoded(line: bytes) -> Any:
@@ -121,13 +129,10 @@ class Indexer:
     """Collects the index of a file while its lines pass by."""
 
     def __init__(self) -> None:
-        self.begins = array("q", [0])
+        self.begins = [0]
         self.lines = 0  # so far, with blank ones
         self._names: dict[str, int] = {}
-        self._integers = {name: array("i") for name in _INTEGERS}
-        self._longs = {name: array("q") for name in ("example", "group")}
-        self._floats = {name: array("f") for name in ("reward", "advantage")}
-        self._truncated = array("b")
+        self._rows: list[tuple[Any, ...]] = []
 
     def add(self, line: bytes) -> None:
         """Add the next line, with its line break. Skips a blank one. Raises ValueError if it is no rollout."""
@@ -136,46 +141,42 @@ class Indexer:
             self.begins[-1] += len(line)  # JSON allows blanks at the end: they belong to the line before
             return
         try:
-            self._add(_line(line), len(line))
-        except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:  # such as a number of more than 32 bits
+            self._rows.append(self._row(_line(line)))
+        except (msgspec.MsgspecError, TypeError, ValueError) as error:
             raise ValueError(f"line {self.lines} is no rollout: {error}") from error
+        self.begins.append(self.begins[-1] + len(line))
 
-    def _add(self, one: _Line, size: int) -> None:
+    def _row(self, one: _Line) -> tuple[Any, ...]:
+        """The values of COLUMNS."""
         if one.about is not None:
             one.example_id, one.num_tokens, one.stop = (one.about.get(name) for name in ("example_id", "num_tokens", "stop"))
         if one.example_id is None:
             raise ValueError("it has no `example_id`")
         status = one.status or ("ok" if one.error is None and not one.failed else "error")
-        texts = {"env": one.env, "stop": one.stop or one.stop_condition or "", "status": status, "left_out": one.left_out or ""}
-        numbers = {
-            "member": next((n for n in (one.member, one.rollout) if n is not None), NONE),
-            "tokens": one.length,
-            "turns": NONE if one.num_turns is None else one.num_turns,
-            "oldest": min(one.versions, default=NONE),
-            "newest": max(one.versions, default=NONE),
-        }
-        for name, text in texts.items():
-            self._integers[name].append(self._names.setdefault(text, len(self._names)))
-        for name, number in numbers.items():
-            self._integers[name].append(number)
-        self._longs["example"].append(one.example_id)
-        self._longs["group"].append(NONE if one.group is None else one.group)
-        self._floats["reward"].append(float("nan") if one.reward is None else one.reward)
-        self._floats["advantage"].append(float("nan") if one.advantage is None else one.advantage)
-        self._truncated.append(bool(one.truncated or one.is_truncated))
-        self.begins.append(self.begins[-1] + size)
+        texts = (one.env, one.stop or one.stop_condition or "", status, one.left_out or "")
+        values = (
+            *(self._names.setdefault(text, len(self._names)) for text in texts),
+            one.example_id,
+            NONE if one.group is None else one.group,
+            next((number for number in (one.member, one.rollout) if number is not None), NONE),
+            math.nan if one.reward is None else one.reward,
+            math.nan if one.advantage is None else one.advantage,
+            one.length,
+            NONE if one.num_turns is None else one.num_turns,
+            bool(one.truncated or one.is_truncated),
+            min(one.versions, default=NONE),
+            max(one.versions, default=NONE),
+        )
+        for (name, kind), value in zip(COLUMNS.items(), values, strict=True):
+            if kind in (np.int32, np.int64) and not abs(value) < np.iinfo(kind).max:
+                raise ValueError(f"`{name}` is {value}")
+        return values
 
     def done(self) -> RolloutIndex:
         """The index of the lines so far."""
-        columns: dict[str, Any] = {name: np.array(values, dtype=np.int32) for name, values in self._integers.items()}
-        columns |= {name: np.array(values, dtype=np.int64) for name, values in self._longs.items()}
-        columns |= {name: np.array(values, dtype=np.float32) for name, values in self._floats.items()}
-        return RolloutIndex(
-            begins=np.array(self.begins, dtype=np.int64),
-            names=tuple(self._names),
-            truncated=np.array(self._truncated, dtype=np.bool_),
-            **columns,
-        )
+        columns = zip(*self._rows, strict=True) if self._rows else ((),) * len(COLUMNS)
+        arrays: dict[str, Any] = {name: np.array(values, kind) for (name, kind), values in zip(COLUMNS.items(), columns, strict=True)}
+        return RolloutIndex(begins=np.array(self.begins, np.int64), names=tuple(self._names), **arrays)
 
 
 def index_of(lines: Iterable[bytes]) -> RolloutIndex:
