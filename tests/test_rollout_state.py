@@ -55,14 +55,14 @@ def test_a_collector_goes_on_from_a_file_with_its_finished_groups_and_its_counte
     assert len(state.finished) >= 4
     assert all(group.task.row == {"example_id": group.task.example_id} for group in state.finished), "the full row is stored once per group"
     assert all(rollout.task.row == {} for group in state.finished for rollout in group.rollouts)
-    assert state.counts.failed == {"error": 2}
-    assert state.counts.failures[0].completion == [{"content": "a picture"}]
+    assert state.tally.failed == {"error": 2}
+    assert state.tally.failures[0].completion == [{"content": "a picture"}]
     assert [group.rule for group in state.filtered] in ([], ["zero_advantage"])
 
     async def go_on() -> list[list[Rollout]]:
         groups = collector(FakeEnv(), oversampling_factor=3, max_async_level=1)
         groups.restore(state)
-        assert (groups.taken, groups.tally.failed["error"], groups.tally.finished) == (1, 2, state.counts.finished)
+        assert (groups.taken, groups.tally.failed["error"], groups.tally.finished) == (1, 2, state.tally.finished)
         again = groups.state()
         assert [group.task for group in again.finished] == [group.task for group in state.finished]
         batch = await groups.collect()

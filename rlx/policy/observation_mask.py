@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from rlx.arrays import Int
-from rlx.policy.base import Message, PolicyError, TurnRecorder
+from rlx.policy.base import Episode, Message, PolicyError
 from rlx.policy.chat import Chat
 from rlx.policy.sampling_params import raw_text
 from rlx.trace import Trace
@@ -34,8 +34,8 @@ PROBE = "probe-content-7351"
 _WINDOW = 16  # tokens decoded together to learn the text of the last
 
 
-class ObservationRecorder(TurnRecorder):
-    """A `TurnRecorder` that marks its traces. Which requests belong to them is known only at the end.
+class ObservationRecorder(Episode):
+    """A `Episode` that marks its traces. Which requests belong to them is known only at the end.
 
     A prompt is marked when it is answered, as if all requests so far were kept, and anew at the end if they are not.
     """
@@ -76,12 +76,12 @@ class ObservationRecorder(TurnRecorder):
     def _marks(self, number: int, said: Iterable[Sequence[Message]]) -> tuple[list[int], Int | None]:
         """(new messages of a prompt, [P] their marks), after the conversations `said`."""
         chat, _, env = self._how
-        prompt, _, tools = self.said.prompt(number)
+        prompt, _, tools, ids = self.said.request(number)
         places = [] if raw_text(prompt) is not None else self._places(prompt, said, self._before(number))
         early = self._early.get(number)
         if early is not None and early[0] == places:
             return early
-        return places, observation_mask(chat, self.said.tokens_of(number).tolist(), prompt, places, tools or None, env)
+        return places, observation_mask(chat, ids.tolist(), prompt, places, tools or None, env)
 
     def _before(self, number: int) -> list[list[Message]]:
         """The conversations of the requests that were asked before."""
@@ -89,7 +89,7 @@ class ObservationRecorder(TurnRecorder):
 
     def _conversations(self, number: int) -> list[list[Message]]:
         """The messages of a request, without and with its answer."""
-        prompt, answer, _ = self.said.prompt(number)
+        prompt, answer, *_ = self.said.request(number)
         return [prompt, [*prompt, answer]]
 
     def _places(self, prompt: Sequence[Message], said: Iterable[Sequence[Message]], before: Iterable[Sequence[Message]]) -> list[int]:

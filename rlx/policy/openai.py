@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from rlx.plain import utf8
-from rlx.policy.base import Call, Message, PolicyError, PromptTooLong, Reply, TurnRecorder, request_seed
+from rlx.policy.base import Call, Episode, Message, PolicyError, PromptTooLong, Reply, request_seed
 from rlx.policy.sampling_params import raw_text
 from rlx.trace import Turn
 from rlx.types import Task
@@ -135,7 +135,7 @@ class OpenAIPolicy:
         await self.client.close()
 
 
-class OpenAIEpisode(TurnRecorder):
+class OpenAIEpisode(Episode):
     """See `rlx.policy.base.Episode`."""
 
     def __init__(self, policy: OpenAIPolicy, task: Task, member: int, attempt: int) -> None:

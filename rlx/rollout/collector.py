@@ -26,9 +26,10 @@ from dataclasses import dataclass, field, replace
 
 from rlx.config.schema import Config
 from rlx.envs.base import Environment
+from rlx.envs.errors import FailureLog
 from rlx.rollout.failures import ErrorRate, RolloutsFailed
-from rlx.rollout.groups import GroupFailed, Tally, episodes, play_group
-from rlx.rollout.state import CollectorState, PlayedGroup, packed, played_group, unpacked
+from rlx.rollout.groups import GroupFailed, episodes, play_group
+from rlx.rollout.state import CollectorState, PlayedGroup, Tally, packed, played_group, unpacked
 from rlx.rollout.tasks import TaskSequence, mixed
 from rlx.types import Rollout, Task
 
@@ -135,7 +136,7 @@ class Collector:
         self.version = 0
         self.taken = 0  # batches handed out
         self.filtered: list[tuple[str, list[Rollout]]] = []  # rule and rollouts of each group filtered from the latest batch
-        self.tally = Tally()
+        self.tally, self._log = Tally(), FailureLog(log)
         self.waited_for_weights = 0.0  # seconds since the run began in which nothing was in flight because new weights were missing
         self._playing: dict[int, tuple[Pending, asyncio.Task]] = {}
         self._finished: dict[int, Pending] = {}
@@ -191,7 +192,7 @@ class Collector:
     async def close(self) -> None:
         """Cancel all groups in flight and start no more."""
         self._closed = True
-        self.tally.log.close()
+        self._log.close()
         for _, playing in self._playing.values():
             playing.cancel()
         await asyncio.gather(*(playing for _, playing in self._playing.values()), *self._cancelled, return_exceptions=True)
@@ -203,7 +204,7 @@ class Collector:
         return CollectorState(
             taken=self.taken,
             tasks=self.tasks.state(),
-            counts=self.tally.counts(),
+            tally=self.tally.stored(packed),
             finished=tuple(played_group(pending.rollouts, version=pending.version) for pending in finished),
             filtered=tuple(played_group(rollouts, rule=rule) for rule, rollouts in self._filtered),
             missing=self._missing,
@@ -220,7 +221,7 @@ class Collector:
         """
         self.taken = state.taken
         self.tasks.restore(state.tasks)
-        self.tally = Tally.of(state.counts)
+        self.tally = state.tally.stored(unpacked)
 
         def carried(group: PlayedGroup) -> list[Rollout]:
             """The group's rollouts with their index in this run; empty if the group does not fit."""
@@ -345,6 +346,7 @@ class Collector:
                 min_group=self.min_group,
                 on_timeout=self.on_timeout.get(task.env, "drop"),
                 away=self.away,
+                failures=self._log,
             )
             rule = self.left_out(pending.rollouts)
             if rule is None:

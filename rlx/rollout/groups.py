@@ -13,15 +13,14 @@ import asyncio
 import functools
 import logging
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 
 from rlx.envs.base import Environment
 from rlx.envs.errors import FailureLog
-from rlx.rollout.state import Counts, packed, unpacked
+from rlx.rollout.state import Tally
 from rlx.types import Rollout, Task
 
 log = logging.getLogger(__name__)
@@ -50,41 +49,6 @@ class GroupFailed(Exception):
     def __init__(self, rollout: Rollout) -> None:
         super().__init__(f"{rollout.task.env}, example {rollout.task.example_id}: {rollout.stop}: {rollout.error}")
         self.rollout = rollout
-
-
-@dataclass
-class Tally:
-    """Counts over the whole run."""
-
-    finished: int = 0  # rollouts that were played and scored
-    tokens: int = 0  # sampled tokens of finished rollouts
-    failed: Counter[str] = field(default_factory=Counter)  # rollouts that failed, by cause
-    dropped: Counter[str] = field(default_factory=Counter)  # rollouts of groups that were dropped, by cause
-    failures: list[Rollout] = field(default_factory=list)  # the failed rollouts since the caller last emptied this list
-    log: FailureLog = field(default_factory=lambda: FailureLog(log), repr=False, compare=False)
-
-    @classmethod
-    def of(cls, counts: Counts) -> Tally:
-        """Continue with the counts of a checkpoint."""
-        failures = [replace(one, task=unpacked(one.task)) for one in counts.failures]
-        failed, dropped = Counter(counts.failed), Counter(counts.dropped)
-        return cls(finished=counts.finished, tokens=counts.tokens, failed=failed, dropped=dropped, failures=failures)
-
-    def counts(self) -> Counts:
-        """The counts for a checkpoint."""
-        return Counts(
-            finished=self.finished,
-            tokens=self.tokens,
-            failed=dict(self.failed),
-            dropped=dict(self.dropped),
-            failures=tuple(replace(one, task=packed(one.task)) for one in self.failures),
-        )
-
-    def add_failure(self, rollout: Rollout) -> None:
-        """Count a failed rollout and keep it for the step's file."""
-        self.failed[rollout.stop] += 1
-        self.failures.append(rollout)
-        self.log.note(rollout.task.env, f"a rollout of example {rollout.task.example_id}", f"{rollout.stop}: {rollout.error}")
 
 
 async def play_through(
@@ -146,11 +110,12 @@ async def play_group(
     min_group: int = 2,
     on_timeout: str = "drop",
     away: Callable[[], float] = lambda: 0.0,
+    failures: FailureLog | None = None,
 ) -> list[Rollout]:
     """The scored rollouts of `task`, by member: at most `size` of them, or more if several runs of an episode are trained.
 
     `on_end` is called with the last attempt's rollouts of each member when it has ended; one that failed for good has its `status`.
-    `min_group`: members that must have a score. `on_timeout`: see `settled`. `away`: see `play_through`.
+    `min_group`: members that must have a score. `on_timeout`: see `settled`. `away`: see `play_through`. `failures`: where they are logged.
 
     Where rewards compare the group, one request plays the whole group. Otherwise each member has its own request.
     Raises GroupFailed. No task is left running after a failure or a cancellation.
@@ -161,10 +126,15 @@ async def play_group(
         # No reward of 0 can stand in where rewards compare a group: it would change the others'.
         return checked(rollout if compares else settled(rollout, on_timeout))
 
+    def failed(rollout: Rollout) -> None:
+        tally.add_failure(rollout)
+        if failures is not None:
+            failures.note(task.env, f"a rollout of example {task.example_id}", f"{rollout.stop}: {rollout.error}")
+
     async def play(members: Sequence[int]) -> list[Rollout]:
         ended: list[Rollout] = []
         try:
-            ended = await play_with_retries(env, task, members, max_retries, judge, tally.add_failure, away)
+            ended = await play_with_retries(env, task, members, max_retries, judge, failed, away)
             if not env.scores_groups or all(rollout.status == "ok" for rollout in ended):
                 ended = [_count(rollout, tally) if rollout.status == "ok" else rollout for rollout in ended]
             return ended

@@ -6,8 +6,9 @@ change later, and is linear in the messages that wait.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from rlx.arrays import Int
@@ -45,15 +46,25 @@ class PlayedGroup:
     rule: str | None = None  # the filter rule that dropped it; None: it waits for a batch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
+@dataclass(slots=True, kw_only=True)
+class Tally:
     """Outcomes of all rollouts since the run began."""
 
-    finished: int
-    tokens: int
-    failed: dict[str, int]  # by cause
-    dropped: dict[str, int]  # by cause
-    failures: tuple[Rollout, ...]  # not yet written to a step's file
+    finished: int = 0  # rollouts that were played and scored
+    tokens: int = 0  # sampled tokens of finished rollouts
+    failed: dict[str, int] = field(default_factory=Counter)  # rollouts that failed, by cause
+    dropped: dict[str, int] = field(default_factory=Counter)  # rollouts of groups that were dropped, by cause
+    failures: list[Rollout] = field(default_factory=list)  # the failed rollouts that are not yet in a step's file
+
+    def add_failure(self, rollout: Rollout) -> None:
+        """Count a failed rollout and keep it for the step's file."""
+        self.failed[rollout.stop] += 1
+        self.failures.append(rollout)
+
+    def stored(self, as_stored: Callable[[Task], Task]) -> Tally:
+        """A copy for a checkpoint, with `packed` tasks; or from one, with `unpacked` tasks."""
+        failures = [replace(one, task=as_stored(one.task)) for one in self.failures]
+        return replace(self, failed=Counter(self.failed), dropped=Counter(self.dropped), failures=failures)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +73,7 @@ class CollectorState:
 
     taken: int  # batches returned
     tasks: SequenceState
-    counts: Counts
+    tally: Tally
     finished: tuple[PlayedGroup, ...]  # in the order in which they began
     filtered: tuple[PlayedGroup, ...]
     missing: int  # groups that the next batch lacks: filtered and not replaced
