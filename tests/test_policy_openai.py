@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from traces import plain, turns_of
 
 from rlx.cli.playing import eval_table
 from rlx.policy.base import PolicyError, PromptTooLong
-from rlx.policy.openai import OpenAIEpisode, OpenAIPolicy, parameters_of, reply_of
+from rlx.policy.openai import OpenAIEpisode, OpenAIPolicy, parameters_of
 from rlx.rollout.evaluation import score_metrics
 from rlx.rollout.results import outcome_of
 from rlx.types import Task
@@ -175,14 +174,6 @@ def test_a_call_in_another_servers_form_is_read_and_not_left_out(call: dict[str,
     reply = ask(Endpoint((200, answer)), tools=[TOOL])
     assert [(one.id, one.name, one.arguments) for one in reply.calls] == [read]
     assert reply.num_tokens == 0
-
-
-def test_half_of_a_surrogate_pair_in_an_answer_is_a_question_mark() -> None:
-    function = SimpleNamespace(name="f", arguments='{"x": "\ud83d"}')
-    message = SimpleNamespace(content="half \ud83d", tool_calls=[SimpleNamespace(type="function", id="a", function=function)])
-    answer = SimpleNamespace(choices=[SimpleNamespace(message=message, finish_reason="stop")], usage=None, id="b")
-    reply = reply_of(answer, "http://x")
-    assert (reply.content, reply.calls[0].arguments) == ("half ?", '{"x": "?"}')
 
 
 def test_an_endpoint_that_is_full_or_fails_is_asked_again() -> None:

@@ -135,16 +135,6 @@ def test_an_overloaded_or_failing_teacher_is_asked_again():
     assert "(429): slow down" in scores.trouble[0]
 
 
-def test_a_slow_answer_is_given_up_and_asked_for_again():
-    async def first(number: int) -> web.Response | None:
-        await asyncio.sleep(3600 if number == 1 else 0)
-        return None
-
-    scores = talk(StandIn(first), lambda teacher: teacher.score(SEQUENCES), timeout=0.2)
-    assert same(scores)
-    assert scores.trouble[0].endswith("did not answer in 0.2 s (teacher.timeout)")
-
-
 def test_a_dead_server_is_borne_while_another_lives():
     scores = talk(StandIn(), lambda teacher: teacher.score(SEQUENCES), more=("http://127.0.0.1:9",), batch_size=1)
     assert same(scores)

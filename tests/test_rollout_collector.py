@@ -162,25 +162,6 @@ def test_a_finished_group_that_waited_too_long_is_dropped() -> None:
     run(main)
 
 
-def test_groups_become_too_old_when_a_batch_is_taken_and_not_when_the_servers_have_a_new_version() -> None:
-    """What is dropped is known before the servers pause for an update, so nothing that they hold then is played in vain."""
-    env = FakeEnv(lambda *_: 0.05)
-    groups = collector(env, max_async_level=1)
-
-    async def main() -> None:
-        await groups.collect()
-        await settled()
-        in_flight = {index for index, _, _ in env.started} - {0, 1, 2, 3}
-        assert len(in_flight) == 4
-        env.version = 1
-        groups.set_version(1)
-        assert groups.tally.dropped["off_policy"] == 0
-        assert set(indices(await groups.collect())) == in_flight
-        await groups.close()
-
-    run(main)
-
-
 def test_never_more_rollouts_in_flight_than_allowed_but_at_least_one_group() -> None:
     env = FakeEnv(lambda *_: 0.002)
     groups = collector(env, max_concurrent=4, num_groups=8)
@@ -352,11 +333,6 @@ def test_an_environment_that_always_fails_stops_the_run_with_the_last_failure() 
         run(collector(env).collect)
 
 
-def test_one_failing_environment_stops_the_run_even_beside_a_working_one() -> None:
-    with pytest.raises(RolloutsFailed, match="environment bad"):
-        run(collector(FakeEnv(lambda *_: "error", name="bad"), FakeEnv(name="good")).collect)
-
-
 def test_a_few_bad_examples_do_not_stop_the_run() -> None:
     env = FakeEnv(lambda task, member, attempt: "error" if task.example_id % 10 == 0 else 0.001)
     groups = collector(env, max_retries=3)
@@ -413,8 +389,3 @@ def test_a_group_given_up_leaves_nothing_running() -> None:
         assert asyncio.all_tasks() == before
 
     run(main)
-
-
-def test_before_the_first_batch_no_version_below_zero_is_waited_for() -> None:
-    groups = collector(FakeEnv(lambda *_: 0.0), max_async_level=1)
-    assert groups.phase == "waiting to begin the first rollouts"

@@ -9,8 +9,7 @@ from typing import Any
 from test_rollout_collector import FakeEnv, collector, indices, run
 from test_rollout_order import group
 
-from rlx.envs.errors import kind_of_text
-from rlx.rollout.failures import MOST, ErrorRate, Failures, in_words
+from rlx.rollout.failures import MOST, Failures, in_words
 from rlx.types import Task
 
 
@@ -41,18 +40,6 @@ def test_without_failures_there_is_no_file_and_with_many_causes_it_stays_small(t
     found = json.loads((tmp_path / "failures.json").read_text())
     assert found["causes"][0] == {"env": "e", "what": "error", "count": 50, "first": "other causes"}
     assert in_words(found)[-1] == "and 17 other causes"
-
-
-def test_texts_that_differ_in_numbers_and_names_are_of_one_kind_and_lines_of_code_are_not():
-    one = "ValueError: example 12 has no 'answer'; at /my/env.py:41 in f"
-    assert kind_of_text(one) == kind_of_text("ValueError: example 7 has no 'solution'; at /my/env.py:41 in f")
-    assert kind_of_text(one) != kind_of_text("ValueError: example 12 has no 'answer'; at /my/env.py:42 in f")
-
-
-def test_rewards_that_raise_need_not_end_the_run():
-    errors = ErrorRate(1)
-    for index in range(50):
-        errors.add(group(index, 1, 1))
 
 
 def test_a_timeout_while_no_server_took_requests_is_played_again_with_the_same_seeds_and_is_no_failure() -> None:

@@ -6,7 +6,6 @@ import asyncio
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 from test_rollout_collector import FakeEnv, run
 from test_rollout_filters import Scored
@@ -175,12 +174,3 @@ def test_the_largest_group_counts_against_the_rollouts_in_flight() -> None:
         assert most in (5, 6, 7)
 
     run(main)
-
-
-def test_large_pools_are_quick() -> None:
-    """Not a measurement: a draw must not walk over all examples in Python."""
-    rows = [{"example_id": number} for number in range(20_000)]
-    examples = Examples("e", rows, 0, POOLS)
-    for number in range(0, 20_000, 2):
-        examples.played(number, float(number % 3 == 0))
-    assert len(np.unique(drawn(examples, 2000))) > 1900

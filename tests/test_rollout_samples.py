@@ -177,11 +177,6 @@ def test_names_that_an_environment_chooses_do_not_replace_metrics_of_rlx() -> No
     assert (values["reward/e/exact"], values["env/e/steps"]) == (2.0, 3.0)
 
 
-def test_an_unknown_strategy_is_named() -> None:
-    with pytest.raises(ValueError, match="trajectory_strategy=tree"):
-        samples(rollout(turn([1], [2])), strategy="tree")
-
-
 @pytest.mark.parametrize("reward", [1e39, -1e39, np.nan, np.inf])
 def test_a_reward_beyond_float32_fails_its_rollout(reward: float):
     played = rollout(turn([1], [2]))

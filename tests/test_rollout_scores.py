@@ -74,18 +74,6 @@ def bootstrap(scores: list[float], rounds: int = 1000) -> tuple[float, float]:
     return means[int(0.025 * rounds)], means[int(0.975 * rounds)]
 
 
-def test_the_intervals_agree_with_a_bootstrap_over_examples() -> None:
-    rng = random.Random(1)
-    skill = [rng.betavariate(1, 1.5) for _ in range(150)]
-    rewards = [[float(rng.random() < p) for _ in range(8)] for p in skill]
-    low, high = bootstrap([statistics.fmean(one) for one in rewards])
-    found = average(rewards)
-    assert (found.low, found.high) == pytest.approx((low, high), abs=0.012)
-    for k, one in passes(rewards, 0.5).items():
-        low, high = bootstrap([pass_at_k(8, int(sum(each)), k) for each in rewards])
-        assert (one.low, one.high) == pytest.approx((low, high), abs=0.015), k
-
-
 def test_the_interval_covers_the_truth_in_about_95_of_100_evaluations() -> None:
     rng, hits = random.Random(2), 0
     for _ in range(400):

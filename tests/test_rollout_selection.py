@@ -10,7 +10,7 @@ import pytest
 
 from rlx.config.schema_synthesize import SelectionConfig
 from rlx.policy.transcript import Transcript
-from rlx.rollout.selection import CAUSES, DUPLICATE, FAILED, FEW, LOW, SILENT, SURPLUS, TRUNCATED, Candidate, saying, select
+from rlx.rollout.selection import CAUSES, DUPLICATE, FAILED, FEW, SILENT, TRUNCATED, Candidate, saying, select
 
 QUESTION = [{"role": "user", "content": "2+2?"}]
 
@@ -94,20 +94,6 @@ def test_a_rollout_with_an_answer_that_says_nothing_is_left_out() -> None:
     assert [one.member for one in found.kept] == [1, 4]
     assert found.dropped == {SILENT: 3}
     assert select([candidate(failed=True)], SelectionConfig(), 0).dropped == {FAILED: 1}
-
-
-def test_the_best_rollouts_of_each_example():
-    rollouts = [candidate(index, member, reward) for index in (0, 1) for member, reward in enumerate([0.1, 0.9, 0.9, 0.5])]
-    found = select(rollouts, SelectionConfig(prefer="best", per_example=2), 0)
-    assert members(found.kept) == [(0, 1), (0, 2), (1, 1), (1, 2)]
-    assert found.dropped == {SURPLUS: 4}
-
-
-def test_of_equal_sayings_the_preferred_one_stays():
-    rollouts = [candidate(member=0, reward=0.2, text="x"), candidate(member=1, reward=0.8, text=" x ")]
-    assert members(select(rollouts, SelectionConfig(prefer="first"), 0).kept) == [(0, 0)]
-    assert members(select(rollouts, SelectionConfig(prefer="best"), 0).kept) == [(0, 1)]
-    assert len(select(rollouts, SelectionConfig(duplicates="keep"), 0).kept) == 2
 
 
 def test_what_another_rule_drops_makes_no_duplicate():
@@ -202,10 +188,3 @@ def test_random_preference_follows_from_the_seed():
     one, again, other = (members(select(rollouts, keys, seed).kept) for seed in (1, 1, 2))
     assert one == again != other
     assert len({member for _, member in one}) > 3
-
-
-def test_examples_with_too_few_are_dropped_whole():
-    rollouts = [candidate(0, 0), candidate(0, 1, 0.0), candidate(1, 0), candidate(1, 1)]
-    found = select(rollouts, SelectionConfig(min_reward=1, per_example=2, exactly=True), 0)
-    assert members(found.kept) == [(1, 0), (1, 1)]
-    assert found.dropped == {LOW: 1, FEW: 1}
