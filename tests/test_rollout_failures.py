@@ -65,5 +65,5 @@ def test_a_timeout_while_no_server_took_requests_is_played_again_with_the_same_s
 def test_rewards_that_compare_a_group_are_not_replaced_by_0_when_a_member_runs_out_of_time() -> None:
     env = FakeEnv(lambda task, member, attempt: "timeout" if (task.index, member) == (1, 1) else 0.0)
     env.scores_groups = True
-    groups = collector(env, on_timeout={"e": "zero"})
+    groups = collector(env, on_timeout="zero")
     assert indices(run(groups.collect)) == [0, 2, 3, 4]

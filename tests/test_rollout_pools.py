@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from test_rollout_collector import FakeEnv, run
+from test_rollout_collector import FakeEnv, collector, run
 from test_rollout_filters import Scored
 from test_rollout_state import through_a_file
 
@@ -118,15 +118,15 @@ def make(jitter: random.Random | None, **settings: Any) -> tuple[dict[str, Any],
         return (task.example_id % 4) / 3
 
     envs: dict[str, Any] = {name: Scored(reward, behave=behave, name=name, size=24) for name in "ab"}
-    tasks = TaskSequence(envs, {"a": 2.0, "b": 1.0}, 0, BufferConfig(easy_threshold=1.0, hard_threshold=0.0, hard_fraction=0.5))
-    values = {"num_groups": 6, "max_steps": 100, "max_async_level": 0, "max_concurrent": 64, "max_retries": 3, **settings}
+    buffer = BufferConfig(easy_threshold=1.0, hard_threshold=0.0, hard_fraction=0.5)
+    mix: dict[str, Any] = {"weights": {"a": 2.0, "b": 1.0}, "group_size": {"a": 2, "b": 4}, "num_groups": 6, "max_retries": 3}
     left_out = lambda rollouts: "zero" if rollouts[0].task.example_id % 6 == 0 else None  # noqa: E731
-    return envs, Collector(envs=envs, tasks=tasks, group_size=2, own_sizes={"b": 4}, left_out=left_out, **values)
+    return envs, collector(*envs.values(), left_out=left_out, buffer=buffer, **{**mix, **settings})
 
 
-def played(jitter: random.Random | None, steps: int, collector: tuple[dict[str, Any], Collector] | None = None) -> Any:
+def played(jitter: random.Random | None, steps: int, given: tuple[dict[str, Any], Collector] | None = None) -> Any:
     async def main() -> Any:
-        envs, groups = collector or make(jitter)
+        envs, groups = given or make(jitter)
         found: list[Any] = []
         for env in envs.values():
             env.version = groups.taken
@@ -158,11 +158,7 @@ def test_on_policy_batches_with_pools_and_two_group_sizes_depend_on_the_seed_alo
 
 def test_the_largest_group_counts_against_the_rollouts_in_flight() -> None:
     envs: dict[str, Any] = {name: FakeEnv(lambda *_: 0.002, name=name) for name in "ab"}
-    tasks = TaskSequence(envs, dict.fromkeys(envs, 1.0), 0)
-    groups = Collector(
-        envs=envs, tasks=tasks, num_groups=6, group_size=2, own_sizes={"b": 4}, max_steps=1, max_async_level=0, max_concurrent=7,
-        max_retries=0,
-    )  # fmt: skip
+    groups = collector(*envs.values(), num_groups=6, group_size={"a": 2, "b": 4}, max_steps=1, max_concurrent=7, max_retries=0)
 
     async def main() -> None:
         collecting = asyncio.ensure_future(groups.collect())

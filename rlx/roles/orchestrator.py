@@ -41,7 +41,7 @@ from rlx.process import peak_memory
 from rlx.rollout import concurrency
 from rlx.rollout.batch import advantages_of, make_batch, make_groups, max_tokens_of, scores_of, step_metrics
 from rlx.rollout.clock import StepClock
-from rlx.rollout.collector import collector_of
+from rlx.rollout.collector import Collector
 from rlx.rollout.evaluate import Evaluations
 from rlx.rollout.filters import reason_to_drop
 from rlx.rollout.groups import compared
@@ -87,7 +87,7 @@ class Orchestrator:
         self.envs, self.member = envs, member
         self.advantage = advantages_of(config)
         self._max_tokens = max_tokens_of(config)
-        self.collector = collector_of(config, envs, self._left_out, lambda: away(sampler, envs), self.teaching.begin)
+        self.collector = Collector(config, envs, self._left_out, lambda: away(sampler, envs), self.teaching.begin)
         self.rules = config.orchestrator.difficulty_filter.rules
         self.metrics = MetricsWriter(paths.metrics, "orchestrator")
         self.inference_metrics = MetricsWriter(paths.metrics, "inference")
