@@ -45,7 +45,7 @@ def test_a_resumed_synthesis_does_not_mix_the_rollouts_of_two_models(
                 running.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await running
-        synthesis.close()
+        synthesis.finished.close()
         return synthesis
 
     assert asyncio.run(play(Killed(), first, until=10)).played == 10

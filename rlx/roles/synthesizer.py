@@ -125,7 +125,7 @@ def main() -> int:
         log.info("%d rows of %d rollouts in %s", metadata["rows"], metadata["rollouts"]["kept"], metadata["file"])
         heartbeat.beat("done")
     finally:
-        synthesis.close()
+        synthesis.finished.close()
     return 0
 
 

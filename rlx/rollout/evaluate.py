@@ -1,6 +1,6 @@
 """Evaluations beside training: plays the evaluation examples at one policy version, on the run's servers.
 
-`rlx.rollout.beside` uses it for supervised training, whose servers have nothing else to do. In reinforcement learning:
+The evaluator role uses it beside supervised training, whose servers have nothing else to do. In reinforcement learning:
 
     version v reaches the servers  →  is v due?  →  play its evaluation while training goes on
     version v+1 is there           →  the servers are updated            eval.pins: the evaluation ends and is recorded before
@@ -11,7 +11,6 @@ fixed place in `metrics.jsonl` (after version v was trained on). Training waits 
 `max_async_level` + 1 versions ahead of the servers. Without it nothing waits, and the record says up to which version tokens were sampled.
 Nothing of training depends on an evaluation: it has its own environments, seeds and counters. So at max_async_level 0 a run's other
 records are the same with and without evaluations.
-
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -109,10 +109,6 @@ class Synthesis:
             else:
                 self.done.add(one.place)
 
-    def close(self) -> None:
-        """Close the file of finished rollouts."""
-        self.finished.close()
-
     # -- the choice
 
     def write(self) -> dict[str, Any]:
@@ -120,9 +116,9 @@ class Synthesis:
 
         Raises NothingKept if no rollout is left; the metadata then says why, and there is no data. Raises ValueError as `write_rows`.
         """
-        config, keys = self.config, selection_keys(self.config)
+        config = self.config
         candidates = list({one.place: one for one in self.finished.read() if self.is_wanted(one)}.values())  # the later record counts
-        choice = select(candidates, keys, config.seed)
+        choice = select(candidates, config, config.seed)
         rows = list(rows_of(choice.kept, self._facts()))
         path = self.paths.synthesized(config.format)
         for kind in FORMATS:
@@ -133,7 +129,7 @@ class Synthesis:
         metadata = self._metadata(path, candidates, choice, rows)
         write_metadata(path.with_name(METADATA), metadata)
         if not rows:
-            raise NothingKept(nothing_kept(candidates, choice, keys))
+            raise NothingKept(nothing_kept(candidates, choice))
         return metadata
 
     def _facts(self) -> dict[str, dict[str, Any]]:
@@ -173,7 +169,7 @@ class Synthesis:
             },
             "examples": {"played": num_examples(candidates), "kept": num_examples(choice.kept)},
             "reward": {"played": mean(rewards), "kept": mean([candidate.reward for candidate in choice.kept])},
-            "selection": asdict(selection_keys(config)),
+            "selection": {field.name: getattr(config, field.name) for field in fields(SelectionConfig)},
             "asked": config.asked,  # for `rlx.runs.completed`
             "environments": {
                 name: {
@@ -224,11 +220,6 @@ def candidate_of(job: Job, rollout: Rollout) -> Candidate:
     )
 
 
-def selection_keys(config: SynthesizeRoot) -> SelectionConfig:
-    """The keys of the choice alone."""
-    return SelectionConfig(**{field.name: getattr(config, field.name) for field in fields(SelectionConfig)})
-
-
 def num_examples(candidates: Sequence[Candidate]) -> int:
     """Different examples among the rollouts."""
     return len({(candidate.env, candidate.index) for candidate in candidates})
@@ -239,7 +230,7 @@ def mean(values: Sequence[float]) -> float | None:
     return float(np.mean(values)) if values else None
 
 
-def nothing_kept(candidates: Sequence[Candidate], choice: Selection, keys: SelectionConfig) -> str:
+def nothing_kept(candidates: Sequence[Candidate], choice: Selection) -> str:
     """Why no rollout is left, and what to do."""
     causes = ", ".join(f"{count} {cause}" for cause, count in choice.dropped.most_common())
     rewards = [candidate.reward for candidate in candidates if not candidate.failed]
