@@ -105,10 +105,6 @@ def test_a_group_of_one_is_refused(name):
         FUNCTIONS[name](scores([[1.0]]))
 
 
-def test_a_group_without_tokens_has_the_plain_mean_as_its_baseline():
-    assert opo(scores([[1.0, 0.0]], [[0, 0]]))[0].tolist() == [0.5, -0.5]
-
-
 def test_a_negative_reward_would_turn_the_sign_of_max_rl():
     with pytest.raises(ValueError, match=r"environment e gave -1: rewards must be at least 0; use advantage=group_norm"):
         max_rl(scores([[-1.0, 0.5]]))

@@ -294,17 +294,6 @@ def test_each_loss_is_named(template: str, lost: str) -> None:
     assert len([text for text in found if lost in text]) == 1, found
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_templates_that_show_tools_are_accepted(name: str) -> None:
-    assert list(problems(chat_of(name), [ADD])) == []
-
-
-def test_the_tiny_model_serves_tools() -> None:
-    chat = Chat(build_tokenizer(256))
-    assert list(problems(chat, [ADD])) == []
-    assert (chat.tool_parser, chat.reasoning_parser, chat.stop_token_ids) == ("hermes", "none", [chat.tokenizer.eos_token_id])
-
-
 def test_the_end_of_the_templates_turn_stops_the_model_also_if_the_tokenizers_end_is_another() -> None:
     chat = Chat(small_tokenizer(HERMES, eos="<|eot_id|>"))
     assert chat.tokenizer.convert_ids_to_tokens(chat.stop_token_ids) == ["<|eot_id|>", "<|im_end|>"]

@@ -280,7 +280,7 @@ def test_a_403_is_final_before_the_first_answer(before: int, final: bool) -> Non
         for number in range(before + 1):
             with pytest.raises(PolicyError, match="not for you") if number >= before else contextlib.nullcontext():
                 await policy.episode(TASK, 0, 0).respond([{"role": "user", "content": "abc"}])
-        return policy.refused
+        return policy.standing.refusal
 
     refused = play(Endpoint(*[0.0] * before, FORBIDDEN), scene, max_retries=0)
     assert (refused is not None) == final
@@ -291,7 +291,7 @@ def test_a_wrong_key_is_final_also_after_answers() -> None:
         await policy.episode(TASK, 0, 0).respond([{"role": "user", "content": "abc"}])
         with pytest.raises(PolicyError, match="refuses every request"):
             await policy.episode(TASK, 0, 0).respond([{"role": "user", "content": "abc"}])
-        return policy.refused
+        return policy.standing.refusal
 
     assert "bad key" in str(play(Endpoint(0.0, (401, {"error": {"message": "bad key"}})), scene, max_retries=0))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import numpy as np
@@ -116,39 +115,6 @@ def test_branching_gives_a_sample_a_turn() -> None:
     made = samples(rollout(turn([1], [2, 3]), turn([1, 2, 3, 4], [5])), strategy="branching")
     assert [sample.token_ids.tolist() for sample in made] == [[1, 2, 3], [1, 2, 3, 4, 5]]
     assert made[1].loss_mask.tolist() == [False] * 4 + [True]
-
-
-@pytest.mark.parametrize("strategy", ["interleaved", "branching"])
-def test_every_sampled_token_is_trained_exactly_once(strategy: str) -> None:
-    rng = random.Random(0)
-    for _ in range(100):
-        turns, conversations = [], [[1]]
-        for number in range(rng.randint(1, 6)):
-            past = rng.choice(conversations)
-            prompt = [*past, *(rng.randint(0, 2) for _ in range(rng.randint(0, 2)))]
-            if rng.random() < 0.3:
-                prompt[rng.randrange(len(prompt))] = 7
-            completion = [rng.randint(0, 2) for _ in range(rng.randint(1, 4))]
-            turns.append(turn(prompt, completion, version=number, offset=100 * number))
-            conversations.append([*prompt, *completion])
-        made = samples(rollout(*turns), strategy=strategy)
-        trained = sorted(
-            (int(version), float(logprob), int(token))
-            for sample in made
-            for version, logprob, token, on in zip(
-                sample.versions, sample.inference_logprobs, sample.token_ids, sample.loss_mask, strict=True
-            )
-            if on
-        )
-        sampled = sorted(
-            (int(v), float(p), int(t)) for one in turns for v, p, t in zip(one.versions, one.logprobs, one.completion_ids, strict=True)
-        )
-        assert trained == sampled
-        for sample in made:
-            off = ~sample.loss_mask
-            assert not sample.inference_logprobs[off].any()
-            assert not sample.advantages[off].any()
-            assert (sample.versions[off] == -1).all()
 
 
 def test_rollouts_cut_by_a_length_limit_can_be_left_out() -> None:

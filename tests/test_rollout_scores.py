@@ -12,7 +12,7 @@ from test_rollout_play import outcome
 
 from rlx.rollout.evaluation import score_metrics
 from rlx.rollout.results import attempts
-from rlx.rollout.scores import average, estimate, ks_of, pass_at_k, passes, wilson
+from rlx.rollout.scores import average, estimate, pass_at_k, passes, wilson
 
 
 @pytest.mark.parametrize("rollouts", [1, 2, 5, 8])
@@ -29,10 +29,6 @@ def test_pass_at_k_refuses_what_cannot_be_estimated(rollouts: int, passed: int, 
         pass_at_k(rollouts, passed, k)
 
 
-def test_the_reported_ks_are_powers_of_two_up_to_n() -> None:
-    assert [ks_of(n) for n in (1, 2, 3, 8)] == [[1], [1, 2], [1, 2], [1, 2, 4, 8]]
-
-
 def test_a_rollout_that_failed_passes_no_threshold() -> None:
     """It scores 0, which rewards from -1 to 1 would call a pass."""
     examples = [[outcome(place, 0, -1.0), outcome(place, 1, 0.0, status="error")] for place in range(2)]
@@ -40,13 +36,6 @@ def test_a_rollout_that_failed_passes_no_threshold() -> None:
     assert score_metrics("e", examples, 0.0)["eval/e/pass@1"] == 0.0
     examples[0][0] = outcome(0, 0, 0.0)
     assert passes(attempts(examples), 0.0)[2].mean == 0.5
-
-
-def test_avg_and_pass_at_1_agree_for_rewards_of_0_and_1() -> None:
-    rewards = [[1.0, 0.0, 1.0, 0.0], [0.0] * 4, [1.0] * 4]
-    assert average(rewards).mean == passes(rewards, 0.5)[1].mean == pytest.approx(0.5)
-    assert passes(rewards, 0.5)[4].mean == pytest.approx(2 / 3)
-    assert passes(rewards, 1.5)[1].mean == 0.0
 
 
 def test_one_rollout_an_example_gives_wilsons_interval() -> None:

@@ -95,11 +95,6 @@ class OpenAIPolicy:
         self._secret = api_key
         self.client = AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=timeout, max_retries=max_retries)
 
-    @property
-    def refused(self) -> str | None:
-        """Why the endpoint will answer no request at all (a wrong key, no credit); None as far as is known."""
-        return self.standing.refusal
-
     def episode(self, task: Task, member: int, attempt: int) -> OpenAIEpisode:
         return OpenAIEpisode(self, task, member, attempt)
 

@@ -126,8 +126,8 @@ class ApiModel(Model):
         return Origin(", ".join(sorted(self.policy.standing.models)) or None)
 
     def check(self, rollout: Rollout) -> None:
-        if self.policy.refused is not None:
-            raise PolicyError(self.policy.refused)
+        if self.policy.standing.refusal is not None:
+            raise PolicyError(self.policy.standing.refusal)
 
 
 @asynccontextmanager
@@ -221,7 +221,7 @@ async def connect_endpoint(
     try:
         await first.check(tools=any(env.tools for env in envs.values()))
     except PolicyError as error:
-        if first.refused is None:
+        if first.standing.refusal is None:
             raise
         raise PolicyError(f"{error}; its key is ${client.api_key_var} (client.api_key_var)") from error
     for name, spec in specs.items():

@@ -119,7 +119,7 @@ class Examples:
         """Rank of each row by the column; equal values have equal ranks."""
         path, falling = column.removeprefix("-").split("."), column.startswith("-")
         try:
-            values = [functools.reduce(operator.getitem, path, row) for row in self.rows]
+            values: list[Any] = [functools.reduce(operator.getitem, path, row) for row in self.rows]
             if any(value is None or value != value for value in values):  # NaN is neither smaller nor larger than any
                 raise TypeError("None and NaN have no place")
             ranks = {value: rank for rank, value in enumerate(sorted(set(values), reverse=falling))}

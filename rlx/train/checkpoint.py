@@ -263,7 +263,8 @@ class RandomState:
 def _random_state() -> torch.Tensor:
     """The state of every generator of this process, as the bytes of a RandomState: [n] uint8."""
     cuda = torch.cuda.get_rng_state().numpy() if torch.cuda.is_initialized() else None
-    algorithm, keys, *rest = np.random.get_state()
+    generator: Any = np.random.get_state()
+    algorithm, keys, *rest = generator
     state = RandomState(
         python=random.getstate(), numpy=(algorithm, *rest), numpy_keys=np.asarray(keys), torch=torch.get_rng_state().numpy(), cuda=cuda
     )
@@ -273,8 +274,8 @@ def _random_state() -> torch.Tensor:
 def _set_random_state(packed: torch.Tensor) -> None:
     state = codec.decode(bytearray(packed.numpy()), RandomState)
     random.setstate(state.python)
-    algorithm, *rest = state.numpy
-    np.random.set_state((algorithm, state.numpy_keys, *rest))
+    algorithm, position, has_gauss, cached = state.numpy
+    np.random.set_state((algorithm, state.numpy_keys, position, has_gauss, cached))
     torch.set_rng_state(torch.from_numpy(state.torch))
     if state.cuda is not None and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(torch.from_numpy(state.cuda))
