@@ -57,7 +57,7 @@ def decode(buffer: bytearray | bytes | memoryview, kind: type[T]) -> T:
 def to_plain(value: Any) -> Any:
     """What msgpack holds of a value that it does not know."""
     if isinstance(value, np.ndarray):
-        return [value.dtype.str, value.tobytes()]
+        return [value.dtype.str, np.ascontiguousarray(value).data]
     return value.item() if isinstance(value, np.generic) else repr(value)
 
 
