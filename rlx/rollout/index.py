@@ -154,7 +154,7 @@ class Indexer:
             raise ValueError("it has no `example_id`")
         status = one.status or ("ok" if one.error is None and not one.failed else "error")
         texts = (one.env, one.stop or one.stop_condition or "", status, one.left_out or "")
-        values = (
+        return (
             *(self._names.setdefault(text, len(self._names)) for text in texts),
             one.example_id,
             NONE if one.group is None else one.group,
@@ -167,15 +167,14 @@ class Indexer:
             min(one.versions, default=NONE),
             max(one.versions, default=NONE),
         )
-        for (name, kind), value in zip(COLUMNS.items(), values, strict=True):
-            if kind in (np.int32, np.int64) and not abs(value) < np.iinfo(kind).max:
-                raise ValueError(f"`{name}` is {value}")
-        return values
 
     def done(self) -> RolloutIndex:
-        """The index of the lines so far."""
+        """The index of the lines so far. Raises ValueError for a number that its column cannot hold."""
         columns = zip(*self._rows, strict=True) if self._rows else ((),) * len(COLUMNS)
-        arrays: dict[str, Any] = {name: np.array(values, kind) for (name, kind), values in zip(COLUMNS.items(), columns, strict=True)}
+        try:
+            arrays: dict[str, Any] = {name: np.array(values, kind) for (name, kind), values in zip(COLUMNS.items(), columns, strict=True)}
+        except OverflowError as error:
+            raise ValueError(str(error)) from error
         return RolloutIndex(begins=np.array(self.begins, np.int64), names=tuple(self._names), **arrays)
 
 
