@@ -222,7 +222,7 @@ def test_an_evaluation_follows_its_engines(monkeypatch: pytest.MonkeyPatch) -> N
             }
 
     async def main() -> None:
-        following = asyncio.create_task(concurrency.follow(cfg, Engines(), player))
+        following = asyncio.create_task(concurrency.follow(cfg, Engines(), player))  # type: ignore[arg-type]
         while len(seen) < 80:
             await player.play(jobs_of("e", env, range(10), 20))
         following.cancel()
