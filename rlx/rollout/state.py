@@ -33,7 +33,7 @@ class SequenceState:
     credit: dict[str, float]  # of the weighted round-robin
     used: dict[str, int]  # tasks returned so far
     sizes: dict[str, int]  # number of examples
-    pools: tuple[PoolState, ...] = ()  # in the order of `envs`
+    pools: tuple[PoolState, ...]  # in the order of `envs`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

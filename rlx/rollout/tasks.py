@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-import numpy as np
 import xxhash
 
 from rlx.checkpoints.folders import read_start
@@ -23,7 +22,7 @@ from rlx.config.schema import BufferConfig, Config
 from rlx.envs.base import Environment
 from rlx.paths import RunPaths, write_text
 from rlx.rollout.pools import Examples
-from rlx.rollout.state import PoolState, SequenceState
+from rlx.rollout.state import SequenceState
 from rlx.types import Rollout, Task
 
 log = logging.getLogger(__name__)
@@ -179,9 +178,7 @@ class TaskSequence:
             size = state.sizes.get(name)
             if size == len(env.rows):
                 self._credit[name], self._used[name] = state.credit[name], state.used[name]
-                places = [state.used[name], 0, 0]  # of a checkpoint that knows no pools
-                pools = state.pools or [PoolState(pools=np.empty(0, np.int32), places=places, credit=[0.0] * 3)] * len(state.envs)
-                self._examples[name].restore(pools[state.envs.index(name)])
+                self._examples[name].restore(state.pools[state.envs.index(name)])
             else:
                 had = "was not there, or had other examples," if size is None else f"had {size} examples"
                 log.warning("envs.%s %s when the checkpoint was written and has %d now; it starts over", name, had, len(env.rows))
