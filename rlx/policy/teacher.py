@@ -55,19 +55,6 @@ class _Completion(msgspec.Struct):
     choices: list[_Choice]
 
 
-class _Model(msgspec.Struct):
-    id: str
-    max_model_len: int | None = None
-
-
-class _Label(msgspec.Struct):
-    weight_version: str
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
-
-
 @dataclass(slots=True)
 class Scores:
     """What a call has returned so far."""
@@ -181,7 +168,11 @@ class Teacher:
                 loaded = [found for found, *_ in wire.models_of(await answer.read())] if answer.status == 200 else []
             return "" if name in loaded else f"{server.url} does not have the adapter {name}"
         async with self._request(server, wire.LABEL, None) as answer:
-            label = _decoded(await answer.read(), _Label, server.url).weight_version if answer.status == 200 else f"? ({answer.status})"
+            label = (
+                str(_decoded(await answer.read(), dict, server.url).get("weight_version"))
+                if answer.status == 200
+                else f"? ({answer.status})"
+            )
         has = wire.parse_label(label)
         late = has is None or has[0] < self._version()
         return f"{server.url} has version {label}, the run has {self._version()}" if late else ""
@@ -211,23 +202,22 @@ class Teacher:
 
     async def _check_one(self, server: Endpoint, tokenizer: Any, longest: int, scores: Scores) -> None:
         answer, address = await self._ask("/v1/models", None, scores, server)
-        models = _decoded(answer, _Models, address).data
-        models = models if self._version is None else models[:1]  # the run's own servers list their adapters after the model
-        names = [model.id for model in models]
+        contexts = {name: context for name, _, context in wire.models_of(answer)}
+        names = list(contexts) if self._version is None else list(contexts)[:1]  # the run's own servers list their adapters behind it
         if self.model is None:
-            if len(models) != 1:
-                raise TeacherError(f"{address} serves {len(models)} models ({', '.join(names[:5])}); name the teacher: teacher.model=NAME")
+            if len(names) != 1:
+                raise TeacherError(f"{address} serves {len(names)} models ({', '.join(names[:5])}); name the teacher: teacher.model=NAME")
             self.model = names[0]
-        found = next((model for model in models if model.id == self.model), None)
-        if found is None:
+        if self.model not in names:
             raise TeacherError(f"{address} has no model {self.model} (teacher.model); it serves {', '.join(names[:5])}")
-        if found.max_model_len is not None and found.max_model_len <= longest:
+        context = contexts[self.model]  # 0: not known
+        if 0 < context <= longest:
             raise TeacherError(
                 f"the teacher's context is too short: samples have up to seq_len={longest} tokens and a request needs one more, but "
-                f"{address} takes {found.max_model_len}. Serve it with --max-model-len {longest + 1} or more, or lower seq_len"
+                f"{address} takes {context}. Serve it with --max-model-len {longest + 1} or more, or lower seq_len"
             )
-        if found.max_model_len is not None:
-            self.context = min(found.max_model_len, self.context or found.max_model_len)
+        if context:
+            self.context = min(context, self.context or context)
         texts = probe_texts(tokenizer, longest)
         body = {"model": self.model, "prompt": texts, "prompt_logprobs": 0, "max_tokens": 1, "add_special_tokens": False}
         answer, _ = await self._ask("/v1/completions", body, scores, server)
