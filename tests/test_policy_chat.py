@@ -191,7 +191,7 @@ def test_the_spelling_of_the_template_does_not_replace_what_was_sampled() -> Non
 
 def test_a_message_behind_another_end_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     chat = chat_of("closing")
-    monkeypatch.setattr(chat, "_closing", 0)  # as a template whose ends are counted wrongly
+    monkeypatch.setattr(chat, "closing", 0)  # as a template whose ends are counted wrongly
     prompt: list[Message] = [{"role": "user", "content": "add"}]
     turn = turn_of(chat.render(prompt), [*map(chat.tokenizer.convert_tokens_to_ids, "five"), chat.stop_token_ids[-1]])
     before = [*prompt, chat.parse(turn).message]
