@@ -1,41 +1,24 @@
-"""The index of a file of rollouts: what a list of rollouts shows, as columns, and where each rollout's line begins.
-
-    step_000012.jsonl.zst      one zstd frame with the lines │ one skippable frame with the index
-
-Every zstd decoder skips the second frame, so the file stays an ordinary compressed JSONL file, and the index cannot belong to another
-file. The lines are in one frame, not in many that could be decompressed alone, because common one-shot decoders silently stop
-after the first frame. Files without an index (plain JSONL, results of evaluations, other writers) are indexed by reading their lines.
-"""
+"""The index of a file of rollouts: what a list of rollouts shows, as columns, and where each rollout's line begins."""
 
 from __future__ import annotations
 
 import json
 import math
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import numpy as np
-import zstandard
 
-from rlx import codec
 from rlx.arrays import Bool, Float, Int, Long
 
-_HEAD = struct.Struct("<II")  # magic of a skippable frame, size of its content
-_TAIL = struct.Struct("<Q8s")  # size of the compressed index, magic
-_SKIPPABLE, _MAGIC = 0x184D2A57, b"rlxindex"
-_USUAL = 65536  # bytes read at once from the end of a file: the index of about 4,000 rollouts
 NONE = -1  # for integers that a line does not have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutIndex:
     """Columns of n rollouts, in the order of their lines."""
-
-    SCHEMA: ClassVar[str] = "rlx.RolloutIndex/2"
 
     begins: Long  # [n+1] bytes of the decompressed content before each line, and before the end
     names: tuple[str, ...]  # the texts that the next four columns point to
@@ -184,31 +167,3 @@ def index_of(lines: Iterable[bytes]) -> RolloutIndex:
     for line in lines:
         indexer.add(line)
     return indexer.done()
-
-
-def as_frame(index: RolloutIndex) -> bytes:
-    """The index as a skippable frame, to append to a compressed file."""
-    content = zstandard.ZstdCompressor(level=3).compress(codec.encode(index))
-    content += _TAIL.pack(len(content), _MAGIC)
-    return _HEAD.pack(_SKIPPABLE, len(content)) + content
-
-
-def read_index(path: Path) -> RolloutIndex | None:
-    """The index in a compressed file; `None` if it has none. Raises CodecError (a ValueError) if it is damaged."""
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(max(0, size - _USUAL))
-        end = file.read()
-        if len(end) < _TAIL.size:
-            return None
-        length, magic = _TAIL.unpack(end[-_TAIL.size :])
-        if magic != _MAGIC:
-            return None
-        if length + _TAIL.size > len(end):
-            file.seek(size - _TAIL.size - length)
-            end = file.read()
-    try:
-        content = zstandard.ZstdDecompressor().decompress(end[-_TAIL.size - length : -_TAIL.size])
-    except zstandard.ZstdError as error:
-        raise codec.CodecError(f"{path}: its index is damaged: {error}") from error
-    return codec.decode(bytearray(content), RolloutIndex)
