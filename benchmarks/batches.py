@@ -107,14 +107,14 @@ def print_times(ranks: int, row: int, repeat: int) -> None:
         source = FakeSource(groups=groups, members=members, prompt_tokens=prompt, completion_tokens=completion, vocab_size=150_000)
         batch = source.receive(0)
         tokens = sum(len(sample.token_ids) for mini_batch in batch.mini_batches for sample in mini_batch)
-        content = bytearray(b"".join(encode(batch)))
+        content = bytearray(encode(batch))
         received = decode(content, StepBatch)
 
         def pack_one(received: StepBatch = received) -> None:
             pack(received, rank=0, ranks=ranks, tokens=row)
 
         times = [
-            median(lambda batch=batch: bytearray(b"".join(encode(batch))), repeat),
+            median(lambda batch=batch: bytearray(encode(batch)), repeat),
             median(lambda content=content: decode(content, StepBatch), repeat),
             median(pack_one, repeat),
         ]

@@ -71,7 +71,7 @@ def measure(turns: int, tokens: int) -> dict[str, float]:
     rollout = Rollout(
         task=TASK, member=0, prompt=[], completion=[], reward=1.0, rewards={}, metrics={}, status="ok", stop="", **what,
     )  # fmt: skip
-    packed = sum(map(len, codec.encode(Kept(rollout=rollout)))) / 2**20
+    packed = len(codec.encode(Kept(rollout=rollout))) / 2**20
     began = time.process_time()
     for _ in range(10):
         samples = samples_of(Group(id=0, task=TASK, rollouts=(rollout,), advantages=np.ones(1, np.float32)), strategy="interleaved")

@@ -1,13 +1,15 @@
-"""The three kinds of arrays that records hold. A module of its own, so that the records can be imported without numpy.
-
-Planning a run needs records without arrays only, and numpy was a tenth of a dry run.
-"""
+"""The kinds of arrays that records hold. Spelled out, because msgspec asks their annotations for the numbers' type (`rlx.codec`)."""
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
-Int = NDArray[np.int32]
-Float = NDArray[np.float32]
-Bool = NDArray[np.bool_]
+import numpy as np
+
+Int = np.ndarray[Any, np.dtype[np.int32]]
+Long = np.ndarray[Any, np.dtype[np.int64]]
+Float = np.ndarray[Any, np.dtype[np.float32]]
+Half = np.ndarray[Any, np.dtype[np.float16]]
+Bool = np.ndarray[Any, np.dtype[np.bool_]]
+Unsigned = np.ndarray[Any, np.dtype[np.uint32]]
+Byte = np.ndarray[Any, np.dtype[np.uint8]]

@@ -261,15 +261,11 @@ class TraceBuilder:
         which = (number for number, index in self._answers.items() if self._grown[index].counts)
         return sorted(number for number in which if wanted is None or self._grown[self._answers[number]].request_id in wanted)
 
-    def prompt(self, number: int) -> tuple[list[Any], Any, list[Any]]:
-        """(messages, answer, tools) of a request."""
+    def request(self, number: int) -> tuple[list[Any], Any, list[Any], Int]:
+        """(messages, answer, tools, [P] prompt) of a request."""
         index = self._answers[number]
         *messages, answer = self._said(index)
-        return messages, answer, self._grown[index].offered or []
-
-    def tokens_of(self, number: int) -> Int:
-        """[P] the prompt of a request."""
-        return self.tokens(self._answers[number])[0]
+        return messages, answer, self._grown[index].offered or [], self.tokens(index)[0]
 
     def numbers(self) -> list[int]:
         """The numbers of the answered requests that have an id, in their order."""
@@ -326,20 +322,11 @@ class TraceBuilder:
 
     def _continued(self, prompt: Int, number: int) -> int | None:
         """The answer with the most tokens that a prompt begins with."""
-        earlier = [index for before, index in self._answers.items() if before < number]
+        earlier = [index for before, index in self._answers.items() if before < number and 0 < self._grown[index].length <= len(prompt)]
         for index in sorted(earlier, key=lambda index: -self._grown[index].length):
-            if 0 < self._grown[index].length <= len(prompt) and self._begins(index, prompt):
+            if np.array_equal(self._ids(index), prompt[: self._grown[index].length]):
                 return index
         return None
-
-    def _begins(self, index: int, prompt: Int) -> bool:
-        while index != START:
-            one = self._grown[index]
-            size = len(one.node.token_ids)
-            if size and not np.array_equal(prompt[one.length - size : one.length], one.node.token_ids):
-                return False
-            index = one.node.parent
-        return True
 
     def _parts(self, index: int, of_prompt: Int) -> Iterator[tuple[int, Int]]:
         """The part of a prompt's marks that belongs to the tokens of each node of its path."""

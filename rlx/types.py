@@ -135,7 +135,7 @@ class StepBatch:
     It does not depend on ranks or rows: every rank packs it for itself (`rlx.data.packing`).
     """
 
-    SCHEMA: ClassVar[str] = "rlx.StepBatch/2"
+    SCHEMA: ClassVar[str] = "rlx.StepBatch/3"
 
     step: int
     mini_batches: tuple[tuple[TrainingSample, ...], ...]  # the samples of each optimizer step, whole groups in their order

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from test_rollout_play import outcome
 
 from rlx.config.checks.data import metrics_of
 from rlx.config.errors import ConfigError
@@ -18,7 +18,7 @@ from rlx.config.schema import Config
 from rlx.envs.base import sampling_of
 from rlx.paths import COMPLETE, RunPaths
 from rlx.plan.explain import explain
-from rlx.rollout.evaluate import score_metrics
+from rlx.rollout.evaluation import score_metrics
 from rlx.runs.weights import initial_model, resolve
 
 
@@ -180,7 +180,7 @@ def test_the_best_checkpoint_may_be_chosen_by_any_metric_of_an_evaluation(metric
 
 
 def test_the_metrics_that_can_be_named_are_those_of_the_records() -> None:
-    one: Any = SimpleNamespace(reward=0.5, failed=False, is_truncated=False, num_tokens=3, rewards={}, metrics={})
+    one = outcome(0, 0)
     assert {f"eval/e/{metric}" for metric in (*metrics_of(5), "error_frac", "truncated_frac")} == set(
         score_metrics("e", [[one] * 5] * 2, 0.5)
     )

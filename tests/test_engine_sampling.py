@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from unittest.mock import ANY
 
 import pytest
 from inference_server import CONTEXT, EXACT, Run, prompts, same, sample, sample_all
@@ -13,7 +12,6 @@ from traces import plain, turns_of
 
 from rlx.models.tiny import build_tokenizer
 from rlx.policy.base import PolicyError, PromptTooLong, Reply
-from rlx.policy.endpoint import Capabilities, check
 from rlx.policy.openai import OpenAIPolicy
 from rlx.trace import Turn
 from rlx.types import Task
@@ -91,10 +89,11 @@ def test_a_server_is_an_openai_endpoint_too(run: Run) -> None:
             short = await policy.episode(task, 0, 0).respond([{"role": "user", "content": "abc"}], None, {"max_tokens": 1, "min_tokens": 1})
             with pytest.raises(PromptTooLong, match="context length"):
                 await policy.episode(task, 0, 0).respond([{"role": "user", "content": "a" * 2 * CONTEXT}])
-            assert await check(policy, tokens=True) == Capabilities(no_tokens=None, no_tools=ANY)
-            with pytest.raises(PolicyError, match=r"does not take tools: .*auto.*tool"):
-                await check(policy, tools=True)
-            exact = policy.asking_for(tokens=True).episode(task, 0, 0)
+            await policy.check(tools=False)
+            with pytest.raises(PolicyError, match=r"auto.*tool"):
+                await policy.check(tools=True)
+            policy.tokens = True
+            exact = policy.episode(task, 0, 0)
             known = await exact.respond([{"role": "user", "content": "abc"}])
             assert plain(turns_of(exact.trace)) == plain([known.turn])
             assert (known.content, known.num_prompt_tokens) == (reply.content, len(known.turn.prompt_ids))

@@ -29,8 +29,8 @@ from rlx.config.schema import EvalSampling
 from rlx.config.schema_eval import EvalRoot
 from rlx.paths import COMPLETE, RunPaths
 from rlx.plan.make import make_plan
+from rlx.rollout.evaluation import PLAYED
 from rlx.rollout.results import METADATA
-from rlx.rollout.scored import PLAYED
 from rlx.rollout.scoring import rows_of
 from rlx.runs.weights import initial_model, resolve
 
@@ -229,7 +229,7 @@ def test_an_endpoint_that_returns_tokens_has_them_counted_and_one_that_does_not_
     assert (row["avg@2"], row["completion_mean"]) == (1.0, 3.0)
     refused = Command(tmp_path / "refused", *KEYS, *api("slow"), "client.tokens=true")
     assert refused.process.wait(600) == 1
-    assert "returns no token ids: its answer has no prompt_token_ids and no token_ids" in refused.text, refused.text
+    assert "does not return token ids with log-probabilities (client.tokens)" in refused.text, refused.text
     assert not list((tmp_path / "refused").glob(f"eval/*/*/{PLAYED}"))
 
 

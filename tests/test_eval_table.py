@@ -31,9 +31,3 @@ def test_the_summary_is_written_as_json_csv_and_a_plot(tmp_path: Path) -> None:
     with (tmp_path / "summary.csv").open() as file:
         assert [row["env"] for row in csv.DictReader(file)] == ["a", "b", "a", "b"]
     assert (tmp_path / "scores.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_scores_without_an_interval_are_drawn_too(tmp_path: Path) -> None:
-    """One example with a reward outside 0 to 1 has no interval."""
-    write_summary(tmp_path, [{name: value for name, value in row.items() if name[-4:] not in ("_low", "high")} for row in rows()], {})
-    assert (tmp_path / "scores.png").exists()

@@ -8,30 +8,27 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
 import pytest
 import xxhash
 from policy_stand_in import OUTSIDE, tiny_chat
 from test_orchestrator_run import StandInServers, StandInTrainer, config_of, metrics, reproducible
-from traces import trace_of
 
 from rlx.checkpoints.folders import Start, finish, write_start, writing
 from rlx.checkpoints.orchestrator import STATE
 from rlx.concurrent import first_failure
 from rlx.config.evaluated import environments
-from rlx.config.schema import Config, EnvConfig, EvalEnvConfig
+from rlx.config.schema import Config, EvalEnvConfig
 from rlx.envs.base import sampling_of
-from rlx.envs.load import give_policy, settings_of
-from rlx.envs.wire import Load
+from rlx.envs.load import give_policy
 from rlx.heartbeat import Heartbeat
 from rlx.paths import COMPLETE, RunPaths
 from rlx.roles.orchestrator import Orchestrator
-from rlx.rollout.evaluate import Evaluation, Evaluations, check_version
+from rlx.rollout.evaluate import Evaluations
+from rlx.rollout.evaluation import Evaluation
 from rlx.rollout.record import read_rollouts
 from rlx.runs.rewind import trim_metrics
 from rlx.trace import Turn
-from rlx.types import Rollout, Task, WeightVersion
+from rlx.types import WeightVersion
 from rlx.waiting import Preempted
 
 sys.path.insert(0, OUTSIDE)
@@ -186,16 +183,6 @@ def test_results_are_files_that_verifiers_reads(tmp_path: Path) -> None:
     assert record["eval/e/avg@4"] == pytest.approx(metadata["avg_reward"])
 
 
-def test_rollouts_that_fail_score_0_and_are_counted_and_the_run_goes_on(tmp_path: Path) -> None:
-    envs = {"t": EvalEnvConfig(id="rlx_test_trouble", args={"kind": "vf_error", "every": 3})}
-    paths, _ = play(tmp_path, evaluating(max_steps=1, eval__envs=envs, orchestrator__max_retries=1))
-    for record in metrics(paths, "eval"):
-        assert record["eval/t/error_frac"] == pytest.approx(1 / 3)
-        assert record["eval/t/avg@2"] <= 2 / 3
-    line = json.loads((paths.evaluation_of("t", "tiny", 1) / "results.jsonl").read_text().splitlines()[0])
-    assert (line["reward"], line["is_completed"], line["error"]["error"]) == (0.0, False, "sandbox_error")
-
-
 def test_an_environment_whose_rewards_compare_a_group_is_evaluated_in_whole_groups(tmp_path: Path) -> None:
     envs = {"g": EvalEnvConfig(id="rlx_test_group", num_examples=2)}
     paths, _ = play(tmp_path, evaluating(max_steps=1, eval__envs=envs, eval__rollouts_per_example=3))
@@ -213,22 +200,6 @@ def test_a_token_of_another_version_ends_the_run(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError, match=r"the evaluation of version 0 has tokens of version 7: rollout \d of eval_e.*another run"):
         play(tmp_path, evaluating(), Shared())
-
-
-def test_the_version_of_every_token_is_checked() -> None:
-    turn = Turn(
-        prompt_ids=np.zeros(1, np.int32),
-        completion_ids=np.zeros(3, np.int32),
-        logprobs=np.zeros(3, np.float32),
-        versions=np.array([4, 4, 5], np.int32),
-        temperature=1.0,
-        finish_reason="stop",
-    )
-    task = Task(env="e", example_id=3, index=0, row={})
-    keys: dict[str, Any] = {"prompt": "", "completion": "", "reward": 0.0, "rewards": {}, "metrics": {}, "status": "ok", "stop": ""}
-    rollout = Rollout(task=task, member=0, trace=trace_of(turn), **keys)
-    with pytest.raises(RuntimeError, match="version 4 has tokens of version 5"):
-        check_version(rollout, 4)
 
 
 def test_an_evaluation_takes_its_share_and_what_training_leaves_idle(tmp_path: Path) -> None:
@@ -270,7 +241,7 @@ def test_a_missed_evaluation_is_waited_for_also_where_updates_do_not_wait(tmp_pa
     evaluations = Evaluations(config, paths, loaded(config), 5, lambda: 0)
 
     async def left(version: int, stop: int) -> bool:
-        evaluations._now = Evaluation(version, 0.0, 1)
+        evaluations._now = Evaluation(config, paths, evaluations.envs, version)
         evaluations._playing = asyncio.ensure_future(asyncio.sleep(0.05, {"eval/e/avg@1": 1.0}))
         await evaluations.leave(stop)
         return evaluations._playing is None
@@ -343,12 +314,6 @@ class Saving(StandInTrainer):
         finish(self.paths, step, {part: {"size": len(content), "xxh3": xxhash.xxh3_64(content).hexdigest()}}, {})
 
 
-def test_a_preemption_gives_up_the_evaluation_of_the_last_version(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    paths, _ = play(tmp_path, evaluating(max_steps=1), Slow(RunPaths(tmp_path)))
-    assert [record["step"] for record in metrics(paths, "eval")] == [0]
-    assert "version 1 is not evaluated: the run is preempted" in caplog.text
-
-
 def test_a_run_whose_last_evaluation_was_given_up_is_preempted_and_plays_it_when_it_resumes(
     tmp_path: Path,
 ) -> None:
@@ -360,24 +325,3 @@ def test_a_run_whose_last_evaluation_was_given_up_is_preempted_and_plays_it_when
     write_start(paths, Start(step=1, checkpoint=paths.checkpoint_of(1)))
     play(tmp_path, config, trainer=Resumed(paths, config, 1))
     assert [record["step"] for record in metrics(paths, "eval")] == [0, 1]
-
-
-def test_an_environment_without_evaluation_data_is_evaluated_on_its_training_examples_with_a_word(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    from rlx.envs.verifiers_v0 import load_environment
-
-    sampling = {"max_tokens": 8, "temperature": 1.0}
-    trained = load_environment("m", EnvConfig(id="rlx_test_multi"), sampling, 30.0)
-    env = load_environment("m", EnvConfig(id="rlx_test_multi", split="eval"), sampling, 30.0)
-    assert [row["example_id"] for row in env.rows] == [row["example_id"] for row in trained.rows]
-    assert "rlx_test_multi has no evaluation data set; its training examples are evaluated" in caplog.text
-
-
-def test_a_worker_is_told_to_load_the_evaluation_data() -> None:
-    config = evaluating()
-    env = environments(config)["eval_e"]
-    sent = msgspec.msgpack.encode(Load(name="eval_e", config=env, settings=settings_of(config, env), send_rows=True))
-    assert isinstance(env, EvalEnvConfig)
-    received = msgspec.msgpack.decode(sent, type=Load).config
-    assert (received.id, received.args, received.split) == ("rlx_reverse_text", {"num_examples": 64}, "eval")

@@ -9,7 +9,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from policy_stand_in import OUTSIDE, StandIn, load, tiny_chat
 from recorded import check_recorded, normalised
@@ -28,7 +27,6 @@ from rlx.inference.wire import ServerUnreachable
 from rlx.parallel.mesh import one_process
 from rlx.paths import COMPLETE, RunPaths
 from rlx.roles.orchestrator import Orchestrator
-from rlx.rollout.failures import RolloutsFailed
 from rlx.rollout.record import read_rollouts
 from rlx.trace import Turn
 from rlx.types import StepBatch, TrainingSample, WeightVersion
@@ -219,22 +217,6 @@ def test_recorded_batches_train_each_sampled_token_once_with_its_context_and_the
         check_recorded(tmp_path, 2, lambda rewards: normalised(rewards) + 0.01)
 
 
-def test_a_batch_holds_exactly_the_sampled_tokens_with_their_logprobs_and_advantages(tmp_path: Path) -> None:
-    paths, trainer = play(tmp_path, config_of(max_steps=2))
-    for step in range(2):
-        lines = list(read_rollouts(paths.rollouts_of(step)))
-        samples = trainer.samples(step)
-        mask = np.concatenate([sample.loss_mask for sample in samples])
-        assert mask.sum() == sum(line["num_tokens"] for line in lines) == metrics(paths)[step]["batch/loss_tokens"]
-        assert set(np.concatenate([sample.versions for sample in samples])[mask]) == {step}
-        assert (np.concatenate([sample.inference_logprobs for sample in samples])[mask] < 0).all()
-        expected = sorted(round(line["advantage"], 5) for line in lines for _ in range(line["num_tokens"]))
-        assert sorted(round(float(a), 5) for a in np.concatenate([sample.advantages for sample in samples])[mask]) == expected
-        tokens = np.concatenate([sample.token_ids for sample in samples])[mask]
-        texts = "".join(sorted(tiny_chat().tokenizer.decode(tokens).split("<|im_end|>")))
-        assert texts == "".join(sorted(line["completion"][0]["content"] for line in lines))
-
-
 def test_the_rollouts_file_has_the_fields_people_rely_on(tmp_path: Path) -> None:
     paths, _ = play(tmp_path, config_of(max_steps=1))
     lines = list(read_rollouts(paths.rollouts_of(0)))
@@ -315,7 +297,7 @@ def test_mini_batches_are_whole_groups_and_know_nothing_of_the_trainers_layout(t
     (batch,) = trainer.batches
     members = [[(sample.group, sample.member) for sample in mini_batch] for mini_batch in batch.mini_batches]
     assert members == [[(group, member) for member in range(4)] for group in range(2)]
-    assert [b"".join(encode(one)) for one in trainer.batches] == [b"".join(encode(one)) for one in other.batches]
+    assert [encode(one) for one in trainer.batches] == [encode(one) for one in other.batches]
 
 
 def test_environments_are_mixed_by_weight_with_their_own_metrics(tmp_path: Path) -> None:
@@ -346,18 +328,6 @@ def test_failing_examples_are_replaced_counted_and_written_down(tmp_path: Path) 
     assert all(line["advantage"] is None and "cannot be set up" in line["error"] for line in failed)
 
 
-def test_slow_rollouts_time_out_and_the_run_goes_on(tmp_path: Path) -> None:
-    envs = {"s": TrainedEnvConfig(id="rlx_test_trouble", args={"kind": "sleepy", "every": 5}, rollout_timeout=1.0)}
-    paths, _ = play(tmp_path, config_of(envs=envs, max_steps=3, orchestrator__max_retries=3))
-    assert metrics(paths)[-1]["rollouts/dropped_timeout"] > 0
-
-
-def test_an_environment_that_always_fails_ends_the_run_with_what_it_said(tmp_path: Path) -> None:
-    envs = {"t": TrainedEnvConfig(id="rlx_test_trouble", args={"kind": "vf_error"})}
-    with pytest.raises(RolloutsFailed, match=r"environment t: \d+ of its latest .*SandboxError: example \d+ cannot be set up"):
-        play(tmp_path, config_of(envs=envs))
-
-
 @pytest.mark.parametrize(
     ("rule", "said"),
     [("fail", r"\d+ × reward_raised: raising raised"), ("zero", r"\d+ × reward_raised: raising raised")],
@@ -375,13 +345,6 @@ def test_a_rollout_whose_reward_raised_is_not_trained_on_and_is_counted(tmp_path
     assert record["reward/mean"] == 1, "the others raised"
     assert record["env/t/reward_error"] == 0
     assert record["rollouts/failed_reward_raised"] > 0
-
-
-def test_a_reward_function_that_raises_now_and_then_is_counted_where_it_scores_0(tmp_path: Path) -> None:
-    envs = {"t": TrainedEnvConfig(id="rlx_test_trouble", args={"kind": "sometimes_raising"}, reward_raises="zero")}
-    paths, _ = play(tmp_path, config_of(envs=envs, max_steps=1))
-    record = metrics(paths)[0]
-    assert record["env/t/reward_error"] == pytest.approx(1 - record["reward/mean"])
 
 
 def test_a_failed_weight_update_ends_the_run(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from policy_stand_in import StandIn, policy_of, tiny_chat
 from traces import trace_of, turns_of
 
 from rlx.policy import observation_mask as observation_mask_module
-from rlx.policy.base import Message, PolicyError
+from rlx.policy.base import Message
 from rlx.policy.chat import Chat
 from rlx.policy.observation_mask import ROLES, text_ends
 from rlx.policy.tokens import TokenEpisode
@@ -74,19 +74,6 @@ def test_the_messages_text_is_marked_and_nothing_of_the_template(template: str):
         assert text in content, "a token that is partly template is left out"
         assert len(content.strip()) - len(text.strip()) <= 3
     assert sum(turn.observation_mask is not None for turn in later) >= 4
-
-
-def test_the_tiny_models_characters_are_marked_exactly():
-    chat = tiny_chat()
-    _, *later = play(chat, [("user", "user"), ("user", "12")])
-    assert [marked(chat, turn) for turn in later] == ["user", "12"]
-
-
-def test_only_the_roles_that_are_learned_are_marked():
-    chat = tiny_chat()
-    turns = play(chat, [("user", "one"), ("system", "two")], frozenset({"system"}))
-    assert [turn.observation_mask is None for turn in turns] == [True, True, False]
-    assert play(chat, [("user", "one")], frozenset())[1].observation_mask is None
 
 
 def test_a_message_that_the_template_changes_is_left_out_with_a_warning(caplog: pytest.LogCaptureFixture):
@@ -172,30 +159,6 @@ def test_a_message_that_is_asked_for_twice_is_learned_whichever_answer_is_kept(w
     assert last.observation_mask is not None
     learned = chat.tokenizer.decode(last.prompt_ids[last.observation_mask > 0], skip_special_tokens=False)
     assert learned == "oneseven", "the requests before it are not kept, so it has all that the environment said"
-
-
-class FailsOnce(StandIn):
-    """The first of two requests with one prompt fails after the other has begun."""
-
-    def __init__(self, *given: Any, **keys: Any) -> None:
-        super().__init__(*given, **keys)
-        self.prompts: list[list[int]] = []
-
-    async def generate(self, *given: Any, **keys: Any) -> Turn:
-        prompt = list(given[0])
-        first = bool(self.prompts) and prompt not in self.prompts
-        self.prompts.append(prompt)
-        await asyncio.sleep(0)
-        if first:
-            raise PolicyError("the server is gone")
-        return await super().generate(*given, **keys)
-
-
-def test_a_message_is_learned_by_the_request_that_was_answered():
-    chat = tiny_chat()
-    episode, ids = asked_twice(FailsOnce(chat, error=0.0), chat)
-    assert [len(each) for each in ids] == [1, 1, 1]
-    assert [marked(chat, turn) for turn in turns_of(episode.trace) if turn.observation_mask is not None] == ["one", "seven"]
 
 
 class Stopped(StandIn):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +14,8 @@ from traces import plain, turns_of
 
 from rlx.cli.playing import eval_table
 from rlx.policy.base import PolicyError, PromptTooLong
-from rlx.policy.endpoint import Capabilities, check
-from rlx.policy.openai import MANY_FORBIDDEN, OpenAIEpisode, OpenAIPolicy, parameters_of, reply_of
-from rlx.rollout.evaluate import score_metrics
+from rlx.policy.openai import OpenAIEpisode, OpenAIPolicy, parameters_of
+from rlx.rollout.evaluation import score_metrics
 from rlx.rollout.results import outcome_of
 from rlx.types import Task
 
@@ -111,9 +109,9 @@ def test_a_request_has_its_own_sampling_and_what_says_nothing_is_not_sent() -> N
     run = {"max_tokens": 16, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_tokens": 0}
     ask(endpoint, sampling={"temperature": 0.2, "stop": ["."], "top_k": 5, "max_tokens": None})
     assert endpoint.asked[0].keys() == {"model", "messages", "seed", "temperature", "stop", "top_k"}
-    assert parameters_of(run) == {"max_tokens": 16, "temperature": 1.0}
-    assert parameters_of({"max_tokens": 16, "max_completion_tokens": 4}) == {"max_completion_tokens": 4}
-    assert parameters_of({"response_format": {"type": "json_object"}}) == {"extra_body": {"response_format": {"type": "json_object"}}}
+    assert parameters_of(run, {}) == {"max_tokens": 16, "temperature": 1.0}
+    assert parameters_of({"max_tokens": 16, "max_completion_tokens": 4}, {}) == {"max_completion_tokens": 4}
+    assert parameters_of({"response_format": {"type": "json_object"}}, {}) == {"extra_body": {"response_format": {"type": "json_object"}}}
 
 
 @pytest.mark.parametrize(("signed", "sent"), [("vllm", True), ("openai", False), (None, False)])
@@ -178,14 +176,6 @@ def test_a_call_in_another_servers_form_is_read_and_not_left_out(call: dict[str,
     assert reply.num_tokens == 0
 
 
-def test_half_of_a_surrogate_pair_in_an_answer_is_a_question_mark() -> None:
-    function = SimpleNamespace(name="f", arguments='{"x": "\ud83d"}')
-    message = SimpleNamespace(content="half \ud83d", tool_calls=[SimpleNamespace(type="function", id="a", function=function)])
-    answer = SimpleNamespace(choices=[SimpleNamespace(message=message, finish_reason="stop")], usage=None, id="b")
-    reply = reply_of(answer, "http://x")
-    assert (reply.content, reply.calls[0].arguments) == ("half ?", '{"x": "?"}')
-
-
 def test_an_endpoint_that_is_full_or_fails_is_asked_again() -> None:
     endpoint = Endpoint((429, {"error": {"message": "slow down"}}), (500, {"error": {"message": "oops"}}))
     assert ask(endpoint).content == "cba"
@@ -238,7 +228,7 @@ def test_an_environment_is_played_and_scored_without_tokens() -> None:
     good, bad = play(endpoint, scene)
     assert (good.status, good.reward, turns_of(good)) == ("ok", 1.0, ())
     outcome = outcome_of(good)
-    assert (outcome.num_prompt_tokens, outcome.num_tokens) == (None, None)
+    assert (outcome.token_usage.input_tokens, outcome.token_usage.output_tokens) == (None, None)
     described = score_metrics("e", [[outcome]], 0.5)
     assert "eval/e/completion_mean" not in described
     row = {"step": 0, "env": "e"} | {name.removeprefix("eval/e/"): value for name, value in described.items()}
@@ -281,50 +271,18 @@ def test_an_endpoint_that_returns_tokens_gives_turns_which_an_environment_keeps(
     assert rollout.trace.num_sampled == 2
 
 
-def checked(*answers: Any, **needs: bool) -> Capabilities:
-    async def scene(policy: OpenAIPolicy) -> Capabilities:
-        return await check(policy, **needs)
-
-    return play(Endpoint(*answers), scene, max_retries=0)
-
-
-NO_TOOLS = (400, {"error": {"message": "tool choice needs a parser"}})
-
-
-def test_what_an_endpoint_can_do_is_known_before_any_work() -> None:
-    plain, exact = (200, completion("yes")), (200, with_tokens("yes"))
-    assert checked(plain, exact, plain, tokens=True, tools=True) == Capabilities(no_tokens=None, no_tools=None)
-    assert checked(plain) == Capabilities(no_tokens=None, no_tools=None)
-
-
 FORBIDDEN = (403, {"error": {"message": "not for you"}})
 
 
-def test_only_what_is_needed_is_asked_and_a_refused_question_says_nothing_about_other_requests() -> None:
-    endpoint = Endpoint(0.0, FORBIDDEN)
-
-    async def scene(policy: OpenAIPolicy) -> None:
-        await check(policy)
-        assert [asked.keys() & {"logprobs", "tools"} for asked in endpoint.asked] == [set()]
-        with pytest.raises(PolicyError, match=r"\(403\): .*not for you"):
-            await check(policy, tokens=True)
-        assert policy.refused is None
-
-    endpoint.answers.insert(1, 0.0)  # the second check's plain question
-    play(endpoint, scene, max_retries=0)
-
-
-@pytest.mark.parametrize(
-    ("before", "count", "final"), [(0, 1, True), (1, 1, False), (1, MANY_FORBIDDEN - 1, False), (1, MANY_FORBIDDEN, True)]
-)
-def test_a_403_is_final_before_the_first_answer_or_after_many_in_a_row(before: int, count: int, final: bool) -> None:
+@pytest.mark.parametrize(("before", "final"), [(0, True), (1, False)])
+def test_a_403_is_final_before_the_first_answer(before: int, final: bool) -> None:
     async def scene(policy: OpenAIPolicy) -> str | None:
-        for number in range(before + count):
+        for number in range(before + 1):
             with pytest.raises(PolicyError, match="not for you") if number >= before else contextlib.nullcontext():
                 await policy.episode(TASK, 0, 0).respond([{"role": "user", "content": "abc"}])
-        return policy.refused
+        return policy.standing.refusal
 
-    refused = play(Endpoint(*[0.0] * before, *[FORBIDDEN] * count), scene, max_retries=0)
+    refused = play(Endpoint(*[0.0] * before, FORBIDDEN), scene, max_retries=0)
     assert (refused is not None) == final
 
 
@@ -333,31 +291,32 @@ def test_a_wrong_key_is_final_also_after_answers() -> None:
         await policy.episode(TASK, 0, 0).respond([{"role": "user", "content": "abc"}])
         with pytest.raises(PolicyError, match="refuses every request"):
             await policy.episode(TASK, 0, 0).respond([{"role": "user", "content": "abc"}])
-        return policy.refused
+        return policy.standing.refusal
 
     assert "bad key" in str(play(Endpoint(0.0, (401, {"error": {"message": "bad key"}})), scene, max_retries=0))
 
 
 @pytest.mark.parametrize(
-    ("answers", "needs", "says"),
+    ("answer", "needs", "says"),
     [
-        (
-            [0.0, (200, completion("yes")), 0.0],
-            {"tokens": True},
-            r"/v1 returns no token ids: its answer has no prompt_token_ids and no tok",
-        ),
-        ([0.0, (200, with_tokens("yes", token_ids=None)), 0.0], {"tokens": True}, r"has no token_ids\. vLLM returns both"),
-        ([0.0, (200, with_tokens("yes", logprobs=None)), 0.0], {"tokens": True}, r"returns no log-probabilities: .* no logprobs\. vLLM"),
-        ([0.0, (200, with_tokens("yes", values=0)), 0.0], {"tokens": True}, r"returns 2 token ids, but 0 log-probabilities"),
-        ([0.0, NO_TOOLS], {"tools": True}, r"does not take tools: .*tool choice needs a parser"),
-        ([0.0, 0.0, NO_TOOLS], {"tokens": True, "tools": True}, r"returns no token ids.*; .*does not take tools"),
-        ([(401, {"error": {"message": "bad key"}})], {}, r"\(401\): .*bad key"),
+        ((200, completion("yes")), {"tokens": True}, "/v1 does not return token ids with log-probabilities"),
+        ((200, with_tokens("yes", token_ids=None)), {"tokens": True}, "does not return token ids"),
+        ((200, with_tokens("yes", logprobs=None)), {"tokens": True}, "does not return token ids with log-probabilities"),
+        ((200, with_tokens("yes", values=0)), {"tokens": True}, "does not return token ids with log-probabilities"),
+        ((400, {"error": {"message": "tool choice needs a parser"}}), {"tools": True}, "tool choice needs a parser"),
+        ((401, {"error": {"message": "bad key"}}), {}, r"\(401\): .*bad key"),
+        ((200, with_tokens("yes")), {"tokens": True, "tools": True}, None),
     ],
 )
-def test_what_an_endpoint_cannot_do_is_refused_in_one_sentence(answers: list, needs: dict[str, bool], says: str) -> None:
-    with pytest.raises(PolicyError, match=says) as refused:
-        checked(*answers, **needs)
-    assert "\n" not in str(refused.value)
+def test_what_an_endpoint_can_do_is_known_before_any_work(answer: Any, needs: dict[str, bool], says: str | None) -> None:
+    endpoint = Endpoint(answer)
+
+    async def scene(policy: OpenAIPolicy) -> None:
+        await policy.check(tools=needs.get("tools", False))
+
+    with pytest.raises(PolicyError, match=says) if says else contextlib.nullcontext():
+        play(endpoint, scene, max_retries=0, tokens=needs.get("tokens", False))
+    assert ("tools" in endpoint.asked[0]) == needs.get("tools", False)
 
 
 def test_parameters_that_an_endpoint_does_not_take_are_left_out_or_renamed_and_its_error_names_the_key() -> None:

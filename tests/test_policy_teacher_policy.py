@@ -23,7 +23,6 @@ from rlx.config.load import compose
 from rlx.envs.load import give_policy
 from rlx.policy.base import Call, Message, PolicyError, PromptTooLong, Reply
 from rlx.policy.chat import Chat
-from rlx.policy.openai import OpenAIPolicy
 from rlx.policy.teacher_policy import TeacherEpisode, TeacherPolicy
 from rlx.rollout.samples import samples_of
 from rlx.trace import Turn
@@ -98,30 +97,6 @@ def test_what_the_environment_answers_a_teacher_is_learned_too_if_the_environmen
     assert {weight: text.split() for weight, text in learned.items()} == {1.0: ["cbagoddgo"], 0.25: ["dog"]}, (
         "the first prompt is not learned"
     )
-
-
-def test_when_every_address_has_failed_the_one_that_answered_last_plays():
-    """The other one may be hung for good."""
-
-    async def refuse() -> Reply:
-        raise PolicyError("overloaded")
-
-    async def answered() -> Reply:
-        return Reply(content="")
-
-    async def main() -> None:
-        policies = [OpenAIPolicy(f"http://{name}/v1", "none", "m") for name in ("one", "two")]
-        taught = TeacherPolicy(policies, tiny_chat(), lambda: 0, 64, timeout=60.0)
-        await taught.ask(1, answered)
-        for place in (0, 1):
-            with pytest.raises(PolicyError, match="overloaded"):
-                await taught.ask(place, refuse)
-        tasks = [Task(env="e", example_id=0, index=index, row={}) for index in range(8)]
-        assert [{taught.episode(task, 0, attempt).place for task in tasks} for attempt in (0, 1)] == [{1}, {0}]
-        for each in policies:
-            await each.close()
-
-    asyncio.run(main())
 
 
 def test_all_addresses_of_a_teacher_play_and_a_failed_rollout_goes_to_another_one(tmp_path: Path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +12,7 @@ import pytest
 from policy_stand_in import StandIn, policy_of, tiny_chat
 from traces import plain, same, turns_of
 
-from rlx.policy import sampling_params, tokens
+from rlx.policy import tokens
 from rlx.policy.base import PolicyError, PromptTooLong, Reply, request_seed
 from rlx.policy.tokens import TokenEpisode
 from rlx.trace import Turn
@@ -60,17 +59,6 @@ def test_a_request_has_the_policys_sampling_with_its_own_in_its_place() -> None:
     assert (third["temperature"], third["max_tokens"]) == (1.0, 3)
 
 
-def test_a_parameter_that_the_server_does_not_have_is_left_out_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    sampling_params._say_unknown.cache_clear()
-    stand_in = StandIn(tiny_chat())
-    episode = episode_of(stand_in)
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            ask(episode, [user("abc")], {"guided_json": "{}"})
-    assert "guided_json" not in stand_in.requests[0]["sampling"]
-    assert [record.getMessage().count("'guided_json'") for record in caplog.records] == [1]
-
-
 def test_openais_parameters_become_vllms() -> None:
     stand_in = StandIn(tiny_chat())
     own = {"n": 1, "stop": "x", "extra_body": {"top_k": 5}, "logit_bias": {"7": 1}, "seed": 3, "presence_penalty": 0.5}
@@ -106,20 +94,6 @@ def test_tokens_of_another_distribution_are_not_trained_where_ratios_need_the_po
         assert len(turns_of(kept)) == (1 if exact and said else 3)
     names = said.split("|") if said else []
     assert [re.findall(r"asks for (\w+):", record.getMessage()) for record in caplog.records] == [[name] for name in names]
-
-
-def test_a_biased_request_beside_the_trajectory_is_no_warning_and_each_parameter_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    tokens._say_biased.cache_clear()
-    policy = replace(policy_of(StandIn(tiny_chat(), error=0.0), sampling={"max_tokens": 20}), exact=True)
-    episode = policy.episode(TASK, 0, 0)
-    mine = ask(episode, [user("abc")])
-    ask(episode, [user("judge this")], {"temperature": 0})  # an adapter says at the end that it was no turn
-    assert len(turns_of(episode.keep([mine.request_id]))) == 1
-    assert caplog.records == []
-    for temperature in (0.5, 0.6):
-        biased = ask(episode, [user("abc")], {"top_p": temperature})
-        assert turns_of(episode.keep([biased.request_id])) == ()
-    assert [record.getMessage().split(":")[0] for record in caplog.records] == [f"envs.{TASK.env} asks for top_p"]
 
 
 def without_end(turn: Turn) -> Turn:

@@ -9,7 +9,7 @@ import pytest
 from policy_stand_in import SAMPLING, InTurn, StandIn, load, policy_of, task_of, tiny_chat
 from traces import turns_of
 
-from rlx.policy.base import Call, Reply
+from rlx.policy.base import Reply
 from rlx.policy.transcript import Transcript, transcripts_of
 from rlx.trace import Trace, TraceBuilder
 from rlx.types import Rollout
@@ -56,20 +56,6 @@ def check_as_asked(rollout: Rollout, transcripts: list[Transcript]) -> None:
                 asked.append((chat.render(before, list(one.tools) or None), message["content"]))
     turns = [(turn.prompt_ids.tolist(), chat.parse(turn, None).content) for turn in turns_of(rollout)]
     assert sorted(ids for ids, _ in asked) == sorted(ids for ids, _ in turns)
-
-
-def test_one_turn():
-    rollout, (one,) = play(load("rlx_test_single"), "abc")
-    assert [message["role"] for message in one.prompt] == ["system", "user"]
-    assert one.completion == [assistant("abc")]
-    assert (one.tools, one.truncated) == ((), False)
-    check_as_asked(rollout, [one])
-
-
-def test_turns_that_extend_each_other_are_one_transcript():
-    rollout, (one,) = play(load("rlx_test_multi"), "a", "b", "c")
-    assert [message["role"] for message in one.completion] == ["assistant", "user", "assistant", "user", "assistant"]
-    check_as_asked(rollout, [one])
 
 
 def test_tool_calls_and_results():
@@ -128,18 +114,6 @@ def test_a_return_to_an_earlier_conversation_continues_the_longest_that_fits():
     found = transcripts_of(said(exchange([user("a")], "b"), exchange([user("x")], "y"), exchange(talk, "d"), exchange(talk, "e")))
     assert [[m["content"] for m in one.completion] for one in found] == [["b", "c", "d"], ["y"], ["e"]]
     assert found[2].prompt == talk
-
-
-def test_one_cut_answer_marks_the_transcript():
-    found = transcripts_of(said(exchange([user("a")], "b", truncated=True), exchange([user("a"), assistant("b"), user("c")], "d")))
-    assert [one.truncated for one in found] == [True]
-
-
-def test_calls_and_reasoning_stand_in_the_transcript():
-    reply = Reply("so", reasoning="2+2", calls=(Call("a", "add", '{"x": 2}'),))
-    (one,) = transcripts_of(said(([user("2+2?")], reply, ())))
-    assert one.completion[0] == reply.message
-    assert one.completion[0]["reasoning_content"] == "2+2"
 
 
 def test_of_several_agents_only_the_one_that_trains_is_transcribed():

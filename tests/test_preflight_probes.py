@@ -78,7 +78,8 @@ def test_each_different_environment_is_asked_once_and_then_known(package, cache,
 
     def run(python, entry):
         asked.append(entry["args"]["n"])
-        return {"probed": {"kind": "classic", "examples": asked[-1], "tools": [{"name": "add"}]}, "files": files_of("one-env"), "folders": {}}, ""
+        probed = {"kind": "classic", "examples": asked[-1], "tools": [{"name": "add"}]}
+        return {"probed": probed, "files": files_of("one-env"), "folders": {}}, ""
 
     monkeypatch.setattr(probes, "_run", run)
     three = [config("env.id=one-env", f"+env.args.n={n}", f"seed={seed}") for n, seed in ((7, 1), (7, 2), (8, 3))]

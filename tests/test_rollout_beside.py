@@ -12,8 +12,8 @@ from rlx.checkpoints.folders import Start, begin, write_start
 from rlx.config.schema import SftRoot
 from rlx.heartbeat import Heartbeat
 from rlx.paths import COMPLETE, RunPaths
-from rlx.rollout import beside
-from rlx.rollout.beside import Beside
+from rlx.roles import evaluator
+from rlx.roles.evaluator import Beside
 
 
 class Noted:
@@ -38,7 +38,7 @@ class Noted:
 
 
 def beside_of(root: Path, monkeypatch: pytest.MonkeyPatch, **keys: Any) -> Beside:
-    monkeypatch.setattr(beside, "Evaluations", Noted)
+    monkeypatch.setattr(evaluator, "Evaluations", Noted)
     paths, nothing = RunPaths(root), None
     return Beside(SftRoot(max_steps=2, seq_len=8, **keys), paths, {}, nothing, nothing, Heartbeat(paths, "evaluator"))  # type: ignore[arg-type]
 

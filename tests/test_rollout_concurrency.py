@@ -134,7 +134,7 @@ def test_a_batch_on_policy_is_the_same_whatever_the_limit_does(monkeypatch: pyte
     async def main() -> Any:
         env, fleet = FakeEnv(lambda *_: 0.004), Fleet()
         groups = collector(env, num_groups=12, max_concurrent=4)
-        following = asyncio.ensure_future(concurrency.follow(config, fleet, groups))
+        following = asyncio.ensure_future(concurrency.follow(config, fleet, groups))  # type: ignore[arg-type]
         batch = await groups.collect()
         following.cancel()
         await groups.close()

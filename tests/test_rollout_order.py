@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from test_orchestrator_run import StandInServers, config_of, metrics, play, reproducible
-from test_rollout_collector import FakeEnv, run
+from test_rollout_collector import FakeEnv, collector, run
 from test_rollout_filters import Scored
 
 from rlx.codec import decode, encode
@@ -60,13 +60,8 @@ def environments(jitter: random.Random | None) -> dict[str, Uneven]:
 
 
 def make(envs: dict[str, Any], weights: dict[str, float] = WEIGHTS, **settings: Any) -> Collector:
-    values = {"num_groups": 9, "group_size": 3, "max_steps": 100, "max_async_level": 0, "max_concurrent": 64, "max_retries": 2, **settings}
-    return Collector(
-        envs=envs,
-        tasks=TaskSequence(envs, {name: weights[name] for name in envs}, 0),
-        left_out=lambda rollouts: None if rollouts[0].reward else "zero",
-        **values,
-    )
+    left_out = lambda rollouts: None if rollouts[0].reward else "zero"  # noqa: E731
+    return collector(*envs.values(), left_out=left_out, weights=weights, **{"num_groups": 9, "group_size": 3, **settings})
 
 
 def seen(groups: list[list[Rollout]]) -> list[tuple[str, int, int]]:
@@ -147,7 +142,7 @@ def test_groups_in_flight_keep_their_place_in_a_run_with_another_mix_and_indices
         groups.left_out = lambda _: None
         groups.set_version(0)
         await asyncio.sleep(0.01)
-        state = b"".join(encode(OrchestratorState(collector=groups.state())))
+        state = encode(OrchestratorState(collector=groups.state()))
         await groups.close()
         return state
 

@@ -14,21 +14,28 @@ import pytest
 from rlx.config.load import compose
 from rlx.config.roots import EVAL
 from rlx.config.schema_eval import EvalRoot
+from rlx.heartbeat import Heartbeat
+from rlx.metrics import read_metrics
 from rlx.paths import RunPaths
-from rlx.rollout import concurrency
-from rlx.rollout import scored as rollout_scored
+from rlx.roles.evaluator import Evaluator
+from rlx.rollout import concurrency, play
+from rlx.rollout.evaluation import PLAYED
 from rlx.rollout.models import Origin
-from rlx.rollout.play import NothingWorks, Player, Records, jobs_of
-from rlx.rollout.results import METADATA, Outcome
-from rlx.rollout.scored import PLAYED, PLAYED_BY, Scored
+from rlx.rollout.play import PLAYED_BY, NothingWorks, Player, Records, jobs_of
+from rlx.rollout.results import METADATA, Outcome, Usage, outcome_of
 from rlx.trace import Trace
 from rlx.types import Rollout, Task
 
 
 def outcome(place: int, rollout: int, reward: float = 1.0, **fields: Any) -> Outcome:
-    facts: dict[str, Any] = {"prompt": "", "completion": "", "answer": "", "info": {}, "rewards": {}, "metrics": {}, "timing": {}}
-    state: dict[str, Any] = {"status": "ok", "stop": "stop", "error": None, "is_truncated": False, "num_prompt_tokens": 1, "num_tokens": 1}
-    return Outcome(example_id=place, place=place, rollout=rollout, reward=reward, **{**facts, **state, **fields})
+    """`turns`: sizes of its turns; other fields are those of a Rollout, and `info`."""
+    turns, info = fields.pop("turns", [(1, 1)]), fields.pop("info", {})
+    texts: dict[str, Any] = {"prompt": "", "completion": "", "status": "ok", "stop": "stop"}
+    scores: dict[str, Any] = {"reward": reward, "rewards": {}, "metrics": {}}
+    task = Task(env="e", example_id=place, index=place, row={"info": info})
+    one = outcome_of(Rollout(**{**texts, **scores, **fields}, task=task, member=rollout, trace=Trace()))
+    one.token_usage = Usage(sum(prompt for prompt, _ in turns), sum(sampled for _, sampled in turns), turns) if turns else Usage()
+    return one
 
 
 def test_records_survive_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> None:
@@ -110,7 +117,19 @@ def test_finished_rollouts_are_not_played_again_and_groups_stay_whole() -> None:
 
 
 class Model:
-    """A model of one version that finds nothing wrong."""
+    """A model of one version that finds nothing wrong, whose weights have a digest."""
+
+    def __init__(self, digest: str | None = None, origin: Origin | None = None) -> None:
+        self.digest, self._origin = digest, origin
+
+    async def versions(self, wanted: Sequence[int]) -> Sequence[int]:
+        return [28]
+
+    async def reach(self, version: int) -> None:
+        pass
+
+    async def origin(self) -> Origin:
+        return self._origin or Origin("m", "weights/step_28", 1.0, self.digest)
 
     def away(self) -> float:
         return 0.0
@@ -122,43 +141,49 @@ class Model:
         pass
 
 
-def scored(root: Path, env: Any, digest: str | None = None) -> Scored:
+def evaluator(root: Path, env: Any) -> Evaluator:
     cfg = compose(["dry_run=true", "env=sums", "rollouts_per_example=4"], {}, EVAL).cfg
-    play = replace(cfg.orchestrator, max_retries=0, max_concurrent=4)
-    cfg = replace(cfg, num_examples=10, rollouts_per_example=2, orchestrator=play)
-    return Scored(cfg, RunPaths(root), {"sums": env}, 0, Model(), digest)  # type: ignore[arg-type]
+    cfg = replace(cfg, num_examples=10, rollouts_per_example=2, orchestrator=replace(cfg.orchestrator, max_retries=0, max_concurrent=4))
+    paths = RunPaths(root)
+    return Evaluator(cfg, paths, {"sums": env}, Model("a"), Heartbeat(paths, "evaluator"))  # type: ignore[arg-type]
+
+
+def record_of(root: Path) -> dict[str, Any]:
+    (record,) = (record for record, _ in read_metrics(RunPaths(root).metrics))
+    return record
 
 
 def test_an_environment_whose_every_rollout_fails_ends_the_evaluation_and_nothing_of_it_is_recorded(tmp_path: Path) -> None:
-    broken = scored(tmp_path, Env(failing=1))
     with pytest.raises(NothingWorks, match=r"16 rollouts of sums in a row failed.*boom: boom"):
-        asyncio.run(broken.play())
-    again = scored(tmp_path, Env())
-    assert again.player.finished == 0
-    asyncio.run(again.play())
-    values = again.write(Origin("m"))
-    assert (values["eval/sums/avg@2"], values["eval/sums/error_frac"]) == (0.5, 0)
-    folder = tmp_path / "eval" / "sums--tiny" / "step_0"
+        asyncio.run(evaluator(tmp_path, Env(failing=1)).run())
+    again = Env()
+    asyncio.run(evaluator(tmp_path, again).run())
+    assert len(again.asked) == 20
+    assert (record_of(tmp_path)["eval/sums/avg@2"], record_of(tmp_path)["eval/sums/error_frac"]) == (0.5, 0)
+    folder = tmp_path / "eval" / "sums--tiny" / "step_28"
     assert len((folder / "results.jsonl").read_text().splitlines()) == 20
-    again.forget()
     assert not (folder / PLAYED).exists()
 
 
-def test_a_kill_before_the_rollouts_of_other_weights_are_deleted_does_not_make_them_those_of_the_new_ones(
+def test_a_kill_while_the_records_of_other_weights_are_put_aside_does_not_make_them_those_of_the_new_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asyncio.run(scored(tmp_path, Env(), "a").play())
-    with monkeypatch.context() as killed:
-        killed.setattr(Path, "unlink", kill)
-        with pytest.raises(KeyboardInterrupt):
-            scored(tmp_path, Env(), "b")
-    assert scored(tmp_path, Env(), "a").player.finished == 20, "nothing has changed yet"
-    with monkeypatch.context() as killed:
-        killed.setattr(rollout_scored, "note_weights", kill)
-        with pytest.raises(KeyboardInterrupt):
-            scored(tmp_path, Env(), "b")
-    assert scored(tmp_path, Env(), "b").player.finished == 0
-    assert (tmp_path / "eval" / "sums--tiny" / "step_0" / PLAYED_BY).read_text() == "b\n"
+    def records(digest: str) -> int:
+        found = Records(tmp_path / PLAYED, Outcome)
+        found.belong_to(digest, "it")
+        return len(found.read())
+
+    assert records("a") == 0
+    Records(tmp_path / PLAYED, Outcome).add(outcome(0, 0))
+    for where, name in ((Path, "rename"), (play, "write_text")):
+        with monkeypatch.context() as killed:
+            killed.setattr(where, name, kill)
+            with pytest.raises(KeyboardInterrupt):
+                records("b")
+        assert (tmp_path / PLAYED_BY).read_text() == "a\n"
+    assert records("b") == 0
+    assert len((tmp_path / "played_1.jsonl").read_text().splitlines()) == 1, "nothing that was played is deleted"
+    assert (tmp_path / PLAYED_BY).read_text() == "b\n"
 
 
 def kill(*args: Any, **keys: Any) -> None:
@@ -166,14 +191,12 @@ def kill(*args: Any, **keys: Any) -> None:
 
 
 def test_a_rollout_that_fails_for_good_scores_0_and_is_counted(tmp_path: Path) -> None:
-    one = scored(tmp_path, Env(failing=1, only=3))
-    asyncio.run(one.play())
-    values = one.write(Origin("there", "there/step_3", 1.0))
+    asyncio.run(evaluator(tmp_path, Env(failing=1, only=3)).run())
+    values = record_of(tmp_path)
     assert values["eval/sums/error_frac"] == pytest.approx(0.1)
     assert (values["eval/sums/avg@2"], values["eval/attested"]) == (pytest.approx(0.45), 1.0)
-    metadata = json.loads((tmp_path / "eval" / "sums--tiny" / "step_0" / METADATA).read_text())
-    assert (metadata["served_model"], metadata["weights"], metadata["attested"]) == ("there", "there/step_3", 1.0)
-    assert len(one._records["sums"].read()) == 20
+    metadata = json.loads((tmp_path / "eval" / "sums--tiny" / "step_28" / METADATA).read_text())
+    assert (metadata["served_model"], metadata["weights"], metadata["attested"]) == ("m", "weights/step_28", 1.0)
 
 
 def test_an_evaluation_follows_its_engines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +222,7 @@ def test_an_evaluation_follows_its_engines(monkeypatch: pytest.MonkeyPatch) -> N
             }
 
     async def main() -> None:
-        following = asyncio.create_task(concurrency.follow(cfg, Engines(), player))
+        following = asyncio.create_task(concurrency.follow(cfg, Engines(), player))  # type: ignore[arg-type]
         while len(seen) < 80:
             await player.play(jobs_of("e", env, range(10), 20))
         following.cancel()

@@ -6,9 +6,8 @@ import asyncio
 import random
 from typing import Any
 
-import numpy as np
 import pytest
-from test_rollout_collector import FakeEnv, run
+from test_rollout_collector import FakeEnv, collector, run
 from test_rollout_filters import Scored
 from test_rollout_state import through_a_file
 
@@ -36,12 +35,10 @@ def test_a_first_epoch_follows_its_column_and_the_next_is_shuffled() -> None:
 
 
 def test_a_curriculum_that_the_examples_do_not_have_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"curriculum=info\.age: example 100 has no column info\.age; it has example_id, info, name"):
-        Examples("e", ROWS, 0, BufferConfig(), "info.age")
-    with pytest.raises(ValueError, match=r"envs\.e\.curriculum=x: example 1 has nan in this column"):
-        Examples("e", [{"example_id": 0, "x": 1.0}, {"example_id": 1, "x": float("nan")}], 0, BufferConfig(), "x")
-    with pytest.raises(ValueError, match=r"envs\.e\.curriculum=x: the values of this column cannot be sorted"):
-        Examples("e", [{"example_id": 0, "x": 1}, {"example_id": 1, "x": "b"}], 0, BufferConfig(), "x")
+    odd: list[dict[str, Any]] = [{"example_id": 1, "x": float("nan")}, {"example_id": 1, "x": "b"}]
+    for rows, column in ((ROWS, "info.age"), *(([{"example_id": 0, "x": 1.0}, one], "x") for one in odd)):
+        with pytest.raises(ValueError, match=rf"envs\.e\.curriculum={column}: the examples cannot be sorted by this column"):
+            Examples("e", rows, 0, BufferConfig(), column)
 
 
 def test_examples_that_share_an_id_are_refused_where_pools_would_confuse_them() -> None:
@@ -121,15 +118,15 @@ def make(jitter: random.Random | None, **settings: Any) -> tuple[dict[str, Any],
         return (task.example_id % 4) / 3
 
     envs: dict[str, Any] = {name: Scored(reward, behave=behave, name=name, size=24) for name in "ab"}
-    tasks = TaskSequence(envs, {"a": 2.0, "b": 1.0}, 0, BufferConfig(easy_threshold=1.0, hard_threshold=0.0, hard_fraction=0.5))
-    values = {"num_groups": 6, "max_steps": 100, "max_async_level": 0, "max_concurrent": 64, "max_retries": 3, **settings}
+    buffer = BufferConfig(easy_threshold=1.0, hard_threshold=0.0, hard_fraction=0.5)
+    mix: dict[str, Any] = {"weights": {"a": 2.0, "b": 1.0}, "group_size": {"a": 2, "b": 4}, "num_groups": 6, "max_retries": 3}
     left_out = lambda rollouts: "zero" if rollouts[0].task.example_id % 6 == 0 else None  # noqa: E731
-    return envs, Collector(envs=envs, tasks=tasks, group_size=2, own_sizes={"b": 4}, left_out=left_out, **values)
+    return envs, collector(*envs.values(), left_out=left_out, buffer=buffer, **{**mix, **settings})
 
 
-def played(jitter: random.Random | None, steps: int, collector: tuple[dict[str, Any], Collector] | None = None) -> Any:
+def played(jitter: random.Random | None, steps: int, given: tuple[dict[str, Any], Collector] | None = None) -> Any:
     async def main() -> Any:
-        envs, groups = collector or make(jitter)
+        envs, groups = given or make(jitter)
         found: list[Any] = []
         for env in envs.values():
             env.version = groups.taken
@@ -161,11 +158,7 @@ def test_on_policy_batches_with_pools_and_two_group_sizes_depend_on_the_seed_alo
 
 def test_the_largest_group_counts_against_the_rollouts_in_flight() -> None:
     envs: dict[str, Any] = {name: FakeEnv(lambda *_: 0.002, name=name) for name in "ab"}
-    tasks = TaskSequence(envs, dict.fromkeys(envs, 1.0), 0)
-    groups = Collector(
-        envs=envs, tasks=tasks, num_groups=6, group_size=2, own_sizes={"b": 4}, max_steps=1, max_async_level=0, max_concurrent=7,
-        max_retries=0,
-    )  # fmt: skip
+    groups = collector(*envs.values(), num_groups=6, group_size={"a": 2, "b": 4}, max_steps=1, max_concurrent=7, max_retries=0)
 
     async def main() -> None:
         collecting = asyncio.ensure_future(groups.collect())
@@ -177,12 +170,3 @@ def test_the_largest_group_counts_against_the_rollouts_in_flight() -> None:
         assert most in (5, 6, 7)
 
     run(main)
-
-
-def test_large_pools_are_quick() -> None:
-    """Not a measurement: a draw must not walk over all examples in Python."""
-    rows = [{"example_id": number} for number in range(20_000)]
-    examples = Examples("e", rows, 0, POOLS)
-    for number in range(0, 20_000, 2):
-        examples.played(number, float(number % 3 == 0))
-    assert len(np.unique(drawn(examples, 2000))) > 1900

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import numpy as np
@@ -118,39 +117,6 @@ def test_branching_gives_a_sample_a_turn() -> None:
     assert made[1].loss_mask.tolist() == [False] * 4 + [True]
 
 
-@pytest.mark.parametrize("strategy", ["interleaved", "branching"])
-def test_every_sampled_token_is_trained_exactly_once(strategy: str) -> None:
-    rng = random.Random(0)
-    for _ in range(100):
-        turns, conversations = [], [[1]]
-        for number in range(rng.randint(1, 6)):
-            past = rng.choice(conversations)
-            prompt = [*past, *(rng.randint(0, 2) for _ in range(rng.randint(0, 2)))]
-            if rng.random() < 0.3:
-                prompt[rng.randrange(len(prompt))] = 7
-            completion = [rng.randint(0, 2) for _ in range(rng.randint(1, 4))]
-            turns.append(turn(prompt, completion, version=number, offset=100 * number))
-            conversations.append([*prompt, *completion])
-        made = samples(rollout(*turns), strategy=strategy)
-        trained = sorted(
-            (int(version), float(logprob), int(token))
-            for sample in made
-            for version, logprob, token, on in zip(
-                sample.versions, sample.inference_logprobs, sample.token_ids, sample.loss_mask, strict=True
-            )
-            if on
-        )
-        sampled = sorted(
-            (int(v), float(p), int(t)) for one in turns for v, p, t in zip(one.versions, one.logprobs, one.completion_ids, strict=True)
-        )
-        assert trained == sampled
-        for sample in made:
-            off = ~sample.loss_mask
-            assert not sample.inference_logprobs[off].any()
-            assert not sample.advantages[off].any()
-            assert (sample.versions[off] == -1).all()
-
-
 def test_rollouts_cut_by_a_length_limit_can_be_left_out() -> None:
     both = [rollout(turn([1], [2])), rollout(turn([1], [3]), member=1, truncated=True)]
     assert [sample.member for sample in samples(*both)] == [0, 1]
@@ -175,11 +141,6 @@ def test_names_that_an_environment_chooses_do_not_replace_metrics_of_rlx() -> No
     values = step_metrics([group], StepBatch(step=0, mini_batches=(tuple(samples(played)),)), Tally())
     assert (values["reward/e/mean"], values["env/e/share"], values["env/e/trained_share"]) == (0.5, 1.0, 1.0)
     assert (values["reward/e/exact"], values["env/e/steps"]) == (2.0, 3.0)
-
-
-def test_an_unknown_strategy_is_named() -> None:
-    with pytest.raises(ValueError, match="trajectory_strategy=tree"):
-        samples(rollout(turn([1], [2])), strategy="tree")
 
 
 @pytest.mark.parametrize("reward", [1e39, -1e39, np.nan, np.inf])

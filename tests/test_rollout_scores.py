@@ -10,9 +10,9 @@ import statistics
 import pytest
 from test_rollout_play import outcome
 
-from rlx.rollout.evaluate import score_metrics
+from rlx.rollout.evaluation import score_metrics
 from rlx.rollout.results import attempts
-from rlx.rollout.scores import average, estimate, ks_of, pass_at_k, passes, wilson
+from rlx.rollout.scores import average, estimate, pass_at_k, passes, wilson
 
 
 @pytest.mark.parametrize("rollouts", [1, 2, 5, 8])
@@ -29,10 +29,6 @@ def test_pass_at_k_refuses_what_cannot_be_estimated(rollouts: int, passed: int, 
         pass_at_k(rollouts, passed, k)
 
 
-def test_the_reported_ks_are_powers_of_two_up_to_n() -> None:
-    assert [ks_of(n) for n in (1, 2, 3, 8)] == [[1], [1, 2], [1, 2], [1, 2, 4, 8]]
-
-
 def test_a_rollout_that_failed_passes_no_threshold() -> None:
     """It scores 0, which rewards from -1 to 1 would call a pass."""
     examples = [[outcome(place, 0, -1.0), outcome(place, 1, 0.0, status="error")] for place in range(2)]
@@ -42,13 +38,6 @@ def test_a_rollout_that_failed_passes_no_threshold() -> None:
     assert passes(attempts(examples), 0.0)[2].mean == 0.5
 
 
-def test_avg_and_pass_at_1_agree_for_rewards_of_0_and_1() -> None:
-    rewards = [[1.0, 0.0, 1.0, 0.0], [0.0] * 4, [1.0] * 4]
-    assert average(rewards).mean == passes(rewards, 0.5)[1].mean == pytest.approx(0.5)
-    assert passes(rewards, 0.5)[4].mean == pytest.approx(2 / 3)
-    assert passes(rewards, 1.5)[1].mean == 0.0
-
-
 def test_one_rollout_an_example_gives_wilsons_interval() -> None:
     """The closed form, with the numbers of Brown, Cai and DasGupta's formula for 15 of 20."""
     found = average([[1.0]] * 15 + [[0.0]] * 5)
@@ -56,7 +45,6 @@ def test_one_rollout_an_example_gives_wilsons_interval() -> None:
     middle = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
     assert (found.low, found.high) == pytest.approx((middle - half, middle + half))
-    assert found.stderr == pytest.approx(statistics.stdev([1.0] * 15 + [0.0] * 5) / math.sqrt(20))
     assert wilson(0.75, 20) == pytest.approx((0.5313, 0.8881), abs=1e-4)
 
 
@@ -66,24 +54,6 @@ def test_all_the_same_is_not_certainty(value: float) -> None:
     assert found.mean == value
     assert found.high - found.low == pytest.approx(0.1135, abs=1e-3)
     assert 0.0 <= found.low <= found.mean <= found.high <= 1.0
-
-
-def bootstrap(scores: list[float], rounds: int = 1000) -> tuple[float, float]:
-    rng = random.Random(0)
-    means = sorted(statistics.fmean(rng.choices(scores, k=len(scores))) for _ in range(rounds))
-    return means[int(0.025 * rounds)], means[int(0.975 * rounds)]
-
-
-def test_the_intervals_agree_with_a_bootstrap_over_examples() -> None:
-    rng = random.Random(1)
-    skill = [rng.betavariate(1, 1.5) for _ in range(150)]
-    rewards = [[float(rng.random() < p) for _ in range(8)] for p in skill]
-    low, high = bootstrap([statistics.fmean(one) for one in rewards])
-    found = average(rewards)
-    assert (found.low, found.high) == pytest.approx((low, high), abs=0.012)
-    for k, one in passes(rewards, 0.5).items():
-        low, high = bootstrap([pass_at_k(8, int(sum(each)), k) for each in rewards])
-        assert (one.low, one.high) == pytest.approx((low, high), abs=0.015), k
 
 
 def test_the_interval_covers_the_truth_in_about_95_of_100_evaluations() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from rlx.config.schema_synthesize import SelectionConfig
 from rlx.policy.transcript import Transcript
-from rlx.rollout.selection import CAUSES, DUPLICATE, FAILED, FEW, LOW, SILENT, SURPLUS, TRUNCATED, Candidate, saying, select
+from rlx.rollout.selection import CAUSES, DUPLICATE, FAILED, FEW, SILENT, TRUNCATED, Candidate, saying, select
 
 QUESTION = [{"role": "user", "content": "2+2?"}]
 
@@ -96,20 +96,6 @@ def test_a_rollout_with_an_answer_that_says_nothing_is_left_out() -> None:
     assert select([candidate(failed=True)], SelectionConfig(), 0).dropped == {FAILED: 1}
 
 
-def test_the_best_rollouts_of_each_example():
-    rollouts = [candidate(index, member, reward) for index in (0, 1) for member, reward in enumerate([0.1, 0.9, 0.9, 0.5])]
-    found = select(rollouts, SelectionConfig(prefer="best", per_example=2), 0)
-    assert members(found.kept) == [(0, 1), (0, 2), (1, 1), (1, 2)]
-    assert found.dropped == {SURPLUS: 4}
-
-
-def test_of_equal_sayings_the_preferred_one_stays():
-    rollouts = [candidate(member=0, reward=0.2, text="x"), candidate(member=1, reward=0.8, text=" x ")]
-    assert members(select(rollouts, SelectionConfig(prefer="first"), 0).kept) == [(0, 0)]
-    assert members(select(rollouts, SelectionConfig(prefer="best"), 0).kept) == [(0, 1)]
-    assert len(select(rollouts, SelectionConfig(duplicates="keep"), 0).kept) == 2
-
-
 def test_what_another_rule_drops_makes_no_duplicate():
     lonely = [candidate(0, 0, text="same"), candidate(1, 0, text="same"), candidate(1, 1, text="other")]
     found = select(lonely, SelectionConfig(duplicates="all", per_example=2, exactly=True), 0)
@@ -135,7 +121,6 @@ def test_the_same_answer_to_another_question_is_no_duplicate():
     [
         (call('{"x": 2, "y": 2}', "a"), call('{"y":2,"x":2}', "b"), True),  # order, white space and ids of calls say nothing
         (call('{"x": 2, "y": 2}'), call('{"x": 2, "y": 3}'), False),
-        (call('{"x": 2'), call('{"x": 2 '), False),  # no JSON: compared as it stands
         ([{"role": "assistant", "content": "é  é"}], [{"role": "assistant", "content": "é\ne\u0301\n"}], True),
         ([{"role": "assistant", "content": "Paris"}], [{"role": "assistant", "content": "paris"}], False),
         ([{"role": "assistant", "content": "4"}], [{"role": "assistant", "content": "4", "reasoning_content": "2+2"}], False),
@@ -203,10 +188,3 @@ def test_random_preference_follows_from_the_seed():
     one, again, other = (members(select(rollouts, keys, seed).kept) for seed in (1, 1, 2))
     assert one == again != other
     assert len({member for _, member in one}) > 3
-
-
-def test_examples_with_too_few_are_dropped_whole():
-    rollouts = [candidate(0, 0), candidate(0, 1, 0.0), candidate(1, 0), candidate(1, 1)]
-    found = select(rollouts, SelectionConfig(min_reward=1, per_example=2, exactly=True), 0)
-    assert members(found.kept) == [(1, 0), (1, 1)]
-    assert found.dropped == {LOW: 1, FEW: 1}

@@ -9,18 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_eval_resume import Killed, Versioned
-from test_rollout_play import Env
+from test_eval_resume import Killed
+from test_rollout_play import Env, Model
 
 from rlx.config.load import compose
 from rlx.config.roots import SYNTHESIZE
 from rlx.heartbeat import Heartbeat
 from rlx.paths import RunPaths
 from rlx.roles.synthesizer import Synthesizer
-from rlx.rollout import synthesis as rollout_synthesis
-from rlx.rollout.play import Records
-from rlx.rollout.selection import Candidate
-from rlx.rollout.synthesis import PLAYED_BY, Synthesis
+from rlx.rollout.play import PLAYED_BY
+from rlx.rollout.synthesis import Synthesis
 
 
 @pytest.mark.parametrize(
@@ -38,7 +36,7 @@ def test_a_resumed_synthesis_does_not_mix_the_rollouts_of_two_models(
         """`until`: rollouts after which it is killed."""
         env.policy = object()
         synthesis = Synthesis(cfg, paths)
-        role = Synthesizer(synthesis, cfg, paths, {"sums": env}, Versioned(digest), Heartbeat(paths, "synthesizer"))  # type: ignore[arg-type]
+        role = Synthesizer(synthesis, cfg, paths, {"sums": env}, Model(digest), Heartbeat(paths, "synthesizer"))  # type: ignore[arg-type]
         async with asyncio.timeout(60):
             running = asyncio.ensure_future(role.run())
             while until is not None and synthesis.played < until:
@@ -47,7 +45,7 @@ def test_a_resumed_synthesis_does_not_mix_the_rollouts_of_two_models(
                 running.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await running
-        synthesis.close()
+        synthesis.finished.close()
         return synthesis
 
     assert asyncio.run(play(Killed(), first, until=10)).played == 10
@@ -62,38 +60,3 @@ def test_a_resumed_synthesis_does_not_mix_the_rollouts_of_two_models(
     if aside.exists():
         assert len(aside.read_text().splitlines()) == 10, "nothing that was played is deleted"
         assert paths.finished.with_name(PLAYED_BY).read_text() == "b\n"
-
-
-def test_a_kill_before_the_rollouts_of_other_weights_are_put_aside_does_not_make_them_those_of_the_new_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cfg = compose(["env=sums", "dry_run=true"], {}, SYNTHESIZE).cfg
-    paths = RunPaths(tmp_path)
-
-    def finished(digest: str) -> int:
-        """Rollouts that another attempt finds finished."""
-        synthesis = Synthesis(cfg, paths)
-        try:
-            synthesis.note_weights(digest, "it")
-            return len(synthesis.done)
-        finally:
-            synthesis.close()
-
-    def kill(*args: Any, **keys: Any) -> None:
-        raise KeyboardInterrupt
-
-    assert finished("a") == 0
-    one = Candidate(env="sums", index=0, member=0, reward=1.0, failed=False, truncated=False, transcripts=())
-    Records(paths.finished, Candidate).add(one)
-    with monkeypatch.context() as killed:
-        killed.setattr(Path, "rename", kill)
-        with pytest.raises(KeyboardInterrupt):
-            finished("b")
-    assert finished("a") == 1, "nothing has changed yet"
-    with monkeypatch.context() as killed:
-        killed.setattr(rollout_synthesis, "note_weights", kill)
-        with pytest.raises(KeyboardInterrupt):
-            finished("b")
-    assert finished("b") == 0
-    assert not paths.finished.with_name("finished_2.jsonl").exists()
-    assert paths.finished.with_name(PLAYED_BY).read_text() == "b\n"

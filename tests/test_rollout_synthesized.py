@@ -76,20 +76,6 @@ def test_parquet_refuses_raw_text_beside_conversations(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_huggingfaces_reader_reads_both_alike(tmp_path: Path):
-    import datasets
-
-    found = []
-    for kind in ("parquet", "jsonl"):
-        write_rows(tmp_path / kind / f"train.{kind}", rows(), kind)
-        loader = "parquet" if kind == "parquet" else "json"
-        data = datasets.load_dataset(
-            loader, data_files=str(tmp_path / kind / f"train.{kind}"), split="train", cache_dir=str(tmp_path / "c")
-        )
-        found.append([[message["content"] for message in row["completion"]] for row in data])
-    assert found[0] == found[1] == [["2"], ["", "4", "It is 4.\u2028"], ["2"]]
-
-
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_supervised_training_marks_exactly_the_answers(tmp_path: Path, kind: str):
     """The reader of `rlx sft` takes the files as they are: answers and calls are trained, prompts and tool results are not."""

@@ -17,7 +17,7 @@ from slurm_job import EVAL, SFT, TRAIN, SlurmJob, slurm, train
 
 from rlx.config.schema import WarmStartConfig
 from rlx.models import tiny
-from rlx.rollout.scored import PLAYED
+from rlx.rollout.evaluation import PLAYED
 
 pytestmark = [pytest.mark.slurm]
 STEPS = 18  # the run must still be training when SLURM has carried out what a test asks for after step 4

@@ -20,9 +20,8 @@ from rlx.config.errors import ConfigError
 from rlx.config.load import compose, to_yaml
 from rlx.config.roots import SFT
 from rlx.paths import RunPaths, write_text
-from rlx.rollout.index import RolloutIndex, index_of, read_index
+from rlx.rollout.index import RolloutIndex
 from rlx.rollout.play import Job, Records
-from rlx.rollout.record import read_rollouts
 from rlx.rollout.results import write_results
 from rlx.rollout.selection import Candidate
 from rlx.rollout.synthesis import candidate_of
@@ -54,43 +53,6 @@ def same(a: RolloutIndex, b: RolloutIndex) -> bool:
     )
 
 
-def test_the_index_in_a_file_is_that_of_its_lines_and_every_decoder_skips_it(paths: RunPaths):
-    packed = paths.rollouts_of(1).read_bytes()
-    whole = zstandard.ZstdDecompressor().decompress(packed)
-    with zstandard.open(paths.rollouts_of(1), "rb") as file:
-        assert file.read() == whole
-    assert zstandard.ZstdDecompressor().decompressobj().decompress(packed) == whole
-    lines = whole.splitlines(keepends=True)
-    assert [json.loads(line) for line in lines] == list(read_rollouts(paths.rollouts_of(1)))
-    index = read_index(paths.rollouts_of(1))
-    assert index is not None
-    assert same(index, index_of(lines))
-    assert [whole[a:b] for a, b in zip(index.begins, index.begins[1:], strict=False)] == lines
-
-
-def test_files_without_an_index_read_the_same(paths: RunPaths, table: Table, tmp_path: Path):
-    old = tmp_path / "old"
-    RunPaths(old).rollouts.mkdir(parents=True)
-    for step in range(3):
-        lines = zstandard.ZstdDecompressor().decompress(paths.rollouts_of(step).read_bytes())
-        RunPaths(old).rollouts_of(step).write_bytes(zstandard.compress(lines))
-    again = Rollouts(old).whole()
-    rows = select(table, "set=train")
-    assert len(again) == len(rows) == 21
-    assert [again.record(row) for row in range(21)] == [table.record(row) for row in rows]
-
-
-def test_a_damaged_index_is_an_error_and_not_another_list(paths: RunPaths, tmp_path: Path):
-    content = bytearray(paths.rollouts_of(0).read_bytes())
-    content[-60] ^= 0xFF
-    (tmp_path / "step_000000.jsonl.zst").write_bytes(content)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        Rollouts(tmp_path / "step_000000.jsonl.zst").whole()
-    (tmp_path / "results.jsonl").write_text('{"example_id": 1, "reward": 0.5}\n{"reward": 1}\n')
-    with pytest.raises(ConfigError, match=r"line 2 is no rollout.*example_id"):
-        Rollouts(tmp_path).whole()
-
-
 @pytest.mark.parametrize("damage", ["cut", "empty", "no rollout", "wide"])
 def test_a_damaged_file_hides_no_other(damage: str, paths: RunPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     mine = RunPaths(tmp_path / "mine")
@@ -115,6 +77,12 @@ def test_a_damaged_file_hides_no_other(damage: str, paths: RunPaths, tmp_path: P
         assert "not shown: " in capsys.readouterr().out
     assert main(["show", str(mine.root)]) == 2
     assert "ends within its compressed data" in capsys.readouterr().err
+
+
+def test_a_line_that_is_no_rollout_is_an_error_that_names_it(tmp_path: Path):
+    (tmp_path / "results.jsonl").write_text('{"example_id": 1, "reward": 0.5}\n{"reward": 1}\n')
+    with pytest.raises(ConfigError, match=r"line 2 is no rollout.*example_id"):
+        Rollouts(tmp_path).whole()
 
 
 def test_show_prints_different_examples_before_members_of_one_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -340,7 +308,7 @@ def test_a_rollout_without_an_answer_hides_no_other_and_what_is_not_known_meets_
     folder = run.evaluation_of("math", "m", 3)
     answers = [
         outcome(0, 0),
-        outcome(0, 1, num_tokens=None, status="error", stop="prompt_too_long", error="too long"),
+        outcome(0, 1, turns=[], status="error", stop="prompt_too_long", error="too long"),
         outcome(1, 0),
         outcome(1, 1),
     ]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,17 +40,3 @@ class GroupScores:
 
 
 Advantage = Callable[[GroupScores], Sequence[NDArray]]
-
-
-@runtime_checkable
-class Remembers(Protocol):
-    """An advantage with a state."""
-
-    def update(self, groups: GroupScores) -> None:
-        """Take in a batch after its use."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state as plain values."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a `state_dict`."""

@@ -8,47 +8,41 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlx.advantages.base import Advantage, GroupScores, Remembers
+from rlx.advantages.base import Advantage, GroupScores
 from rlx.config.declared import declared_in
 
 
 class AdvantageMix:
-    """See `rlx.advantages.base.Remembers`; with one advantage it is that advantage."""
+    """An advantage like any other; with a state if one of its advantages has one."""
 
     def __init__(self, advantages: Sequence[Advantage], by_env: Mapping[str, int]) -> None:
         """`by_env`: number of each environment's advantage."""
         self.advantages, self.by_env = list(advantages), dict(by_env)
+        self._remembering: dict[int, Any] = {number: one for number, one in enumerate(advantages) if hasattr(one, "state_dict")}
 
     def __call__(self, groups: GroupScores) -> Sequence[NDArray]:
         """[G] of every group."""
-        if len(self.advantages) == 1:
-            return _of(self.advantages[0], groups)
         found: dict[int, NDArray] = {}
         for number, advantage in enumerate(self.advantages):
-            own = self._places(groups, number)
-            if own:
+            if own := self._places(groups, number):
                 found |= dict(zip(own, _of(advantage, groups.pick(own)), strict=True))
         return [found[place] for place in range(len(groups.envs))]
 
     def update(self, groups: GroupScores) -> None:
         """Show each advantage its groups of a batch, after their use."""
-        for number, advantage in enumerate(self.advantages):
-            own = range(len(groups.envs)) if len(self.advantages) == 1 else self._places(groups, number)
-            if isinstance(advantage, Remembers) and own:
+        for number, advantage in self._remembering.items():
+            if own := self._places(groups, number):
                 advantage.update(groups.pick(own))
 
     def state_dict(self) -> Any:
-        """The state of the only advantage, or of each by its number; None if none has one."""
-        remembering = [(number, one) for number, one in enumerate(self.advantages) if isinstance(one, Remembers)]
-        states = {str(number): one.state_dict() for number, one in remembering}  # type: ignore[attr-defined]
-        return None if not states else states["0"] if len(self.advantages) == 1 else states
+        """The states of the advantages that have one, by number; None if none has."""
+        return {str(number): one.state_dict() for number, one in self._remembering.items()} or None
 
     def load_state_dict(self, state: Any) -> None:
         """Restore a `state_dict` that is not None."""
-        states = state if all(str(name).isdecimal() for name in state) else {"0": state}  # of one advantage, it has no number
-        for number, one in enumerate(self.advantages):
-            if isinstance(one, Remembers) and str(number) in states:
-                one.load_state_dict(states[str(number)])
+        for number, one in self._remembering.items():
+            if str(number) in state:
+                one.load_state_dict(state[str(number)])
 
     def _places(self, groups: GroupScores, number: int) -> list[int]:
         return [place for place, env in enumerate(groups.envs) if self.by_env.get(env, 0) == number]

@@ -75,7 +75,7 @@ class Snapshots:
             try:
                 file.parent.mkdir(exist_ok=True)  # but not the checkpoint's folder, which the trainer may have renamed or deleted
                 with atomic(file, parents=False) as temporary, temporary.open("wb") as out:
-                    out.writelines(codec.encode(state))
+                    out.write(codec.encode(state))
                     out.flush()
                     os.fsync(out.fileno())  # before the trainer, perhaps on another machine, marks the checkpoint complete
             except FileNotFoundError:  # the trainer abandoned the checkpoint meanwhile

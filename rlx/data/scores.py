@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rlx import codec
-from rlx.arrays import Float, Int
+from rlx.arrays import Float, Half, Int
 from rlx.paths import RunPaths, atomic
 from rlx.types import MicroBatch, StepBatch
 
-Half = NDArray[np.float16]
 Scored = tuple[MicroBatch, Float, Float]  # a row, with the trainer's log-probability [N] and entropy [N] of its scored tokens
 _LARGEST = float(np.finfo(np.float16).max)
 
@@ -27,7 +25,7 @@ _LARGEST = float(np.finfo(np.float16).max)
 class TokenScores:
     """Of one rank's samples: n samples with N sampled tokens, sample after sample."""
 
-    SCHEMA: ClassVar[str] = "rlx.TokenScores/1"
+    SCHEMA: ClassVar[str] = "rlx.TokenScores/2"
 
     step: int
     samples: Int  # [n] index of each sample in the batch, counted over its mini-batches
@@ -62,7 +60,7 @@ def write_scores(paths: RunPaths, scores: TokenScores, rank: int) -> None:
     """Write the file of a rank atomically."""
     import zstandard  # only for recordings, as in `rlx.data.source`
 
-    content = zstandard.ZstdCompressor(level=1).compress(b"".join(codec.encode(scores)))
+    content = zstandard.ZstdCompressor(level=1).compress(codec.encode(scores))
     with atomic(paths.scores_of(scores.step, rank)) as temporary:
         temporary.write_bytes(content)
 

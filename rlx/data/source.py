@@ -52,7 +52,7 @@ class Source:
 def send(paths: RunPaths, batch: StepBatch) -> None:
     """The orchestrator's end: write the batch. Replaces a batch of the same step that was not consumed."""
     with atomic(paths.batch_of(batch.step)) as temporary, temporary.open("wb") as file:
-        file.writelines(codec.encode(batch))
+        file.write(codec.encode(batch))
 
 
 class OrchestratorSource(Source):

@@ -232,4 +232,4 @@ class Prepared(Source):
     def _make(self, step: int) -> bytes:
         if self._source is None:
             self._source = self.source()
-        return b"".join(codec.encode(self._source.receive(step)))
+        return codec.encode(self._source.receive(step))

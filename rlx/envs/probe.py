@@ -58,7 +58,7 @@ def probe(name: str, config: EnvConfig) -> Probed:
         found["prompt_chars"] = min(_chars(env.rows[place].get("prompt")) for place in range(min(len(env.rows), LOOKED_AT)))
         return Probed(**found)
     except CodecError as error:
-        problem = f"a checkpoint cannot hold the examples of {config.id}. In the first, at {error}"
+        problem = f"a checkpoint cannot hold the examples of {config.id}. The first: {error}"
         return Probed(**found, problem=problem, fix="change the environment")
     except KeyboardInterrupt:
         raise

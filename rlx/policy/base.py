@@ -67,8 +67,14 @@ class Reply:
         return message
 
 
-class Episode(Protocol):
+class Episode:
     """The policy in one rollout."""
+
+    __slots__ = ("replies", "said")
+
+    def __init__(self) -> None:
+        self.replies: list[Message] = []  # the answers so far, in the order in which they arrived
+        self.said = TraceBuilder()
 
     @property
     def trace(self) -> Trace:
@@ -76,7 +82,7 @@ class Episode(Protocol):
 
         Without requests made with `trained=False`, and those whose own sampling parameters the trainer cannot account for.
         """
-        ...
+        return self.said.trace()
 
     def keep(self, request_ids: Sequence[str]) -> Trace:
         """The part of `trace` whose answers have their `Reply.request_id` among `request_ids`: what is trained.
@@ -84,17 +90,12 @@ class Episode(Protocol):
         An environment's adapter calls it after the episode, when it knows which requests belong to the trajectory. Ids of other requests
         are ignored.
         """
-        ...
-
-    @property
-    def replies(self) -> Sequence[Message]:
-        """The answers so far, in the order in which they arrived."""
-        ...
+        return self.said.trace(self.said.requests(request_ids))
 
     @property
     def waits_for(self) -> str:
         """`; URL has not answered`, of an endpoint that is not the run's own; empty if no request to one is in flight."""
-        ...
+        return ""
 
     async def respond(
         self,
@@ -110,7 +111,7 @@ class Episode(Protocol):
         `trained`: False for a request outside the trajectory (a judge, a user simulator). It is answered, but is not in `trace`.
         Raises PromptTooLong, PolicyError, or an error of the policy's servers.
         """
-        ...
+        raise NotImplementedError
 
 
 class Policy(Protocol):
@@ -124,27 +125,6 @@ class Policy(Protocol):
     def episode(self, task: Task, member: int, attempt: int) -> Episode:
         """The policy in one attempt at one rollout. Equal arguments sample the same tokens, if the policy can guarantee that."""
         ...
-
-
-class TurnRecorder:
-    """The part of an `Episode` that keeps what was said."""
-
-    __slots__ = ("replies", "said")
-
-    def __init__(self) -> None:
-        self.replies: list[Message] = []
-        self.said = TraceBuilder()
-
-    @property
-    def waits_for(self) -> str:
-        return ""  # the run's own servers
-
-    @property
-    def trace(self) -> Trace:
-        return self.said.trace()
-
-    def keep(self, request_ids: Sequence[str]) -> Trace:
-        return self.said.trace(self.said.requests(request_ids))
 
 
 def request_seed(seed: int, task: Task, member: int, attempt: int, turn: int) -> int:

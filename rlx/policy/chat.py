@@ -61,7 +61,7 @@ class Chat:
         self._arguments = dict(arguments or {})
         self._decodes_arguments = False
         self._one_call = False  # the template refuses an answer with two calls
-        self._closing = 0  # stop tokens that end a whole conversation, behind that of its last answer
+        self.closing = 0  # stop tokens that follow that of the last answer in a transcript, to end the whole conversation (Phi)
         self._prompts: dict[tuple, list[int]] = {}
         self._served: set[tuple[str, ...]] = set()  # names of tools that the format was seen to serve
         if renderer is not None:
@@ -73,7 +73,7 @@ class Chat:
             marks = sorted(mark for mark in tokenizer.all_special_tokens if traits.end.startswith(mark))
             self.stop_token_ids = list(dict.fromkeys([tokenizer.eos_token_id, *map(tokenizer.convert_tokens_to_ids, marks), *ends]))
             closing = tokenizer.encode(traits.end, add_special_tokens=False)
-            self._closing = max(0, sum(token in self.stop_token_ids for token in closing) - 1)
+            self.closing = max(0, sum(token in self.stop_token_ids for token in closing) - 1)
             self.tool_parser = traits.tool_parser if tool_parser == "auto" else tool_parser
             self.reasoning_parser = reasoning_parser if reasoning_parser != "auto" else "qwen3" if traits.thinks else "none"
         self._stops = frozenset(self.stop_token_ids)
@@ -103,11 +103,6 @@ class Chat:
     def transcript(self, messages: Sequence[Message], tools: list[dict] | None = None) -> list[int]:
         """Token ids [L] of the conversation as it stands, without the head of a next answer."""
         return self._render(list(messages), tools, answer=False)
-
-    @property
-    def closing(self) -> int:
-        """How many stop tokens follow that of the last answer in a transcript, to end the whole conversation (Phi)."""
-        return self._closing
 
     def text(self, ids: Sequence[int]) -> str:
         """The ids as text, special tokens included, without any tidying of spaces."""
@@ -164,7 +159,7 @@ class Chat:
         prompt, said = self.render(before[:-1], tools), self.transcript(before, tools)
         start = len(prompt)
         # Ends in the answer: more than one if its text spells such a token. Phi's template also ends the conversation, but only at its end.
-        count = sum(token in self._stops for token in said[start:]) - self._closing
+        count = sum(token in self._stops for token in said[start:]) - self.closing
         ends = [position for position in range(start, len(whole)) if whole[position] in self._stops][:count]
         if count < 1 or len(ends) < count or whole[:start] != prompt:
             return None

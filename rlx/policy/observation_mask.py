@@ -15,12 +15,13 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from rlx.arrays import Int
-from rlx.policy.base import Message, PolicyError, TurnRecorder
+from rlx.policy.base import Episode, Message, PolicyError
+from rlx.policy.chat import Chat
 from rlx.policy.sampling_params import raw_text
 from rlx.trace import Trace
 
@@ -33,25 +34,15 @@ PROBE = "probe-content-7351"
 _WINDOW = 16  # tokens decoded together to learn the text of the last
 
 
-class Format(Protocol):
-    """`rlx.policy.chat.Chat`."""
-
-    tokenizer: Any
-
-    def show(self, messages: list[Message], tools: list[dict] | None = None, answer: bool = True) -> str:
-        """The conversation as text."""
-        ...
-
-
-class ObservationRecorder(TurnRecorder):
-    """A `TurnRecorder` that marks its traces. Which requests belong to them is known only at the end.
+class ObservationRecorder(Episode):
+    """A `Episode` that marks its traces. Which requests belong to them is known only at the end.
 
     A prompt is marked when it is answered, as if all requests so far were kept, and anew at the end if they are not.
     """
 
     __slots__ = ("_early", "_how", "_marked")
 
-    def __init__(self, chat: Format, roles: Collection[str], env: str) -> None:
+    def __init__(self, chat: Chat, roles: Collection[str], env: str) -> None:
         """`roles`: which to mark; none: nothing is marked."""
         super().__init__()
         self._how = chat, roles, env
@@ -85,12 +76,12 @@ class ObservationRecorder(TurnRecorder):
     def _marks(self, number: int, said: Iterable[Sequence[Message]]) -> tuple[list[int], Int | None]:
         """(new messages of a prompt, [P] their marks), after the conversations `said`."""
         chat, _, env = self._how
-        prompt, _, tools = self.said.prompt(number)
+        prompt, _, tools, ids = self.said.request(number)
         places = [] if raw_text(prompt) is not None else self._places(prompt, said, self._before(number))
         early = self._early.get(number)
         if early is not None and early[0] == places:
             return early
-        return places, observation_mask(chat, self.said.tokens_of(number).tolist(), prompt, places, tools or None, env)
+        return places, observation_mask(chat, ids.tolist(), prompt, places, tools or None, env)
 
     def _before(self, number: int) -> list[list[Message]]:
         """The conversations of the requests that were asked before."""
@@ -98,7 +89,7 @@ class ObservationRecorder(TurnRecorder):
 
     def _conversations(self, number: int) -> list[list[Message]]:
         """The messages of a request, without and with its answer."""
-        prompt, answer, _ = self.said.prompt(number)
+        prompt, answer, *_ = self.said.request(number)
         return [prompt, [*prompt, answer]]
 
     def _places(self, prompt: Sequence[Message], said: Iterable[Sequence[Message]], before: Iterable[Sequence[Message]]) -> list[int]:
@@ -112,7 +103,7 @@ class ObservationRecorder(TurnRecorder):
 
 
 def observation_mask(
-    chat: Format, ids: Sequence[int], prompt: Sequence[Message], wanted: Sequence[int], tools: list[dict] | None, env: str
+    chat: Chat, ids: Sequence[int], prompt: Sequence[Message], wanted: Sequence[int], tools: list[dict] | None, env: str
 ) -> Int | None:
     """[P] marks of a prompt; None if nothing is marked. `wanted`: the places of the messages to mark."""
     if not wanted:
@@ -133,7 +124,7 @@ def observation_mask(
     return marks if marks.any() else None
 
 
-def _span(chat: Format, text: str, prompt: Sequence[Message], place: int, tools: list[dict] | None) -> tuple[int, int] | None:
+def _span(chat: Chat, text: str, prompt: Sequence[Message], place: int, tools: list[dict] | None) -> tuple[int, int] | None:
     """Where the content of a message is in the prompt's text; None if the template does not show it as it is, or it is empty."""
     content = prompt[place].get("content")
     if not isinstance(content, str) or not content.strip():

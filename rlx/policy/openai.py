@@ -1,16 +1,14 @@
 """The policy at any OpenAI-compatible endpoint: messages in, a message out. Its tokens are known if the endpoint returns them.
 
-It serves evaluation, data synthesis, judges and teachers, not training (`rlx.policy.endpoint` says why). The `openai` package retries a
-request if the server is overloaded or fails, with growing waits.
+It serves evaluation, data synthesis, judges and teachers. Training needs rlx's own servers: an endpoint does not say which weights sampled
+a token, and reports log-probabilities that usually ignore the sampling temperature. The `openai` package retries a request if the server is
+overloaded or fails, with growing waits.
 """
 
 from __future__ import annotations
 
 import asyncio
-import copy
-import functools
 import json
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,19 +16,14 @@ from typing import Any
 import numpy as np
 
 from rlx.plain import utf8
-from rlx.policy.base import Call, Message, PolicyError, PromptTooLong, Reply, TurnRecorder, request_seed
+from rlx.policy.base import Call, Episode, Message, PolicyError, PromptTooLong, Reply, request_seed
 from rlx.policy.sampling_params import raw_text
 from rlx.trace import Turn
 from rlx.types import Task
 
-log = logging.getLogger(__name__)
-
 UNKNOWN_VERSION = -1  # the endpoint does not say which weights it serves
-HOW = "vLLM returns both for the request's `return_token_ids` and `logprobs`"
 NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_tokens": 0, "stop_token_ids": []}  # what these values ask for is what OpenAI does
 OWN = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias")
-EXTRA = ("top_k", "min_p", "min_tokens", "stop_token_ids", "repetition_penalty")  # parameters of vLLM and SGLang that OpenAI does not have
-FORWARDED = ("response_format", "reasoning_effort")  # what an environment may ask for and rlx's own configuration has no key for
 CUT = ("length", "model_length", "max_tokens")  # finish reasons of an answer that a length limit cut
 BROKEN = ("content_filter", "error", "abort")  # of one that something else cut
 OUTPUT = ("output tokens", "completion", "max_tokens")  # in endpoints' messages that prompt and answer together are too long
@@ -39,11 +32,15 @@ LOOK = 20.0  # seconds for that list
 LEAST_ROOM = 16  # new tokens; a prompt that leaves less room fills the context
 REFUSED = (401, 402)  # a wrong key, no credit: no request will ever be answered
 FORBIDDEN = 403  # the key may not do this; but some endpoints refuse a single moderated prompt so
-MANY_FORBIDDEN = 16  # this many 403 in a row are not about single prompts
 SEEDS = 2**31  # many endpoints take 32-bit seeds only
 SECRET = 8  # characters from which a key is a secret, and no placeholder such as `none`
 NO_CREDIT = ("insufficient_quota", "billing_hard_limit_reached")  # OpenAI's codes, with status 429
 TOO_LONG = ("context_length_exceeded", "context length", "context window", "maximum context")  # in endpoints' error messages
+QUESTION = ({"role": "user", "content": "Say yes."},)
+TOOL = {
+    "type": "function",
+    "function": {"name": "noop", "description": "Does nothing.", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 @dataclass(slots=True)
@@ -52,25 +49,14 @@ class Standing:
 
     refusal: str | None = None  # why it will answer no request at all
     answered: bool = False  # whether it has answered a request
-    forbidden: int = 0  # answers 403 since the last request that it answered
     models: set[str] = field(default_factory=set)  # the endpoint's names for what answered, as `gpt-4.1-mini-2025-04-14`
     own_defaults: bool | None = None  # whether it takes what a request leaves out from the model's generation_config.json; None: not known
     looking: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by the request that finds it out
-
-    def succeed(self, model: str | None) -> None:
-        self.answered, self.forbidden = True, 0
-        if model:
-            self.models.add(model)
 
     def hear(self, models: Collection[str], refusal: str | None) -> None:
         """What the answers to another process say."""
         self.models |= set(models)
         self.refusal = self.refusal or refusal
-
-    def forbid(self) -> bool:
-        """Count an answer 403. Returns whether it concerns every request."""
-        self.forbidden += 1
-        return not self.answered or self.forbidden >= MANY_FORBIDDEN
 
 
 class OpenAIPolicy:
@@ -96,7 +82,7 @@ class OpenAIPolicy:
         `max_retries`: further attempts if the endpoint does not answer, is overloaded (429) or fails (5xx).
         `names`: the endpoint's names for parameters; None leaves one out (`client.parameters`).
         `tokens`: ask for token ids and log-probabilities, so that every answer has a `Turn`. An endpoint that does not return them fails
-        every request; `rlx.policy.endpoint.check` finds out before.
+        every request; `check` finds out before.
         """
         from openai import AsyncOpenAI  # takes a second
 
@@ -109,19 +95,16 @@ class OpenAIPolicy:
         self._secret = api_key
         self.client = AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=timeout, max_retries=max_retries)
 
-    @property
-    def refused(self) -> str | None:
-        """Why the endpoint will answer no request at all (a wrong key, no credit); None as far as is known."""
-        return self.standing.refusal
-
     def episode(self, task: Task, member: int, attempt: int) -> OpenAIEpisode:
         return OpenAIEpisode(self, task, member, attempt)
 
-    def asking_for(self, tokens: bool) -> OpenAIPolicy:
-        """This policy with another value of `tokens`, on the same connections. A refusal of that policy says nothing about this one."""
-        other = copy.copy(self)
-        other.tokens, other.standing = tokens, Standing()
-        return other
+    async def check(self, *, tools: bool) -> None:
+        """Ask one short question like those of an episode. Raises PolicyError if the endpoint does not answer it as it will have to.
+
+        `tools`: the environment offers tools.
+        """
+        task = Task(env="check", example_id=0, index=0, row={})
+        await self.episode(task, 0, 0).respond(QUESTION, [TOOL] if tools else None, {"max_tokens": 4, "min_tokens": 0})
 
     async def has_own_defaults(self) -> bool:
         """Whether the endpoint takes what a request leaves out from the model's `generation_config.json`. Its list of models says so."""
@@ -147,7 +130,7 @@ class OpenAIPolicy:
         await self.client.close()
 
 
-class OpenAIEpisode(TurnRecorder):
+class OpenAIEpisode(Episode):
     """See `rlx.policy.base.Episode`."""
 
     def __init__(self, policy: OpenAIPolicy, task: Task, member: int, attempt: int) -> None:
@@ -189,7 +172,7 @@ class OpenAIEpisode(TurnRecorder):
         policy = self.policy
         asked = {**policy.sampling, **{name: value for name, value in (sampling or {}).items() if value is not None}}
         asked["seed"] = request_seed(policy.seed, self.task, self.member, self.attempt, number) % SEEDS
-        parameters = renamed(parameters_of(asked, all_said=await policy.has_own_defaults()), policy.names)
+        parameters = parameters_of(asked, policy.names, all_said=await policy.has_own_defaults())
         if tools:
             parameters["tools"] = [dict(tool) for tool in tools]
         raw = raw_text(messages)
@@ -239,7 +222,7 @@ class OpenAIEpisode(TurnRecorder):
             if len(policy._secret) >= SECRET:
                 text = text.replace(policy._secret, "<secret>")
             final = error.status_code in REFUSED or error.code in NO_CREDIT
-            if final or (error.status_code == FORBIDDEN and policy.standing.forbid()):
+            if final or (error.status_code == FORBIDDEN and not policy.standing.answered):
                 policy.standing.refusal = f"the endpoint refuses every request: {text}"
                 raise PolicyError(policy.standing.refusal) from error
             if error.status_code in (400, 413, 422) and any(words in f"{error} {error.code}".lower() for words in TOO_LONG):
@@ -255,12 +238,13 @@ class OpenAIEpisode(TurnRecorder):
             raise PolicyError(f"{policy.base_url} cannot be reached, {tried}: {error.__cause__ or error}") from error
         except openai.APIError as error:
             raise PolicyError(f"{policy.base_url}: {error.message}") from error
-        policy.standing.succeed(getattr(answer, "model", None))
+        policy.standing.answered = True
+        policy.standing.models |= {name for name in (getattr(answer, "model", None),) if name}
         return answer
 
 
-def parameters_of(sampling: Mapping[str, Any], *, all_said: bool = False) -> dict[str, Any]:
-    """The arguments of a chat completion request for sampling parameters by vLLM's names.
+def parameters_of(sampling: Mapping[str, Any], names: Mapping[str, str | None], *, all_said: bool = False) -> dict[str, Any]:
+    """The arguments of a request for sampling parameters by vLLM's names. `names`: the endpoint's names for them; None: left out.
 
     `all_said`: also those that ask for what OpenAI does by default. Some endpoints refuse to hear them; vLLM and SGLang would otherwise
     take the value from the model's `generation_config.json`.
@@ -268,22 +252,12 @@ def parameters_of(sampling: Mapping[str, Any], *, all_said: bool = False) -> dic
     if all_said:  # no key of rlx's own configuration, so it would be missing
         sampling = {"repetition_penalty": 1.0, **sampling}
     said = {name: value for name, value in sampling.items() if all_said or name not in NEUTRAL or value != NEUTRAL[name]}
-    for name in said.keys() - {*OWN, *EXTRA, *FORWARDED}:
-        _say_unknown(name)
     if "max_completion_tokens" in said:
         said.pop("max_tokens", None)
-    parameters = {name: said[name] for name in OWN if name in said}
-    if extra := {name: said[name] for name in (*EXTRA, *FORWARDED) if name in said}:
-        parameters["extra_body"] = extra
-    return parameters
-
-
-def renamed(parameters: Mapping[str, Any], names: Mapping[str, str | None]) -> dict[str, Any]:
-    """The arguments of a request with the endpoint's names for them, and without those that it does not take."""
-    extra = {new: value for name, value in parameters.get("extra_body", {}).items() if (new := names.get(name, name)) is not None}
-    own = {new: value for name, value in parameters.items() if name != "extra_body" and (new := names.get(name, name)) is not None}
-    extra |= {name: own.pop(name) for name in own.keys() - {*OWN}}  # names that the `openai` package does not know
-    return own | ({"extra_body": extra} if extra else {})
+    said |= said.pop("extra_body", {})
+    renamed = {new: value for name, value in said.items() if (new := names.get(name, name)) is not None}
+    own = {name: renamed.pop(name) for name in OWN if name in renamed}
+    return own | ({"extra_body": renamed} if renamed else {})  # names that the `openai` package does not know
 
 
 def for_endpoint(message: Message) -> Message:
@@ -308,13 +282,11 @@ def reply_of(answer: Any, base_url: str) -> Reply:
 def _call(call: Any, number: int, base_url: str) -> Call:
     """A tool call of a message. Some endpoints leave out its type or its id, or give the arguments as an object."""
     function = getattr(call, "function", None)
-    kind, name = getattr(call, "type", None) or "function", getattr(function, "name", None)
-    if kind != "function" or not name:
+    if (getattr(call, "type", None) or "function") != "function" or not getattr(function, "name", None):
         raise PolicyError(f"{base_url} gave a tool call that calls no function: {str(call)[:200]}")
     arguments = getattr(function, "arguments", None)
-    text = arguments if isinstance(arguments, str) else json.dumps({} if arguments is None else arguments)
-    given = getattr(call, "id", None)
-    return Call(f"call_{number}" if given in (None, "") else str(given), utf8(name), utf8(text))
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
+    return Call(str(getattr(call, "id", None) or f"call_{number}"), utf8(function.name), utf8(text))  # type: ignore[union-attr]
 
 
 def _ended(answer: Any, base_url: str) -> dict[str, Any]:
@@ -333,17 +305,13 @@ def _ended(answer: Any, base_url: str) -> dict[str, Any]:
 def turn_of(answer: Any, base_url: str) -> Turn:
     """The tokens of a chat completion. Raises PolicyError if the endpoint left out token ids or log-probabilities."""
     choice = answer.choices[0]
-    prompt: Any
-    completion: Any
-    prompt, completion = getattr(answer, "prompt_token_ids", None), getattr(choice, "token_ids", None)
-    missing = [name for name, ids in (("prompt_token_ids", prompt), ("token_ids", completion)) if ids is None]
-    if missing:
-        raise PolicyError(f"{base_url} returns no token ids: its answer has no {' and no '.join(missing)}. {HOW}")
+    prompt: Any = getattr(answer, "prompt_token_ids", None)
+    completion: Any = getattr(choice, "token_ids", None)
     content = choice.logprobs.content if choice.logprobs is not None else None
-    if content is None:
-        raise PolicyError(f"{base_url} returns no log-probabilities: its answer has no logprobs. {HOW}")
-    if len(content) != len(completion):
-        raise PolicyError(f"{base_url} returns {len(completion)} token ids, but {len(content)} log-probabilities")
+    if prompt is None or completion is None or content is None or len(content) != len(completion):
+        raise PolicyError(
+            f"{base_url} does not return token ids with log-probabilities (client.tokens); vLLM does, for `return_token_ids` and `logprobs`"
+        )
     return Turn(
         prompt_ids=np.asarray(prompt, dtype=np.int32),
         completion_ids=np.asarray(completion, dtype=np.int32),
@@ -360,8 +328,3 @@ def text_reply_of(answer: Any, base_url: str) -> Reply:
     if not choices or not isinstance(getattr(choices[0], "text", None), str):
         raise PolicyError(f"{base_url} gave an answer that is not a completion: {str(answer)[:200]}")
     return Reply(content=utf8(choices[0].text), **_ended(answer, base_url))
-
-
-@functools.cache
-def _say_unknown(name: str) -> None:
-    log.warning("an OpenAI-compatible endpoint has no sampling parameter %r; requests are sent without it", name)

@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 
 from rlx.arrays import Float, Int
+from rlx.concurrent import first_failure
 from rlx.inference import wire
 from rlx.inference.client import CONNECT
 from rlx.inference.endpoints import Endpoint
@@ -41,10 +42,6 @@ class TeacherError(RuntimeError):
     """The teacher refused a request, or does not fit the policy."""
 
 
-class NotYet(Exception):
-    """A server answers, but not with the weights that the run has."""
-
-
 class _Entry(msgspec.Struct):
     logprob: float
 
@@ -58,19 +55,6 @@ class _Completion(msgspec.Struct):
     choices: list[_Choice]
 
 
-class _Model(msgspec.Struct):
-    id: str
-    max_model_len: int | None = None
-
-
-class _Label(msgspec.Struct):
-    weight_version: str
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
-
-
 @dataclass(slots=True)
 class Scores:
     """What a call has returned so far."""
@@ -78,11 +62,6 @@ class Scores:
     logprobs: list[Float | None]  # [L] of each sequence, 0 for its first token; None: not scored
     retries: int = 0  # attempts that failed and were made again
     trouble: list[str] = field(default_factory=list)  # the different failures
-
-    @property
-    def missing(self) -> int:
-        """Sequences that were not scored."""
-        return sum(one is None for one in self.logprobs)
 
 
 class Teacher:
@@ -127,27 +106,16 @@ class Teacher:
 
     # -- scoring
 
-    async def score(self, sequences: Sequence[Int], scores: Scores | None = None, *, deadline: float | None = None) -> Scores:
-        """The log-probabilities of these sequences [L], for as many as are scored in `deadline` seconds. Raises TeacherError for a refusal.
+    async def score(self, sequences: Sequence[Int], scores: Scores | None = None) -> Scores:
+        """The log-probabilities of these sequences [L]. Raises TeacherError for a refusal; other failures are tried again without end.
 
         `scores`: where they are noted as they arrive, for a caller who gives up by cancelling.
         """
-        if scores is None:
-            scores = Scores([None] * len(sequences))
+        scores = scores or Scores([None] * len(sequences))
         # Sequences of similar length share a request, so that no short one waits for a long one.
         order = sorted(range(len(sequences)), key=lambda place: len(sequences[place]))
         parts = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
-        tasks = [asyncio.create_task(self._score_part(part, sequences, scores)) for part in parts]
-        if not tasks:
-            return scores
-        try:
-            done, _ = await asyncio.wait(tasks, timeout=deadline, return_when=asyncio.FIRST_EXCEPTION)
-            for task in done:
-                task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        await first_failure(*(self._score_part(part, sequences, scores) for part in parts))
         return scores
 
     async def _score_part(self, part: Sequence[int], sequences: Sequence[Int], scores: Scores) -> None:
@@ -170,48 +138,44 @@ class Teacher:
         while True:
             servers = [only] if only is not None else self.servers()
             server = servers[self._turn % len(servers)].refreshed()
-            address = server.url
             self._turn += 1
-            asked_to_wait = 0.0
             try:
-                if self._version is not None and (late := await self._late(server)):
-                    raise NotYet(late)
-                async with self._request(server, path, body) as answer:
-                    content = await answer.read()
+                trouble = await self._late(server) if self._version is not None else ""
+                if not trouble:
+                    async with self._request(server, path, body) as answer:
+                        content = await answer.read()
                     if answer.status < 400:
-                        return content, address
-                    trouble = f"{address}{path} ({answer.status}): {_said(content)}"
+                        return content, server.url
+                    trouble = f"{server.url}{path} ({answer.status}): {_said(content)}"
                     if answer.status not in (408, 409, 425, 429) and answer.status < 500:
                         raise TeacherError(f"the teacher refused a request: {trouble}")
-                    asked_to_wait = _seconds(answer.headers.get("Retry-After"))
-            except NotYet as error:
-                trouble = f"{address} cannot be asked yet: {error}"
-            except aiohttp.ConnectionTimeoutError:
-                trouble = f"{address} cannot be reached: no connection in {CONNECT:g} s"
-            except TimeoutError:
-                trouble = f"{address} did not answer in {self.timeout:g} s (teacher.timeout)"
-            except aiohttp.ClientError as error:
-                trouble = f"{address} cannot be reached: {error or type(error).__name__}"
+            except (TimeoutError, aiohttp.ClientError) as error:
+                slow = isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError)
+                what = f"did not answer in {self.timeout:g} s (teacher.timeout)" if slow else f"cannot be reached: {error}"
+                trouble = f"{server.url} {what}"
             if trouble not in scores.trouble:
                 scores.trouble.append(trouble)
                 log.warning("the teacher: %s; trying again", trouble)
             scores.retries += 1
-            await asyncio.sleep(max(asked_to_wait, wait * random.uniform(0.5, 1.0)))
+            await asyncio.sleep(wait * random.uniform(0.5, 1.0))
             wait = min(2 * wait, LONGEST_WAIT)
 
     async def _late(self, server: Endpoint) -> str:
-        """Why one of the run's servers must not be asked: after a restart it has the initial weights for a while."""
+        """Why one of the run's servers must not be asked yet: after a restart it has the initial weights for a while. Empty: it may."""
         assert self._version is not None
         if (name := self._adapter()) is not None:
             async with self._request(server, wire.MODELS, None) as answer:
                 loaded = [found for found, *_ in wire.models_of(await answer.read())] if answer.status == 200 else []
-            return "" if name in loaded else f"it does not have the adapter {name}"
+            return "" if name in loaded else f"{server.url} does not have the adapter {name}"
         async with self._request(server, wire.LABEL, None) as answer:
-            if answer.status != 200:
-                return f"{server.url}{wire.LABEL} answered {answer.status}: {_said(await answer.read())}"
-            label = _decoded(await answer.read(), _Label, server.url).weight_version
+            label = (
+                str(_decoded(await answer.read(), dict, server.url).get("weight_version"))
+                if answer.status == 200
+                else f"? ({answer.status})"
+            )
         has = wire.parse_label(label)
-        return "" if has is not None and has[0] >= self._version() else f"it has version {label}, the run has {self._version()}"
+        late = has is None or has[0] < self._version()
+        return f"{server.url} has version {label}, the run has {self._version()}" if late else ""
 
     def _request(self, server: Endpoint, path: str, body: Any) -> Any:
         assert self._session is not None, "used outside `async with`"
@@ -238,23 +202,22 @@ class Teacher:
 
     async def _check_one(self, server: Endpoint, tokenizer: Any, longest: int, scores: Scores) -> None:
         answer, address = await self._ask("/v1/models", None, scores, server)
-        models = _decoded(answer, _Models, address).data
-        models = models if self._version is None else models[:1]  # the run's own servers list their adapters after the model
-        names = [model.id for model in models]
+        contexts = {name: context for name, _, context in wire.models_of(answer)}
+        names = list(contexts) if self._version is None else list(contexts)[:1]  # the run's own servers list their adapters behind it
         if self.model is None:
-            if len(models) != 1:
-                raise TeacherError(f"{address} serves {len(models)} models ({', '.join(names[:5])}); name the teacher: teacher.model=NAME")
+            if len(names) != 1:
+                raise TeacherError(f"{address} serves {len(names)} models ({', '.join(names[:5])}); name the teacher: teacher.model=NAME")
             self.model = names[0]
-        found = next((model for model in models if model.id == self.model), None)
-        if found is None:
+        if self.model not in names:
             raise TeacherError(f"{address} has no model {self.model} (teacher.model); it serves {', '.join(names[:5])}")
-        if found.max_model_len is not None and found.max_model_len <= longest:
+        context = contexts[self.model]  # 0: not known
+        if 0 < context <= longest:
             raise TeacherError(
                 f"the teacher's context is too short: samples have up to seq_len={longest} tokens and a request needs one more, but "
-                f"{address} takes {found.max_model_len}. Serve it with --max-model-len {longest + 1} or more, or lower seq_len"
+                f"{address} takes {context}. Serve it with --max-model-len {longest + 1} or more, or lower seq_len"
             )
-        if found.max_model_len is not None:
-            self.context = min(found.max_model_len, self.context or found.max_model_len)
+        if context:
+            self.context = min(context, self.context or context)
         texts = probe_texts(tokenizer, longest)
         body = {"model": self.model, "prompt": texts, "prompt_logprobs": 0, "max_tokens": 1, "add_special_tokens": False}
         answer, _ = await self._ask("/v1/completions", body, scores, server)
@@ -322,11 +285,3 @@ def _decoded(answer: bytes, kind: Any, address: str) -> Any:
 
 def _said(content: bytes) -> str:
     return content[:300].decode(errors="replace").strip()
-
-
-def _seconds(header: str | None) -> float:
-    """Of a `Retry-After`; 0 if there is none, or if it is a date."""
-    try:
-        return min(max(float(header or 0), 0.0), 60.0)
-    except ValueError:
-        return 0.0

@@ -34,8 +34,7 @@ class TeacherPolicy:
     """See `rlx.policy.base.Policy`.
 
     The groups are spread over the endpoints. One endpoint answers a whole group, whose members share a prompt, and another one plays the
-    next attempt at a rollout that failed. An endpoint that failed gets no new rollouts for `REST` seconds. If all have failed, the one that
-    answered last gets first attempts, and the others the next ones.
+    next attempt at a rollout that failed. An endpoint that failed gets no new rollouts for `REST` seconds while another one has not.
     """
 
     endpoints: Sequence[OpenAIPolicy]  # the same model at every address
@@ -45,16 +44,12 @@ class TeacherPolicy:
     timeout: float | None = None  # seconds for a request with its retries if there are several endpoints; None: no such bound
     learn: frozenset[str] = frozenset()  # roles of the environment's messages that the policy learns, too
     _failed: dict[int, float] = field(default_factory=dict)  # monotonic seconds of an endpoint's last failure, by its place
-    _answered: dict[int, float] = field(default_factory=dict)  # the same of its last answer
 
     def episode(self, task: Task, member: int, attempt: int) -> TeacherEpisode:
         first = crc32(f"{task.env} {task.index}".encode()) + attempt  # indices alone have a pattern: the environments of a mix take turns
         places = [(first + more) % len(self.endpoints) for more in range(len(self.endpoints))]
         now = time.monotonic()
-        place = next((each for each in places if now - self._failed.get(each, -math.inf) >= REST), None)
-        if place is None:
-            places.sort(key=lambda each: self._answered.get(each, -math.inf), reverse=True)
-            place = places[attempt % len(places)]
+        place = next((each for each in places if now - self._failed.get(each, -math.inf) >= REST), places[0])
         return TeacherEpisode(self, self.endpoints[place].episode(task, member, attempt), place, task.env)
 
     async def ask(self, place: int, request: Callable[[], Awaitable[Reply]]) -> Reply:
@@ -63,16 +58,14 @@ class TeacherPolicy:
         try:
             async with asyncio.timeout(bound):
                 reply = await request()
-        except TimeoutError as error:
-            self._failed[place] = time.monotonic()
-            raise PolicyError(f"{self.endpoints[place].base_url} did not answer in {bound:g} s, retries included") from error
         except PromptTooLong:
             raise
-        except PolicyError:
+        except (PolicyError, TimeoutError) as error:
             self._failed[place] = time.monotonic()
-            raise
+            if isinstance(error, PolicyError):
+                raise
+            raise PolicyError(f"{self.endpoints[place].base_url} did not answer in {bound:g} s, retries included") from error
         self._failed.pop(place, None)
-        self._answered[place] = time.monotonic()
         return reply
 
 

@@ -16,12 +16,15 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rlx.config.chat_format import template_path
 from rlx.config.schema import ModelConfig
 from rlx.policy.base import PolicyError
 from rlx.policy.parsers import CLOSE, TOOL_PARSERS, UNREADABLE
+
+if TYPE_CHECKING:
+    from rlx.policy.chat import Chat
 
 ANSWER, VALUE, RESULT = "probe-answer", "probe_value", "probe_result"
 TOOL = {
@@ -44,16 +47,6 @@ RETURNED = {"role": "tool", "tool_call_id": "call00000", "name": "probe_tool", "
 
 Show = Callable[[list[dict], list[dict] | None, bool], str]
 """(messages, tools, whether an answer is asked for) → the conversation as text."""
-
-
-class Format(Protocol):
-    """`rlx.policy.chat.Chat`."""
-
-    tool_parser: str | None  # None: its renderer reads calls
-
-    def show(self, messages: list[dict], tools: list[dict] | None = None, answer: bool = True) -> str:
-        """The conversation as text. Raises an error of the template."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +89,7 @@ def decoded(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": calls}
 
 
-def problems(chat: Format, tools: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def problems(chat: Chat, tools: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """What the chat format loses of these tools, their calls and their results: one sentence each, without a remedy."""
     offered = [dict(tool) for tool in tools]
     names = [str(tool["function"]["name"]) for tool in offered]
@@ -125,7 +118,7 @@ Use a model that was made for tools; or give its tokenizer a template that shows
 `renderers` has the model's family, name it: model.renderer=FAMILY."""
 
 
-def refusal(model: str, chat: Format, tools: Mapping[str, Sequence[Mapping[str, Any]]]) -> str | None:
+def refusal(model: str, chat: Chat, tools: Mapping[str, Sequence[Mapping[str, Any]]]) -> str | None:
     """Why the model's chat format does not serve the environments with tools, and what helps; None if it does.
 
     `tools`: the functions that each environment offers, by its name.

@@ -1,6 +1,4 @@
-"""The evaluator role: plays environments with one model, or with several versions of it, and scores them (`rlx eval`).
-
-Beside supervised training it evaluates the versions that are due, as they appear (`rlx.rollout.beside`). The main loop of `rlx eval`:
+"""The evaluator role: plays environments with one model, or with several versions of it, and scores them. The main loop of `rlx eval`:
 
     for version in versions:                 0 is the initial model; an endpoint has one version
         bring the version to the servers, which compare its checksums
@@ -8,8 +6,11 @@ Beside supervised training it evaluates the versions that are due, as they appea
         scores → results in verifiers' layout → a record of source `eval` → summary.json, summary.csv
 
 A killed evaluation continues after the last record. The seeds follow from seed, environment, example and member, so the rollouts that it
-still plays are those that an uninterrupted evaluation would have played. `rlx.rollout.play` plays, `scores` and `results` are shared with
-evaluations beside training.
+still plays are those that an uninterrupted evaluation would have played.
+
+Beside supervised training it evaluates the versions that are due, as they appear. The trainer never waits for that: it keeps the weights of
+versions that have no record yet (`rlx.checkpoints.best.not_evaluated`). A killed run evaluates what is missing, after its checkpoint is
+loaded.
 """
 
 from __future__ import annotations
@@ -20,27 +21,33 @@ import logging
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
-from rlx.concurrent import first_failure
+from rlx.checkpoints import folders
+from rlx.concurrent import at_most, first_failure
 from rlx.config.evaluated import PREFIX
 from rlx.config.load import load_play
 from rlx.config.schema import SftRoot
 from rlx.config.schema_eval import EvalRoot
 from rlx.config.schema_launch import LoggerConfig
 from rlx.envs.base import Local
+from rlx.envs.pools import away
 from rlx.heartbeat import EVALUATING, INTERVAL, AtWork, Heartbeat
+from rlx.inference.fleet import Fleet
+from rlx.inference.sampler import Sampler
 from rlx.metrics import MetricsWriter, read_metrics
 from rlx.paths import RunPaths, listed, write_text
 from rlx.policy.base import PolicyError
 from rlx.policy.chat import Chat
-from rlx.rollout.beside import evaluate_beside
-from rlx.rollout.models import Model, connected
-from rlx.rollout.play import NothingWorks
+from rlx.rollout.evaluate import Evaluations
+from rlx.rollout.evaluation import PLAYED, Evaluation
+from rlx.rollout.models import Model, connect_servers, connected
+from rlx.rollout.play import Hopeless, NothingWorks, Player
 from rlx.rollout.role import begin, end, load, run_until_stopped
-from rlx.rollout.scored import PLAYED, Scored
 from rlx.rollout.scoring import rows_of, write_summary
 from rlx.rollout.stalls import explainer
 from rlx.rollout.tasks import keep_digests
+from rlx.rollout.updates import WeightUpdates
 from rlx.stacks import explain_with
 from rlx.tracking import tracked
 from rlx.waiting import Preempted
@@ -50,19 +57,20 @@ LAST = 600.0  # seconds to wait for the last metrics of the trainer, which may b
 
 
 class Evaluator:
-    """The main loop."""
+    """The main loop of `rlx eval`."""
 
     def __init__(self, config: EvalRoot, paths: RunPaths, envs: Mapping[str, Local], model: Model, heartbeat: Heartbeat) -> None:
         """`envs`: by their names in `config.envs`."""
         self.config, self.paths, self.model, self.heartbeat = config, paths, model, heartbeat
         self.envs = envs
         self.metrics = MetricsWriter(paths.metrics, "eval")
-        self.now: Scored | None = None
+        self.now: Evaluation | None = None
+        self.player: Player | None = None
         self.phase = "starting"
 
     async def run(self) -> None:
         """Evaluate every version that has no record yet. Raises the first error of any part."""
-        waiting = lambda: self.now.player.waiting() if self.now is not None else []  # noqa: E731
+        waiting = lambda: self.player.waiting() if self.player is not None else []  # noqa: E731
         explain_with(explainer(waiting, {env.name: env for env in self.envs.values()}, asyncio.get_running_loop()))
         try:
             await first_failure(self._work(), forever=[self._beat()])
@@ -79,15 +87,36 @@ class Evaluator:
             await asyncio.to_thread(self._summarize)
 
     async def _evaluate(self, version: int) -> None:
-        """Evaluate the version that the model has now, and write its record."""
-        digest = (await self.model.origin()).digest
-        self.now = now = Scored(self.config, self.paths, self.envs, version, self.model, digest)
-        if now.player.finished:
-            log.info("version %d: %d rollouts are done already", version, now.player.finished)
-        await now.play()
-        values = await asyncio.to_thread(now.write, await self.model.origin())
-        self.metrics.write(version, values)
-        now.forget()
+        """Evaluate the version that the model has now, and write its record. Raises NothingWorks, or what `Model.check` raises."""
+        config, now = self.config, Evaluation(self.config, self.paths, self.envs, version)
+        now.keep_records((await self.model.origin()).digest)
+        if before := now.played:
+            log.info("version %d: %d rollouts are done already", version, before)
+        hopeless = Hopeless("evaluation", config.orchestrator.max_error_rate)
+        hopeless.succeeded = {name for name, outcomes in now.outcomes.items() if outcomes}
+        self.player = Player(
+            self.envs,
+            max_retries=config.orchestrator.max_retries,
+            max_concurrent=config.concurrency,
+            played=now.add,
+            check=self.model.check,
+            away=self.model.away,
+            hopeless=hopeless,
+        )
+        self.player.begun = self.player.finished = self.before = before
+        self.now = now
+        await first_failure(self.player.play(now.jobs()), forever=[self.model.follow(self.player)])
+        for name in now.specs:
+            if name not in hopeless.succeeded:
+                hopeless.stop(name)
+            now.record(name)
+        origin = await self.model.origin()
+        facts = {"served_model": origin.model, "weights": origin.weights, "attested": origin.attested}
+        if config.client.base_url:
+            facts["base_url"] = config.client.base_url
+        values = await asyncio.to_thread(now.write, config.pass_threshold, facts)
+        self.metrics.write(version, values | ({} if origin.attested is None else {"eval/attested": origin.attested}))
+        now.forget_records()
 
     def _summarize(self) -> None:
         """Write the summary of what is evaluated so far."""
@@ -104,22 +133,91 @@ class Evaluator:
     async def _beat(self) -> None:
         """Report the current phase and the progress."""
         while True:
-            if self.now is not None:
-                player, version = self.now.player, self.now.version
-                self.phase = f"{EVALUATING} version {version}, rollouts {player.finished}/{self.now.total}"
-                self.heartbeat.progress = self.now.tokens
-                write_text(self.paths.progress, json.dumps(self.now.progress()))
-            self.heartbeat.beat(self.phase, step=self.now.version if self.now is not None else None)
+            now, player = self.now, self.player
+            if now is not None and player is not None:
+                self.phase = f"{EVALUATING} version {now.version}, rollouts {player.finished}/{now.total}"
+                self.heartbeat.progress = now.tokens
+                progress = {
+                    "what": "model" if self.config.weights_dir is None else f"step_{now.version}" if now.version else "base",
+                    "done": player.finished,
+                    "total": now.total,
+                    "before": self.before,
+                    "tokens": now.tokens,
+                    "failed": now.failed,
+                    "seconds": time.monotonic() - now.began,
+                    **player.now(),
+                }
+                write_text(self.paths.progress, json.dumps(progress))
+            self.heartbeat.beat(self.phase, step=now.version if now is not None else None)
             if listed(self.paths.preempt):
                 raise Preempted
             await asyncio.sleep(INTERVAL)
 
 
+class Beside:
+    """The main loop beside supervised training.
+
+    the trainer publishes version v  →  the servers load it and compare its checksums  →  its evaluation  →  its record  →  the next
+    """
+
+    def __init__(
+        self, config: SftRoot, paths: RunPaths, envs: Mapping[str, Local], fleet: Fleet, sampler: Sampler, heartbeat: Heartbeat
+    ) -> None:
+        self.config, self.paths, self.envs, self.heartbeat = config, paths, envs, heartbeat
+        self.fleet, self.sampler = fleet, sampler
+        start = folders.read_start(paths)
+        first = start.step if start else 0
+        self.evaluations = Evaluations(
+            config, paths, envs, first, away=lambda: away(sampler, envs), oldest=forked_at(config.resume), servers=lambda: fleet.size
+        )
+        self.updates = WeightUpdates(paths, fleet, config.weight_broadcast.timeout, config.max_steps, self._reached, stops=self.evaluations)
+
+    def _reached(self, version: int) -> None:
+        self.sampler.version = version
+        self.evaluations.begin(version)
+
+    async def run(self) -> None:
+        """Evaluate all versions that are due, up to the last. Raises the first error of any part, and Preempted."""
+        explain_with(explainer(self.evaluations.waiting, self.envs, asyncio.get_running_loop()))
+        try:
+            await first_failure(self._work(), forever=[self._beat(), self.fleet.held()])
+        finally:
+            await at_most(None, self.evaluations.close(), *(env.close() for env in self.envs.values()))
+
+    async def _work(self) -> None:
+        self.evaluations.begin(0)
+        await self.evaluations.leave()  # its record is not to wait for the next version, which may be hours away
+        while self.updates.version < self.config.max_steps:
+            await self.updates.reach(self.evaluations.next_stop(self.updates.version, self.config.max_steps))
+            await self.evaluations.leave()
+        protect = [step for step, _ in folders.being_written(self.paths)]  # before the others: one may be completed meanwhile
+        protect += folders.steps(self.paths)
+        await asyncio.to_thread(self.updates.published.prune, self.config.versions_kept, protect)  # as the trainer does
+
+    async def _beat(self) -> None:
+        """Report the phase; leave when the run is preempted."""
+        while not listed(self.paths.preempt):
+            wanted = self.evaluations.next_stop(self.updates.version, self.config.max_steps)
+            self.heartbeat.progress = self.evaluations.played
+            self.heartbeat.beat(self.evaluations.instead_of(f"waiting for weights {wanted}"), step=self.updates.version)
+            await asyncio.sleep(INTERVAL / 2)
+        raise Preempted
+
+
+def forked_at(resume: str | None) -> int:
+    """The step of the checkpoint from which this run was forked, 0 for other runs. The other run has evaluated its earlier versions.
+
+    `resume`: as settled, so a fork has the path of the other run's checkpoint, `/run/checkpoints/step_4`, at every later attempt too.
+    """
+    name = Path(resume or "").name
+    return int(name.removeprefix("step_")) if name.startswith("step_") else 0
+
+
 async def evaluate(config: EvalRoot | SftRoot, paths: RunPaths, envs: Mapping[str, Local], chat: Chat | None, heartbeat: Heartbeat) -> None:
     """Connect to the model and evaluate to the end. `chat`: None for an endpoint, which has its own."""
     if isinstance(config, SftRoot):
-        assert chat is not None
-        await evaluate_beside(config, paths, envs, chat, heartbeat)
+        async with connect_servers(config, paths, envs, chat, heartbeat.beat) as (fleet, sampler):
+            await Beside(config, paths, envs, fleet, sampler, heartbeat).run()
         await last_metrics(config, paths, heartbeat)
         return
     async with connected(config, paths, envs, chat, heartbeat.beat) as model:

@@ -41,7 +41,7 @@ from rlx.process import peak_memory
 from rlx.rollout import concurrency
 from rlx.rollout.batch import advantages_of, make_batch, make_groups, max_tokens_of, scores_of, step_metrics
 from rlx.rollout.clock import StepClock
-from rlx.rollout.collector import collector_of
+from rlx.rollout.collector import Collector
 from rlx.rollout.evaluate import Evaluations
 from rlx.rollout.filters import reason_to_drop
 from rlx.rollout.groups import compared
@@ -50,7 +50,7 @@ from rlx.rollout.recorder import StepRecorder
 from rlx.rollout.role import begin, end, load, run_until_stopped
 from rlx.rollout.stalls import explainer
 from rlx.rollout.state import OrchestratorState
-from rlx.rollout.tasks import check_rows, goes_on, keep_digests, other_examples, started_over
+from rlx.rollout.tasks import goes_on, keep_digests, other_examples, started_over
 from rlx.rollout.teaching import Teaching
 from rlx.rollout.updates import WeightUpdates
 from rlx.shared.membership import Member, PutOut
@@ -87,7 +87,7 @@ class Orchestrator:
         self.envs, self.member = envs, member
         self.advantage = advantages_of(config)
         self._max_tokens = max_tokens_of(config)
-        self.collector = collector_of(config, envs, self._left_out, lambda: away(sampler, envs), self.teaching.begin)
+        self.collector = Collector(config, envs, self._left_out, lambda: away(sampler, envs), self.teaching.begin)
         self.rules = config.orchestrator.difficulty_filter.rules
         self.metrics = MetricsWriter(paths.metrics, "orchestrator")
         self.inference_metrics = MetricsWriter(paths.metrics, "inference")
@@ -280,8 +280,6 @@ def main() -> int:
         member.wait(lambda: heartbeat.beat(f"waiting for the shared trainer in {config.trainer.shared}"))
     envs, chat = load(config, paths, heartbeat)
     assert chat is not None
-    for name in config.envs:
-        check_rows(name, envs[name].rows)
     keep_digests(paths, envs, trained=goes_on(paths))
     return run_until_stopped(orchestrate(config, paths, envs, chat, heartbeat, member), paths)
 

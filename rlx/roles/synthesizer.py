@@ -23,9 +23,9 @@ from rlx.heartbeat import INTERVAL, Heartbeat
 from rlx.paths import RunPaths, listed, write_text
 from rlx.policy.base import PolicyError
 from rlx.policy.chat import Chat
-from rlx.rollout.failures import ErrorRate, Failures
+from rlx.rollout.failures import Failures
 from rlx.rollout.models import Model, connected
-from rlx.rollout.play import Job, NothingWorks, Player
+from rlx.rollout.play import Hopeless, Job, NothingWorks, Player
 from rlx.rollout.role import begin, end, load, run_until_stopped
 from rlx.rollout.stalls import explainer
 from rlx.rollout.synthesis import NothingKept, Synthesis
@@ -46,9 +46,17 @@ class Synthesizer:
         """`envs`: with the policies of `model`."""
         self.synthesis, self.config, self.paths, self.envs, self.model, self.heartbeat = synthesis, config, paths, envs, model, heartbeat
         self.failures = Failures()
-        self.errors = ErrorRate(config.orchestrator.max_error_rate)
-        retries, most = config.orchestrator.max_retries, config.concurrency
-        self.player = Player(envs, max_retries=retries, max_concurrent=most, played=self._played, check=model.check, away=model.away)
+        hopeless = Hopeless("synthesis", config.orchestrator.max_error_rate)
+        hopeless.succeeded = {place[0] for place in synthesis.done}
+        self.player = Player(
+            envs,
+            max_retries=config.orchestrator.max_retries,
+            max_concurrent=config.concurrency,
+            played=self._played,
+            check=model.check,
+            away=model.away,
+            hopeless=hopeless,
+        )
         self.phase = "starting"
 
     async def run(self) -> None:
@@ -67,7 +75,7 @@ class Synthesizer:
         what = (
             f"the model {self.config.model.name}" if self.config.weights_dir is None else f"version {version} of {self.config.weights_dir}"
         )
-        self.synthesis.note_weights((await self.model.origin()).digest, what)
+        self.synthesis.belong_to((await self.model.origin()).digest, what)
         self.phase = "playing"
         self.synthesis.begin(self.envs)
         await first_failure(self.player.play(self.synthesis.jobs(self.envs)), forever=[self.model.follow(self.player)])
@@ -76,7 +84,6 @@ class Synthesizer:
     def _played(self, job: Job, rollouts: list[Rollout]) -> None:
         self.failures.add(rollouts)
         self.synthesis.take(job, rollouts)
-        self.errors.add([one for one in rollouts if one.status == "ok"], lambda: self.player.in_flight)
 
     async def _beat(self) -> None:
         """Report the current phase and the progress."""
@@ -118,7 +125,7 @@ def main() -> int:
         log.info("%d rows of %d rollouts in %s", metadata["rows"], metadata["rollouts"]["kept"], metadata["file"])
         heartbeat.beat("done")
     finally:
-        synthesis.close()
+        synthesis.finished.close()
     return 0
 
 

@@ -15,8 +15,10 @@ from rlx.config.load import instantiate
 from rlx.config.objectives import loss_of, scored_by
 from rlx.config.schema import Config
 from rlx.envs.base import sampling_of
-from rlx.rollout.groups import Tally, episodes
+from rlx.rollout.groups import episodes
+from rlx.rollout.results import means
 from rlx.rollout.samples import samples_of
+from rlx.rollout.state import Tally
 from rlx.types import Group, Rollout, StepBatch, TrainingSample
 
 
@@ -123,8 +125,8 @@ def step_metrics(
     }
     for name in sorted({group[0].task.env for group in played}):
         own = [rollout for rollout in rollouts if rollout.task.env == name]
-        values |= means(f"reward/{name}", [rollout.rewards for rollout in own])
-        values |= means(f"env/{name}", [rollout.metrics for rollout in own])
+        values |= {f"reward/{name}/{key}": mean for key, mean in means([rollout.rewards for rollout in own]).items()}
+        values |= {f"env/{name}/{key}": mean for key, mean in means([rollout.metrics for rollout in own]).items()}
         # Behind those of the environment, whose functions may have any name: these names mean what `rlx.metrics` says.
         begun = {group[0].task.index: group[0].task.env for group in played}  # the parts of a group (`compared`) are one
         values[f"env/{name}/share"] = sum(env == name for env in begun.values()) / len(begun)
@@ -144,9 +146,3 @@ def _parts(groups: Sequence[Group]) -> list[tuple[str, list[Rollout]]]:
     for group in groups:
         found.setdefault(group.id, (group.task.env, []))[1].extend(group.rollouts)
     return list(found.values())
-
-
-def means(prefix: str, values: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean of every name over the records that have it."""
-    names = sorted({name for one in values for name in one})
-    return {f"{prefix}/{name}": float(np.mean([one[name] for one in values if name in one])) for name in names}

@@ -26,9 +26,10 @@ from dataclasses import dataclass, field, replace
 
 from rlx.config.schema import Config
 from rlx.envs.base import Environment
+from rlx.envs.errors import FailureLog
 from rlx.rollout.failures import ErrorRate, RolloutsFailed
-from rlx.rollout.groups import GroupFailed, Tally, episodes, play_group
-from rlx.rollout.state import CollectorState, PlayedGroup, played_group
+from rlx.rollout.groups import GroupFailed, episodes, play_group
+from rlx.rollout.state import CollectorState, PlayedGroup, Tally, packed, played_group, unpacked
 from rlx.rollout.tasks import TaskSequence, mixed
 from rlx.types import Rollout, Task
 
@@ -37,7 +38,6 @@ log = logging.getLogger(__name__)
 PATIENCE = 3.0  # a batch waits for an expiring group up to this many times the longest duration of the recent groups,
 AT_ONCE = 8  # rollouts begun in one turn of the event loop; beginning a thousand at once would block it for 0.2 s
 PATIENCE_FLOOR = 1.0  # and at least this many seconds
-LATE = 0.1  # seconds by which a wait ends late if this process was stopped or busy
 
 
 @dataclass(slots=True)
@@ -52,91 +52,37 @@ class Pending:
     rollouts: list[Rollout] = field(default_factory=list)  # by member; empty until the group is finished
 
 
-def collector_of(
-    config: Config,
-    envs: Mapping[str, Environment],
-    left_out: Callable[[Sequence[Rollout]], str | None],
-    away: Callable[[], float] = lambda: 0.0,
-    kept: Callable[[Sequence[Rollout]], None] = lambda _: None,
-) -> Collector:
-    """The collector of a run. `left_out`, `away`, `kept`: see `Collector`. Raises ValueError for data that does not suit the run."""
-    orchestrator, curricula = config.orchestrator, {name: env.curriculum for name, env in config.envs.items()}
-    envs = {name: envs[name] for name in config.envs}  # without those that are only evaluated
-    weights = {name: env.weight for name, env in config.envs.items()}
-    return Collector(
-        envs=envs,
-        tasks=TaskSequence(envs, weights, config.seed, orchestrator.buffer, curricula),
-        num_groups=config.num_groups,
-        group_size=orchestrator.rollouts_per_example,
-        own_sizes={name: config.group_size(name) for name in config.envs},
-        max_steps=config.max_steps,
-        max_async_level=config.max_async_level,
-        max_concurrent=config.concurrency,
-        max_retries=orchestrator.max_retries,
-        min_group=orchestrator.min_group,
-        on_timeout={name: env.on_timeout for name, env in config.envs.items()},
-        max_error_rate=orchestrator.max_error_rate,
-        left_out=left_out,
-        away=away,
-        kept=kept,
-        max_rounds=orchestrator.difficulty_filter.max_rounds,
-        oversampling_factor=orchestrator.oversampling_factor,
-    )
-
-
 class Collector:
     """Keeps rollouts in flight and returns complete batches of groups."""
 
     def __init__(
         self,
-        *,
+        config: Config,
         envs: Mapping[str, Environment],
-        tasks: TaskSequence,
-        num_groups: int,
-        group_size: int,
-        own_sizes: Mapping[str, int] | None = None,
-        max_steps: int,
-        max_async_level: int,
-        max_concurrent: int,
-        max_retries: int,
-        min_group: int = 2,
-        on_timeout: Mapping[str, str] | None = None,
-        max_error_rate: float = 0.5,
         left_out: Callable[[Sequence[Rollout]], str | None] = lambda _: None,
         away: Callable[[], float] = lambda: 0.0,
         kept: Callable[[Sequence[Rollout]], None] = lambda _: None,
-        max_rounds: int = 10,
-        oversampling_factor: float = 1.0,
     ) -> None:
-        """`group_size`: rollouts of a group; `own_sizes`: those of environments with a size of their own.
+        """`left_out`: returns the filter rule that a finished group breaks, or None. Filtered groups of an environment are replaced until
+        their number is `difficulty_filter.max_rounds` times the environment's groups in a batch; after that the batch stays smaller.
 
-        `min_group`: rollouts of a group that must have a score. `on_timeout`: by environment (`groups.settled`).
-
-        `left_out`: returns the filter rule that a finished group breaks, or None. Filtered groups of an environment are replaced until
-        their number is `max_rounds` times the environment's groups in a batch; after that the batch stays smaller.
-
-        `kept`: called with each finished group that no filter drops, for work on it that need not wait for the batch.
-
-        `away`: see `play_through`. `oversampling_factor`: groups in flight for the next batch, as a multiple of the groups in a batch.
+        `away`: see `play_through`. `kept`: called with each finished group that no filter drops, for work on it that need not wait for the
+        batch. Raises ValueError for data that does not suit the run.
         """
-        self.envs = envs
-        self.tasks = tasks
-        self.num_groups = num_groups
-        self.sizes = dict.fromkeys(envs, group_size) | dict(own_sizes or {})  # rollouts of a group, by environment
-        self.max_steps = max_steps
-        self.max_async_level = max_async_level
-        self.max_concurrent = max_concurrent
-        self.max_retries, self.min_group, self.on_timeout = max_retries, min_group, on_timeout or {}
-        self.errors = ErrorRate(max_error_rate)
-        self.left_out = left_out
-        self.away = away
-        self.kept = kept
-        self.most_filtered = {env: math.ceil(max_rounds * num_groups * tasks.share(env) - 1e-9) for env in tasks.envs}  # of one batch
-        self.surplus = math.ceil((oversampling_factor - 1) * num_groups)
+        self.config, self.left_out, self.away, self.kept = config, left_out, away, kept
+        self.envs = {name: envs[name] for name in config.envs}  # without those that are only evaluated
+        weights, curricula = ({name: getattr(env, key) for name, env in config.envs.items()} for key in ("weight", "curriculum"))
+        self.tasks = tasks = TaskSequence(self.envs, weights, config.seed, config.orchestrator.buffer, curricula)
+        self.sizes = {name: config.group_size(name) for name in config.envs}  # rollouts of a group
+        self.num_groups, self.max_concurrent = config.num_groups, config.concurrency
+        self.errors = ErrorRate(config.orchestrator.max_error_rate)
+        rounds = config.orchestrator.difficulty_filter.max_rounds
+        self.most_filtered = {env: math.ceil(rounds * self.num_groups * tasks.share(env) - 1e-9) for env in tasks.envs}  # of one batch
+        self.surplus = math.ceil((config.orchestrator.oversampling_factor - 1) * self.num_groups)
         self.version = 0
         self.taken = 0  # batches handed out
         self.filtered: list[tuple[str, list[Rollout]]] = []  # rule and rollouts of each group filtered from the latest batch
-        self.tally = Tally()
+        self.tally, self._log = Tally(), FailureLog(log)
         self.waited_for_weights = 0.0  # seconds since the run began in which nothing was in flight because new weights were missing
         self._playing: dict[int, tuple[Pending, asyncio.Task]] = {}
         self._finished: dict[int, Pending] = {}
@@ -146,7 +92,7 @@ class Collector:
         self._cancelled: set[asyncio.Task] = set()
         self._owed: deque[str] = deque()  # environment of each group to be replaced
         self._again: deque[Task] = deque()  # tasks of the groups that were in flight when the checkpoint was written
-        self._durations: deque[float] = deque(maxlen=4 * num_groups)  # seconds of the groups that finished most recently
+        self._durations: deque[float] = deque(maxlen=4 * self.num_groups)  # seconds of the groups that finished most recently
         self._changed = asyncio.Event()
         self._broken: Exception | None = None
         self._closed = False
@@ -169,21 +115,14 @@ class Collector:
         Raises RolloutsFailed when an environment fails too often, or an error of our own code in a group.
         """
         self._advance()
-        excused = False  # once a batch, so that a process that is always late waits for no group for ever
         while not self._complete or self._patience() > 0:
             if self._broken is not None:
                 raise self._broken
             idle, began = not self._playing, time.monotonic()
-            patience = self._patience() if self._complete else None
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(patience):  # `wait_for` of Python 3.11 loses cancellations
+                async with asyncio.timeout(self._patience() if self._complete else None):  # `wait_for` of Python 3.11 loses cancellations
                     await self._changed.wait()
-            late = 0.0 if patience is None else time.monotonic() - began - patience
-            if late > LATE and not excused:  # answers may have come meanwhile, and are still to be read
-                excused = True
-                for pending in self._expiring():
-                    pending.began = min(time.monotonic(), pending.began + late + PATIENCE_FLOOR)
             if idle:
                 self.waited_for_weights += time.monotonic() - began
         expiring_first = sorted(self._finished.values(), key=lambda pending: (pending.version, pending.number))
@@ -199,7 +138,7 @@ class Collector:
     async def close(self) -> None:
         """Cancel all groups in flight and start no more."""
         self._closed = True
-        self.tally.log.close()
+        self._log.close()
         for _, playing in self._playing.values():
             playing.cancel()
         await asyncio.gather(*(playing for _, playing in self._playing.values()), *self._cancelled, return_exceptions=True)
@@ -211,11 +150,11 @@ class Collector:
         return CollectorState(
             taken=self.taken,
             tasks=self.tasks.state(),
-            counts=self.tally.counts(),
+            tally=self.tally.stored(packed),
             finished=tuple(played_group(pending.rollouts, version=pending.version) for pending in finished),
             filtered=tuple(played_group(rollouts, rule=rule) for rule, rollouts in self._filtered),
             missing=self._missing,
-            begun=(*playing, *self._again),
+            begun=tuple(map(packed, [*playing, *self._again])),
             owed=tuple(self._owed),
             durations=tuple(self._durations),
         )
@@ -228,13 +167,16 @@ class Collector:
         """
         self.taken = state.taken
         self.tasks.restore(state.tasks)
-        self.tally = Tally.of(state.counts)
+        self.tally = state.tally.stored(unpacked)
 
         def carried(group: PlayedGroup) -> list[Rollout]:
             """The group's rollouts with their index in this run; empty if the group does not fit."""
-            task = self.tasks.carried(group.task, state.tasks)
-            fits = task is not None and min(self.min_group, self.sizes[task.env]) <= episodes(group.rollouts) <= self.sizes[task.env]
-            return [replace(one, task=task) for one in group.rollouts] if task is not None and fits else []
+            task = self.tasks.carried(unpacked(group.task), state.tasks)
+            if task is None:
+                return []
+            size = self.sizes[task.env]
+            fits = min(self.config.orchestrator.min_group, size) <= episodes(group.rollouts) <= size
+            return [replace(one, task=task) for one in group.rollouts] if fits else []
 
         for group in state.finished:
             if rollouts := carried(group):
@@ -243,7 +185,7 @@ class Collector:
                 self._begun += 1
         self._filtered = [(str(group.rule), rollouts) for group in state.filtered if (rollouts := carried(group))]
         self._missing = state.missing if set(state.tasks.envs) <= set(self.envs) else 0
-        again = [self.tasks.carried(task, state.tasks) for task in state.begun]
+        again = [self.tasks.carried(unpacked(task), state.tasks) for task in state.begun]
         self._again.extend(task for task in again if task is not None)
         self._owed.extend(env for env in state.owed if env in self.tasks.envs)
         self._durations.extend(state.durations)
@@ -268,7 +210,7 @@ class Collector:
     def phase(self) -> str:
         """What the collector waits for, in words."""
         if not self._playing and len(self._finished) < self.num_groups:
-            wanted = self.taken - self.max_async_level
+            wanted = self.taken - self.config.max_async_level
             return f"waiting for weights {wanted}" if wanted >= 0 else "waiting to begin the first rollouts"
         if self._complete:
             return "waiting for the last long rollouts" if self._patience() > 0 else "batch complete"
@@ -285,11 +227,11 @@ class Collector:
 
     def _expiring(self) -> list[Pending]:
         """Groups being played that would be too old for the next batch."""
-        return [pending for pending, _ in self._playing.values() if pending.version <= self.taken - self.max_async_level]
+        return [pending for pending, _ in self._playing.values() if pending.version <= self.taken - self.config.max_async_level]
 
     def _advance(self) -> None:
         """Drop groups that are too old, start groups that may start, and wake `collect`."""
-        oldest = self.taken - self.max_async_level
+        oldest = self.taken - self.config.max_async_level
         for index in [index for index, pending in self._finished.items() if pending.version < oldest]:
             self._replace(self._finished.pop(index), "off_policy")
         for index in [index for index, (pending, _) in self._playing.items() if pending.version < oldest]:
@@ -298,7 +240,7 @@ class Collector:
             self._cancelled.add(playing)
             playing.add_done_callback(self._cancelled.discard)
             self._replace(pending, "off_policy")
-        batches = min(self.max_steps, self.version + self.max_async_level + 1)
+        batches = min(self.config.max_steps, self.version + self.config.max_async_level + 1)
         largest, begun = max(self.sizes.values()), 0
         allowed = self.num_groups * batches + (self.surplus if self.taken < batches else 0)
         while (
@@ -347,12 +289,13 @@ class Collector:
                 self.envs[task.env],
                 task,
                 self.sizes[task.env],
-                self.max_retries,
+                self.config.orchestrator.max_retries,
                 self.tally,
                 member_ended,
-                min_group=self.min_group,
-                on_timeout=self.on_timeout.get(task.env, "drop"),
+                min_group=self.config.orchestrator.min_group,
+                on_timeout=self.config.envs[task.env].on_timeout,
                 away=self.away,
+                failures=self._log,
             )
             rule = self.left_out(pending.rollouts)
             if rule is None:

@@ -14,12 +14,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from rlx.config.schema import PlayRoot
-from rlx.envs.base import Environment
 from rlx.envs.pools import waiting_for_workers
+from rlx.inference.fleet import Fleet
 from rlx.inference.wire import InferenceError
+
+if TYPE_CHECKING:
+    from rlx.rollout.collector import Collector
+    from rlx.rollout.play import Player
 
 log = logging.getLogger(__name__)
 
@@ -85,30 +89,7 @@ class Controller:
         self.limit = min(max(self.limit, LEAST * slots), MOST * slots)
 
 
-class Engines(Protocol):
-    """The fleet."""
-
-    async def stats(self) -> dict[str, float]: ...
-
-
-class Playing(Protocol):
-    """What begins rollouts: the collector of training, or the player of a list of jobs."""
-
-    @property
-    def envs(self) -> Mapping[str, Environment]: ...
-
-    @property
-    def max_concurrent(self) -> int: ...
-
-    @property
-    def in_flight(self) -> int:
-        """Rollouts."""
-        ...
-
-    def set_max_concurrent(self, limit: int) -> None: ...
-
-
-async def follow(config: PlayRoot, engines: Engines, playing: Playing) -> None:
+async def follow(config: PlayRoot, engines: Fleet, playing: Collector | Player) -> None:
     """Adapt the limit for ever, if the configuration leaves it open. While a server does not answer, the limit stays."""
     if not config.follows_engines:
         return

@@ -1,6 +1,6 @@
 """Evaluations beside training: plays the evaluation examples at one policy version, on the run's servers.
 
-`rlx.rollout.beside` uses it for supervised training, whose servers have nothing else to do. In reinforcement learning:
+The evaluator role uses it beside supervised training, whose servers have nothing else to do. In reinforcement learning:
 
     version v reaches the servers  →  is v due?  →  play its evaluation while training goes on
     version v+1 is there           →  the servers are updated            eval.pins: the evaluation ends and is recorded before
@@ -11,55 +11,29 @@ fixed place in `metrics.jsonl` (after version v was trained on). Training waits 
 `max_async_level` + 1 versions ahead of the servers. Without it nothing waits, and the record says up to which version tokens were sampled.
 Nothing of training depends on an evaluation: it has its own environments, seeds and counters. So at max_async_level 0 a run's other
 records are the same with and without evaluations.
-
-`scores.py` has the statistics, `results.py` the files.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from rlx.config.evaluated import PREFIX, evaluated, is_due, pins
-from rlx.config.schema import EvaluatedRun, PlayRoot, ScoredEnvConfig
-from rlx.envs.base import Environment, sampling_of
+from rlx.config.schema import EvaluatedRun, ScoredEnvConfig
+from rlx.envs.base import Environment
 from rlx.heartbeat import EVALUATING
 from rlx.metrics import MetricsWriter, read_metrics
 from rlx.paths import RunPaths, listed
-from rlx.rollout.batch import means
+from rlx.rollout.evaluation import Evaluation
 from rlx.rollout.models import check_version
-from rlx.rollout.play import GLANCE, Job, Player, jobs_of
-from rlx.rollout.results import Outcome, attempts, outcome_of, write_results
-from rlx.rollout.scores import average, passes
+from rlx.rollout.play import GLANCE, Job, Player
 from rlx.types import Rollout, Task
 from rlx.weights.subscribe import Subscriber
 
 log = logging.getLogger("rlx.evaluation")
-
-
-@dataclass(slots=True)
-class Evaluation:
-    """One evaluation in progress."""
-
-    version: int
-    began: float  # monotonic seconds
-    total: int  # rollouts
-    played: int = 0
-    newest: int = -1  # the newest version that sampled one of its tokens
-    outcomes: dict[str, dict[int, list[Outcome]]] = field(default_factory=dict)  # environment → place of the example → its rollouts
-
-    def examples(self, env: str) -> list[list[Outcome]]:
-        """The rollouts of each example of an environment [N][n], in a fixed order."""
-        return [sorted(one, key=lambda outcome: outcome.rollout) for _, one in sorted(self.outcomes[env].items())]
 
 
 class Evaluations:
@@ -126,8 +100,7 @@ class Evaluations:
         if not self.is_wanted(version) or (self._now is not None and self._now.version == version):
             return
         assert self._now is None, f"version {self._now.version} is still evaluated"
-        total = sum(len(self._places(name)) * (spec.rollouts_per_example or 1) for name, spec in self.specs.items())
-        self._now = Evaluation(version, time.monotonic(), total)
+        self._now = Evaluation(self.config, self.paths, self.envs, version)
         self._playing = asyncio.create_task(self._evaluate(self._now))
 
     async def leave(self, stop: int | None = None) -> None:
@@ -187,25 +160,12 @@ class Evaluations:
             self._playing.cancel()
             await asyncio.gather(self._playing, return_exceptions=True)
 
-    def _places(self, name: str) -> range:
-        """The rows of an environment that are evaluated."""
-        rows = len(self.envs[name].rows)
-        return range(min(rows, self.specs[name].num_examples or rows))
-
     async def _evaluate(self, now: Evaluation) -> dict[str, float]:
         """Play all jobs and write their results. Returns the metrics. Cancels everything if one of them raises."""
-        jobs = (jobs_of(name, self.envs[name], self._places(name), spec.rollouts_per_example or 1) for name, spec in self.specs.items())
-        await self._player.play(itertools.chain.from_iterable(jobs))
-        seconds = time.monotonic() - now.began
-        values: dict[str, float] = {"time/evaluation": seconds}
-        for name in self.specs:
-            folder = self.paths.evaluation_of(name, self.config.model.name, now.version)
-            examples, threshold = now.examples(name), self.config.eval.pass_threshold
-            facts = facts_of(name, self.config, self.specs[name], now.version) | {"time": seconds}
-            if not self._pins:
-                facts["newest_policy_version"] = values[f"eval/{name}/newest_version"] = max(now.version, now.newest)
-            values |= await asyncio.to_thread(write_scores, folder, examples, facts, threshold)
-        return values
+        await self._player.play(now.jobs())
+        newest = {} if self._pins else {f"eval/{name}/newest_version": float(now.newest) for name in self.specs}
+        facts = {} if self._pins else {"newest_policy_version": now.newest}
+        return newest | await asyncio.to_thread(now.write, self.config.eval.pass_threshold, facts)
 
     def _room(self) -> int:
         """How many rollouts may be in flight: the evaluation's share of the servers, or what training leaves of them."""
@@ -213,10 +173,8 @@ class Evaluations:
         return max(math.ceil(self.config.eval.share * capacity), capacity - self.busy())
 
     def _played(self, job: Job, rollouts: Sequence[Rollout]) -> None:
-        """Keep the outcomes of a job. A rollout that failed for good scores 0."""
         assert self._now is not None
-        self._now.outcomes.setdefault(job.env, {}).setdefault(job.task.index, []).extend(map(outcome_of, rollouts))
-        self._now.played += len(rollouts)
+        self._now.add(job, rollouts)
 
     def _check(self, rollout: Rollout) -> None:
         assert self._now is not None
@@ -233,55 +191,3 @@ class Evaluations:
         own = [metric for metric in values if metric.startswith("/".join([*wanted.split("/")[:3], ""]))]
         there = f"it has {', '.join(own)}" if own else "it has none of this kind"
         log.warning("ckpt.keep_best: the evaluation of version %d has no %s, so it cannot be the best; %s", version, wanted, there)
-
-
-def facts_of(name: str, config: PlayRoot, spec: ScoredEnvConfig, version: int) -> dict[str, Any]:
-    """What `metadata.json` says of the evaluation of one environment."""
-    return {
-        "env_id": spec.id,
-        "name": name,
-        "env_args": spec.args,
-        "model": config.model.name,
-        "base_url": ", ".join(config.inference.base_url),
-        "policy_version": version,
-        "split": spec.split,
-        "seed": config.seed,
-        "sampling_args": sampling_of(config, spec),
-    }
-
-
-def write_scores(folder: Path, examples: Sequence[Sequence[Outcome]], facts: Mapping[str, Any], pass_threshold: float) -> dict[str, float]:
-    """Write the results of one environment's evaluation, and log its score and the last failure. Returns its metrics. Call it in a thread.
-
-    `examples` [N][n]: the rollouts of each example. `facts`: as of `facts_of`.
-    """
-    name, version = facts["name"], facts["policy_version"]
-    values = score_metrics(name, examples, pass_threshold)
-    write_results(folder, examples, facts, pass_threshold)
-    average = f"eval/{name}/avg@{len(examples[0])}"
-    log.info("evaluated version %d on %d examples of %s: %s %.4f", version, len(examples), name, average, values[average])
-    if failures := [outcome for example in examples for outcome in example if outcome.failed]:
-        last = failures[-1]
-        log.warning("%s: %d rollouts failed and score 0; the last: %s: %s", name, len(failures), last.stop, last.error)
-    return values
-
-
-def score_metrics(name: str, examples: Sequence[Sequence[Outcome]], pass_threshold: float) -> dict[str, float]:
-    """The metrics of one environment's evaluation (`rlx.metrics`, source eval). `examples` [N][n]: the rollouts of each example."""
-    rewards = [[outcome.reward for outcome in example] for example in examples]
-    outcomes = [outcome for example in examples for outcome in example]
-    estimates = {f"avg@{len(examples[0])}": average(rewards)}
-    estimates |= {f"pass@{k}": one for k, one in passes(attempts(examples), pass_threshold).items()}
-    values: dict[str, float] = {}
-    for metric, one in estimates.items():
-        values |= {metric: one.mean, f"{metric}_low": one.low, f"{metric}_high": one.high}
-    values |= {
-        "examples": len(examples),
-        "error_frac": float(np.mean([outcome.failed for outcome in outcomes])),
-        "truncated_frac": float(np.mean([outcome.is_truncated for outcome in outcomes])),
-    }
-    if any(outcome.num_tokens is not None for outcome in outcomes):  # a rollout that failed before an answer counts as 0 then
-        values["completion_mean"] = float(np.mean([outcome.num_tokens or 0 for outcome in outcomes]))
-    scored = [outcome for outcome in outcomes if not outcome.failed]
-    values |= means("reward", [outcome.rewards for outcome in scored]) | means("metric", [outcome.metrics for outcome in scored])
-    return {f"eval/{name}/{metric}": value for metric, value in values.items() if not math.isnan(value)}

@@ -13,15 +13,14 @@ import asyncio
 import functools
 import logging
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 
 from rlx.envs.base import Environment
 from rlx.envs.errors import FailureLog
-from rlx.rollout.state import Counts, bare
+from rlx.rollout.state import Tally
 from rlx.types import Rollout, Task
 
 log = logging.getLogger(__name__)
@@ -52,40 +51,6 @@ class GroupFailed(Exception):
         self.rollout = rollout
 
 
-@dataclass
-class Tally:
-    """Counts over the whole run."""
-
-    finished: int = 0  # rollouts that were played and scored
-    tokens: int = 0  # sampled tokens of finished rollouts
-    failed: Counter[str] = field(default_factory=Counter)  # rollouts that failed, by cause
-    dropped: Counter[str] = field(default_factory=Counter)  # rollouts of groups that were dropped, by cause
-    failures: list[Rollout] = field(default_factory=list)  # the failed rollouts since the caller last emptied this list
-    log: FailureLog = field(default_factory=lambda: FailureLog(log), repr=False, compare=False)
-
-    @classmethod
-    def of(cls, counts: Counts) -> Tally:
-        """Continue with the counts of a checkpoint."""
-        failed, dropped = Counter(counts.failed), Counter(counts.dropped)
-        return cls(finished=counts.finished, tokens=counts.tokens, failed=failed, dropped=dropped, failures=list(counts.failures))
-
-    def counts(self) -> Counts:
-        """The counts for a checkpoint."""
-        return Counts(
-            finished=self.finished,
-            tokens=self.tokens,
-            failed=dict(self.failed),
-            dropped=dict(self.dropped),
-            failures=tuple(bare(one) for one in self.failures),
-        )
-
-    def add_failure(self, rollout: Rollout) -> None:
-        """Count a failed rollout and keep it for the step's file."""
-        self.failed[rollout.stop] += 1
-        self.failures.append(rollout)
-        self.log.note(rollout.task.env, f"a rollout of example {rollout.task.example_id}", f"{rollout.stop}: {rollout.error}")
-
-
 async def play_through(
     env: Environment, task: Task, members: Sequence[int], attempt: int, away: Callable[[], float] = lambda: 0.0
 ) -> list[Rollout]:
@@ -101,6 +66,39 @@ async def play_through(
         log.info("%s, example %d: played again, because no server took requests meanwhile", task.env, task.example_id)
 
 
+async def play_with_retries(
+    env: Environment,
+    task: Task,
+    members: Sequence[int],
+    max_retries: int,
+    judge: Callable[[Rollout, bool], Rollout],
+    on_failure: Callable[[Rollout], None] = lambda _: None,
+    away: Callable[[], float] = lambda: 0.0,
+) -> list[Rollout]:
+    """Play these members until each has succeeded, timed out or failed too often: the rollouts of its last attempt, in their order.
+
+    `judge`: what a rollout counts as; told whether rewards compare it with its group's. `on_failure`: called with each attempt's failures.
+    """
+    done: dict[int, list[Rollout]] = {}
+    left = list(members)
+    for attempt in range(max_retries + 1):
+        answered = await play_through(env, task, left, attempt, away)
+        played = [one for rollout in answered for one in (replace(rollout, others=()), *rollout.others)]
+        compares = any(rollout.status == "cancelled" for rollout in played)
+        rollouts = [judge(rollout, compares) for rollout in played]
+        done |= {own[0].member: own for own in _by_member(rollouts)}
+        failed = [rollout for rollout in rollouts if rollout.status in ("error", "timeout")]
+        for rollout in failed:
+            on_failure(rollout)
+        if not failed or any(rollout.status == "timeout" for rollout in failed):
+            break
+        if not all(rollout.status == "ok" for rollout in played) and not compares:
+            # Some failed, and the others have rewards all the same: these do not compare the group. A group of environments
+            # (`EnvGroup`) whose other members do compare asks for whole groups, too.
+            left = sorted({rollout.member for rollout in failed})
+    return [rollout for member in members for rollout in done[member]]
+
+
 async def play_group(
     env: Environment,
     task: Task,
@@ -112,21 +110,31 @@ async def play_group(
     min_group: int = 2,
     on_timeout: str = "drop",
     away: Callable[[], float] = lambda: 0.0,
+    failures: FailureLog | None = None,
 ) -> list[Rollout]:
     """The scored rollouts of `task`, by member: at most `size` of them, or more if several runs of an episode are trained.
 
     `on_end` is called with the last attempt's rollouts of each member when it has ended; one that failed for good has its `status`.
-    `min_group`: members that must have a score. `on_timeout`: see `settled`. `away`: see `play_through`.
+    `min_group`: members that must have a score. `on_timeout`: see `settled`. `away`: see `play_through`. `failures`: where they are logged.
 
     Where rewards compare the group, one request plays the whole group. Otherwise each member has its own request.
     Raises GroupFailed. No task is left running after a failure or a cancellation.
     """
     parts = [range(size)] if env.scores_groups else [range(member, member + 1) for member in range(size)]
 
+    def judge(rollout: Rollout, compares: bool) -> Rollout:
+        # No reward of 0 can stand in where rewards compare a group: it would change the others'.
+        return checked(rollout if compares else settled(rollout, on_timeout))
+
+    def failed(rollout: Rollout) -> None:
+        tally.add_failure(rollout)
+        if failures is not None:
+            failures.note(task.env, f"a rollout of example {task.example_id}", f"{rollout.stop}: {rollout.error}")
+
     async def play(members: Sequence[int]) -> list[Rollout]:
         ended: list[Rollout] = []
         try:
-            ended = await _play(env, task, members, max_retries, tally, on_timeout, away)
+            ended = await play_with_retries(env, task, members, max_retries, judge, failed, away)
             if not env.scores_groups or all(rollout.status == "ok" for rollout in ended):
                 ended = [_count(rollout, tally) if rollout.status == "ok" else rollout for rollout in ended]
             return ended
@@ -174,33 +182,6 @@ def _by_member(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
     for rollout in rollouts:
         found.setdefault(rollout.member, []).append(rollout)
     return list(found.values())
-
-
-async def _play(
-    env: Environment, task: Task, members: Sequence[int], max_retries: int, tally: Tally, on_timeout: str, away: Callable[[], float]
-) -> list[Rollout]:
-    """Play these members until each has succeeded, timed out or failed too often: the rollouts of its last attempt, in their order."""
-    done: dict[int, list[Rollout]] = {}
-    left = list(members)
-    for attempt in range(max_retries + 1):
-        answered = await play_through(env, task, left, attempt, away)
-        played = [one for rollout in answered for one in (replace(rollout, others=()), *rollout.others)]
-        compares = any(rollout.status == "cancelled" for rollout in played)  # no reward can stand in: it would have changed the others'
-        rollouts = [checked(rollout if compares else settled(rollout, on_timeout)) for rollout in played]
-        done |= {own[0].member: own for own in _by_member(rollouts)}
-        if all(rollout.status == "ok" for rollout in rollouts):
-            break
-        if not all(rollout.status == "ok" for rollout in played) and not compares:
-            # Some failed, and the others have rewards all the same: these do not compare the group. A group of environments
-            # (`EnvGroup`) whose other members do compare asks for whole groups, too.
-            left = sorted({rollout.member for rollout in rollouts if rollout.status != "ok"})
-        failed = [rollout for rollout in rollouts if rollout.status in ("error", "timeout")]
-        assert failed, f"{task.env} cancelled rollouts although none failed: {[rollout.stop for rollout in rollouts]}"
-        for rollout in failed:
-            tally.add_failure(rollout)
-        if any(rollout.status == "timeout" for rollout in failed):
-            break
-    return [rollout for member in members for rollout in done[member]]
 
 
 def _count(rollout: Rollout, tally: Tally) -> Rollout:

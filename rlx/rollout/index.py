@@ -1,44 +1,24 @@
-"""The index of a file of rollouts: what a list of rollouts shows, as columns, and where each rollout's line begins.
-
-    step_000012.jsonl.zst      one zstd frame with the lines │ one skippable frame with the index
-
-Every zstd decoder skips the second frame, so the file stays an ordinary compressed JSONL file, and the index cannot belong to another
-file. The lines are in one frame, not in many that could be decompressed alone, because common one-shot decoders silently stop
-after the first frame. Files without an index (plain JSONL, results of evaluations, other writers) are indexed by reading their lines.
-"""
+"""The index of a file of rollouts: what a list of rollouts shows, as columns, and where each rollout's line begins."""
 
 from __future__ import annotations
 
 import json
-import struct
-from array import array
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import numpy as np
-import zstandard
-from numpy.typing import NDArray
 
-from rlx import codec
-from rlx.arrays import Bool, Float, Int
+from rlx.arrays import Bool, Float, Int, Long
 
-Long = NDArray[np.int64]
-
-_HEAD = struct.Struct("<II")  # magic of a skippable frame, size of its content
-_TAIL = struct.Struct("<Q8s")  # size of the compressed index, magic
-_SKIPPABLE, _MAGIC = 0x184D2A57, b"rlxindex"
-_USUAL = 65536  # bytes read at once from the end of a file: the index of about 4,000 rollouts
 NONE = -1  # for integers that a line does not have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutIndex:
     """Columns of n rollouts, in the order of their lines."""
-
-    SCHEMA: ClassVar[str] = "rlx.RolloutIndex/1"
 
     begins: Long  # [n+1] bytes of the decompressed content before each line, and before the end
     names: tuple[str, ...]  # the texts that the next four columns point to
@@ -94,7 +74,15 @@ class _Line(msgspec.Struct):
 
 
 _DECODER = msgspec.json.Decoder(_Line)
-_INTEGERS = ("env", "stop", "status", "left_out", "member", "tokens", "turns", "oldest", "newest")
+COLUMNS: dict[str, Any] = {
+    **dict.fromkeys(("env", "stop", "status", "left_out"), np.int32),
+    **dict.fromkeys(("example", "group"), np.int64),
+    "member": np.int32,
+    **dict.fromkeys(("reward", "advantage"), np.float32),
+    **dict.fromkeys(("tokens", "turns"), np.int32),
+    "truncated": np.bool_,
+    **dict.fromkeys(("oldest", "newest"), np.int32),
+}
 
 
 def decoded(line: bytes) -> Any:
@@ -124,13 +112,10 @@ class Indexer:
     """Collects the index of a file while its lines pass by."""
 
     def __init__(self) -> None:
-        self.begins = array("q", [0])
+        self.begins = [0]
         self.lines = 0  # so far, with blank ones
         self._names: dict[str, int] = {}
-        self._integers = {name: array("i") for name in _INTEGERS}
-        self._longs = {name: array("q") for name in ("example", "group")}
-        self._floats = {name: array("f") for name in ("reward", "advantage")}
-        self._truncated = array("b")
+        self._rows: list[tuple[Any, ...]] = []
 
     def add(self, line: bytes) -> None:
         """Add the next line, with its line break. Skips a blank one. Raises ValueError if it is no rollout."""
@@ -139,46 +124,41 @@ class Indexer:
             self.begins[-1] += len(line)  # JSON allows blanks at the end: they belong to the line before
             return
         try:
-            self._add(_line(line), len(line))
-        except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:  # such as a number of more than 32 bits
+            self._rows.append(self._row(_line(line)))
+        except (msgspec.MsgspecError, TypeError, ValueError) as error:
             raise ValueError(f"line {self.lines} is no rollout: {error}") from error
+        self.begins.append(self.begins[-1] + len(line))
 
-    def _add(self, one: _Line, size: int) -> None:
+    def _row(self, one: _Line) -> tuple[Any, ...]:
+        """The values of COLUMNS."""
         if one.about is not None:
             one.example_id, one.num_tokens, one.stop = (one.about.get(name) for name in ("example_id", "num_tokens", "stop"))
         if one.example_id is None:
             raise ValueError("it has no `example_id`")
         status = one.status or ("ok" if one.error is None and not one.failed else "error")
-        texts = {"env": one.env, "stop": one.stop or one.stop_condition or "", "status": status, "left_out": one.left_out or ""}
-        numbers = {
-            "member": next((n for n in (one.member, one.rollout) if n is not None), NONE),
-            "tokens": one.length,
-            "turns": NONE if one.num_turns is None else one.num_turns,
-            "oldest": min(one.versions, default=NONE),
-            "newest": max(one.versions, default=NONE),
-        }
-        for name, text in texts.items():
-            self._integers[name].append(self._names.setdefault(text, len(self._names)))
-        for name, number in numbers.items():
-            self._integers[name].append(number)
-        self._longs["example"].append(one.example_id)
-        self._longs["group"].append(NONE if one.group is None else one.group)
-        self._floats["reward"].append(float("nan") if one.reward is None else one.reward)
-        self._floats["advantage"].append(float("nan") if one.advantage is None else one.advantage)
-        self._truncated.append(bool(one.truncated or one.is_truncated))
-        self.begins.append(self.begins[-1] + size)
+        texts = (one.env, one.stop or one.stop_condition or "", status, one.left_out or "")
+        return (
+            *(self._names.setdefault(text, len(self._names)) for text in texts),
+            one.example_id,
+            NONE if one.group is None else one.group,
+            next((number for number in (one.member, one.rollout) if number is not None), NONE),
+            math.nan if one.reward is None else one.reward,
+            math.nan if one.advantage is None else one.advantage,
+            one.length,
+            NONE if one.num_turns is None else one.num_turns,
+            bool(one.truncated or one.is_truncated),
+            min(one.versions, default=NONE),
+            max(one.versions, default=NONE),
+        )
 
     def done(self) -> RolloutIndex:
-        """The index of the lines so far."""
-        columns: dict[str, Any] = {name: np.array(values, dtype=np.int32) for name, values in self._integers.items()}
-        columns |= {name: np.array(values, dtype=np.int64) for name, values in self._longs.items()}
-        columns |= {name: np.array(values, dtype=np.float32) for name, values in self._floats.items()}
-        return RolloutIndex(
-            begins=np.array(self.begins, dtype=np.int64),
-            names=tuple(self._names),
-            truncated=np.array(self._truncated, dtype=np.bool_),
-            **columns,
-        )
+        """The index of the lines so far. Raises ValueError for a number that its column cannot hold."""
+        columns = zip(*self._rows, strict=True) if self._rows else ((),) * len(COLUMNS)
+        try:
+            arrays: dict[str, Any] = {name: np.array(values, kind) for (name, kind), values in zip(COLUMNS.items(), columns, strict=True)}
+        except OverflowError as error:
+            raise ValueError(str(error)) from error
+        return RolloutIndex(begins=np.array(self.begins, np.int64), names=tuple(self._names), **arrays)
 
 
 def index_of(lines: Iterable[bytes]) -> RolloutIndex:
@@ -187,31 +167,3 @@ def index_of(lines: Iterable[bytes]) -> RolloutIndex:
     for line in lines:
         indexer.add(line)
     return indexer.done()
-
-
-def as_frame(index: RolloutIndex) -> bytes:
-    """The index as a skippable frame, to append to a compressed file."""
-    content = zstandard.ZstdCompressor(level=3).compress(b"".join(codec.encode(index)))
-    content += _TAIL.pack(len(content), _MAGIC)
-    return _HEAD.pack(_SKIPPABLE, len(content)) + content
-
-
-def read_index(path: Path) -> RolloutIndex | None:
-    """The index in a compressed file; `None` if it has none. Raises CodecError (a ValueError) if it is damaged."""
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(max(0, size - _USUAL))
-        end = file.read()
-        if len(end) < _TAIL.size:
-            return None
-        length, magic = _TAIL.unpack(end[-_TAIL.size :])
-        if magic != _MAGIC:
-            return None
-        if length + _TAIL.size > len(end):
-            file.seek(size - _TAIL.size - length)
-            end = file.read()
-    try:
-        content = zstandard.ZstdDecompressor().decompress(end[-_TAIL.size - length : -_TAIL.size])
-    except zstandard.ZstdError as error:
-        raise codec.CodecError(f"{path}: its index is damaged: {error}") from error
-    return codec.decode(bytearray(content), RolloutIndex)

@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from rlx.config.evaluated import played
 from rlx.config.schema import PlayRoot
@@ -31,11 +30,10 @@ from rlx.inference.wire import InferenceError
 from rlx.paths import RunPaths
 from rlx.policy.base import PolicyError
 from rlx.policy.chat import Chat
-from rlx.policy.endpoint import check
 from rlx.policy.openai import UNKNOWN_VERSION, OpenAIPolicy
 from rlx.policy.spec import EndpointSpec, PolicySpec, policy_of
 from rlx.rollout import concurrency
-from rlx.rollout.concurrency import Playing
+from rlx.rollout.play import Player
 from rlx.types import Rollout
 from rlx.weights.subscribe import Subscriber, digest_at, saved
 
@@ -54,35 +52,32 @@ class Origin:
     digest: str | None = None  # tells these weights from others of the same version; None: an endpoint, or servers that do not say
 
 
-class Model(Protocol):
-    """What plays."""
+class Model:
+    """What plays: any model of one version that cannot be changed."""
 
     async def versions(self, wanted: Sequence[int]) -> Sequence[int]:
         """The versions to play, of those wanted. A model that cannot be changed has one version, whatever was wanted."""
-        ...
+        return [0]
 
     async def reach(self, version: int) -> None:
         """Play this version from now on."""
-        ...
 
     async def origin(self) -> Origin:
         """What plays this version. Ask again when it has been played: an endpoint says its model with its answers."""
-        ...
+        return Origin()
 
     def away(self) -> float:
         """Seconds so far in which nothing could play, because no server took requests."""
-        ...
+        return 0.0
 
-    async def follow(self, playing: Playing) -> None:
+    async def follow(self, player: Player) -> None:
         """Adapt how many rollouts are in flight to the engines, for ever, if they say how busy they are and no key says how many."""
-        ...
 
     def check(self, rollout: Rollout) -> None:
         """Raises an error that ends everything if this rollout shows that the model is not what it should be."""
-        ...
 
 
-class Served:
+class Served(Model):
     """Servers of rlx: the command's own, or servers that already run (`inference.base_url`)."""
 
     def __init__(self, config: PlayWithModel, fleet: Fleet, sampler: Sampler, envs: Mapping[str, Local]) -> None:
@@ -114,37 +109,25 @@ class Served:
     def away(self) -> float:
         return away(self.sampler, self.envs)
 
-    async def follow(self, playing: Playing) -> None:
-        await concurrency.follow(self.config, self.fleet, playing)
+    async def follow(self, player: Player) -> None:
+        await concurrency.follow(self.config, self.fleet, player)
 
     def check(self, rollout: Rollout) -> None:
         check_version(rollout, self.version)
 
 
-class ApiModel:
+class ApiModel(Model):
     """An OpenAI-compatible endpoint. It does not say which weights it serves."""
 
     def __init__(self, policy: OpenAIPolicy) -> None:
         self.policy = policy
 
-    async def versions(self, wanted: Sequence[int]) -> Sequence[int]:
-        return [0]
-
-    async def reach(self, version: int) -> None:
-        pass
-
     async def origin(self) -> Origin:
         return Origin(", ".join(sorted(self.policy.standing.models)) or None)
 
-    def away(self) -> float:
-        return 0.0
-
-    async def follow(self, playing: Playing) -> None:
-        pass
-
     def check(self, rollout: Rollout) -> None:
-        if self.policy.refused is not None:
-            raise PolicyError(self.policy.refused)
+        if self.policy.standing.refusal is not None:
+            raise PolicyError(self.policy.standing.refusal)
 
 
 @asynccontextmanager
@@ -236,9 +219,9 @@ async def connect_endpoint(
     stack.push_async_callback(first.close)
     beat(f"asking {client.base_url} for {config.model.name}")
     try:
-        await check(first, tokens=client.tokens, tools=any(env.tools for env in envs.values()))
+        await first.check(tools=any(env.tools for env in envs.values()))
     except PolicyError as error:
-        if first.refused is None:
+        if first.standing.refusal is None:
             raise
         raise PolicyError(f"{error}; its key is ${client.api_key_var} (client.api_key_var)") from error
     for name, spec in specs.items():

@@ -2,8 +2,7 @@
 
     jobs_of(env, …) → Player.play(jobs) → Environment.play(task, members, attempt) → played(job, rollouts) → Records.add
 
-Evaluations beside training, `rlx eval`, `rlx synthesize` and `rlx env check` use it. It needs no run directory and no supervisor.
-What a rollout is worth, and which weights play it, belongs to the callers.
+Evaluations beside training, `rlx eval`, `rlx synthesize` and `rlx env check` use it. What a rollout is worth belongs to them.
 """
 
 from __future__ import annotations
@@ -11,23 +10,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 import msgspec
 
 from rlx.envs.base import Environment
 from rlx.paths import write_text
-from rlx.rollout.groups import play_through
+from rlx.rollout.failures import ErrorRate
+from rlx.rollout.groups import play_with_retries
 from rlx.types import Rollout, Task
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 FIRST = 16  # if so many rollouts of an environment failed and none succeeded, a command that plays stops
+PLAYED_BY = "played_by.txt"  # beside records: digest of the weights that played them
 GLANCE = 0.2  # seconds between two looks at how many rollouts may be in flight
 
 
@@ -66,12 +71,36 @@ def in_turn(streams: Sequence[Iterator[Job]]) -> Iterator[Job]:
 class NothingWorks(RuntimeError):
     """Rollout after rollout failed: something is wrong with the environment or the model's servers."""
 
-    def __init__(self, what: str, env: str, failed: int, example_id: int, stop: str, error: str | None) -> None:
-        """`what`: an evaluation, a synthesis. `example_id`, `stop`, `error`: of the last failure."""
+    def __init__(self, what: str, env: str, failed: int, last: Rollout) -> None:
+        """`what`: an evaluation, a synthesis. `last`: the last failure."""
         super().__init__(
             f"{failed} rollouts of {env} in a row failed, so the {what} stops; resume=latest plays them again. "
-            f"The last, example {example_id}: {stop}: {error}"
+            f"The last, example {last.task.example_id}: {last.stop}: {last.error}"
         )
+
+
+class Hopeless:
+    """Ends a command whose rollouts all fail (`NothingWorks`), or whose reward functions raise too often (`ErrorRate`)."""
+
+    def __init__(self, what: str, max_error_rate: float) -> None:
+        self.what, self.succeeded = what, set[str]()  # environments of which a rollout has succeeded
+        self._errors, self._in_a_row = ErrorRate(max_error_rate), Counter[str]()
+        self._last: dict[str, Rollout] = {}
+
+    def add(self, env: str, rollouts: Sequence[Rollout], in_flight: int, most: int) -> None:
+        """Count the rollouts of a job. `most`: rollouts in flight that may fail together, once one has succeeded."""
+        self._errors.add([one for one in rollouts if one.status == "ok"], lambda: in_flight)
+        self._last[env] = rollouts[-1]
+        self._in_a_row[env] += len(rollouts)
+        if any(one.status == "ok" for one in rollouts):
+            self.succeeded.add(env)
+            self._in_a_row[env] = 0
+        elif self._in_a_row[env] >= max(FIRST, most if env in self.succeeded else 0):
+            self.stop(env)
+
+    def stop(self, env: str) -> NoReturn:
+        """Raise NothingWorks."""
+        raise NothingWorks(self.what, env, self._in_a_row[env], self._last[env])
 
 
 class Player:
@@ -86,6 +115,7 @@ class Player:
         played: Callable[[Job, list[Rollout]], None],
         check: Callable[[Rollout], None] = lambda rollout: None,
         away: Callable[[], float] = lambda: 0.0,
+        hopeless: Hopeless | None = None,
     ) -> None:
         """`envs`: by the names in jobs. `max_retries`: further attempts at a failed rollout; a timeout is not retried.
 
@@ -93,9 +123,9 @@ class Player:
         job is always played. `played`: called with each finished job and its rollouts, in the order of `Job.members`; those that failed
         for good have their last `status` and `error`.
         `check`: called with each rollout of each attempt; what it raises ends `play`.
-        `away`: see `play_through`.
+        `away`: see `play_through`. `hopeless`: None: failures never end `play`.
         """
-        self.envs, self.max_retries = envs, max_retries
+        self.envs, self.max_retries, self.hopeless = envs, max_retries, hopeless
         self.played, self.check, self.away = played, check, away
         self._most = max_concurrent
         self.begun = self.finished = 0  # rollouts
@@ -161,34 +191,19 @@ class Player:
         return {"in_flight": self.in_flight, "oldest": max((seconds for _, _, seconds in self.waiting()), default=0.0)}
 
     async def _play(self, job: Job) -> None:
-        env = self.envs[job.env]
         self._in_flight[job] = time.monotonic()
         try:
-            for attempt in range(self.max_retries + 1):
-                rollouts = await play_through(env, job.task, job.members, attempt, self.away)
-                for rollout in rollouts:
-                    self.check(rollout)
-                if all(rollout.status == "ok" for rollout in rollouts) or any(rollout.status == "timeout" for rollout in rollouts):
-                    break
+            rollouts = await play_with_retries(self.envs[job.env], job.task, job.members, self.max_retries, self._checked, away=self.away)
         finally:
             del self._in_flight[job]
         self.finished += len(rollouts)
         self.played(job, rollouts)
+        if self.hopeless is not None:
+            self.hopeless.add(job.env, rollouts, self.in_flight, self.max_concurrent)
 
-
-def other_weights(note: Path, digest: str) -> str | None:
-    """The digest of the weights that an earlier attempt noted beside its records, if it is another one. Changes nothing.
-
-    `digest`: of the weights that play now (`rlx.rollout.models.Origin`). Training that went back to an earlier checkpoint writes a version
-    anew.
-    """
-    before = note.read_text().strip() if note.is_file() else digest
-    return before if before != digest else None
-
-
-def note_weights(note: Path, digest: str) -> None:
-    """Note which weights play. Call it once the records of other weights are gone: a kill in between would leave them as those of these."""
-    write_text(note, f"{digest}\n")
+    def _checked(self, rollout: Rollout, _: bool) -> Rollout:
+        self.check(rollout)
+        return rollout
 
 
 class Records(Generic[T]):
@@ -223,5 +238,34 @@ class Records(Generic[T]):
                 raise ValueError(f"{self.path}, line {number}: {error}. Delete this line, and its rollout is played again") from error
         return records
 
+    def belong_to(self, digest: str | None, what: str) -> bool:
+        """Note which weights play. Returns whether the records were of others: then they are put aside, and new ones begin.
+
+        `digest`: of the weights that play now (`rlx.rollout.models.Origin`); None: not known. Training that went back to an earlier
+        checkpoint writes a version anew. `what`: the weights, for the warning.
+        """
+        note = self.path.with_name(PLAYED_BY)
+        before = note.read_text().strip() if note.is_file() else digest
+        changed = digest is not None and before != digest and self.path.stat().st_size > 0
+        if changed:
+            names = (self.path.with_name(f"{self.path.stem}_{number}.jsonl") for number in itertools.count(1))
+            aside = next(path for path in names if not path.exists())
+            log.warning(
+                "%s has changed since an earlier attempt (digest %s, now %s): its rollouts are now in %s, and all are played again",
+                *(what, before, digest, aside),
+            )
+            self.close()
+            self.path.rename(aside)
+            self._file = self.path.open("ab")
+        if digest is not None:
+            write_text(note, f"{digest}\n")  # a kill before this leaves the records as those of the others
+        return changed
+
     def close(self) -> None:
         self._file.close()
+
+    def delete(self) -> None:
+        """Delete the file, and the note of which weights played."""
+        self.close()
+        for path in (self.path, self.path.with_name(PLAYED_BY)):
+            path.unlink(missing_ok=True)

@@ -9,6 +9,8 @@ Without pools every epoch plays every example once. The sequence of draws depend
 
 from __future__ import annotations
 
+import functools
+import operator
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -115,22 +117,13 @@ class Examples:
 
     def _curriculum(self, column: str) -> NDArray[np.int64]:
         """Rank of each row by the column; equal values have equal ranks."""
-        path, falling = column.removeprefix("-"), column.startswith("-")
-        values = [self._value(row, path) for row in self.rows]
-        for row, value in zip(self.rows, values, strict=True):
-            if value is None or value != value:  # NaN is neither smaller nor larger than any
-                raise ValueError(f"envs.{self.name}.curriculum={column}: example {row['example_id']} has {value} in this column")
+        path, falling = column.removeprefix("-").split("."), column.startswith("-")
         try:
+            values: list[Any] = [functools.reduce(operator.getitem, path, row) for row in self.rows]
+            if any(value is None or value != value for value in values):  # NaN is neither smaller nor larger than any
+                raise TypeError("None and NaN have no place")
             ranks = {value: rank for rank, value in enumerate(sorted(set(values), reverse=falling))}
-        except TypeError as error:
-            raise ValueError(f"envs.{self.name}.curriculum={column}: the values of this column cannot be sorted: {error}") from error
+        except (KeyError, TypeError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise ValueError(f"envs.{self.name}.curriculum={column}: the examples cannot be sorted by this column: {what}") from error
         return np.array([ranks[value] for value in values])
-
-    def _value(self, row: Mapping[str, Any], path: str) -> Any:
-        value: Any = row
-        for part in path.split("."):
-            if not isinstance(value, Mapping) or part not in value:
-                has = ", ".join(map(str, row))
-                raise ValueError(f"envs.{self.name}.curriculum={path}: example {row['example_id']} has no column {path}; it has {has}")
-            value = value[part]
-        return value

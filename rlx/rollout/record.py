@@ -2,7 +2,6 @@
 
 `rollouts/step_000012.jsonl.zst` has one rollout a line. It has the groups that were trained on. With `advantage: null` it also has the
 rollouts that failed since the step before and the groups that a filter dropped; for these `left_out` names the rule.
-Behind the lines is an index for `rlx view` (`rlx.rollout.index`), which decompressors skip.
 `recorded/step_000012.batch.zst` has the same bytes that the trainer received. Call the writers in a thread, because they compress.
 """
 
@@ -17,7 +16,7 @@ import zstandard
 
 from rlx import codec
 from rlx.paths import atomic
-from rlx.rollout.index import as_frame, decoded, index_of
+from rlx.rollout.index import decoded
 from rlx.trace import START, Trace
 from rlx.types import Group, Rollout, StepBatch
 
@@ -38,17 +37,16 @@ def write_rollouts(
 
 
 def write_lines(path: Path, lines: Sequence[bytes]) -> None:
-    """Write encoded rollouts, one a line, atomically, and their index behind them."""
+    """Write encoded rollouts, one a line, atomically."""
     with atomic(path) as temporary:
-        temporary.write_bytes(zstandard.ZstdCompressor(level=3).compress(b"".join(lines)) + as_frame(index_of(lines)))
+        temporary.write_bytes(zstandard.ZstdCompressor(level=3).compress(b"".join(lines)))
 
 
 def record_batch(path: Path, batch: StepBatch) -> None:
     """Write the trainer's batch atomically, for `rlx.data.source.RecordedSource`."""
     compressor = zstandard.ZstdCompressor(level=3, write_checksum=True)
-    with atomic(path) as temporary, compressor.stream_writer(temporary.open("wb")) as stream:
-        for piece in codec.encode(batch):
-            stream.write(piece)
+    with atomic(path) as temporary:
+        temporary.write_bytes(compressor.compress(codec.encode(batch)))
 
 
 def read_rollouts(path: Path) -> Iterator[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """The files of an evaluation, in the layout of verifiers' own, which existing viewers read.
 
     eval/<name>--<model>/step_20/results.jsonl     one rollout a line, by example
-    eval/<name>--<model>/step_20/traces.jsonl      the same as episodes of verifiers' v1 (`rlx.rollout.episodes`)
+    eval/<name>--<model>/step_20/traces.jsonl      the same as episodes of verifiers' v1, for its viewers and `replay`
     eval/<name>--<model>/step_20/metadata.json     what was evaluated, and the means; written last
 
 Call the writer in a thread.
@@ -10,7 +10,6 @@ Call the writer in a thread.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,23 @@ import numpy as np
 
 from rlx.envs.base import finite
 from rlx.paths import atomic
-from rlx.rollout.episodes import TRACES, episode_of, nodes_in
 from rlx.rollout.scores import FAILED, passes
+from rlx.trace import START, Trace
 from rlx.types import Rollout, Status
 
-RESULTS, METADATA = "results.jsonl", "metadata.json"
+RESULTS, TRACES, METADATA = "results.jsonl", "traces.jsonl", "metadata.json"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What is kept of a rollout in an evaluation: everything but its tokens. One line of `results.jsonl`."""
+class Usage(msgspec.Struct):
+    """Tokens of a rollout; None, and no turns, if no turn has known tokens, as at an endpoint."""
+
+    input_tokens: int | None = None
+    output_tokens: int | None = None  # sampled
+    turns: list[tuple[int, int]] = []  # of each turn: prompt tokens, sampled tokens
+
+
+class Outcome(msgspec.Struct, kw_only=True):
+    """A rollout of an evaluation without its tokens: one line of `results.jsonl`, by verifiers' names."""
 
     example_id: int
     place: int  # of the example in the data set
@@ -40,26 +46,24 @@ class Outcome:
     info: Any
     reward: float  # 0 if it failed
     rewards: dict[str, float]
-    metrics: dict[str, float]
-    status: Status
-    stop: str
-    error: str | None
-    is_truncated: bool
+    metrics: dict[str, float]  # with the rewards
+    error: dict[str, str] | None
     timing: dict[str, float]  # seconds: total, generation (waiting for the policy), scoring
-    num_prompt_tokens: int | None  # over all turns; None: no turn with known tokens, as at an endpoint
-    num_tokens: int | None  # sampled, over all turns; None likewise
-    turns: list[tuple[int, int]] = field(default_factory=list)  # of each turn: prompt tokens, sampled tokens
-    nodes: list[dict[str, Any]] = field(default_factory=list)  # its messages as a tree (`rlx.rollout.episodes`)
-
-    @property
-    def failed(self) -> bool:
-        """Whether it has no reward of its own."""
-        return self.status != "ok"
+    status: Status
+    is_completed: bool  # whether it has a reward of its own
+    is_truncated: bool
+    stop_condition: str
+    token_usage: Usage
+    nodes: list[dict[str, Any]] | msgspec.UnsetType = msgspec.UNSET  # its messages as a tree, for `traces.jsonl`
 
 
 def outcome_of(rollout: Rollout) -> Outcome:
     """The outcome of a rollout."""
-    row, sizes = rollout.task.row, rollout.trace.sizes()
+    row, sizes, ok = rollout.task.row, rollout.trace.sizes(), rollout.status == "ok"
+    error = None
+    if rollout.error is not None:
+        text = f"{rollout.stop}: {rollout.error}"
+        error = {"error": rollout.stop, "message": rollout.error, "error_chain_repr": text, "error_chain_str": text}
     return Outcome(
         example_id=rollout.task.example_id,
         place=rollout.task.index,
@@ -68,24 +72,23 @@ def outcome_of(rollout: Rollout) -> Outcome:
         completion=rollout.completion,
         answer=row.get("answer", ""),
         info=row.get("info", {}),
-        reward=rollout.reward if rollout.status == "ok" else 0.0,
+        reward=rollout.reward if ok else 0.0,
         rewards=finite(rollout.rewards),
-        metrics=finite(rollout.metrics),
-        status=rollout.status,
-        stop=rollout.stop,
-        error=rollout.error,
-        is_truncated=rollout.is_truncated,
+        metrics=finite({**rollout.rewards, **rollout.metrics}),
+        error=error,
         timing=rollout.timing,
-        num_prompt_tokens=sum(prompt for prompt, _ in sizes) if sizes else None,
-        num_tokens=rollout.trace.num_sampled if sizes else None,
-        turns=sizes,
+        status=rollout.status,
+        is_completed=ok,
+        is_truncated=rollout.is_truncated,
+        stop_condition=rollout.stop,
+        token_usage=Usage(sum(prompt for prompt, _ in sizes), rollout.trace.num_sampled, sizes) if sizes else Usage(),
         nodes=nodes_in(rollout.trace),
     )
 
 
 def attempts(examples: Sequence[Sequence[Outcome]]) -> list[list[float]]:
     """[N][n] rewards for `passes`: a rollout that failed scores 0 in a mean, and passes nothing, not even a threshold of 0."""
-    return [[FAILED if outcome.failed else outcome.reward for outcome in example] for example in examples]
+    return [[outcome.reward if outcome.is_completed else FAILED for outcome in example] for example in examples]
 
 
 def write_results(folder: Path, examples: Sequence[Sequence[Outcome]], facts: Mapping[str, Any], pass_threshold: float) -> None:
@@ -96,23 +99,19 @@ def write_results(folder: Path, examples: Sequence[Sequence[Outcome]], facts: Ma
     """
     encoder = msgspec.json.Encoder(enc_hook=repr)
     outcomes = [outcome for example in examples for outcome in example]
-    with atomic(folder / RESULTS) as temporary:
-        temporary.write_bytes(b"".join(encoder.encode(_line(outcome)) + b"\n" for outcome in outcomes))
     with atomic(folder / TRACES) as temporary, temporary.open("wb") as file:
         file.writelines(encoder.encode(episode_of(outcome, facts)) + b"\n" for outcome in outcomes)
-    rewards = [[outcome.reward for outcome in example] for example in examples]
-    numbers = [outcome.rewards | outcome.metrics for outcome in outcomes]
+    with atomic(folder / RESULTS) as temporary, temporary.open("wb") as file:
+        file.writelines(encoder.encode(msgspec.structs.replace(outcome, nodes=msgspec.UNSET)) + b"\n" for outcome in outcomes)
     estimates = passes(attempts(examples), pass_threshold)
     metadata = {
         **facts,
         "num_examples": len(examples),
         "rollouts_per_example": len(examples[0]),
         "date": datetime.now(UTC).isoformat(),
-        "avg_reward": float(np.mean(rewards)),
-        "avg_metrics": {
-            name: float(np.mean([one[name] for one in numbers if name in one])) for name in sorted({n for one in numbers for n in one})
-        },
-        "avg_error": float(np.mean([outcome.failed for outcome in outcomes])),
+        "avg_reward": float(np.mean([outcome.reward for outcome in outcomes])),
+        "avg_metrics": means([outcome.metrics for outcome in outcomes]),
+        "avg_error": float(np.mean([not outcome.is_completed for outcome in outcomes])),
         "pass_at_k": {str(k): one.mean for k, one in estimates.items()},
         "pass_threshold": pass_threshold,
         "state_columns": [],
@@ -124,62 +123,75 @@ def write_results(folder: Path, examples: Sequence[Sequence[Outcome]], facts: Ma
 
 
 def read_results(file: Path) -> list[list[Outcome]]:
-    """The rollouts of each example [N][n] in a `results.jsonl` of rlx.
-
-    Rewards by function and metrics are together in `metrics`; `place` is not in the file and means nothing.
-    """
-    examples: dict[int, list[Outcome]] = {}
+    """The rollouts of each example [N][n] in a `results.jsonl` of rlx."""
+    decoder, examples = msgspec.json.Decoder(Outcome), dict[int, list[Outcome]]()
     for line in file.read_bytes().splitlines():
-        found = msgspec.json.decode(line)
-        usage, error = found["token_usage"], found["error"]
-        failed = not found["is_completed"]
-        outcome = Outcome(
-            example_id=found["example_id"],
-            place=len(examples),
-            rollout=found["rollout"],
-            prompt=found["prompt"],
-            completion=found["completion"],
-            answer=found["answer"],
-            info=found["info"],
-            reward=found["reward"],
-            rewards={},
-            metrics=found["metrics"],
-            status=_status(found["stop_condition"]) if failed else "ok",
-            stop=found["stop_condition"],
-            error=error["message"] if error is not None else None,
-            is_truncated=found["is_truncated"],
-            timing=found["timing"],
-            num_prompt_tokens=usage["input_tokens"],
-            num_tokens=usage["output_tokens"],
-            turns=[(prompt, sampled) for prompt, sampled in usage.get("turns", ())],
-        )
-        examples.setdefault(outcome.example_id, []).append(outcome)
+        outcome = decoder.decode(line)
+        examples.setdefault(outcome.place, []).append(outcome)
     return list(examples.values())
 
 
-def _status(stop: str) -> Status:
-    return "cancelled" if stop == "group_failed" else "timeout" if "timeout" in stop else "error"
+def means(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean of every name over the records that have it."""
+    names = sorted({name for one in values for name in one})
+    return {name: float(np.mean([one[name] for one in values if name in one])) for name in names}
 
 
-def _line(outcome: Outcome) -> dict[str, Any]:
-    """The outcome by verifiers' names."""
-    error = None
-    if outcome.error is not None:
-        text = f"{outcome.stop}: {outcome.error}"
-        error = {"error": outcome.stop, "message": outcome.error, "error_chain_repr": text, "error_chain_str": text}
-    return {
-        "example_id": outcome.example_id,
-        "rollout": outcome.rollout,
-        "prompt": outcome.prompt,
-        "completion": outcome.completion,
-        "answer": outcome.answer,
-        "info": outcome.info,
-        "reward": outcome.reward,
-        "metrics": outcome.rewards | outcome.metrics,
-        "error": error,
-        "timing": outcome.timing,
-        "is_completed": not outcome.failed,
-        "is_truncated": outcome.is_truncated,
-        "stop_condition": outcome.stop,
-        "token_usage": {"input_tokens": outcome.num_prompt_tokens, "output_tokens": outcome.num_tokens, "turns": outcome.turns},
+# verifiers' v1
+
+
+def nodes_in(trace: Trace) -> list[dict[str, Any]]:
+    """The messages of a trace by verifiers' names."""
+    return [
+        {"parent": None if node.parent == START else node.parent, "message": message_of(node.message), "sampled": node.sampled}
+        for node in trace.nodes
+    ]
+
+
+def message_of(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as verifiers' v1 writes it: calls are flat, and a raw text prompt is the user's."""
+    kept = {name: value for name, value in message.items() if value is not None}
+    if kept.get("role") == "text":
+        kept["role"] = "user"
+    if isinstance(calls := kept.get("tool_calls"), list):
+        kept["tool_calls"] = [_call(call) for call in calls]
+    return kept
+
+
+def _call(call: Any) -> Any:
+    """A call of an environment's own prompt may lack anything."""
+    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+        return call
+    return {"id": call.get("id") or "", **call["function"]}
+
+
+def episode_of(outcome: Outcome, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """One line of `traces.jsonl`. `facts`: of the evaluation's metadata.
+
+    The nodes have the messages and who wrote them, and each answer's numbers of tokens; the tokens themselves are left out. The reward is
+    one, with its functions among the metrics, because their weights belong to the environment.
+    """
+    prompt = [message_of(one) for one in outcome.prompt] if isinstance(outcome.prompt, list) else outcome.prompt
+    data = {"idx": outcome.place, "id": str(outcome.example_id), "prompt": prompt}
+    data |= {name: value for name, value in (("answer", outcome.answer), ("info", outcome.info)) if value not in (None, "", {})}
+    nodes = outcome.nodes or []
+    answers = [place for place, node in enumerate(nodes) if node["sampled"]]
+    sizes: Sequence[Any] = outcome.token_usage.turns or [None] * len(answers)
+    errors = [] if outcome.error is None else [{"type": outcome.stop_condition, "message": outcome.error["message"]}]
+    both = {"task": {"type": "Task", "data": data}, "ok": outcome.is_completed, "is_timeout": outcome.status == "timeout", "errors": errors}
+    trace = {
+        **both,
+        "agent": {"config": {"model": facts.get("model")}, "name": "agent", "trainable": True},
+        "nodes": nodes,
+        "calls": [
+            {"node": place, **({"usage": {"prompt_tokens": size[0], "completion_tokens": size[1]}} if size else {})}
+            for place, size in zip(answers, sizes, strict=False)
+        ],
+        "rewards": {"reward": {"score": outcome.reward, "weight": 1.0}} if outcome.is_completed else {},
+        "metrics": outcome.metrics,
+        "info": {"rollout": outcome.rollout, "policy_version": facts.get("policy_version")},
+        "is_completed": outcome.is_completed,
+        "stop_condition": outcome.stop_condition,
     }
+    env = {"id": facts.get("env_id", ""), "name": facts.get("name")}
+    return {"env": env, "group": {"id": str(outcome.place)}, **both, "traces": [trace]}

@@ -16,13 +16,9 @@ from rlx.policy.observation_mask import ROLES
 from rlx.trace import Branch, Trace
 from rlx.types import Group, Rollout, TrainingSample
 
-STRATEGIES = ("interleaved", "branching")
-
 
 def branches_of(trace: Trace, strategy: str) -> list[Branch]:
-    """The branches of a trace that are its samples under `orchestrator.trajectory_strategy`. Raises ValueError for another one."""
-    if strategy not in STRATEGIES:
-        raise ValueError(f"orchestrator.trajectory_strategy={strategy}: use {' or '.join(STRATEGIES)}")
+    """The branches of a trace that are its samples under `orchestrator.trajectory_strategy`."""
     return trace.branches(joined=strategy == "interleaved")
 
 

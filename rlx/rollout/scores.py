@@ -26,13 +26,11 @@ Z = 1.959963984540054  # the normal distribution has 95 % within ± Z standard d
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over examples: `Estimate(mean=0.75, low=0.51, high=0.9, stderr=0.11, examples=16)`."""
+    """A mean over examples: `Estimate(mean=0.75, low=0.51, high=0.9)`."""
 
     mean: float
     low: float  # 95 % confidence interval
     high: float
-    stderr: float  # standard error of the mean; NaN for a single example
-    examples: int
 
 
 def pass_at_k(rollouts: int, passed: int, k: int) -> float:
@@ -61,7 +59,7 @@ def estimate(scores: Sequence[float] | NDArray[np.floating], draws: int) -> Esti
         low, high = wilson(mean, _effective(mean, stderr, count, draws))
     else:
         low, high = mean - Z * stderr, mean + Z * stderr
-    return Estimate(mean, low, high, stderr, count)
+    return Estimate(mean, low, high)
 
 
 def wilson(mean: float, draws: float) -> tuple[float, float]:

@@ -13,7 +13,7 @@ import itertools
 import json
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,38 +123,24 @@ def _preference(candidate: Candidate, prefer: str, seed: int) -> tuple[float | s
 
 def saying(candidate: Candidate) -> str:
     """Equal for rollouts that say the same: prompts, tools, messages and calls are equal, apart from white space and the ids of calls."""
-    ids: dict[str, int] = {}
-    said = [[_said(one.prompt, ids), _said(one.completion, ids), list(one.tools)] for one in candidate.transcripts]
-    text = json.dumps(said, sort_keys=True, ensure_ascii=False, default=repr)
-    return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=16).hexdigest()
+    said = [[_said(one.prompt), _said(one.completion), _said(list(one.tools))] for one in candidate.transcripts]
+    return json.dumps(said, sort_keys=True, ensure_ascii=False, default=repr)
 
 
-def _said(messages: str | Sequence[Mapping[str, Any]], ids: dict[str, int]) -> Any:
-    """A text or messages in a form in which equal sayings are equal. `ids`: the numbers of the calls so far, by their ids."""
-    if isinstance(messages, str):
-        return plain_text(messages)
-    found = []
-    for message in messages:
-        said: dict[str, Any] = {
-            key: plain_text(value) for key, value in message.items() if isinstance(value, str) and value and key != "tool_call_id"
+def _said(value: Any) -> Any:
+    """A text, messages or calls in a form in which equal sayings are equal."""
+    if isinstance(value, str):
+        return " ".join(unicodedata.normalize("NFC", value).split())
+    if isinstance(value, Mapping):
+        own = {
+            key: _said(_arguments(one) if key == "arguments" else one) for key, one in value.items() if key not in ("id", "tool_call_id")
         }
-        if calls := message.get("tool_calls"):
-            for call in calls:
-                ids.setdefault(call["id"], len(ids))
-            said["tool_calls"] = [[ids[c["id"]], c["function"]["name"], _arguments(c["function"]["arguments"])] for c in calls]
-        if (answered := message.get("tool_call_id")) is not None:
-            said["tool_call_id"] = ids.get(answered, answered)
-        found.append(said)
-    return found
+        return {key: one for key, one in own.items() if one not in ("", None)}
+    return [_said(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-def plain_text(text: str) -> str:
-    """The text in Unicode's composed form (NFC), with one space for each stretch of white space, and none at its ends."""
-    return " ".join(unicodedata.normalize("NFC", text).split())
-
-
-def _arguments(arguments: str) -> Any:
-    """The arguments of a call; as text if they are no JSON."""
+def _arguments(arguments: Any) -> Any:
+    """The arguments of a call; as they are if they are no JSON."""
     try:
         return json.loads(arguments)
     except (TypeError, ValueError):

@@ -6,13 +6,13 @@ change later, and is linear in the messages that wait.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from rlx.arrays import Int
-from rlx.plain import CodecError, to_json
-from rlx.trace import Trace
+from rlx.plain import from_json, to_json
 from rlx.types import Rollout, Task
 
 
@@ -33,7 +33,7 @@ class SequenceState:
     credit: dict[str, float]  # of the weighted round-robin
     used: dict[str, int]  # tasks returned so far
     sizes: dict[str, int]  # number of examples
-    pools: tuple[PoolState, ...] = ()  # in the order of `envs`
+    pools: tuple[PoolState, ...]  # in the order of `envs`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,15 +46,25 @@ class PlayedGroup:
     rule: str | None = None  # the filter rule that dropped it; None: it waits for a batch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
+@dataclass(slots=True, kw_only=True)
+class Tally:
     """Outcomes of all rollouts since the run began."""
 
-    finished: int
-    tokens: int
-    failed: dict[str, int]  # by cause
-    dropped: dict[str, int]  # by cause
-    failures: tuple[Rollout, ...]  # not yet written to a step's file
+    finished: int = 0  # rollouts that were played and scored
+    tokens: int = 0  # sampled tokens of finished rollouts
+    failed: dict[str, int] = field(default_factory=Counter)  # rollouts that failed, by cause
+    dropped: dict[str, int] = field(default_factory=Counter)  # rollouts of groups that were dropped, by cause
+    failures: list[Rollout] = field(default_factory=list)  # the failed rollouts that are not yet in a step's file
+
+    def add_failure(self, rollout: Rollout) -> None:
+        """Count a failed rollout and keep it for the step's file."""
+        self.failed[rollout.stop] += 1
+        self.failures.append(rollout)
+
+    def stored(self, as_stored: Callable[[Task], Task]) -> Tally:
+        """A copy for a checkpoint, with `packed` tasks; or from one, with `unpacked` tasks."""
+        failures = [replace(one, task=as_stored(one.task)) for one in self.failures]
+        return replace(self, failed=Counter(self.failed), dropped=Counter(self.dropped), failures=failures)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +73,7 @@ class CollectorState:
 
     taken: int  # batches returned
     tasks: SequenceState
-    counts: Counts
+    tally: Tally
     finished: tuple[PlayedGroup, ...]  # in the order in which they began
     filtered: tuple[PlayedGroup, ...]
     missing: int  # groups that the next batch lacks: filtered and not replaced
@@ -76,31 +86,24 @@ class CollectorState:
 class OrchestratorState:
     """The orchestrator's part of a checkpoint."""
 
-    SCHEMA: ClassVar[str] = "rlx.OrchestratorState/4"
+    SCHEMA: ClassVar[str] = "rlx.OrchestratorState/5"
 
     collector: CollectorState
     advantage: Any = None  # `state_dict()` of an advantage that keeps state; else None
 
 
 def played_group(rollouts: Sequence[Rollout], *, version: int = 0, rule: str | None = None) -> PlayedGroup:
-    """The group as a checkpoint record. Objects in prompts and completions that a file cannot hold become their `repr`."""
+    """The group as a checkpoint record."""
     task = rollouts[0].task
-    kept = tuple(replace(bare(rollout), task=replace(task, row={})) for rollout in rollouts)
-    return PlayedGroup(task=task, rollouts=kept, version=version, rule=rule)
+    kept = tuple(replace(rollout, task=replace(task, row={})) for rollout in rollouts)
+    return PlayedGroup(task=packed(task), rollouts=kept, version=version, rule=rule)
 
 
-def bare(rollout: Rollout) -> Rollout:
-    """The rollout with what a file can hold: other objects of its messages become their `repr`."""
-    nodes = (replace(node, message=readable(node.message), tools=readable(node.tools)) for node in rollout.trace.nodes)
-    return replace(rollout, prompt=readable(rollout.prompt), completion=readable(rollout.completion), trace=Trace(tuple(nodes)))
+def packed(task: Task) -> Task:
+    """The task as a checkpoint holds it: its environment gets back the row that it gave. Raises CodecError if that cannot be."""
+    return replace(task, row=to_json(task.row))
 
 
-def readable(value: Any) -> Any:
-    """The value, for people only: objects that a file cannot hold are replaced by their `repr`."""
-    try:
-        to_json(value)
-    except CodecError:
-        if isinstance(value, dict):
-            return {str(key): readable(item) for key, item in value.items()}
-        return [readable(item) for item in value] if isinstance(value, (list, tuple)) else repr(value)
-    return value
+def unpacked(task: Task) -> Task:
+    """The task behind a `packed` one."""
+    return replace(task, row=from_json(task.row))

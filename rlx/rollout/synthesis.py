@@ -8,14 +8,12 @@ Plays nothing itself and knows no servers.
 
 from __future__ import annotations
 
-import itertools
 import json
-import logging
 import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +26,10 @@ from rlx.envs.base import Environment, sampling_of
 from rlx.envs.kinds import version_of
 from rlx.paths import RunPaths
 from rlx.policy.transcript import transcripts_of
-from rlx.rollout.play import FIRST, Job, NothingWorks, Player, Records, in_turn, jobs_of, note_weights, other_weights
+from rlx.rollout.play import Job, Player, Records, in_turn, jobs_of
 from rlx.rollout.selection import CAUSES, Candidate, Selection, select
 from rlx.rollout.synthesized import FORMATS, METADATA, rows_of, to_json, write_metadata, write_rows
 from rlx.types import Rollout
-
-log = logging.getLogger("rlx.synthesizer")
-
-PLAYED_BY = "played_by.txt"  # beside the finished rollouts: digest of the weights that played them
 
 
 class NothingKept(ValueError):
@@ -56,7 +50,6 @@ class Synthesis:
         self.failed = 0  # rollouts of this attempt that failed for good
         self.tokens = 0  # sampled in this attempt
         self._began = time.monotonic()
-        self._failed_in_a_row: Counter[str] = Counter()  # rollouts, by environment
         self._places: dict[str, range] = {}  # of the examples, by environment
 
     @property
@@ -81,30 +74,13 @@ class Synthesis:
         """Whether a finished rollout is among those that the configuration asks for."""
         return one.member < self.members(one.env) and one.index < (self.examples(one.env) or math.inf)
 
-    def note_weights(self, digest: str | None, what: str) -> None:
-        """Note which weights play. Puts aside what an earlier attempt played with others. Call it before `begin`.
+    def belong_to(self, digest: str | None, what: str) -> None:
+        """Put aside what an earlier attempt played with other weights. Call it before `begin`. See `Records.belong_to`.
 
-        `digest`: theirs (`Origin`); None: not known. `what`: their name, for the warning.
+        To choose among those instead, give the file its old name and use play=false.
         """
-        if digest is None:
-            return
-        note = self.paths.finished.with_name(PLAYED_BY)
-        before = other_weights(note, digest)
-        if before is not None and (played := len(self.finished.read())):
-            self._put_aside(played, f"{what} has changed since an earlier attempt (digest {before}, now {digest})")
-        note_weights(note, digest)
-
-    def _put_aside(self, played: int, why: str) -> None:
-        """Rename the file of finished rollouts, of which there are `played`, and begin another."""
-        aside = next(path for n in itertools.count(1) if not (path := self.paths.finished.with_name(f"finished_{n}.jsonl")).exists())
-        log.warning(
-            "%s: data of two models is not mixed. The %d rollouts of the old one are now in %s, and all are played again. "
-            "To choose among those instead, give the file its old name and use play=false",
-            *(why, played, aside),
-        )
-        self.finished.close()
-        self.paths.finished.rename(aside)
-        self.finished, self.done, self.before = Records(self.paths.finished, Candidate), set(), 0
+        if self.finished.belong_to(digest, what):
+            self.done, self.before = set(), 0
 
     def begin(self, envs: Mapping[str, Environment]) -> None:
         """Count what is to be played. `envs`: the environments, loaded. Raises ValueError if one has no examples."""
@@ -123,24 +99,15 @@ class Synthesis:
         return in_turn(streams)
 
     def take(self, job: Job, rollouts: Sequence[Rollout]) -> None:
-        """Keep the rollouts of a job, after its retries. Raises NothingWorks if too many fail in a row."""
+        """Keep the rollouts of a job, after its retries."""
         for rollout in rollouts:
             one = candidate_of(job, rollout)
             self.finished.add(one)
             self.tokens += rollout.trace.num_sampled
             if one.failed:
                 self.failed += 1
-                self._failed_in_a_row[job.env] += 1
             else:
                 self.done.add(one.place)
-                self._failed_in_a_row[job.env] = 0
-        in_a_row = self._failed_in_a_row[job.env]
-        if in_a_row >= FIRST and (in_a_row >= self.config.concurrency or all(place[0] != job.env for place in self.done)):
-            raise NothingWorks("synthesis", job.env, in_a_row, rollouts[-1].task.example_id, rollouts[-1].stop, rollouts[-1].error)
-
-    def close(self) -> None:
-        """Close the file of finished rollouts."""
-        self.finished.close()
 
     # -- the choice
 
@@ -149,9 +116,9 @@ class Synthesis:
 
         Raises NothingKept if no rollout is left; the metadata then says why, and there is no data. Raises ValueError as `write_rows`.
         """
-        config, keys = self.config, selection_keys(self.config)
+        config = self.config
         candidates = list({one.place: one for one in self.finished.read() if self.is_wanted(one)}.values())  # the later record counts
-        choice = select(candidates, keys, config.seed)
+        choice = select(candidates, config, config.seed)
         rows = list(rows_of(choice.kept, self._facts()))
         path = self.paths.synthesized(config.format)
         for kind in FORMATS:
@@ -162,7 +129,7 @@ class Synthesis:
         metadata = self._metadata(path, candidates, choice, rows)
         write_metadata(path.with_name(METADATA), metadata)
         if not rows:
-            raise NothingKept(nothing_kept(candidates, choice, keys))
+            raise NothingKept(nothing_kept(candidates, choice))
         return metadata
 
     def _facts(self) -> dict[str, dict[str, Any]]:
@@ -202,7 +169,7 @@ class Synthesis:
             },
             "examples": {"played": num_examples(candidates), "kept": num_examples(choice.kept)},
             "reward": {"played": mean(rewards), "kept": mean([candidate.reward for candidate in choice.kept])},
-            "selection": asdict(selection_keys(config)),
+            "selection": {field.name: getattr(config, field.name) for field in fields(SelectionConfig)},
             "asked": config.asked,  # for `rlx.runs.completed`
             "environments": {
                 name: {
@@ -253,11 +220,6 @@ def candidate_of(job: Job, rollout: Rollout) -> Candidate:
     )
 
 
-def selection_keys(config: SynthesizeRoot) -> SelectionConfig:
-    """The keys of the choice alone."""
-    return SelectionConfig(**{field.name: getattr(config, field.name) for field in fields(SelectionConfig)})
-
-
 def num_examples(candidates: Sequence[Candidate]) -> int:
     """Different examples among the rollouts."""
     return len({(candidate.env, candidate.index) for candidate in candidates})
@@ -268,7 +230,7 @@ def mean(values: Sequence[float]) -> float | None:
     return float(np.mean(values)) if values else None
 
 
-def nothing_kept(candidates: Sequence[Candidate], choice: Selection, keys: SelectionConfig) -> str:
+def nothing_kept(candidates: Sequence[Candidate], choice: Selection) -> str:
     """Why no rollout is left, and what to do."""
     causes = ", ".join(f"{count} {cause}" for cause, count in choice.dropped.most_common())
     rewards = [candidate.reward for candidate in candidates if not candidate.failed]

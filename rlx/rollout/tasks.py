@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-import numpy as np
 import xxhash
 
 from rlx.checkpoints.folders import read_start
@@ -22,9 +21,8 @@ from rlx.checkpoints.forked import read_forked
 from rlx.config.schema import BufferConfig, Config
 from rlx.envs.base import Environment
 from rlx.paths import RunPaths, write_text
-from rlx.plain import CodecError, to_json
 from rlx.rollout.pools import Examples
-from rlx.rollout.state import PoolState, SequenceState
+from rlx.rollout.state import SequenceState
 from rlx.types import Rollout, Task
 
 log = logging.getLogger(__name__)
@@ -94,16 +92,6 @@ def other_examples(config: Config, paths: RunPaths, step: int) -> dict[str, str]
 def started_over(state: SequenceState, names: Collection[str]) -> SequenceState:
     """The position without these environments, which then start over: nothing of theirs is carried on."""
     return replace(state, sizes={name: size for name, size in state.sizes.items() if name not in names})
-
-
-def check_rows(name: str, rows: Sequence[Any]) -> None:
-    """Raise ValueError if a checkpoint cannot hold the examples of environment `name`. Only the first example is tried."""
-    try:
-        to_json(dict(rows[0]) if len(rows) else {})
-    except CodecError as error:
-        raise ValueError(
-            f"envs.{name}: a checkpoint must hold the examples in flight, but it cannot hold these. In the first example, at {error}"
-        ) from error
 
 
 def mixed(tasks: Sequence[Task]) -> list[Task]:
@@ -190,9 +178,7 @@ class TaskSequence:
             size = state.sizes.get(name)
             if size == len(env.rows):
                 self._credit[name], self._used[name] = state.credit[name], state.used[name]
-                places = [state.used[name], 0, 0]  # of a checkpoint that knows no pools
-                pools = state.pools or [PoolState(pools=np.empty(0, np.int32), places=places, credit=[0.0] * 3)] * len(state.envs)
-                self._examples[name].restore(pools[state.envs.index(name)])
+                self._examples[name].restore(state.pools[state.envs.index(name)])
             else:
                 had = "was not there, or had other examples," if size is None else f"had {size} examples"
                 log.warning("envs.%s %s when the checkpoint was written and has %d now; it starts over", name, had, len(env.rows))

@@ -1,20 +1,20 @@
 """Has teachers score the samples of the environments that learn from one: each group as it finishes, while others are still played.
 
-    a group finishes ─► its samples' tokens wait ─► requests of `teacher.batch_size` ─► the batch waits for what is missing
+    a group finishes ─► requests of up to `teacher.batch_size` samples ─► the batch waits for what is missing
 
 The teacher scores whole samples; the trainer reads the numbers of sampled tokens (`teacher_logprobs`). The teacher of self-distillation
-reads the demonstration in the place of the prompt. A request waits for a full batch only while others are in flight. A
-sample that was not scored in time is left out and counted, or ends the run (`teacher.unscored`): a batch never waits longer than
-`teacher.deadline`.
+reads the demonstration in the place of the prompt. A sample that was not scored in time is left out and counted, or ends the run
+(`teacher.unscored`): a batch never waits longer than `teacher.deadline`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,26 +29,16 @@ from rlx.policy.teacher import Scores, Teacher, TeacherError
 from rlx.rollout.samples import branches_of
 from rlx.types import Rollout, StepBatch, TrainingSample
 
-Place = tuple[int, int, int]  # group, member, number of the sample among those of its rollout
 
-
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class _Request:
-    """Sequences that are asked for together."""
+    """The samples of some rollouts that finished together."""
 
     sequences: list[Int]  # [L'] each
     skipped: list[tuple[int, int]]  # of each: tokens of its own prompt, and of the policy's in the sample
     scores: Scores
+    asking: asyncio.Task[Scores]
     batch: int  # number of the batch that was collected when it began
-    asking: asyncio.Task[Scores] | None = None
-
-
-@dataclass(slots=True)
-class _Desk:
-    """What one teacher has to do."""
-
-    waiting: list[tuple[Place, Int, tuple[int, int]]] = field(default_factory=list)
-    in_flight: int = 0
 
 
 class Teaching:
@@ -69,8 +59,7 @@ class Teaching:
         """
         self.teachers, self.unscored, self.strategy, self.unread, self.keeps = dict(teachers or {}), unscored, strategy, unread, keeps
         self.phase: str | None = None  # what it does now, in words
-        self._desks = {id(teacher): _Desk() for teacher in self.teachers.values()}
-        self._asked: dict[Place, tuple[_Request, int]] = {}  # the request, and the place in it
+        self._asked: dict[tuple[int, int], tuple[_Request, int]] = {}  # by group and member: the request, the place of its first sample
         self._batches = 0
 
     @classmethod
@@ -117,24 +106,26 @@ class Teaching:
         """A group has finished: have its samples scored, unless they already are. Raises TeacherError for a sample that is too long."""
         env = rollouts[0].task.env
         teacher = self.teachers.get(env)
-        if teacher is None:
+        new = [one for one in rollouts if (one.task.index, one.member) not in self._asked and not (env in self.unread and one.is_truncated)]
+        if teacher is None or not new:
             return
-        desk = self._desks[id(teacher)]
-        for rollout in rollouts:
-            if env in self.unread and rollout.is_truncated:
-                continue
-            for number, (ids, skipped) in enumerate(_sequences(rollout, self.strategy)):
-                place = (rollout.task.index, rollout.member, number)
+        sequences: list[Int] = []
+        skipped: list[tuple[int, int]] = []
+        firsts: dict[tuple[int, int], int] = {}
+        for rollout in new:
+            firsts[rollout.task.index, rollout.member] = len(sequences)
+            for ids, own in _sequences(rollout, self.strategy):
                 if teacher.context is not None and len(ids) >= teacher.context:
-                    what = "with its demonstration " if skipped[0] != skipped[1] else ""
                     raise TeacherError(
-                        f"a sample of {env}, example {rollout.task.example_id}, has {what}{len(ids)} tokens; a request for its scores "
-                        f"needs one more, but they take {teacher.context}. Raise the servers' context (the "
-                        "run's own: inference.max_model_len), or lower seq_len"
+                        f"a sample of {env}, example {rollout.task.example_id}, has {len(ids)} tokens with what the teacher "
+                        f"reads; its scores need one more, but the servers take {teacher.context}. Raise their context (the run's own: "
+                        "inference.max_model_len), or lower seq_len"
                     )
-                if place not in self._asked and all(place != one[0] for one in desk.waiting):
-                    desk.waiting.append((place, ids, skipped))
-        self._ask(teacher)
+                sequences.append(ids)
+                skipped.append(own)
+        scores = Scores([None] * len(sequences))
+        request = _Request(sequences, skipped, scores, asyncio.create_task(teacher.score(sequences, scores)), self._batches)
+        self._asked |= {which: (request, first) for which, first in firsts.items()}
 
     async def score(self, batch: StepBatch, groups: Sequence[Sequence[Rollout]]) -> tuple[StepBatch, dict[str, float]]:
         """The batch with the teachers' log-probabilities, and metrics. `groups`: what the batch was made of.
@@ -145,103 +136,68 @@ class Teaching:
             return batch, {}
         for rollouts in groups:  # those of a checkpoint; the others have begun
             self.begin(rollouts)
-        places: dict[int, Place] = {}
-        seen: dict[tuple[int, int], int] = {}
-        for sample in (sample for samples in batch.mini_batches for sample in samples if sample.env in self.teachers):
-            seen[sample.group, sample.member] = number = seen.get((sample.group, sample.member), -1) + 1
+        samples = [sample for part in batch.mini_batches for sample in part if sample.env in self.teachers]
+        seen: Counter[tuple[int, int]] = Counter()
+        places: dict[int, tuple[_Request, int]] = {}  # by the sample's id
+        for sample in samples:
+            which = sample.group, sample.member
             if sample.loss_mask.any():
-                places[id(sample)] = (sample.group, sample.member, number)
-        wanted = [sample for samples in batch.mini_batches for sample in samples if id(sample) in places]
+                request, first = self._asked[which]
+                places[id(sample)] = request, first + seen[which]
+            seen[which] += 1
+        wanted = [sample for sample in samples if id(sample) in places]
         _refuse_other_temperatures(wanted)
         began, self.phase = time.monotonic(), f"the teacher scores batch {batch.step}"
+        requests = list({id(request): request for request, _ in places.values()}.values())
+        deadline = max(teacher.deadline for teacher in self.teachers.values())
         try:
-            requests = await self._answers(list(places.values()))
+            await self._wait([request.asking for request in requests], deadline)
         finally:
             self.phase = None
-        found = {sample: self._found(place) for sample, place in places.items()}
+        found = {which: _found(*place) for which, place in places.items()}
         missing = [sample for sample in wanted if found[id(sample)] is None]
         if missing and self.unscored == "fail":
             trouble = list(dict.fromkeys(one for request in requests for one in request.scores.trouble))
             raise TeacherError(
-                f"the teacher did not score {len(missing)} of {len(wanted)} samples of step {batch.step} in "
-                f"{self.teachers[missing[0].env].deadline:g} s (teacher.deadline)."
-                + (f" The trouble: {'; '.join(trouble[-3:])}." if trouble else "")
-                + " teacher.unscored=drop would leave such samples out"
+                f"the teacher did not score {len(missing)} of {len(wanted)} samples of step {batch.step} in {deadline:g} s "
+                f"(teacher.deadline). The trouble: {'; '.join(trouble[-3:]) or 'none'}. teacher.unscored=drop would leave such samples out"
             )
-        mini_batches = tuple(tuple(one for sample in samples for one in _taught(sample, found)) for samples in batch.mini_batches)
+        mini_batches = tuple(tuple(one for sample in part for one in _taught(sample, found)) for part in batch.mini_batches)
         values = {
             "teacher/unscored": float(len(missing)),
             "teacher/unscored_tokens": float(sum(int(sample.loss_mask.sum()) for sample in missing)),
             "teacher/retries": float(sum(request.scores.retries for request in requests)),
             "time/teacher": time.monotonic() - began,
         }
-        self._forget(list(places.values()))
+        self._batches += 1  # what this batch has taken is forgotten, and what no batch will take: groups that were dropped meanwhile
+        taken = {id(request) for request in requests}
+        self._asked = {
+            which: one for which, one in self._asked.items() if id(one[0]) not in taken and self._batches - one[0].batch <= self.keeps
+        }
         return replace(batch, mini_batches=mini_batches), values
+
+    async def _wait(self, asking: Sequence[asyncio.Task[Scores]], deadline: float) -> None:
+        """Wait until all have ended, at most this long. Raises the error of one that failed."""
+        if not asking:
+            return
+        done, late = await asyncio.wait(asking, timeout=deadline, return_when=asyncio.FIRST_EXCEPTION)
+        for task in late:
+            task.cancel()
+        for task in done:
+            task.result()
 
     def close(self) -> None:
         """Give up everything that is being asked."""
         for request, _ in self._asked.values():
-            if request.asking is not None:
-                request.asking.cancel()
+            request.asking.cancel()
 
-    def _ask(self, teacher: Teacher, *, all: bool = False) -> None:
-        """Ask for what waits: full requests, and with `all`, or while nothing is in flight, also a smaller one."""
-        desk = self._desks[id(teacher)]
-        while len(desk.waiting) >= teacher.batch_size or (desk.waiting and (all or not desk.in_flight)):
-            part, desk.waiting = desk.waiting[: teacher.batch_size], desk.waiting[teacher.batch_size :]
-            sequences = [ids for _, ids, _ in part]
-            request = _Request(sequences, [skipped for _, _, skipped in part], Scores([None] * len(part)), self._batches)
-            request.asking = asyncio.create_task(teacher.score(sequences, request.scores))
-            desk.in_flight += 1
-            for number, (place, _, _) in enumerate(part):
-                self._asked[place] = (request, number)
 
-            def ended(asking: asyncio.Task[Scores]) -> None:
-                desk.in_flight -= 1
-                if not asking.cancelled() and asking.exception() is None:  # `score` raises the error of a request that it needs
-                    self._ask(teacher)
-
-            request.asking.add_done_callback(ended)
-
-    async def _answers(self, places: Sequence[Place]) -> list[_Request]:
-        """The requests for these samples, when they are answered or the deadline has passed. Raises the error of one that failed."""
-        for teacher in self.teachers.values():
-            self._ask(teacher, all=True)
-        requests = list(dict.fromkeys(self._asked[place][0] for place in places if place in self._asked))
-        asking = [request.asking for request in requests if request.asking is not None]
-        if asking:
-            deadline = max(teacher.deadline for teacher in self.teachers.values())
-            await asyncio.wait(asking, timeout=deadline, return_when=asyncio.FIRST_EXCEPTION)
-            for task in asking:
-                if not task.done():
-                    task.cancel()
-                elif not task.cancelled():  # else an earlier batch gave the rest of its request up
-                    task.result()
-            self._give_up({request for request in requests if request.asking is not None and not request.asking.done()})
-        return requests
-
-    def _give_up(self, requests: set[_Request]) -> None:
-        """Forget what these requests have not scored: they may hold samples of later batches, which then ask again."""
-        self._asked = {
-            place: (request, number)
-            for place, (request, number) in self._asked.items()
-            if request not in requests or request.scores.logprobs[number] is not None
-        }
-
-    def _found(self, place: Place) -> Float | None:
-        """The log-probabilities of a sample [L]; None if it was not scored."""
-        request, number = self._asked.get(place, (None, 0))
-        if request is None or (logprobs := request.scores.logprobs[number]) is None:
-            return None
-        own, policys = request.skipped[number]
-        return np.concatenate([np.zeros(policys, dtype=np.float32), logprobs[own:]])
-
-    def _forget(self, places: Sequence[Place]) -> None:
-        """Forget what the batch has taken, and what no batch will take: groups that were dropped meanwhile."""
-        self._batches += 1
-        for place in places:
-            self._asked.pop(place, None)
-        self._asked = {place: one for place, one in self._asked.items() if self._batches - one[0].batch <= self.keeps}
+def _found(request: _Request, number: int) -> Float | None:
+    """The log-probabilities of a sample [L]; None if it was not scored."""
+    if (logprobs := request.scores.logprobs[number]) is None:
+        return None
+    own, policys = request.skipped[number]
+    return np.concatenate([np.zeros(policys, dtype=np.float32), logprobs[own:]])
 
 
 def _sequences(rollout: Rollout, strategy: str) -> Iterator[tuple[Int, tuple[int, int]]]:

@@ -6,46 +6,26 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
-from typing import Protocol
 
+from rlx.inference.fleet import Fleet
 from rlx.inference.wire import WeightsGone
 from rlx.paths import RunPaths
-from rlx.types import WeightVersion
+from rlx.rollout.evaluate import Evaluations
 from rlx.waiting import Pause
 from rlx.weights.subscribe import Subscriber
 
 POLL = 0.01  # seconds between the first checks for a new version
 
 
-class Updatable(Protocol):
-    """Serves the policy: the fleet of inference servers, or a stand-in."""
-
-    async def update(self, weights: WeightVersion, timeout: float) -> None:
-        """Returns when every server has the version. Raises after `timeout` seconds."""
-        ...
-
-
-class Stops(Protocol):
-    """Keeps the servers at some versions for a while: the evaluations of a run."""
-
-    def next_stop(self, version: int, newest: int) -> int:
-        """The version to update servers to that have `version`: `newest`, or one before it."""
-        ...
-
-    async def leave(self, stop: int) -> None:
-        """Returns when the servers may leave their version for version `stop`."""
-        ...
-
-    async def finish(self) -> None:
-        """Like `leave`, for the last version: gives up if the run is preempted."""
-        ...
-
-
 class WeightUpdates:
     """Updates every server to the newest version as soon as that version is complete and the servers may leave theirs."""
 
-    def __init__(self, paths: RunPaths, fleet: Updatable, timeout: float, last: int, reached: Callable[[int], None], stops: Stops) -> None:
-        """`timeout`: seconds for one update. `last`: the last version. `reached`: called with each version that all servers have."""
+    def __init__(
+        self, paths: RunPaths, fleet: Fleet, timeout: float, last: int, reached: Callable[[int], None], stops: Evaluations
+    ) -> None:
+        """`timeout`: seconds for one update. `last`: the last version. `reached`: called with each version that all servers have.
+
+        `stops`: keep the servers at some versions for a while."""
         self.stops = stops
         self.published = Subscriber(paths)
         self.fleet = fleet

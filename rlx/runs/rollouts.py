@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from rlx.config.errors import ConfigError, may_read
 from rlx.config.schema import SftRoot
-from rlx.rollout.index import NONE, Indexer, RolloutIndex, decoded, read_index
+from rlx.rollout.index import NONE, Indexer, RolloutIndex, decoded
 from rlx.rollout.results import METADATA, RESULTS
 from rlx.runs.run import Run
 
@@ -134,16 +134,11 @@ def _number(name: str) -> int:
 
 
 def index_source(source: Source) -> Iterator[RolloutIndex]:
-    """The index that a file has; or else, made from its lines, indices of what is read so far. The last one is whole.
+    """Indices of what is read of a file so far. The last one is whole.
 
     Raises ConfigError for a file that holds no rollouts.
     """
     try:
-        with may_read(source.path):
-            packed = _is_compressed(source.path)
-        if packed and (index := read_index(source.path)) is not None:
-            yield index
-            return
         indexer, shown = Indexer(), time.monotonic()
         for number, line in enumerate(_lines(source.path), 1):
             indexer.add(line)

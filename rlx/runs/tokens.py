@@ -1,7 +1,7 @@
 """The tokens of one rollout with their numbers, from the recorded batch of its step, and their texts, if the run's tokenizer is at hand.
 The weights that `rlx replay` gave them come from the files of that command.
 
-Needs neither torch nor the model. It reads the whole batch of the step, about 8 bytes a token.
+Needs neither torch nor the model. It reads the whole batch of the step, about 21 bytes a token.
 """
 
 from __future__ import annotations

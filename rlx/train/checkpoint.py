@@ -22,12 +22,12 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from numpy.typing import NDArray
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from rlx import codec
+from rlx.arrays import Byte, Unsigned
 from rlx.models.load import check_packed_forward
 from rlx.parallel.mesh import Mesh
 from rlx.paths import listed
@@ -220,30 +220,31 @@ def _state_of(trainer: PolicyTrainer, progress: Progress) -> dict[str, Any]:
 class RandomState:
     """The state of every random generator of one process."""
 
-    SCHEMA: ClassVar[str] = "rlx.RandomState/1"
+    SCHEMA: ClassVar[str] = "rlx.RandomState/2"
 
-    python: Any  # `random.getstate()`
-    numpy: Any  # `numpy.random.get_state()` without its keys: (algorithm, position, has_gauss, cached gauss)
-    numpy_keys: NDArray[np.uint32]  # [624]
-    torch: NDArray[np.uint8]  # [n]
-    cuda: NDArray[np.uint8] | None = None  # [n] of the current device
+    python: tuple[int, tuple[int, ...], float | None]  # `random.getstate()`
+    numpy: tuple[str, int, int, float]  # `numpy.random.get_state()` without its keys: algorithm, position, has_gauss, cached gauss
+    numpy_keys: Unsigned  # [624]
+    torch: Byte  # [n]
+    cuda: Byte | None = None  # [n] of the current device
 
 
 def _random_state() -> torch.Tensor:
     """The state of every generator of this process, as the bytes of a RandomState: [n] uint8."""
     cuda = torch.cuda.get_rng_state().numpy() if torch.cuda.is_initialized() else None
-    algorithm, keys, *rest = np.random.get_state()
+    generator: Any = np.random.get_state()
+    algorithm, keys, *rest = generator
     state = RandomState(
         python=random.getstate(), numpy=(algorithm, *rest), numpy_keys=np.asarray(keys), torch=torch.get_rng_state().numpy(), cuda=cuda
     )
-    return torch.frombuffer(bytearray(b"".join(codec.encode(state))), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(codec.encode(state)), dtype=torch.uint8)
 
 
 def _set_random_state(packed: torch.Tensor) -> None:
     state = codec.decode(bytearray(packed.numpy()), RandomState)
     random.setstate(state.python)
-    algorithm, *rest = state.numpy
-    np.random.set_state((algorithm, state.numpy_keys, *rest))
+    algorithm, position, has_gauss, cached = state.numpy
+    np.random.set_state((algorithm, state.numpy_keys, position, has_gauss, cached))
     torch.set_rng_state(torch.from_numpy(state.torch))
     if state.cuda is not None and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(torch.from_numpy(state.cuda))
