@@ -232,11 +232,7 @@ def test_a_thinking_model_trains_its_thoughts_in_the_context_that_the_engine_saw
     assert said.count("no idea") == said.count("still none") == 1
 
 
-# openenv imports fastmcp, which is written for mcp 1, and vLLM needs mcp 2: strict, so that it tells when the two go together.
-APART = {"openenv_wordle": pytest.mark.xfail(raises=ImportError, strict=True, reason="openenv does not import beside mcp 2")}
-
-
-@pytest.mark.parametrize("case", [pytest.param(case, id=f"{case.name}-{case.agent}", marks=APART.get(case.name, ())) for case in v1.CASES])
+@pytest.mark.parametrize("case", v1.CASES, ids=lambda case: f"{case.name}-{case.agent}")
 def test_a_public_taskset_trains_as_stock_verifiers_plays_it(
     case: v1.Case, engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

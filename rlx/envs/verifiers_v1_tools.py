@@ -44,9 +44,8 @@ def client_of(server: Any) -> Any:
 
 def in_openai_form(server: str, tool: Any) -> dict[str, Any]:
     """A tool of an MCP server as a function; verifiers puts the server's name before it."""
-    parameters = (
-        getattr(tool, "input_schema", None) or getattr(tool, "inputSchema", None) or tool.parameters
-    )  # mcp 2, mcp 1, a server's own
+    # in mcp 2, in mcp 1, and as a server holds it
+    parameters = getattr(tool, "input_schema", None) or getattr(tool, "inputSchema", None) or tool.parameters
     about = {"name": f"{server}_{tool.name}" if server else tool.name, "description": tool.description or "", "parameters": parameters}
     return {"type": "function", "function": about}
 
