@@ -18,7 +18,7 @@ rlx runs: {SUMMARY}.
 usage: rlx runs [DIRECTORY …]        default: outputs
 
 Newest last. The state comes from status.json, except:
-  waiting (…)   the run's SLURM job is in the queue; the last column says why, its position and SLURM's estimate of the start
+  waiting (…)   the run's SLURM job is in the queue; the last column says why, and SLURM's estimate of the start
   lost          the run has no final state and no living process: resume it with resume=latest
 The kind is the command that made the run: train, sft, eval, synthesize.
 The reward is the mean of the last five steps. The last column says why a run failed or waits.
@@ -69,7 +69,7 @@ def _waits(jobs: set[str]) -> dict[str, str]:
     from rlx.runs.jobs import waits
 
     try:
-        return {job: str(wait) for job, wait in waits(jobs).items()}
+        return waits(jobs)
     except RuntimeError:
         return {}
 

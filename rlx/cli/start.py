@@ -41,11 +41,9 @@ def run(argv: list[str], command: Command) -> int:
         if not cfg.dry_run:  # a plan may be for other machines
             require_one_host(plan)
     else:
-        from rlx.launch.slurm import check_directory, note_of, overriding, sbatch_options
+        from rlx.launch.slurm import check_directory
 
         check_directory(Path(cfg.run.dir), cfg)
-        if cfg.dry_run and (dropped := overriding(sbatch_options(cfg, str(cfg.run.name)))):
-            composed.notes.append(note_of(dropped))
     check_nodes(cfg, composed)
     check_cache([cfg])
     (found,) = environments_of([cfg])

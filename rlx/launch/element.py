@@ -5,7 +5,6 @@ The run directory exists already, and CUDA_VISIBLE_DEVICES lists this run's GPUs
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from rlx.paths import RunPaths
 from rlx.runs.completed import has_done
 from rlx.runs.lock import RunLock
 from rlx.runs.rewind import has_begun, rewind
-from rlx.runs.status import Cause, Status, new_attempt, read_status
+from rlx.runs.status import Status, new_attempt, read_status
 
 
 def main(run_dir: str) -> int:
@@ -35,20 +34,15 @@ def main(run_dir: str) -> int:
         try:
             rewind(paths)
         except ConfigError as error:
-            _fail(paths, status or Status(max_steps=cfg.total_steps), str(error))
+            status = status or Status(max_steps=cfg.total_steps)
+            status.attempt = new_attempt(paths)
+            log = paths.log(status.attempt, "launcher")
+            log.write_text(f"{error}\n")
+            status.fail(paths, "launcher", str(error), log)
+            print(error, file=sys.stderr)
             return 1
     lock.share()
     return launch(paths, Limits.of(cfg), lock)
-
-
-def _fail(paths: RunPaths, status: Status, reason: str) -> None:
-    status.attempt = new_attempt(paths)
-    log = paths.log(status.attempt, "launcher")
-    log.write_text(f"{reason}\n")
-    where = os.path.relpath(log, paths.root)
-    status.finish("failed", Cause(role="launcher", replica=0, returncode=None, reason=reason, log=where))
-    status.write(paths)
-    print(reason, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from rlx.launch.verdict import Process, Verdict, View, decide, find_hung, is_fin
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths, listed
 from rlx.plan.record import read_plan
-from rlx.process import disk_is_full, full_disk
+from rlx.process import disk_is_full
 from rlx.runs.outside import is_inside
 from rlx.runs.provenance import begun_on
 from rlx.runs.status import Cause, Restart, Status, describe_returncode, last_lines, read_status
@@ -62,7 +62,6 @@ class Limits:
 
     @classmethod
     def of(cls, cfg: CommandConfig) -> Limits:
-        remedies = when_out_of_memory(cfg) if isinstance(cfg, TrainingRoot) else ""
         shared = ("grace", "heartbeat_timeout", "last_lines", "preempt_grace", "stall_timeout")
         values = {name: getattr(cfg.launcher, name) for name in shared}
         return cls(
@@ -70,7 +69,7 @@ class Limits:
             counted=cfg.counted,
             max_restarts=cfg.max_restarts,
             hung_timeout=cfg.hung_timeout,
-            when_out_of_memory=remedies,
+            when_out_of_memory=when_out_of_memory(cfg) if isinstance(cfg, TrainingRoot) else "",
             **values,
         )
 
@@ -218,7 +217,7 @@ class Supervisor:
         return os.environ | {TOKEN: self.token} | begun_on(self.paths)
 
     def _not_started(self, name: str, error: Exception) -> Verdict:
-        return Verdict(state="failed", blamed=name, reason=full_disk(error, self.paths.root) or f"could not be started: {error}")
+        return Verdict(state="failed", blamed=name, reason=f"could not be started: {error}")
 
     def _start_again(self, name: str) -> Verdict | None:
         """Start a service that has died or was killed in its place. Returns a verdict only if it cannot be started."""
@@ -375,10 +374,10 @@ class Supervisor:
         if verdict.blamed == "launcher":
             return Cause(role="launcher", replica=0, returncode=None, reason=reason, log=relative)
         spec, lines = self.specs[verdict.blamed], last_lines(log, self.limits.last_lines)
-        if (full := disk_is_full(self.paths.root)) and not any(full[:20] in line for line in lines):
-            reason += f"; {full}"  # the full disk may have kept it out of the log
-        if spec.role == "trainer" and (remedies := self.limits.when_out_of_memory) and ran_out(last_lines(log, LAST_WORDS)):
-            reason += f"; {remedies}"
+        if spec.role == "trainer" and self.limits.when_out_of_memory and ran_out(last_lines(log, LAST_WORDS)):
+            reason += f"; {self.limits.when_out_of_memory}"
+        if disk_is_full(self.paths.root):
+            reason += f"; the disk of {self.paths.root} is full"  # which may have kept the error out of the log
         return Cause(role=spec.role, replica=spec.replica, returncode=code, reason=reason, log=relative, last_lines=lines)
 
     def _say(self, *lines: str) -> None:

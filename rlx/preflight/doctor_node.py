@@ -7,6 +7,7 @@ The job takes what a run of the configuration would take on one node (GPUs, memo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -23,7 +24,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.load import compose
 from rlx.config.schema import CommandConfig
 from rlx.launch.follow import ASK, LATE, Waiting
-from rlx.launch.sbatch import overriding, own_job_forgotten, python_of, sbatch_options
+from rlx.launch.sbatch import own_job_forgotten, python_of, sbatch_options
 from rlx.paths import listed, write_text
 from rlx.preflight.doctor import Examined, Finding, examine, existing
 from rlx.preflight.doctor_services import CHECKS
@@ -73,7 +74,7 @@ def on_a_node(cfg: CommandConfig, argv: Sequence[str]) -> tuple[str, list[Findin
     executor.update_parameters(**{key: value for key, value in options.items() if key != "mem"})
     executor.parameters |= {"mem": options.get("mem"), "wckey": None}
     try:
-        with own_job_forgotten(overriding(options)):
+        with own_job_forgotten(options):
             job = executor.submit(NodeCheck(argv, str(folder)))
     except Exception as error:  # submitit reports sbatch's errors through several exception types
         text = getattr(error, "stderr", None) or str(error)
@@ -101,7 +102,8 @@ def _wait(job: str, report: Path, output: Path) -> dict[str, Any]:
                     f"job {job} ended ({state}) without findings; its output:\n{lines}\n  fix: correct slurm.setup in the cluster's YAML"
                 )
             if state in WAITS:
-                waiting.tell({job: f"job {job}"})
+                with contextlib.suppress(RuntimeError):  # the controller may answer later
+                    waiting.tell([job])
         time.sleep(0.2)
         os.listdir(report.parent)  # a network file system may cache that the file does not exist
     return json.loads(report.read_text())

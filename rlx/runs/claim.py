@@ -28,7 +28,6 @@ from rlx.config.schema_synthesize import SynthesizeRoot
 from rlx.config.secret import hide_lines, secrets_of
 from rlx.paths import RunPaths, listed, write_text
 from rlx.plan.record import ProcessSpec, write_plan
-from rlx.process import full_disk
 from rlx.runs import own_code
 from rlx.runs.differences import NOT_COMPARED, change_note, changed_keys, differences, differing
 from rlx.runs.jobs import is_alive, job_of
@@ -284,8 +283,6 @@ def writing(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if line := full_disk(error, directory):
-            raise ConfigError(line) from error
         what = f"{error.strerror}: {error.filename}" if error.strerror else str(error)
         raise ConfigError(f"the run directory {directory} cannot be written: {what}\n  fix: give another run.dir=") from error
 

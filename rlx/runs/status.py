@@ -80,6 +80,12 @@ class Status:
         """Enter a final state and set its exit code."""
         self.state, self.exit_code, self.cause = state, EXIT_CODES[state], cause
 
+    def fail(self, paths: RunPaths, role: str, reason: str, log: Path, num_lines: int = 0) -> None:
+        """Write that the run failed beside its processes. `num_lines`: at the end of `log`, to show."""
+        where, lines = os.path.relpath(log, paths.root), last_lines(log, num_lines)
+        self.finish("failed", Cause(role=role, replica=0, returncode=None, reason=reason, log=where, last_lines=lines))
+        self.write(paths)
+
     def write(self, paths: RunPaths) -> None:
         """Replace the file atomically. On a full disk a final state overwrites the old file in place; any other state raises OSError."""
         self.updated = time.time()
