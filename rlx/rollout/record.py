@@ -2,7 +2,6 @@
 
 `rollouts/step_000012.jsonl.zst` has one rollout a line. It has the groups that were trained on. With `advantage: null` it also has the
 rollouts that failed since the step before and the groups that a filter dropped; for these `left_out` names the rule.
-Behind the lines is an index for `rlx view` (`rlx.rollout.index`), which decompressors skip.
 `recorded/step_000012.batch.zst` has the same bytes that the trainer received. Call the writers in a thread, because they compress.
 """
 
@@ -17,7 +16,7 @@ import zstandard
 
 from rlx import codec
 from rlx.paths import atomic
-from rlx.rollout.index import as_frame, decoded, index_of
+from rlx.rollout.lines import decoded
 from rlx.trace import START, Trace
 from rlx.types import Group, Rollout, StepBatch
 
@@ -34,13 +33,9 @@ def write_rollouts(
     `tokens`: with the traces (`orchestrator.record_tokens`).
     """
     encoder = msgspec.json.Encoder(enc_hook=repr)
-    write_lines(path, [encoder.encode(record) + b"\n" for record in records(groups, failures, left_out, tokens=tokens)])
-
-
-def write_lines(path: Path, lines: Sequence[bytes]) -> None:
-    """Write encoded rollouts, one a line, atomically, and their index behind them."""
+    lines = [encoder.encode(record) + b"\n" for record in records(groups, failures, left_out, tokens=tokens)]
     with atomic(path) as temporary:
-        temporary.write_bytes(zstandard.ZstdCompressor(level=3).compress(b"".join(lines)) + as_frame(index_of(lines)))
+        temporary.write_bytes(zstandard.ZstdCompressor(level=3).compress(b"".join(lines)))
 
 
 def record_batch(path: Path, batch: StepBatch) -> None:

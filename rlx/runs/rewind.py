@@ -12,8 +12,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rlx.checkpoints import folders
@@ -27,7 +26,7 @@ from rlx.heartbeat import INTERVAL
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths, atomic, write_text
 from rlx.runs.differences import changed_keys
-from rlx.runs.lock import SWEEP, RunLock
+from rlx.runs.lock import RunLock
 from rlx.started import program
 from rlx.weights import tmpfs
 from rlx.weights.files import WeightsError, verify, versions
@@ -85,18 +84,14 @@ def check_fork(start: Start, cfg: CommandConfig, warn: Callable[[str], None] = s
         return
     here = cfg.model
     sizes = {f"model.{name}": (getattr(there, name), getattr(here, name)) for name in SIZES}
-    if there.warm_start is not None and here.warm_start is not None:
-        name = "intermediate_size"
-        sizes[f"model.warm_start.{name}"] = getattr(there.warm_start, name), getattr(here.warm_start, name)
     known = {key: both for key, both in sizes.items() if None not in both or key == "model.num_experts"}
     if other := [f"{key}: {old} ≠ {new}" for key, (old, new) in known.items() if old != new]:
         raise ConfigError(
             f"resume={start.checkpoint} holds the model of that run, model.name={there.name}, and model.name={here.name} has other sizes "
             f"(there ≠ here): {', '.join(other)}.\n  fix: choose that run's model, or leave out resume= to begin with {here.name}"
         )
-    names = {f"model.{name}": (getattr(there, name), getattr(here, name)) for name in ("name", "gguf")}
-    if other := [f"{key}: {old} → {new}" for key, (old, new) in names.items() if old != new]:
-        warn(f"{cfg.run.dir}: {', '.join(other)} changes no weights: the run starts from those of {start.checkpoint}")
+    if there.name != here.name:
+        warn(f"{cfg.run.dir}: model.name={here.name} changes no weights: the run starts from those of {start.checkpoint}")
 
 
 def note_fork(paths: RunPaths, start: Start, cfg: CommandConfig) -> RunPaths:
@@ -119,14 +114,6 @@ def note_fork(paths: RunPaths, start: Start, cfg: CommandConfig) -> RunPaths:
     return source
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What was found out about a run before its directory is changed."""
-
-    start: Start | None  # the checkpoint from which it goes on; None: it has none
-    jobs: Mapping[str, str] | None = None  # job id → SLURM's state; None: SLURM was not asked
-
-
 def find_start(paths: RunPaths, wanted: str = LATEST, warn: Callable[[str], None] = say) -> Start | None:
     """The newest complete checkpoint of a run, or that of step `wanted`. Reads all of it and changes nothing.
 
@@ -139,60 +126,42 @@ def find_start(paths: RunPaths, wanted: str = LATEST, warn: Callable[[str], None
     except NoCheckpoint as error:
         raise ConfigError(f"resume={wanted}: {error}.\n  fix: name one of those, or resume=latest") from error
     if start is None and (damaged := sorted(path.name for path in paths.checkpoints.glob("*step_*") if path.name[0] != ".")):
-        anew = f"start anew, with another run.name=, or with clean=true instead of resume={wanted}, which deletes this run"
-        if (paths.root.parent / SWEEP).is_file():  # clean=true would delete all its runs
-            anew = f"move or delete the folder {paths.root}, and the sweep starts this run anew"
         raise ConfigError(
             f"every checkpoint of {paths.root} is damaged: {', '.join(damaged)}. Starting at step 0 would delete its metrics, rollouts "
             f"and {len(versions(paths.weights))} policy versions in {paths.weights}.\n"
-            f"  fix: restore a checkpoint's files; or {anew}"
+            "  fix: restore a checkpoint's files; or move or delete the folder, and the run starts anew"
         )
     return start
 
 
-def rewind(
-    paths: RunPaths,
-    wanted: str = LATEST,
-    warn: Callable[[str], None] = say,
-    max_steps: int | None = None,
-    found: Found | None = None,
-) -> Start | None:
+def rewind(paths: RunPaths, wanted: str = LATEST, warn: Callable[[str], None] = say, max_steps: int | None = None) -> Start | None:
     """Prepare the next attempt in a run's own directory, from the newest complete checkpoint or that of step `wanted`.
 
     Without any checkpoint the run restarts from its beginning: returns `None`, or the checkpoint of the run that it was forked from.
     Removes everything of later steps: metrics, rollouts, batches, evaluations, policy versions, and, if `wanted` is a step, later
     checkpoints.
     A command without checkpoints (`rlx eval`) keeps all its records: its role continues after the last one.
-    `found`: the result of an earlier `find_start`.
     Renames damaged checkpoints to `damaged_step_N`. Calls `warn` with a line about each removed or renamed checkpoint and lost record.
     Raises ConfigError, before any change, if `wanted` is a step without a complete checkpoint, if all checkpoints are damaged, or if
     `max_steps` steps are already done.
     """
-    if not load_command(paths.root, secrets=False).has_checkpoints:
+    cfg = load_command(paths.root, secrets=False)
+    if not cfg.has_checkpoints:
         _forget_processes(paths)
         return None
-    newest = max(folders.steps(paths), default=0)
-    same = found is not None and newest == (found.start.step if found.start else 0)  # or the run went on since it was looked at
-    start = found.start if found is not None and same else find_start(paths, wanted, warn)
+    start = find_start(paths, wanted, warn)
     check_room(start, max_steps)
     done = start.step if start else 0
     for step in folders.discard_after(paths, done, keep_as_damaged=wanted == LATEST):
         warn(f"checkpoint {step} of {paths.root} was {'set aside as damaged' if wanted == LATEST else 'deleted'}")
-    if start is None and is_fork(origin := load_command(paths.root, secrets=False).resume):
-        assert origin is not None
-        start = find_fork(origin, warn)
+    if start is None and cfg.resume is not None and is_fork(cfg.resume):
+        start = find_fork(cfg.resume, warn)
         done = start.step
     folders.write_start(paths, start)
     trim_metrics(paths, done, warn)
-    for file in (*paths.rollouts.glob("step_*"), *paths.recorded.glob("step_*")):
-        if int(file.name.removeprefix("step_").split(".")[0]) >= done:
-            file.unlink()
-    for folder in paths.evaluations.glob("*/step_*"):
-        if int(folder.name.removeprefix("step_")) >= done:
-            shutil.rmtree(folder)
-    for folder in paths.replays.glob("step_*--*"):
-        if int(folder.name.removeprefix("step_").partition("--")[0]) >= done:
-            shutil.rmtree(folder)
+    for place in _of_steps(paths):
+        if int(re.sub(r"\D.*", "", place.name.removeprefix("step_"))) >= done:
+            shutil.rmtree(place) if place.is_dir() else place.unlink()
     _forget_processes(paths)
     tmpfs.clear(paths.weights)
     for folder in paths.weights.glob(".step_*"):
@@ -201,6 +170,16 @@ def rewind(
         if version > done or (version == done and (done == 0 or not _whole(paths.weights_of(version), warn))):
             shutil.rmtree(paths.weights_of(version))  # the trainer publishes the version that it starts from again
     return start
+
+
+def _of_steps(paths: RunPaths) -> list[Path]:
+    """What belongs to one step each, as its name says: rollouts, batches, results of an evaluation, replays."""
+    return [
+        *paths.rollouts.glob("step_*"),
+        *paths.recorded.glob("step_*"),
+        *paths.evaluations.glob("*/step_*"),
+        *paths.replays.glob("step_*--*"),
+    ]
 
 
 def _forget_processes(paths: RunPaths) -> None:
