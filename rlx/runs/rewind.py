@@ -32,7 +32,6 @@ from rlx.weights import tmpfs
 from rlx.weights.files import WeightsError, verify, versions
 
 LATEST = "latest"
-OF_DATA = re.compile(r"(seed|data\.(name|subset|split|sets|shuffle)|envs\.[^.:]+(\.(id|args|python|split|curriculum))?)[.:]")
 SIZES = ("hidden_size", "num_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "num_experts", "vocab_size")
 GLIMPSE = 0.2  # seconds: a role that is refused at the same time holds the lock for a moment, which does not mean that the run lives
 
@@ -95,22 +94,16 @@ def check_fork(start: Start, cfg: CommandConfig, warn: Callable[[str], None] = s
 
 
 def note_fork(paths: RunPaths, start: Start, cfg: CommandConfig) -> RunPaths:
-    """Record which run a new one is forked from, and say so if the keys of its data are others. Returns that run's directory."""
+    """Record which run a new one is forked from, and say what it changes. Returns that run's directory."""
     source = source_of(start)
     try:
-        found = load_command(source.root, secrets=False)
+        before = load_command(source.root, secrets=False)
     except ConfigError:  # of an older version
-        found = None
-    before = found if isinstance(found, TrainingRoot) else None
-    write_forked(paths, source, start.step, before)
-    if before is not None:
-        changed = changed_keys(before, cfg)
-        say(f"{paths.root}: starts from step {start.step} of {source.root}, with {', '.join(changed) or 'the same configuration'}")
-    if before is not None and (other := [line for line in changed if OF_DATA.match(line)]):
-        say(
-            f"{paths.root}: other data than in {source.root}: {', '.join(other)}\n"
-            "  what has other rows, or another order, starts at its beginning; the rest goes on where that run was (docs/resume.md)"
-        )
+        before = None
+    write_forked(paths, source, start.step, before if isinstance(before, TrainingRoot) else None)
+    if isinstance(before, TrainingRoot):
+        changed = ", ".join(changed_keys(before, cfg)) or "the same configuration"
+        say(f"{paths.root}: starts from step {start.step} of {source.root}, with {changed} (docs/resume.md: what other data mean)")
     return source
 
 
@@ -255,11 +248,9 @@ def trim_metrics(paths: RunPaths, steps: int, warn: Callable[[str], None] = say)
     kept: list[bytes] = []
     ends: list[int] = []  # end offset of each kept line in the old file, in bytes
     read = 0
-    trained: set[int] = set()
     for number, line in enumerate(lines, 1):
         try:
-            record = json.loads(line) if line.endswith(b"\n") else {"step": steps}
-            step = record["step"]
+            step = json.loads(line)["step"] if line.endswith(b"\n") else steps
         except (ValueError, TypeError, KeyError):
             warn(f"{paths.metrics}, line {number} is corrupt: it and the {len(lines) - number} lines after it are removed")
             break
@@ -267,11 +258,6 @@ def trim_metrics(paths: RunPaths, steps: int, warn: Callable[[str], None] = say)
         if step < steps:
             kept.append(line)
             ends.append(read)
-            if record.get("source") == "trainer":
-                trained.add(step)
-    missing = sorted(set(range(min(trained, default=steps), steps)) - trained)
-    if missing:
-        warn(f"{paths.metrics} has no record of step{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:8]))}: lost in a crash")
     if len(kept) < len(lines):
         _forget_forwarded(paths, kept, ends, steps)
         with atomic(paths.metrics) as temporary:
