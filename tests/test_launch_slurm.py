@@ -23,7 +23,7 @@ from rlx.runs import provenance
 from rlx.runs.claim import create, settle
 from rlx.runs.jobs import is_alive, job_of, note_job, queue, restarts_of
 from rlx.runs.provenance import code_change
-from rlx.runs.status import Cause, Status, read_status
+from rlx.runs.status import Status, read_status
 
 pytestmark = pytest.mark.slow
 
@@ -103,48 +103,6 @@ def test_no_line_of_the_setup_takes_the_jobs_copy_of_the_code_away(tmp_path: Pat
     done = subprocess.run(["bash"], input=text, capture_output=True, text=True, check=True)
     path = [str(code), str(code / "environments" / "sums"), *(str(tmp_path) if each == "HERE" else each for each in after)]
     assert done.stdout.splitlines() == [os.pathsep.join(path), "1"]
-
-
-@pytest.mark.parametrize("bash", ["", "4.2"])  # the rules of which version
-@pytest.mark.parametrize(
-    ("setup", "python", "array", "code", "said", "earlier"),
-    [
-        (r"""echo '"no" \module'$'\t''there' >&2; false""", "exit 0", {}, 1, '"no" \\modulethere', False),
-        ("exit 7", "exit 0", {"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1"}, 7, None, False),
-        ("true", "echo ModuleNotFoundError; exit 1", {}, 1, "ModuleNotFoundError", True),
-        ("true", None, {}, 127, "No such file", False),
-    ],
-)
-def test_a_job_that_ends_before_rlx_starts_says_why_in_its_runs_status(
-    tmp_path, monkeypatch, setup, python, array, code, said, earlier, bash
-):
-    paths = [RunPaths(tmp_path / "a sweep" / f"it's={i}") for i in range(2 if array else 1)]
-    for each in paths:
-        each.root.mkdir(parents=True)
-        failed = Cause(role="trainer", replica=0, returncode=3, reason="an earlier attempt's {", log="x", last_lines=("one", " },", "}"))
-        Status(max_steps=9, cause=failed if earlier else None).write(each)
-    folder, mine, job = tmp_path / "a sweep" / ".submitit", paths[-1], "12_1" if array else "12"
-    folder.mkdir()
-    mine.logs(0).mkdir(parents=True)  # of an earlier job
-    monkeypatch.setattr(sys, "executable", stand_in(tmp_path / "python", python) if python else str(tmp_path / "nowhere"))
-    cfg = compose(["launcher=slurm", "hardware=cpu", "dry_run=true"], {}).cfg
-    text = slurm.sbatch_script(replace(cfg, slurm=replace(cfg.slurm, setup=[setup])), "run", folder, [each.root for each in paths])
-    with (folder / f"{job}_0_log.out").open("w") as output:  # as SLURM opens it
-        environment = os.environ | {"SLURM_JOB_ID": "12", "SLURMD_NODENAME": "node3", "LC_ALL": "C", "BASH_COMPAT": bash} | array
-        subprocess.run(["bash"], input=text, stdout=output, stderr=subprocess.STDOUT, text=True, env=environment, check=False)
-    status = read_status(mine)
-    assert (status.state, status.exit_code, status.job, status.attempt, status.max_steps) == ("failed", 1, job, 1, 9)
-    assert (status.cause.returncode, status.cause.log) == (code, "logs/attempt_1/job.log")
-    assert f"job {job} ended on node3 with exit code {code} before rlx could start" in status.cause.reason
-    assert said is None or said in status.cause.last_lines[-1]
-    assert (mine.latest_logs / "job.log").is_file()
-    assert (mine.root / status.cause.log).read_text() == (folder / f"{job}_0_log.out").read_text()
-    assert [read_status(each).state for each in paths[:-1]] == ["starting"] * len(paths[:-1])
-
-    note_job(mine, "13")  # the directory now belongs to another job
-    Status().write(mine)
-    subprocess.run(["bash"], input=text, capture_output=True, text=True, env=environment, check=False)
-    assert read_status(mine).state == "starting"
 
 
 NEWER_THAN_BASH_4_2 = {

@@ -69,9 +69,9 @@ class Agent:
     async def _listen(self, host: str | None, port: int) -> int:
         app = web.Application()
         app.router.add_get("/", self._serve)
-        self._runner = web.AppRunner(app)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
-        await web.TCPSite(self._runner, host, port, shutdown_timeout=0).start()
+        await web.TCPSite(self._runner, host, port).start()
         return int(self._runner.addresses[0][1])
 
     def give_notice(self) -> None:

@@ -104,7 +104,7 @@ def after_missing(cfg: CommandConfig, missing: str) -> int:
     paths = RunPaths(Path(str(cfg.run.dir)))
     status = read_status(paths) or Status(max_steps=cfg.total_steps)
     status.attempt = new_attempt(paths)
-    return 1 if is_given_up(paths, cfg, status, f"{missing}. ") else LEFT
+    return 1 if is_given_up(paths, cfg, status, f"{missing}; ") else LEFT
 
 
 def is_given_up(paths: RunPaths, cfg: CommandConfig, status: Status, missing: str) -> bool:
