@@ -28,7 +28,7 @@ SLURM is asked once for all runs. If a run's job ended before it could write its
 def run(argv: list[str]) -> int:
     from rlx.config.errors import ConfigError, may_read
     from rlx.plan.explain import table
-    from rlx.runs.run import PATIENCE, find
+    from rlx.runs.run import find
 
     roots = [Path(part) for part in argv] or [Path("outputs")]
     with may_read(roots[0]):
@@ -38,7 +38,6 @@ def run(argv: list[str]) -> int:
         return 2
     found, unreadable = [], []
     for each in (run for root in roots for run in find(root)):
-        each.patience = PATIENCE
         try:
             found.append((each, each.status, each.job, each.history.final_reward, each.command or "-"))
         except ConfigError as error:

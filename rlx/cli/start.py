@@ -43,7 +43,7 @@ def run(argv: list[str], command: Command) -> int:
     else:
         from rlx.launch.slurm import check_directory
 
-        check_directory(Path(cfg.run.dir), cfg)
+        check_directory(Path(cfg.run.dir))
     check_nodes(cfg, composed)
     check_cache([cfg])
     (found,) = environments_of([cfg])

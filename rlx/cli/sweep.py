@@ -87,12 +87,12 @@ def checked(lines: Sequence[Line], directory: Path, command: Command) -> list[El
         more = len(problems) - len(told)
         raise ConfigError(told + ([f"{more} more problems in other runs of the sweep."] if more > 0 else []))
     launchers = [e.cfg.launcher for e in elements]
-    if len({(each.name, each.array_parallelism, each.wait, each.code_changes) for each in launchers}) > 1:
+    if len({(each.name, each.array_parallelism, each.wait) for each in launchers}) > 1:
         raise ConfigError("the runs of a sweep are launched together.\n  fix: give launcher= and its keys the same values for all runs")
     if elements[0].cfg.launcher.name == "slurm":
         from rlx.launch.slurm import check_directory
 
-        check_directory(directory, elements[0].cfg)
+        check_directory(directory)
     configs = [element.cfg for element in elements]
     check_cache(configs)
     found = environments_of(configs)

@@ -57,12 +57,12 @@ def own_job_forgotten(options: Mapping[str, Any]) -> Iterator[None]:
         os.environ.update(taken)
 
 
-def check_directory(directory: Path, cfg: CommandConfig) -> None:
+def check_directory(directory: Path) -> None:
     """Raise ConfigError if a run or sweep cannot be submitted from `directory`."""
-    if os.pathsep in str(directory) and cfg.launcher.code_changes == "snapshot":
+    if os.pathsep in str(directory):
         raise ConfigError(
             f"PYTHONPATH cannot name {directory}, where the job's copy of the code would be: it has a {os.pathsep}\n"
-            "  fix: give another run.name= or run.dir=, or launcher.code_changes=warn"
+            "  fix: give another run.name= or run.dir="
         )
 
 

@@ -43,7 +43,6 @@ from rlx.runs.jobs import (
     saved_of,
 )
 from rlx.runs.lock import RunLock
-from rlx.runs.provenance import code_change
 from rlx.runs.rewind import has_begun, rewind
 from rlx.runs.snapshot import take_snapshot
 from rlx.runs.status import Status, new_attempt, read_status
@@ -65,7 +64,7 @@ def submit(runs: Sequence[tuple[RunPaths, CommandConfig]], name: str, folder: Pa
     Raises RuntimeError with SLURM's message if SLURM rejects the job.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # its pickle is executed
-    code = take_snapshot(folder) if runs[0][1].launcher.code_changes == "snapshot" else None
+    code = take_snapshot(folder)
     roots = [paths.root for paths, _ in runs]
     script = sbatch_script(runs[0][1], name, folder, roots, code)
     for paths, cfg in runs:
@@ -128,7 +127,6 @@ class Attempt:
         os.dup2(log, 1)
         os.dup2(log, 2)
         print(f"job {job}, restart {restarts}, on {', '.join(environment.hostnames)}", flush=True)
-        self._has_its_code(paths, cfg, status)
         if restarts or has_begun(paths):
             try:
                 start = rewind(paths)
@@ -176,14 +174,6 @@ class Attempt:
         if other is not None and other != job:
             print(f"{paths.root} is job {other}'s now; job {job} ends", file=sys.stderr)
             raise SystemExit(1)
-
-    def _has_its_code(self, paths: RunPaths, cfg: CommandConfig, status: Status) -> None:
-        """Exit, or warn, if the code has changed since the job was submitted."""
-        change = None if cfg.launcher.code_changes == "snapshot" else code_change(paths)  # a snapshot does not change
-        if change and cfg.launcher.code_changes == "refuse":
-            _give_up(paths, status, f"{change}; continue with resume=latest, or set launcher.code_changes=snapshot or =warn next time")
-        if change:
-            print(f"warning: {change}", flush=True)
 
     def _leave_lost_hosts(self, paths: RunPaths, supervisor: Supervisor, starter: SrunStarter, job_id: str, restarts: int) -> int | None:
         """Wait until SLURM has given up the hosts that do not answer and requeued the job; return the exit code.

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from rlx.config.savings import ran_out, when_out_of_memory
 from rlx.config.schema import CommandConfig, TrainingRoot
 from rlx.heartbeat import EVALUATING, SERVING, Ages, read_heartbeats
-from rlx.launch.children import Child, Children, start_reaper
+from rlx.launch.children import Child, Children
 from rlx.launch.processes import TOKEN, start_time
 from rlx.launch.stall import StallDoctor
 from rlx.launch.starters import LocalStarter, Starter
@@ -102,7 +102,8 @@ class Supervisor:
         self.meaning_of_sigterm, self.find_lost_hosts = meaning_of_sigterm, find_lost_hosts
         self.lost: tuple[str, ...] = ()  # hosts that did not answer when a process had failed
         self.blamed: Cause | None = None  # that process
-        self.children = Children(self.starter, token, lambda: start_reaper(paths.root, token, limits.last_lines, lock_fd))
+        self.children = Children(self.starter, token)
+        self.lock_fd = lock_fd
         self.watched = watched
         self.selector = selectors.DefaultSelector()
         self.interrupted = False  # SIGTERM or SIGINT came
@@ -123,7 +124,7 @@ class Supervisor:
         self.notice |= signal.SIGUSR2 in received
         for signum in received:
             self._say(f"received {signal.Signals(signum).name}")
-        self.children.start_reaper()
+        self.children.start_reaper(self.paths.root, self.limits.last_lines, self.lock_fd)
         try:
             self._read_step()
             self.status.state = "starting"  # earlier attempts wrote the existing metric records
@@ -325,7 +326,6 @@ class Supervisor:
 
     def _refresh(self) -> tuple[str, str] | None:
         """Update the status; return the process that has been silent for too long, if any."""
-        self.children.keep_reaper()
         self._read_step()
         beats = read_heartbeats(self.paths)
         if any(beat["phase"].startswith(EVALUATING) for beat in beats.values()):

@@ -37,7 +37,7 @@ from rlx.runs.differences import differences
 from rlx.runs.history import final_reward
 from rlx.runs.jobs import is_alive, job_of
 from rlx.runs.lock import SWEEP, RunLock
-from rlx.runs.run import PATIENCE, Run
+from rlx.runs.run import Run
 from rlx.runs.status import FINAL, read_status
 
 POLL = 0.2  # seconds between two checks of the pool
@@ -83,12 +83,11 @@ def find_states(elements: Sequence[Element]) -> dict[str, str] | None:
     Returns job id → SLURM's state, which is asked for once; None if no element has a job.
     """
     others = []
-    runs = [Run(element.paths, PATIENCE) for element in elements]
-    statuses = [run.status for run in runs]  # the first look at all of them, so that their patience ends at the same time
+    runs = [Run(element.paths) for element in elements]
     noted = [element.paths for element in elements if looks_like_run(element.paths) and job_of(element.paths) is not None]
     jobs = ask_slurm(noted[0]) if noted else None
-    for element, run, status in zip(elements, runs, statuses, strict=True):
-        paths = element.paths
+    for element, run in zip(elements, runs, strict=True):
+        paths, status = element.paths, run.status
         if element.cfg.clean or not looks_like_run(paths):
             continue
         if changed := differences(load_command(paths.root, secrets=False), element.cfg):

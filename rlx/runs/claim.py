@@ -46,7 +46,7 @@ from rlx.runs.rewind import (
     say,
     source_of,
 )
-from rlx.runs.run import PATIENCE, Run
+from rlx.runs.run import Run
 from rlx.runs.status import FINAL, new_attempt, read_status
 from rlx.runs.weights import initial_model
 from rlx.waiting import WaitTimeout, wait_for
@@ -344,7 +344,7 @@ def _alone(paths: RunPaths, jobs: Mapping[str, str] | None) -> RunLock:
             problem = "a run is alive there.\n  fix: stop it"
         elif job is not None and is_alive(job, ask_slurm(paths) if jobs is None else jobs):  # a queued job holds no lock
             problem = f"it belongs to SLURM job {job}, which waits or runs.\n  fix: scancel {job}"
-        elif not lock.sees_other_hosts and status is not None and status.state not in FINAL and Run(paths, PATIENCE).lives(status):
+        elif not lock.sees_other_hosts and status is not None and status.state not in FINAL and Run(paths).lives(status):
             problem = "a run is alive there: its status changes, and the file system has no locks.\n  fix: stop it"
         if problem:
             raise ConfigError(f"{paths.root} is in use: {problem}, or give another run.name= or run.dir=")

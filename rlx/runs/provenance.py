@@ -191,18 +191,6 @@ def digest_of(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def code_change(paths: RunPaths) -> str | None:
-    """How the code that runs has changed since the run's last provenance record, as text; `None` if it has not, or if that is unknown."""
-    provenance = json.loads(paths.provenance.read_text())
-    recorded = [provenance, *provenance.get("later_attempts", [])][-1]["source"]
-    digest = code_digest()
-    if digest is None or recorded.get("code") in (None, digest):
-        return None
-    now = (git("rev-parse", "HEAD") or "").strip() or None
-    commits = f" (commit {str(recorded['commit'])[:12]} then, {str(now)[:12]} now)" if recorded["commit"] != now else ""
-    return f"the code in {SOURCE} ({', '.join(PARTS)}) is not what it was when the run was submitted{commits}"
-
-
 @functools.cache
 def machine(*, gpus: bool) -> dict[str, Any]:
     """Host, operating system, processors, memory in GiB and, on request, the GPUs. Cached, because a sweep asks once per run."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import signal
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -21,12 +20,6 @@ FINAL = ("completed", "failed", "interrupted", "preempted")
 
 EXIT_CODES = {"completed": 0, "failed": 1, "interrupted": 130, "preempted": LEFT}
 """Exit code by final state. Exit code 2 means an invalid configuration; then there is no run."""
-
-TRACEBACK = "Traceback (most recent call last):"
-CHAINED = (  # Python's sentences between two tracebacks
-    "During handling of the above exception, another exception occurred:",
-    "The above exception was the direct cause of the following exception:",
-)
 
 STALE_HANDLE = 10.0  # seconds in which a network file system finds the file that replaced an open one
 
@@ -142,21 +135,12 @@ def _read(file: Path) -> str:
 
 def describe_returncode(returncode: int, service: bool = False) -> str:
     """How a process ended, as text, with the usual cause of common signals."""
+    if returncode == 0 and service:
+        return "exited early with exit code 0; it must serve until the run ends"
     if returncode >= 0:
-        return (
-            "exited early with exit code 0; it must serve until the run ends" if service and returncode == 0 else f"exit code {returncode}"
-        )
-    try:
-        name = signal.Signals(-returncode).name
-    except ValueError:
-        name = f"signal {-returncode}"
-    hint = {
-        "SIGKILL": " (by a user, or by the kernel because memory ran out: see `dmesg`, or the memory estimate of `dry_run=true`)",
-        "SIGSEGV": " (a crash in native code)",
-        "SIGBUS": " (a crash in native code, or no room left in /dev/shm)",
-        "SIGABRT": " (a native library aborted; its message is in the log)",
-    }.get(name, "")
-    return f"killed by {name}{hint}"
+        return f"exit code {returncode}"
+    hint = {signal.SIGKILL: " (by a user, or because memory ran out: see `dmesg`)"}.get(-returncode, "")
+    return f"killed by {signal.Signals(-returncode).name}{hint}"
 
 
 def last_lines(log: Path, count: int) -> tuple[str, ...]:
@@ -168,23 +152,7 @@ def last_lines(log: Path, count: int) -> tuple[str, ...]:
     except FileNotFoundError:
         return ()
     lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n")]
-    return tuple(_from_the_engine([line for line in lines if line])[-count:]) if count > 0 else ()
-
-
-def _from_the_engine(lines: list[str]) -> list[str]:
-    """If vLLM's engine failed in a process of its own, the process that waited for it prints forty more lines. Leave them out.
-
-    The last of them says that the cause stands above. It is kept if the engine's last line names no error, or if it has an exit code.
-    """
-    if not any("See root cause above" in line for line in lines[-3:]) or TRACEBACK not in lines:
-        return lines
-    said = lines
-    while said and (said is lines or said[-1] in CHAINED) and TRACEBACK in said:
-        said = said[: len(said) - 1 - said[::-1].index(TRACEBACK)]  # lines of the engine begin with its name, so its own are not found
-    said = [line for line in said if "[shutdown] Process manager: send sigterm" not in line]
-    summary = [line for line in lines[-3:] if "See root cause above" in line]
-    known = bool(said) and re.search(r"error|exception", said[-1], flags=re.IGNORECASE) and not re.search(r": -\d+", summary[0])
-    return said if known else said + summary
+    return tuple([line for line in lines if line][-count:]) if count > 0 else ()
 
 
 def new_attempt(paths: RunPaths) -> int:
