@@ -19,10 +19,8 @@ from rlx.launch import slurm
 from rlx.paths import RunPaths
 from rlx.plan.make import make_plan
 from rlx.plan.record import read_plan
-from rlx.runs import provenance
 from rlx.runs.claim import create, settle
 from rlx.runs.jobs import is_alive, job_of, note_job, queue, restarts_of
-from rlx.runs.provenance import code_change
 from rlx.runs.status import Status, read_status
 
 pytestmark = pytest.mark.slow
@@ -277,7 +275,6 @@ def test_a_directory_that_pythonpath_cannot_name_is_refused(tmp_path: Path, monk
     line = ["train", "launcher=slurm", "hardware=cpu", "run.name=10:30", "dry_run=true"]
     assert main(line) == 2
     assert "outputs/10:30, where the job's copy of the code would be: it has a :" in capsys.readouterr().err
-    assert main([*line, "launcher.code_changes=warn"]) == 0
 
 
 @pytest.mark.usefixtures("known_environments")
@@ -308,27 +305,6 @@ def test_a_directory_whose_job_waits_is_nobody_elses(controller, tmp_path: Path)
             made(tmp_path, more)
     controller(squeue="12|FAILED")
     made(tmp_path, "clean=true")
-
-
-def test_only_a_change_of_the_code_that_runs_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    source = tmp_path / "source"
-    for file in ("rlx/__init__.py", "environments/one/rlx_one.py", "README.md"):
-        (source / file).parent.mkdir(parents=True, exist_ok=True)
-        (source / file).write_text("first\n")
-    for command in (["init", "-q"], ["add", "."], ["-c", "user.name=x", "-c", "user.email=x", "commit", "-qm", "first"]):
-        subprocess.run(["git", "-C", str(source), *command], check=True)
-    monkeypatch.setattr(provenance, "SOURCE", source)
-    monkeypatch.setattr(provenance, "source_state", provenance.source_state.__wrapped__)  # not the cached one of other tests, nor for them
-    paths = made(tmp_path)
-    (source / "README.md").write_text("second\n")
-    assert code_change(paths) is None
-    subprocess.run(["git", "-C", str(source), "-c", "user.name=x", "-c", "user.email=x", "commit", "-qam", "second"], check=True)
-    assert code_change(paths) is None, "another commit, but the same code"
-    for file in ("rlx/__init__.py", "environments/one/rlx_one.py", "rlx/new.py"):
-        (source / file).write_text("second\n")
-        assert "is not what it was when the run was submitted (commit " in str(code_change(paths))
-        (source / file).write_text("first\n")
-    assert "is not what it was" in str(code_change(paths)), "rlx/new.py is still there"
 
 
 @pytest.mark.parametrize(

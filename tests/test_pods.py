@@ -22,10 +22,11 @@ from toy_run import FOREVER, toy
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose, load_run
 from rlx.config.roots import EVAL, TRAIN, Root
+from rlx.descendants import start_time
 from rlx.launch import pods
 from rlx.launch.agents import Agent, ask, connect, wait_for_agents
+from rlx.launch.bound import bound
 from rlx.launch.pods import make_token
-from rlx.launch.processes import bound, start_time
 from rlx.launch.starters import AgentStarter
 from rlx.launch.verdict import Process, View, decide
 from rlx.paths import RunPaths
@@ -276,7 +277,6 @@ def test_other_values_of_the_same_start_are_taken_or_refused_and_not_ignored(sta
     assert start(TRAIN, "1", "max_steps=6") == LEFT, "there are steps left"
     assert "resuming with other values than before: max_steps: 3 → 6" in capsys.readouterr().err
     assert load_run(paths.root).max_steps == 6
-    before = paths.config.read_text()
     with pytest.raises(ConfigError, match=r"has another configuration \(there ≠ here\):\n  optim.lr: \S+ ≠ 0.5\n"):
         start(TRAIN, "1", "max_steps=6", "optim.lr=0.5")
     kept = paths.root / "kept"

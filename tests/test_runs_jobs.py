@@ -48,7 +48,6 @@ class Controller:
 @pytest.fixture
 def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Controller:
     made = Controller(tmp_path / "bin")
-    monkeypatch.setattr("rlx.runs.run.PATIENCE", 0.1)
     monkeypatch.setenv("PATH", f"{made.folder}{os.pathsep}{os.environ['PATH']}")
     return made
 

@@ -282,7 +282,7 @@ def test_a_replay_needs_every_batch(tmp_path: Path) -> None:
     paths, _ = make(settled(tmp_path / "again", replay=str(source.root), max_steps=9))
     assert load_run(paths.root).replay == str(source.root)
     assert paths.initial_model.read_text() == source.initial_model.read_text()
-    with pytest.raises(ConfigError, match=r"batch of step 9 was not recorded; the run has those of steps 0 … 8, and max_steps=10"):
+    with pytest.raises(ConfigError, match=r"batch of step 9 was not recorded, and max_steps=10"):
         make(settled(tmp_path / "more", replay=str(source.root)))
     with pytest.raises(ConfigError, match="is no run directory"):
         make(settled(tmp_path / "more", replay=str(tmp_path)))

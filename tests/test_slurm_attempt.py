@@ -55,7 +55,7 @@ class Job:
     """A run directory, and the fake SLURM commands that its job sees."""
 
     def __init__(self, folder: Path, *codes: str, argv: Sequence[str] = (), root: Root = TRAIN) -> None:
-        line = [f"run.dir={folder / 'run'}", "hardware=cpu", "launcher.code_changes=warn", "launcher.grace=0.5", *argv]
+        line = [f"run.dir={folder / 'run'}", "hardware=cpu", "launcher.grace=0.5", *argv]
         composed = compose(line, {}, root)
         cfg = settle(composed.cfg, "label")
         plan = [

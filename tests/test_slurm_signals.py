@@ -55,7 +55,7 @@ class Toys:
     def __init__(self, *codes: str, **options: Any) -> None:
         self.count = len(codes)
         slurm_options = options.pop("slurm", {})
-        cfg = compose(["launcher=slurm", "slurm=dev", "hardware=cpu", "run.name=run", "launcher.code_changes=warn"], {}).cfg
+        cfg = compose(["launcher=slurm", "slurm=dev", "hardware=cpu", "run.name=run"], {}).cfg
         cfg = settle(cfg, "label")
         cfg = replace(
             cfg,
@@ -167,7 +167,7 @@ def test_a_job_whose_steps_are_sent_sigterm_comes_back(job, code):
 
 @pytest.mark.long
 def test_a_job_can_run_a_copy_of_the_code_from_when_it_was_submitted(job):
-    toys = job("import rlx, rlx_reverse_text; print(rlx.__file__, rlx_reverse_text.__file__)", code_changes="snapshot")
+    toys = job("import rlx, rlx_reverse_text; print(rlx.__file__, rlx_reverse_text.__file__)")
     assert follow(toys.paths, toys.id) == 0, toys.log(0)
     (copy,) = (toys.paths.root / ".submitit").glob("code_*")
     assert toys.log(0, "toy").splitlines()[-1].split() == [  # srun may print something first

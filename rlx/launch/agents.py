@@ -29,7 +29,8 @@ from typing import Any, TypeVar
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, ClientWebSocketResponse, WSMsgType, web
 
-from rlx.launch.processes import TOKEN, bound, kill_all
+from rlx.descendants import TOKEN, kill_all
+from rlx.launch.bound import bound
 from rlx.paths import RunPaths
 from rlx.plan.environment import DEVICES, devices, inherited
 from rlx.plan.record import ProcessSpec

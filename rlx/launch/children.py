@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlx.launch.processes import bound, kill_all
+from rlx.descendants import kill_all
+from rlx.launch.bound import bound
 from rlx.launch.starters import Starter
 from rlx.launch.verdict import Process
 from rlx.plan.record import ProcessSpec

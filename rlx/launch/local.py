@@ -14,7 +14,7 @@ from typing import Protocol, cast
 
 from submitit import LocalExecutor, LocalJob
 
-from rlx.launch.processes import kill_all, start_time
+from rlx.descendants import kill_all, start_time
 from rlx.launch.supervisor import Limits, Supervisor
 from rlx.paths import RunPaths
 from rlx.plan.environment import DEVICES

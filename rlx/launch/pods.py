@@ -21,9 +21,9 @@ from rlx.launch.supervisor import Limits, Supervisor
 from rlx.paths import RunPaths, write_text
 from rlx.plan.record import ProcessSpec
 from rlx.runs.claim import create
-from rlx.runs.completed import has_done
 from rlx.runs.jobs import note_progress, saved_of
 from rlx.runs.lock import RunLock
+from rlx.runs.run import has_done
 from rlx.runs.status import Status, new_attempt, read_status
 from rlx.waiting import LEFT
 

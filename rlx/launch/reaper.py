@@ -11,7 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
-from rlx.launch.processes import kill_all
+from rlx.descendants import kill_all
 from rlx.paths import RunPaths
 from rlx.runs.status import FINAL, read_status
 from rlx.weights import tmpfs

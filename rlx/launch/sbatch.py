@@ -17,7 +17,7 @@ from rlx.config.schema import CommandConfig
 from rlx.launch.container import Container, beside, caches_of, home_variables, mounts_of, on_all_hosts
 from rlx.launch.starters import NOT_FOR_STEPS
 from rlx.plan.environment import DEVICES, OF_A_GROUP, hub_variables
-from rlx.runs.snapshot import environment, folders_of
+from rlx.runs.provenance import folders_of, snapshot_environment
 
 BEGINNING = ["trap '' USR2 # the notice would kill the job before Python handles it", "set -e"]
 """First lines of the script, before `slurm.setup`."""
@@ -108,7 +108,7 @@ def sbatch_options(cfg: CommandConfig, name: str, base: Path | None = None, code
 
 def _exports(cfg: CommandConfig, code: Path | None) -> list[str]:
     path = {name: os.environ[name] for name in ("PYTHONPATH", "PYTHONSAFEPATH") if os.environ.get(name)}
-    given = environment(code) if code else path
+    given = snapshot_environment(code) if code else path
     return [f"export {name}={shlex.quote(value)}" for name, value in (given | hub_variables(cfg) | home_variables(cfg)).items()]
 
 

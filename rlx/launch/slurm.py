@@ -43,8 +43,8 @@ from rlx.runs.jobs import (
     saved_of,
 )
 from rlx.runs.lock import RunLock
+from rlx.runs.provenance import take_snapshot
 from rlx.runs.rewind import has_begun, rewind
-from rlx.runs.snapshot import take_snapshot
 from rlx.runs.status import Status, new_attempt, read_status
 
 __all__ = ["FOLDER", "Attempt", "check_directory", "sbatch_options", "sbatch_script", "submit"]
@@ -194,7 +194,8 @@ class Attempt:
                 is_over = time.monotonic() > deadline or not starter.lost_hosts(supervisor.lost)
                 look = time.monotonic() + AGAIN
             time.sleep(0.2)
-        if restarts_of(job_id) > restarts:  # SLURM counts a requeue before it signals
+        known = restarts_of(job_id)  # SLURM counts a requeue before it signals
+        if known > restarts or known < 0:  # a silent SLURM knows how the job ends: `rlx.launch.follow`
             return status.exit_code or 0
         if supervisor.interrupted:
             status.finish("interrupted")

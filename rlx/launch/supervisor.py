@@ -24,11 +24,11 @@ from dataclasses import dataclass
 
 from rlx.config.savings import ran_out, when_out_of_memory
 from rlx.config.schema import CommandConfig, TrainingRoot
+from rlx.descendants import TOKEN, start_time
 from rlx.heartbeat import EVALUATING, SERVING, Ages, read_heartbeats
 from rlx.launch.children import Child, Children
-from rlx.launch.processes import TOKEN, start_time
 from rlx.launch.stall import StallDoctor
-from rlx.launch.starters import LocalStarter, Starter
+from rlx.launch.starters import Starter
 from rlx.launch.verdict import Process, Verdict, View, decide, find_hung, is_fine
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths, listed
@@ -98,7 +98,7 @@ class Supervisor:
         self.paths, self.limits, self.token = paths, limits, token
         self.status = read_status(paths) or Status(attempt=attempt, max_steps=limits.max_steps)
         self.status.supervisor = {"host": socket.gethostname(), "pid": os.getpid()}
-        self.starter = starter or LocalStarter()
+        self.starter = starter or Starter()
         self.meaning_of_sigterm, self.find_lost_hosts = meaning_of_sigterm, find_lost_hosts
         self.lost: tuple[str, ...] = ()  # hosts that did not answer when a process had failed
         self.blamed: Cause | None = None  # that process
@@ -128,7 +128,7 @@ class Supervisor:
         try:
             self._read_step()
             self.status.state = "starting"  # earlier attempts wrote the existing metric records
-            verdict = self._watch_launcher() or self._start() or self._watch()
+            verdict = self._start() or self._watch()
             state, cause = verdict.state or "failed", self._cause(verdict)
             if state == "failed" and (lost := tuple(self.find_lost_hosts())):
                 self._say(f"{verdict.blamed}: {verdict.reason}; {', '.join(lost)} does not answer, which may be why")
@@ -174,16 +174,6 @@ class Supervisor:
         if not self.interrupted:
             self._say(f"received {signal.Signals(signum).name}")
         self.interrupted = True
-
-    def _watch_launcher(self) -> Verdict | None:
-        """Wake the loop when the launcher, or submitit's process in between, ends. Returns a verdict if one has already ended."""
-        for pid, _ in self.watched.values():
-            try:
-                self.selector.register(os.pidfd_open(pid), selectors.EVENT_READ, None)
-            except ProcessLookupError:
-                break
-        gone = self._gone()
-        return decide(View(gone=gone)) if gone is not None else None
 
     def _gone(self) -> str | None:
         """Name of the first watched process that has ended; `None` if all are alive."""

@@ -23,8 +23,10 @@ from pathlib import Path
 from rlx.config.errors import ConfigError
 from rlx.config.load import load_command
 from rlx.config.schema import CommandConfig
-from rlx.launch.processes import bound
+from rlx.launch.bound import bound
+from rlx.launch.local import launch
 from rlx.launch.slurm import FOLDER, sbatch_options, submit
+from rlx.launch.supervisor import Limits
 from rlx.paths import RunPaths
 from rlx.plan.environment import DEVICES
 from rlx.plan.explain import table
@@ -32,13 +34,13 @@ from rlx.plan.make import make_plan
 from rlx.plan.place import require_one_host
 from rlx.plan.record import ProcessSpec
 from rlx.runs.claim import ask_slurm, create, looks_like_run, writing
-from rlx.runs.completed import has_done
 from rlx.runs.differences import differences
 from rlx.runs.history import final_reward
 from rlx.runs.jobs import is_alive, job_of
 from rlx.runs.lock import SWEEP, RunLock
-from rlx.runs.run import Run
-from rlx.runs.status import FINAL, read_status
+from rlx.runs.rewind import has_begun, rewind
+from rlx.runs.run import Run, has_done
+from rlx.runs.status import FINAL, Status, new_attempt, read_status
 
 POLL = 0.2  # seconds between two checks of the pool
 
@@ -175,7 +177,7 @@ def run_pool(elements: Sequence[Element], parallel: int, visible: Sequence[str],
                 element, slot = waiting.pop(0), slots.pop(0)
                 gpus = element.cfg.num_gpus
                 mine = {DEVICES: ",".join(visible[slot * width : slot * width + gpus])} if gpus else {}
-                command = [sys.executable, "-m", "rlx.launch.element", str(element.paths.root)]
+                command = [sys.executable, "-m", "rlx.launch.sweep", str(element.paths.root)]
                 say(f"{element.name}: starting")
                 # Its own session: Ctrl-C then reaches only the pool, which forwards it once.
                 child = subprocess.Popen(
@@ -238,3 +240,34 @@ def failed(elements: Sequence[Element]) -> list[Element]:
 def plan_of(cfg: CommandConfig) -> list[ProcessSpec]:
     assert cfg.run.dir is not None
     return make_plan(cfg, Path(cfg.run.dir))
+
+
+def run_element(run_dir: str) -> int:
+    """One run of the pool, in its own process. Its CUDA_VISIBLE_DEVICES lists its GPUs. Displays no progress; the pool does."""
+    paths = RunPaths(Path(run_dir))
+    cfg = load_command(paths.root)
+    lock = RunLock(paths)
+    if not lock.exclusive():
+        print(f"{paths.root} is in use by another run", file=sys.stderr)
+        return 1
+    # The directory may have waited in the pool for days without a lock, so its state may have changed.
+    status = read_status(paths)
+    if has_done(paths, status, cfg):
+        return 0
+    if has_begun(paths):
+        try:
+            rewind(paths)
+        except ConfigError as error:
+            status = status or Status(max_steps=cfg.total_steps)
+            status.attempt = new_attempt(paths)
+            log = paths.log(status.attempt, "launcher")
+            log.write_text(f"{error}\n")
+            status.fail(paths, "launcher", str(error), log)
+            print(error, file=sys.stderr)
+            return 1
+    lock.share()
+    return launch(paths, Limits.of(cfg), lock)
+
+
+if __name__ == "__main__":
+    sys.exit(run_element(sys.argv[1]))

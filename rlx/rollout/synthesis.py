@@ -203,7 +203,7 @@ class Synthesis:
             "examples": {"played": num_examples(candidates), "kept": num_examples(choice.kept)},
             "reward": {"played": mean(rewards), "kept": mean([candidate.reward for candidate in choice.kept])},
             "selection": asdict(selection_keys(config)),
-            "asked": config.asked,  # for `rlx.runs.completed`
+            "asked": config.asked,  # for `rlx.runs.run.has_done`
             "environments": {
                 name: {
                     "id": env.id,

@@ -140,7 +140,8 @@ def describe_returncode(returncode: int, service: bool = False) -> str:
     if returncode >= 0:
         return f"exit code {returncode}"
     hint = {signal.SIGKILL: " (by a user, or because memory ran out: see `dmesg`)"}.get(-returncode, "")
-    return f"killed by {signal.Signals(-returncode).name}{hint}"
+    name = next((each.name for each in signal.Signals if each == -returncode), f"signal {-returncode}")
+    return f"killed by {name}{hint}"
 
 
 def last_lines(log: Path, count: int) -> tuple[str, ...]:
