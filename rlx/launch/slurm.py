@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import secrets
 import signal
 import sys
@@ -53,6 +54,9 @@ FOLDER = ".submitit"  # submitit's files for the jobs of a run or sweep, inside 
 OLD_ATTEMPT = 60.0  # seconds to wait for the processes of an earlier attempt to exit
 MARGIN = 120.0  # seconds that SLURM may take longer than its `SlurmdTimeout` to requeue a job
 AGAIN = 10.0  # seconds between two looks whether it has
+START = 60.0  # seconds by which an attempt may begin later than its job, whose time limit counts from there
+BUSY = re.compile(r"timed out|no answer|unable to contact|connection|zero bytes|try again|transport", re.IGNORECASE)
+"""What SLURM's commands say of a controller that does not answer at the moment."""
 PAUSE = 3.0  # seconds between two requests for a requeue
 REQUEUE = 60.0  # seconds for which a requeue is asked for while the controller does not answer
 
@@ -217,6 +221,13 @@ class Attempt:
             status.finish("interrupted")
             status.write(paths)
             return status.exit_code or 0
+        if barren >= 2 and time.time() - status.started >= 60 * cfg.slurm.time_minutes - cfg.slurm.signal_seconds - START:
+            _give_up(
+                paths,
+                status,
+                f"{barren} attempts in a row were preempted before the time limit without progress: what comes before the first checkpoint "
+                "takes longer than slurm.time_minutes less slurm.signal_seconds; continue with resume=latest and a larger slurm.time_minutes",
+            )
         if barren > cfg.launcher.max_requeues:
             most = f"launcher.max_requeues={cfg.launcher.max_requeues}"
             _give_up(paths, status, f"preempted, and {most} requeues without progress are used up; continue with resume=latest")
@@ -229,7 +240,7 @@ class Attempt:
 def back_to_the_queue(job_id: str, restarts: int) -> str | None:
     """Requeue a job that has been requeued `restarts` times; returns why SLURM refuses to.
 
-    It is asked again for REQUEUE seconds: many jobs may have had their notice at the same moment, so it may not answer.
+    A controller that does not answer is asked again for REQUEUE seconds: many jobs may have had their notice at the same moment.
     """
     deadline = time.monotonic() + REQUEUE
     while True:
@@ -240,7 +251,7 @@ def back_to_the_queue(job_id: str, restarts: int) -> str | None:
             refused = str(error)
         if refused is None or restarts_of(job_id) > restarts:  # it may have heard the request that it did not answer
             return None
-        if time.monotonic() > deadline:
+        if not BUSY.search(refused) or time.monotonic() > deadline:
             return refused
         time.sleep(PAUSE)
 
