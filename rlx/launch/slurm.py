@@ -225,8 +225,8 @@ class Attempt:
             _give_up(
                 paths,
                 status,
-                f"{barren} attempts in a row were preempted before the time limit without progress: what comes before the first checkpoint "
-                "takes longer than slurm.time_minutes less slurm.signal_seconds; continue with resume=latest and a larger slurm.time_minutes",
+                f"{barren} attempts in a row were preempted before the time limit without progress: what comes before a checkpoint takes "
+                "longer than slurm.time_minutes less slurm.signal_seconds; continue with resume=latest and a larger slurm.time_minutes",
             )
         if barren > cfg.launcher.max_requeues:
             most = f"launcher.max_requeues={cfg.launcher.max_requeues}"
