@@ -1,7 +1,6 @@
 """How soon `rlx view` shows a run of 100,000 rollouts, and how much memory it takes.
 
     python benchmarks/view.py                       390 steps of 256 rollouts with about 4,000 characters each, three times
-    python benchmarks/view.py --unindexed           the same as files without an index, as before `rlx view`
     python benchmarks/view.py --results             the same as one results.jsonl of an evaluation
 
 It makes the run directory, starts the command in a pseudo-terminal, and measures the seconds from its start until the first list is
@@ -30,7 +29,6 @@ from pathlib import Path
 import zstandard
 
 from rlx.paths import RunPaths
-from rlx.rollout.record import write_lines
 
 DEADLINE = 120.0
 
@@ -80,10 +78,7 @@ def make(root: Path, steps: int, per_step: int, characters: int, kind: str) -> N
     paths.rollouts.mkdir()
     for step in range(steps):
         lines = lines_of(step, per_step, characters, rng)
-        if kind == "unindexed":
-            paths.rollouts_of(step).write_bytes(zstandard.ZstdCompressor(level=3).compress(b"".join(lines)))
-        else:
-            write_lines(paths.rollouts_of(step), lines)
+        paths.rollouts_of(step).write_bytes(zstandard.ZstdCompressor(level=3).compress(b"".join(lines)))
 
 
 class Terminal:
@@ -149,10 +144,9 @@ def main() -> None:
     parser.add_argument("--per-step", type=int, default=256)
     parser.add_argument("--characters", type=int, default=4000)
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--unindexed", action="store_true")
     parser.add_argument("--results", action="store_true")
     args = parser.parse_args()
-    kind = "unindexed" if args.unindexed else "results" if args.results else "indexed"
+    kind = "results" if args.results else "rollouts"
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "run"
         began = time.perf_counter()
