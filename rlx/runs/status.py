@@ -139,7 +139,7 @@ def describe_returncode(returncode: int, service: bool = False) -> str:
         return "exited early with exit code 0; it must serve until the run ends"
     if returncode >= 0:
         return f"exit code {returncode}"
-    hint = {signal.SIGKILL: " (by a user, or because memory ran out: see `dmesg`)"}.get(-returncode, "")
+    hint = " (by a user, or because memory ran out: see `dmesg`)" if returncode == -signal.SIGKILL else ""
     name = next((each.name for each in signal.Signals if each == -returncode), f"signal {-returncode}")
     return f"killed by {name}{hint}"
 
