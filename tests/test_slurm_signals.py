@@ -215,7 +215,7 @@ def test_a_job_comes_back_no_more_than_it_may(job):
         if attempt == 0:
             toys.until(lambda: toys.status().attempt == 1)
     assert follow(toys.paths, toys.id) == 1
-    assert "launcher.max_requeues=1 requeues without a new step are used up" in str(toys.status().cause)
+    assert "launcher.max_requeues=1 requeues without progress are used up" in str(toys.status().cause)
 
 
 @pytest.mark.long
@@ -224,5 +224,5 @@ def test_a_job_that_slurm_requeues_once_too_often_does_not_start(job):
     toys.until_started()
     slurm("scontrol", "requeue", toys.id)
     toys.until(lambda: toys.status().state == "failed")
-    assert "requeued 1 times without a new step, more than launcher.max_requeues=0" in str(toys.status().cause)
+    assert "requeued 1 times without progress, more than launcher.max_requeues=0" in str(toys.status().cause)
     assert RunPaths(toys.paths.root).log(1, "toy").exists() is False
