@@ -26,8 +26,9 @@ import termios
 import time
 from pathlib import Path
 
+import zstandard
+
 from rlx.paths import RunPaths
-from rlx.rollout.record import write_lines
 
 DEADLINE = 120.0
 
@@ -77,7 +78,7 @@ def make(root: Path, steps: int, per_step: int, characters: int, kind: str) -> N
     paths.rollouts.mkdir()
     for step in range(steps):
         lines = lines_of(step, per_step, characters, rng)
-        write_lines(paths.rollouts_of(step), lines)
+        paths.rollouts_of(step).write_bytes(zstandard.ZstdCompressor(level=3).compress(b"".join(lines)))
 
 
 class Terminal:
@@ -145,7 +146,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--results", action="store_true")
     args = parser.parse_args()
-    kind = "results" if args.results else "steps"
+    kind = "results" if args.results else "rollouts"
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "run"
         began = time.perf_counter()

@@ -21,6 +21,11 @@ def start_time(pid: int) -> int | None:
     return None if fields is None or fields[0] in "ZX" else int(fields[19])
 
 
+def state_of(pid: int) -> str:
+    """The kernel's letter for the state of a process (`T`: stopped by a signal); empty if there is none."""
+    return (_stat(pid) or [""])[0]
+
+
 def find(groups: Iterable[int], token: str | None, variable: str = TOKEN) -> list[int]:
     """Pids of the living processes whose group or session is in `groups` or whose environment carries `token`. Excludes zombies.
 

@@ -1,11 +1,10 @@
-"""Process setup that every role does first: die with the parent, limit CPU threads, interpret SIGTERM. Also reports a full disk.
+"""Process setup that every role does first: die with the parent, limit CPU threads, interpret SIGTERM.
 
 Linux only. Never imports torch; it only configures a torch that is already loaded.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import errno
 import gc
@@ -26,7 +25,7 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 ORPHANED = 1  # exit code of a process whose parent died before `die_with_parent`
 FULL = (errno.ENOSPC, errno.EDQUOT)  # the error numbers of a full disk and a used-up quota
 LITTLE = 2**18  # bytes: a disk with less free space counts as full
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # <malloc.h>
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 KEPT = 2**30  # bytes: larger allocations, and more free memory than this at the top of the heap, go back to the kernel
 RETURNED = 2**20  # bytes: while freed memory is returned, allocations of this size and larger are their own, outside of the heap
 MOST = 2**25  # bytes: the largest size of the kind that every version of the library accepts, and that its own rule ends at
@@ -49,7 +48,7 @@ def die_with_parent() -> None:
         errno = ctypes.get_errno()
         raise OSError(errno, f"prctl(PR_SET_PDEATHSIG): {os.strerror(errno)}")
     supervisor = os.environ.get(SUPERVISOR)
-    if os.getppid() == 1 if supervisor is None else not _lives(int(supervisor)):
+    if os.getppid() == 1 if supervisor is None else not Path(f"/proc/{supervisor}").exists():
         print("the parent process is gone; leaving", file=sys.stderr, flush=True)
         os._exit(ORPHANED)
 
@@ -74,28 +73,15 @@ def sigterm_is_a_notice() -> bool:
     return HOST in os.environ
 
 
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
 def peak_memory() -> int:
     """Bytes of the largest resident memory of this process so far, with pages that it shares with others.
 
     Linux's own number for `resource.getrusage` may be that of the process which started this one.
     """
-    other = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except FileNotFoundError:  # macOS, which counts in bytes
-        return other
+    lines = Path("/proc/self/status").read_text().splitlines()
     # A sandbox with a /proc of its own may leave the line out.
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), 1024 * other)
+    other = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), other)
 
 
 def set_cpu_threads(threads: int) -> None:
@@ -110,10 +96,9 @@ def set_cpu_threads(threads: int) -> None:
         torch.set_num_threads(threads)
 
 
-def keep_freed_memory(*, one_heap: bool = False) -> None:
+def keep_freed_memory() -> None:
     """Let the C library's allocator keep what is freed, for the next allocation of this process.
 
-    `one_heap`: also in threads that start from now on. By default they have heaps of their own, which hold nothing larger than 64 MiB.
     A step on CPU frees and allocates the same tensors over and over. By default the large ones go back to the kernel each time, which then
     hands out zeroed pages one by one: about a tenth of a small model's step. Does nothing where the library has no such settings.
     """
@@ -122,8 +107,6 @@ def keep_freed_memory(*, one_heap: bool = False) -> None:
     # The second threshold alone would fix the first at its low initial value. Some versions accept no more than 32 MiB for the first.
     if mallopt is not None and (mallopt(M_MMAP_THRESHOLD, KEPT) or mallopt(M_MMAP_THRESHOLD, MOST)):
         mallopt(M_TRIM_THRESHOLD, KEPT)
-        if one_heap:
-            mallopt(M_ARENA_MAX, 1)
         _keeps = True
 
 
@@ -152,96 +135,27 @@ def _mallopt() -> Callable[[int, int], int] | None:
     return getattr(ctypes.CDLL(None), "mallopt", None)
 
 
-def full_disk(error: BaseException, run_dir: Path) -> str | None:
-    """One line for the user about a full disk or quota; `None` if `error` has another cause.
-
-    Also searches the exceptions inside `error`: members of exception groups, causes and contexts. One that names its file counts first.
-    """
-    found = [(getattr(each, "filename", None), number) for each in _all_of(error) if (number := _full(each)) is not None]
-    if not found:
-        return None
-    filename, number = next((each for each in found if isinstance(each[0], str | bytes)), found[0])
-    path = Path(os.fsdecode(filename)) if isinstance(filename, str | bytes) else run_dir
-    what = "the quota is used up" if number == errno.EDQUOT else "the disk is full"
-    if path.is_relative_to(run_dir):
-        free = "free some space, or move the run's directory and set run.dir= to it"
-    else:
-        free = "free some space there; it is not in the run's directory"
-    return f"{what}: {path} could not be written, {_space(path)}; {free}; then continue with resume=latest"
-
-
-def disk_is_full(run_dir: Path) -> str | None:
-    """The line of `full_disk` if the disk of a run's directory is full; else `None`."""
+def disk_is_full(run_dir: Path) -> bool:
+    """Whether nothing more can be written into a run's directory, so that an error may be missing in a log."""
     try:
-        has_room = shutil.disk_usage(run_dir).free >= LITTLE
+        return shutil.disk_usage(run_dir).free < LITTLE
     except OSError:
-        return None
-    return None if has_room else full_disk(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), run_dir)
-
-
-def _full(error: BaseException) -> int | None:
-    """ENOSPC or EDQUOT if an exception reports one of them. safetensors and torch raise other types that contain the system's message."""
-    if isinstance(error, OSError) and error.errno in FULL:
-        return error.errno
-    return next((number for number in FULL if os.strerror(number) in str(error)), None)
-
-
-def _all_of(error: BaseException) -> Iterator[BaseException]:
-    """An exception, its causes and contexts, and the members of exception groups."""
-    waiting, seen = [error], set()
-    while waiting:
-        each = waiting.pop(0)
-        if id(each) in seen:
-            continue
-        seen.add(id(each))
-        yield each
-        waiting += [other for other in (each.__cause__, each.__context__) if other is not None]
-        if isinstance(each, BaseExceptionGroup):
-            waiting += each.exceptions
-
-
-def _space(path: Path) -> str:
-    """The file system of a path and its free space, as text."""
-    folder = next((each for each in (path, *path.parents) if each.is_dir()), Path("/"))
-    try:
-        mount = next(each for each in (folder.resolve(), *folder.resolve().parents) if os.path.ismount(each))
-        usage = shutil.disk_usage(folder)
-    except OSError:
-        return f"file system of {folder}"
-    return f"file system {mount} has {usage.free / 2**20:,.0f} MiB left of {usage.total / 2**20:,.0f} MiB"
-
-
-def say_full_disk(main: Callable[[], int]) -> int:
-    """Run a role's `main` and return its exit code. If a full disk ends it, print one line about that last and return 1.
-
-    Other exceptions pass through. The run's directory is the --run-dir of the command line.
-    """
-    try:
-        return main()
-    except Exception as error:
-        parser = argparse.ArgumentParser(add_help=False)
-        parser.add_argument("--run-dir", type=Path, default=Path())
-        line = full_disk(error, parser.parse_known_args()[0].run_dir)
-        if line is None:
-            raise
-        with suppress(OSError):  # the log may be on that disk
-            if not isinstance(error, OSError | BaseExceptionGroup):
-                print(str(error).partition("\n")[0], file=sys.stderr)  # which operation failed
-            print(line, file=sys.stderr, flush=True)
-        return 1
+        return False
 
 
 def end_at_once(main: Callable[[], int]) -> NoReturn:
-    """Run a role's `main` (`say_full_disk`), then end the process with its exit code. Any exception is printed with its traceback: code 1.
+    """Run a role's `main`, then end the process with its exit code. Any exception is printed with its traceback: code 1.
 
     Waits for no thread and runs no `atexit` function: `main` has finished what matters. A reward function may hang in a thread, vLLM's
     threads do not end by themselves, and a thread of torch's gloo that outlives its process group sometimes aborts an interpreter that
     shuts down, after all work is done (pytorch issue 190489).
     """
     try:
-        code = say_full_disk(main)
-    except SystemExit as leaving:
-        code = _code_of(leaving)
+        code = main()
+    except SystemExit as leaving:  # with the code that Python gives a process for it
+        code = leaving.code if isinstance(leaving.code, int) else 0 if leaving.code is None else 1
+        if isinstance(leaving.code, str):
+            print(leaving.code, file=sys.stderr)
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1
@@ -250,14 +164,6 @@ def end_at_once(main: Callable[[], int]) -> NoReturn:
         with suppress(OSError):  # the log may be on a full disk
             stream.flush()
     os._exit(code)
-
-
-def _code_of(leaving: SystemExit) -> int:
-    """The exit code that Python gives a process for this exception. Prints the message of `sys.exit("a message")`."""
-    if leaving.code is None or isinstance(leaving.code, int):
-        return (leaving.code or 0) & 0xFF
-    print(leaving.code, file=sys.stderr)
-    return 1
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from rlx.process import host_name
 LOOK = 2.0  # seconds between two looks for a question
 PATIENCE = 3.0  # seconds that an event loop has to answer
 FOLDER = "RLX_STALLS"  # environment variable: the folder of questions, for processes that a role starts
+BLOCKED = "its event loop is blocked"
 NOT_SHOWN = ("heartbeat", "stacks")  # names of threads of our own
 
 _explain: list[Callable[[], list[str]]] = []
@@ -48,29 +49,27 @@ def answer(paths: RunPaths, name: str) -> None:
     os.environ[FOLDER] = str(folder)
     with contextlib.suppress(OSError):  # on a full disk; other writers report it
         folder.mkdir(parents=True, exist_ok=True)
-        by_signal = (folder / f"{name}.stack").open("w")
-        faulthandler.register(signal.SIGUSR1, file=by_signal, all_threads=True)
-        write_text(
-            folder / f"{name}.process",
-            json.dumps({"pid": os.getpid(), "started": start_time(os.getpid()), "host": host_name(), "boot": boot()}),
-        )
-        threading.Thread(target=_answer_on, args=(folder, name), name="stacks", daemon=True).start()
+        by_signal = folder / f"{name}.stack"
+        faulthandler.register(signal.SIGUSR1, file=by_signal.open("w"), all_threads=True)
+        _begin(folder, name, str(by_signal))
+
+
+def answer_in_child(name: str, stacks: int) -> None:
+    """As `answer`, in a process that a role started. `stacks`: the file descriptor to which it writes its stacks on SIGUSR1."""
+    if FOLDER in os.environ:  # else the role does not answer either
+        with contextlib.suppress(OSError):
+            _begin(Path(os.environ[FOLDER]), name, f"/proc/{os.getpid()}/fd/{stacks}")
+
+
+def _begin(folder: Path, name: str, stacks: str) -> None:
+    facts = {"pid": os.getpid(), "started": start_time(os.getpid()), "host": host_name(), "boot": boot(), "stacks": stacks}
+    write_text(folder / f"{name}.process", json.dumps(facts))
+    threading.Thread(target=_answer_on, args=(folder, name), name="stacks", daemon=True).start()
 
 
 def boot() -> str:
     """Identifies the running kernel: equal in two processes only if both are on one machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def answer_in_child(name: str, stacks: int) -> None:
-    """As `answer`, in a process that a role started. `stacks`: the file descriptor to which it writes its stacks on SIGUSR1."""
-    if FOLDER not in os.environ:
-        return  # the role does not answer either
-    folder = Path(os.environ[FOLDER])
-    facts = {"pid": os.getpid(), "started": start_time(os.getpid()), "host": host_name(), "boot": boot()}
-    with contextlib.suppress(OSError):
-        write_text(folder / f"{name}.process", json.dumps({**facts, "stacks": f"/proc/{os.getpid()}/fd/{stacks}"}))
-        threading.Thread(target=_answer_on, args=(folder, name), name="stacks", daemon=True).start()
 
 
 def _answer_on(folder: Path, name: str) -> None:
@@ -93,15 +92,19 @@ def question(folder: Path) -> str | None:
 
 
 def account() -> dict[str, Any]:
-    """What this process does now: `lines` of the role, `where` and `frames` of the main thread, the `stack` of all threads."""
+    """What this process does now: `lines` of the role, `where` the main thread is, the `stack` of all threads."""
     lines: list[str] = []
     for function in _explain:
         try:
             lines += function()
         except Exception as error:
             lines.append(f"(what it waits for is not known: {type(error).__name__}: {error})")
-    main = sys._current_frames().get(threading.main_thread().ident or 0)
-    return {"lines": lines, "where": place(main), "frames": places(main), "stack": "".join(_stacks())}
+    return {"lines": lines, "where": own_line(main_thread()), "stack": "".join(_stacks())}
+
+
+def main_thread() -> list[str]:
+    """`file:line in function` of the main thread's frames, the innermost first."""
+    return places(sys._current_frames().get(threading.main_thread().ident or 0))
 
 
 def _stacks() -> Iterator[str]:
@@ -120,11 +123,6 @@ def places(frame: FrameType | None) -> list[str]:
         found.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}")
         frame = frame.f_back
     return found
-
-
-def place(frame: FrameType | None) -> str:
-    """The innermost line that belongs neither to Python nor to an installed package; the innermost one if all do."""
-    return own_line(places(frame))
 
 
 def own_line(frames: Sequence[str], sources: Path | None = None) -> str:
@@ -168,8 +166,7 @@ def where_rollouts_wait(loop: asyncio.AbstractEventLoop, sources: Path | None, m
     """The lines of code at which the rollouts of this process wait, with their numbers."""
     tasks = tasks_of(loop, rollout_name(None))
     if tasks is None:
-        main = places(sys._current_frames().get(threading.main_thread().ident or 0))
-        return [f"its event loop is blocked at {own_line(main, sources)}"]
+        return [f"{BLOCKED} at {own_line(main_thread(), sources)}"]
     where = Counter(own_line(each.frames, sources) for each in tasks)
     return [f"{count} rollout{'s' * (count != 1)} at {line}" for line, count in where.most_common(most)]
 

@@ -12,7 +12,7 @@ import pytest
 from rlx.config.schema import EnvConfig
 from rlx.envs.load import load_one
 from rlx.envs.wire import Settings
-from rlx.runs.snapshot import environment
+from rlx.runs.provenance import snapshot_environment
 
 
 def test_a_script_that_an_environment_starts_in_a_job_imports_the_modules_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -24,6 +24,6 @@ def test_a_script_that_an_environment_starts_in_a_job_imports_the_modules_beside
 
     monkeypatch.setattr("rlx.envs.kinds.kind_of", lambda _: "v1")
     monkeypatch.setitem(sys.modules, "rlx.envs.verifiers_v1", SimpleNamespace(load_environment=load_environment))
-    for name, value in environment(tmp_path / "code").items():
+    for name, value in snapshot_environment(tmp_path / "code").items():
         monkeypatch.setenv(name, value)
     assert load_one("e", EnvConfig(id="stand_in"), Settings({})) == "42\n"

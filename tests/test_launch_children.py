@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,15 +10,15 @@ import pytest
 from toy_run import FOREVER, toy
 
 from rlx.launch.children import Children
-from rlx.launch.starters import LocalStarter
+from rlx.launch.starters import Starter
 from rlx.launch.verdict import Verdict, View, decide
 
 
 @pytest.fixture
 def children(tmp_path: Path) -> Iterator[Children]:
-    reader = [sys.executable, "-c", "import sys; sys.stdin.read()"]
-    children = Children(LocalStarter(), "token", lambda: subprocess.Popen(reader, stdin=subprocess.PIPE))
-    children.start_reaper()
+    children = Children(Starter(), "token")
+    lock = os.open(tmp_path / "lock", os.O_CREAT)
+    children.start_reaper(tmp_path, 1, lock)
     children.start(toy("inference", FOREVER, service=True), {}, tmp_path / "log")
     yield children
     children.stop(0, print)

@@ -212,18 +212,6 @@ def test_a_command_that_still_runs_when_the_supervisor_has_ended_is_killed_with_
     assert left_behind(process.pid) == []
 
 
-def test_a_container_that_cannot_start_is_the_reason_of_the_runs_end(tmp_path, monkeypatch) -> None:
-    job = Job(tmp_path, monkeypatch, "pyxis", READS)
-    job.command("srun", 'echo "pyxis: failed to import docker image" >&2; exit 1')
-    assert job.start().wait(60) == 1
-    status = job.status()
-    assert status.state == "failed"
-    assert status.cause is not None
-    assert "or the container or its Python cannot start" in status.cause.reason
-    assert status.cause.last_lines[-1] == "pyxis: failed to import docker image"
-    assert not list(tmp_path.glob("rlx.*"))
-
-
 @pytest.mark.parametrize(
     ("more", "said"),
     [

@@ -19,11 +19,9 @@ from rlx.launch import slurm
 from rlx.paths import RunPaths
 from rlx.plan.make import make_plan
 from rlx.plan.record import read_plan
-from rlx.runs import provenance
 from rlx.runs.claim import create, settle
 from rlx.runs.jobs import is_alive, job_of, note_job, queue, restarts_of
-from rlx.runs.provenance import code_change
-from rlx.runs.status import Cause, Status, read_status
+from rlx.runs.status import Status, read_status
 
 pytestmark = pytest.mark.slow
 
@@ -103,48 +101,6 @@ def test_no_line_of_the_setup_takes_the_jobs_copy_of_the_code_away(tmp_path: Pat
     done = subprocess.run(["bash"], input=text, capture_output=True, text=True, check=True)
     path = [str(code), str(code / "environments" / "sums"), *(str(tmp_path) if each == "HERE" else each for each in after)]
     assert done.stdout.splitlines() == [os.pathsep.join(path), "1"]
-
-
-@pytest.mark.parametrize("bash", ["", "4.2"])  # the rules of which version
-@pytest.mark.parametrize(
-    ("setup", "python", "array", "code", "said", "earlier"),
-    [
-        (r"""echo '"no" \module'$'\t''there' >&2; false""", "exit 0", {}, 1, '"no" \\modulethere', False),
-        ("exit 7", "exit 0", {"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1"}, 7, None, False),
-        ("true", "echo ModuleNotFoundError; exit 1", {}, 1, "ModuleNotFoundError", True),
-        ("true", None, {}, 127, "No such file", False),
-    ],
-)
-def test_a_job_that_ends_before_rlx_starts_says_why_in_its_runs_status(
-    tmp_path, monkeypatch, setup, python, array, code, said, earlier, bash
-):
-    paths = [RunPaths(tmp_path / "a sweep" / f"it's={i}") for i in range(2 if array else 1)]
-    for each in paths:
-        each.root.mkdir(parents=True)
-        failed = Cause(role="trainer", replica=0, returncode=3, reason="an earlier attempt's {", log="x", last_lines=("one", " },", "}"))
-        Status(max_steps=9, cause=failed if earlier else None).write(each)
-    folder, mine, job = tmp_path / "a sweep" / ".submitit", paths[-1], "12_1" if array else "12"
-    folder.mkdir()
-    mine.logs(0).mkdir(parents=True)  # of an earlier job
-    monkeypatch.setattr(sys, "executable", stand_in(tmp_path / "python", python) if python else str(tmp_path / "nowhere"))
-    cfg = compose(["launcher=slurm", "hardware=cpu", "dry_run=true"], {}).cfg
-    text = slurm.sbatch_script(replace(cfg, slurm=replace(cfg.slurm, setup=[setup])), "run", folder, [each.root for each in paths])
-    with (folder / f"{job}_0_log.out").open("w") as output:  # as SLURM opens it
-        environment = os.environ | {"SLURM_JOB_ID": "12", "SLURMD_NODENAME": "node3", "LC_ALL": "C", "BASH_COMPAT": bash} | array
-        subprocess.run(["bash"], input=text, stdout=output, stderr=subprocess.STDOUT, text=True, env=environment, check=False)
-    status = read_status(mine)
-    assert (status.state, status.exit_code, status.job, status.attempt, status.max_steps) == ("failed", 1, job, 1, 9)
-    assert (status.cause.returncode, status.cause.log) == (code, "logs/attempt_1/job.log")
-    assert f"job {job} ended on node3 with exit code {code} before rlx could start" in status.cause.reason
-    assert said is None or said in status.cause.last_lines[-1]
-    assert (mine.latest_logs / "job.log").is_file()
-    assert (mine.root / status.cause.log).read_text() == (folder / f"{job}_0_log.out").read_text()
-    assert [read_status(each).state for each in paths[:-1]] == ["starting"] * len(paths[:-1])
-
-    note_job(mine, "13")  # the directory now belongs to another job
-    Status().write(mine)
-    subprocess.run(["bash"], input=text, capture_output=True, text=True, env=environment, check=False)
-    assert read_status(mine).state == "starting"
 
 
 NEWER_THAN_BASH_4_2 = {
@@ -308,7 +264,6 @@ def test_a_directory_that_pythonpath_cannot_name_is_refused(tmp_path: Path, monk
     line = ["train", "launcher=slurm", "hardware=cpu", "run.name=10:30", "dry_run=true"]
     assert main(line) == 2
     assert "outputs/10:30, where the job's copy of the code would be: it has a :" in capsys.readouterr().err
-    assert main([*line, "launcher.code_changes=warn"]) == 0
 
 
 @pytest.mark.usefixtures("known_environments")
@@ -339,27 +294,6 @@ def test_a_directory_whose_job_waits_is_nobody_elses(controller, tmp_path: Path)
             made(tmp_path, more)
     controller(squeue="12|FAILED")
     made(tmp_path, "clean=true")
-
-
-def test_only_a_change_of_the_code_that_runs_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    source = tmp_path / "source"
-    for file in ("rlx/__init__.py", "environments/one/rlx_one.py", "README.md"):
-        (source / file).parent.mkdir(parents=True, exist_ok=True)
-        (source / file).write_text("first\n")
-    for command in (["init", "-q"], ["add", "."], ["-c", "user.name=x", "-c", "user.email=x", "commit", "-qm", "first"]):
-        subprocess.run(["git", "-C", str(source), *command], check=True)
-    monkeypatch.setattr(provenance, "SOURCE", source)
-    monkeypatch.setattr(provenance, "source_state", provenance.source_state.__wrapped__)  # not the cached one of other tests, nor for them
-    paths = made(tmp_path)
-    (source / "README.md").write_text("second\n")
-    assert code_change(paths) is None
-    subprocess.run(["git", "-C", str(source), "-c", "user.name=x", "-c", "user.email=x", "commit", "-qam", "second"], check=True)
-    assert code_change(paths) is None, "another commit, but the same code"
-    for file in ("rlx/__init__.py", "environments/one/rlx_one.py", "rlx/new.py"):
-        (source / file).write_text("second\n")
-        assert "is not what it was when the run was submitted (commit " in str(code_change(paths))
-        (source / file).write_text("first\n")
-    assert "is not what it was" in str(code_change(paths)), "rlx/new.py is still there"
 
 
 @pytest.mark.parametrize(

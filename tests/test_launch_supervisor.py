@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -404,13 +402,3 @@ def test_two_runs_at_once_do_not_meet(start: Callable[..., Run]) -> None:
     assert two.wait().state == "completed"
     one.assert_nothing_left()
     two.assert_nothing_left()
-
-
-def test_a_job_whose_launcher_died_before_handing_it_over_does_not_wait(tmp_path: Path) -> None:
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    command = [sys.executable, "-m", "rlx.launch.job", str(gone.pid), "1", "-u", "-m", "submitit.core._submit", str(tmp_path)]
-    environment = {**os.environ, "SUBMITIT_LOCAL_JOB_ID": "7"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert result.returncode == 1
-    assert "is gone" in result.stderr

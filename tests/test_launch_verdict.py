@@ -39,9 +39,9 @@ def failed(blamed: str, code: int | None, reason: str) -> Verdict:
 
 
 ONE = failed("trainer", 1, "exit code 1")
-CRASH = "killed by SIGSEGV (a crash in native code)"
+CRASH = "killed by SIGSEGV"
 AGAIN = Verdict(again=("inference_0",))
-KILLED = "killed by SIGKILL (by a user, or by the kernel because memory ran out: see `dmesg`, or the memory estimate of `dry_run=true`)"
+KILLED = "killed by SIGKILL (by a user, or because memory ran out: see `dmesg`)"
 WANTED_BACK = "SLURM sent inference_0 SIGTERM: it wants the machine back"
 EARLY = "exited early with exit code 0; it must serve until the run ends"
 NOTHING = "no step has begun: there is no progress to save"

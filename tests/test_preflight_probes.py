@@ -12,8 +12,8 @@ import pytest
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose
 from rlx.config.schema import Config
+from rlx.descendants import start_time
 from rlx.envs.probe import files_of, why
-from rlx.launch.processes import start_time
 from rlx.preflight import probes
 
 ROOT = Path(__file__).resolve().parent.parent

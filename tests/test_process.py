@@ -1,8 +1,7 @@
-"""What a process says last when a full disk ends it, which memory it keeps, and how it imports large libraries."""
+"""How a process ends, also on a full disk, which memory it keeps, and how it imports large libraries."""
 
 from __future__ import annotations
 
-import errno
 import gc
 import os
 import shutil
@@ -14,81 +13,8 @@ from pathlib import Path
 import pytest
 
 from rlx.paths import RunPaths
-from rlx.process import full_disk, importing, say_full_disk
+from rlx.process import importing
 from rlx.runs.status import Cause, Status, read_status
-
-
-def no_space(path: str | None = "/data/run/weights/x") -> OSError:
-    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
-
-
-def raised(error: BaseException, cause: BaseException) -> BaseException:
-    """`error`, as raised from `cause`."""
-    try:
-        raise error from cause
-    except BaseException as found:
-        return found
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        no_space(),
-        raised(RuntimeError("the checkpoint could not be written"), no_space()),
-        ExceptionGroup("unhandled errors in a TaskGroup", [ValueError("other"), ExceptionGroup("inner", [no_space()])]),
-        raised(RuntimeError("late"), ExceptionGroup("inner", [no_space()])),
-    ],
-)
-def test_a_full_disk_is_found_in_whatever_holds_it_and_said_with_path_file_system_and_remedy(error: BaseException) -> None:
-    line = full_disk(error, Path("/data/run"))
-    assert line is not None
-    assert line.startswith("the disk is full: /data/run/weights/x could not be written, file system /")
-    assert "free some space, or move the run's directory" in line
-    assert line.endswith("then continue with resume=latest")
-    assert "\n" not in line
-
-
-def test_a_library_that_only_says_it_in_words_is_understood_too() -> None:
-    line = full_disk(ValueError("I/O error: No space left on device (os error 28)"), Path("/data/run"))
-    assert line is not None
-    assert "/data/run could not be written" in line
-
-
-def test_the_file_that_could_not_be_written_is_named_also_if_an_error_around_it_has_its_words() -> None:
-    error = raised(RuntimeError("version 4 could not be written: [Errno 28] No space left on device"), no_space("/dev/shm/rlx-run-1"))
-    line = full_disk(error, Path("/data/run"))
-    assert line is not None
-    assert line.startswith("the disk is full: /dev/shm/rlx-run-1 could not be written")
-    assert "free some space there; it is not in the run's directory; then continue with resume=latest" in line
-
-
-def test_a_quota_is_not_a_disk() -> None:
-    line = full_disk(OSError(errno.EDQUOT, "Disk quota exceeded", "/data/run/x"), Path("/data/run"))
-    assert line is not None
-    assert line.startswith("the quota is used up: /data/run/x")
-
-
-def test_other_errors_are_none_of_it() -> None:
-    assert full_disk(OSError(errno.EACCES, "Permission denied", "/x"), Path("/data")) is None
-    assert full_disk(ValueError("no space for doubt"), Path("/data")) is None
-
-
-def test_a_role_that_a_full_disk_ends_says_one_line_last_and_leaves_with_1(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["role", "--run-dir", "/data/run"])
-
-    def main() -> int:
-        raise raised(RuntimeError("the checkpoint of step 3 could not be written\nmore"), no_space(None))
-
-    assert say_full_disk(main) == 1
-    first, last = capsys.readouterr().err.splitlines()
-    assert first == "the checkpoint of step 3 could not be written"
-    assert last.startswith("the disk is full: /data/run could not be written")
-    with pytest.raises(ZeroDivisionError):
-        say_full_disk(lambda: 1 // 0)
-    assert say_full_disk(lambda: 75) == 75
-
 
 ENDS = """
 import atexit, logging, os, sys, threading, time

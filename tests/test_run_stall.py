@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.stand_in]
 def account_of(job: MainJob, name: str) -> str | None:
     """The account of a stall that names this process."""
     texts = (file.read_text() for file in job.run_dir.glob("logs/latest/stall_*.txt"))
-    return next((text for text in texts if f"waiting for {name}, stopped by a signal\n" in text), None)
+    return next((text for text in texts if f"(launcher.stall_timeout): see {name}\n" in text), None)
 
 
 def test_a_stopped_trainer_and_a_stopped_server_are_named_and_the_run_completes(start):
@@ -32,9 +32,9 @@ def test_a_stopped_trainer_and_a_stopped_server_are_named_and_the_run_completes(
         finally:
             for process in whole:
                 process.resume()
-        assert f"stopped by a signal: process {pid} on " in head
+        assert f"stopped by a signal (process {pid} on " in head
         assert "== orchestrator\nthread MainThread\n" in head, "the stacks of those that answer"
     assert job.wait() == 0, job.text()
-    assert job.text().count("waiting for trainer, stopped by a signal") == 1
-    assert job.text().count("waiting for inference_0, stopped by a signal") == 1
-    assert "progress again, after " in job.text()
+    assert job.text().count("see trainer\n") == 1
+    assert job.text().count("see inference_0\n") == 1
+    assert "progress again, after " in (job.run_dir / "logs" / "latest" / "launcher.log").read_text()

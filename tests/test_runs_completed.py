@@ -14,7 +14,7 @@ from rlx.config.schema import RunConfig
 from rlx.config.schema_base import CommandConfig
 from rlx.config.schema_eval import EvalRoot
 from rlx.config.schema_synthesize import SynthesizeRoot
-from rlx.launch import element, sweep
+from rlx.launch import sweep
 from rlx.launch.sweep import Element
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths
@@ -72,9 +72,9 @@ def state_of(cfg: CommandConfig) -> str:
 def starts(cfg: CommandConfig, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether a run of the pool, in its directory, starts anything."""
     started: list[Path] = []
-    monkeypatch.setattr(element, "launch", lambda paths, *_: started.append(paths.root) or 0)
+    monkeypatch.setattr(sweep, "launch", lambda paths, *_: started.append(paths.root) or 0)
     sweep.release(sweep.make_directories([Element("run", cfg, [], [], state="again")]))
-    assert element.main(str(cfg.run.dir)) == 0
+    assert sweep.run_element(str(cfg.run.dir)) == 0
     return bool(started)
 
 

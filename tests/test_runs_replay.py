@@ -65,7 +65,7 @@ def test_a_replay_with_the_runs_own_training_has_its_versions(tmp_path: Path, ov
         ("orchestrator.rollouts_per_example=4", "orchestrator.rollouts_per_example is 4, and the run was recorded with 8"),
         ("reward.soft_overlong=true", "reward.soft_overlong is True, and the run was recorded with False"),
         ("loss.mask_overlong=true", "loss.mask_overlong is True, and the run was recorded with False"),
-        ("envs.reverse_text.loss.mask_overlong=true", "envs.reverse_text.loss.mask_overlong is True, and the run was recorded without it"),
+        ("envs.reverse_text.loss.mask_overlong=true", "envs.reverse_text.loss.mask_overlong is True, and the run was recorded with None"),
         ("inference.max_num_seqs=8", "inference.max_num_seqs is 8, and the run was recorded with 256"),
         ("weight_broadcast.verify_every=4", "weight_broadcast.verify_every is 4, and the run was recorded with 16"),
         ("eval.rollouts_per_example=3", "eval.rollouts_per_example is 3, and the run was recorded with 1"),

@@ -13,7 +13,7 @@ import pytest
 from launch_configs import config
 from test_checkpoint_folders import write
 
-from rlx.checkpoints.folders import at, read_start, steps
+from rlx.checkpoints.folders import read_start, steps
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose, load_run
 from rlx.config.schema import Config, OrchestratorConfig, RunConfig
@@ -22,7 +22,7 @@ from rlx.metrics import MetricsWriter, read_metrics
 from rlx.paths import COMPLETE, RunPaths
 from rlx.plan.make import make_plan
 from rlx.runs.claim import RunLock, create, sources
-from rlx.runs.rewind import Found, rewind, trim_metrics
+from rlx.runs.rewind import rewind, trim_metrics
 from rlx.runs.status import Status
 from rlx.weights import tmpfs
 from rlx.weights.files import versions
@@ -111,15 +111,6 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_damaged_weights_are_remove
     assert rewind(paths, warn=pytest.fail) == start, "a second rewind gives the same and warns of nothing"
 
 
-@pytest.mark.parametrize("seen", [3, None])
-def test_a_run_that_went_on_since_it_was_looked_at_loses_nothing(tmp_path: Path, seen: int | None) -> None:
-    """A sweep looks at all its runs first, which can take long. Meanwhile someone resumes one of them by hand."""
-    paths = ended(tmp_path / "run")
-    start = rewind(paths, found=Found(None if seen is None else at(paths, seen)))
-    assert start is not None
-    assert (start.step, steps(paths)) == (6, [3, 6])
-
-
 def test_a_run_whose_checkpoints_were_all_set_aside_is_not_started_anew_unasked(tmp_path: Path) -> None:
     paths = ended(tmp_path / "run")
     for step in (3, 6):
@@ -133,7 +124,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_anew_unasked(tmp
     (paths.checkpoint_of(6) / "trainer" / "shard").write_bytes(b"damaged")
     (paths.checkpoint_of(3) / COMPLETE).unlink()
     before = sorted(str(path) for path in paths.root.rglob("*"))
-    with pytest.raises(ConfigError, match=r"every checkpoint of .* is damaged: step_3, step_6\.[\s\S]*clean=true instead of resume=latest"):
+    with pytest.raises(ConfigError, match=r"every checkpoint of .* is damaged: step_3, step_6\.[\s\S]*move or delete the folder"):
         make(settled(tmp_path / "run", resume="latest"))
     assert sorted(str(path) for path in paths.root.rglob("*")) == before
     make(settled(tmp_path / "run", clean=True))
@@ -153,10 +144,7 @@ def test_metrics_are_cut_at_the_first_line_that_is_no_record(tmp_path: Path) -> 
     assert [step for step, _ in recorded_steps(paths)] == [0, 2], "concurrent readers skip the corrupt line"
     trim_metrics(paths, 3, said.append)
     assert recorded_steps(paths) == [(0, "trainer")]
-    assert said == [
-        f"{paths.metrics}, line 2 is corrupt: it and the 1 lines after it are removed",
-        f"{paths.metrics} has no record of steps 1, 2: lost in a crash",
-    ]
+    assert said == [f"{paths.metrics}, line 2 is corrupt: it and the 1 lines after it are removed"]
 
 
 def test_a_record_that_is_not_written_whole_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +263,7 @@ def test_a_fork_with_a_model_of_other_sizes_is_refused_and_one_of_another_name_i
         make(settled(tmp_path / "fork", resume=str(source.root), model=larger))
     assert not (tmp_path / "fork").exists()
     make(settled(tmp_path / "fork", resume=str(source.root), model=replace(model, name="another")))[1].close()
-    assert f"model.name: {model.name} → another changes no weights" in capsys.readouterr().err
+    assert "model.name=another changes no weights" in capsys.readouterr().err
 
 
 def test_a_dry_run_of_a_fork_reads_no_checkpoint_through(tmp_path: Path) -> None:
@@ -294,7 +282,7 @@ def test_a_replay_needs_every_batch(tmp_path: Path) -> None:
     paths, _ = make(settled(tmp_path / "again", replay=str(source.root), max_steps=9))
     assert load_run(paths.root).replay == str(source.root)
     assert paths.initial_model.read_text() == source.initial_model.read_text()
-    with pytest.raises(ConfigError, match=r"batch of step 9 was not recorded; the run has those of steps 0 … 8, and max_steps=10"):
+    with pytest.raises(ConfigError, match=r"batch of step 9 was not recorded, and max_steps=10"):
         make(settled(tmp_path / "more", replay=str(source.root)))
     with pytest.raises(ConfigError, match="is no run directory"):
         make(settled(tmp_path / "more", replay=str(tmp_path)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -10,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rlx.paths import RunPaths
-from rlx.runs import provenance, snapshot
-from rlx.runs.snapshot import environment, take_snapshot
+from rlx.runs import provenance
+from rlx.runs.provenance import snapshot_environment, take_snapshot
 
 
 def make_source(folder: Path) -> Path:
@@ -29,8 +27,7 @@ def source(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     if request.param == "checkout":
         for command in (["init", "-q"], ["add", "."]):
             subprocess.run(["git", "-C", str(folder), *command], check=True)
-    for module in (provenance, snapshot):
-        monkeypatch.setattr(module, "SOURCE", folder)
+    monkeypatch.setattr(provenance, "SOURCE", folder)
     return folder
 
 
@@ -58,10 +55,10 @@ def test_packages_of_a_snapshot_come_before_installed_ones(source: Path, tmp_pat
     copy = take_snapshot(tmp_path / "jobs")
     environments = [str(copy / "environments" / "one")] if source.name == "source" else []
     monkeypatch.setenv("PYTHONPATH", "/mine")
-    variables = environment(copy)
+    variables = snapshot_environment(copy)
     assert variables["PYTHONPATH"].split(":") == [str(copy), *environments, "/mine", str(Path.cwd())]
     monkeypatch.setenv("PYTHONPATH", f"/mine:{Path.cwd()}")
-    assert environment(copy) == variables, "the working directory is named once"
+    assert snapshot_environment(copy) == variables, "the working directory is named once"
     found = subprocess.run(
         [sys.executable, "-m", "rlx.where"], cwd=source, env=os.environ | variables, capture_output=True, text=True, check=True
     )
@@ -76,19 +73,3 @@ def test_a_digest_of_code_passes_over_untracked_data(source: Path):
     assert provenance.code_digest() == before
     (source / "rlx" / "mine.py").write_text("new\n")
     assert provenance.code_digest() != before
-
-
-def test_code_that_cannot_be_read_stops_no_run(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    paths = RunPaths(tmp_path / "run")
-    paths.root.mkdir()
-    paths.provenance.write_text(json.dumps({"source": {"code": provenance.code_digest(), "commit": None}}))
-    assert provenance.code_change(paths) is None
-    (source / "rlx" / "mine.py").write_text("new\n")
-    assert "is not what it was" in str(provenance.code_change(paths))
-
-    def vanished(_: object) -> str:
-        raise FileNotFoundError("rlx/mine.py")
-
-    monkeypatch.setattr(provenance, "digest_of", vanished)
-    assert provenance.code_digest() is None
-    assert provenance.code_change(paths) is None

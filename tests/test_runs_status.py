@@ -70,35 +70,3 @@ def test_a_heartbeat_that_cannot_be_written_is_no_end_of_the_role(tmp_path):
     paths.heartbeats.write_text("no folder any more")
     heartbeat.beat("training")
     assert heartbeat.phase == "training"
-
-
-CALLER = """Traceback (most recent call last):
-  File "rlx/roles/inference.py", line 136, in serve
-    engine = await PolicyEngine.start(arguments)
-  File "vllm/v1/engine/utils.py", line 1320, in wait_for_engine_startup
-    raise RuntimeError(
-RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
-"""
-
-
-@pytest.mark.parametrize(
-    ("said", "last"),
-    [
-        (
-            "(EngineCore pid=7) Traceback (most recent call last):\n(EngineCore pid=7) ValueError: no room",
-            "(EngineCore pid=7) ValueError: no room",
-        ),
-        ("loading\rCapturing graphs: 0%CUDA error (a.h:60): invalid", "Capturing graphs: 0%CUDA error (a.h:60): invalid"),
-        ("(EngineCore pid=7) loading took 0.05 s", CALLER.splitlines()[-1]),
-        ("(EngineCore pid=7) WARNING errors are ignored", "RuntimeError: See root cause above. Failed core proc(s): {'EngineCore': -9}"),
-    ],
-    ids=["an exception", "a library ended it", "it was killed", "it was killed, and its exit code is known"],
-)
-@pytest.mark.parametrize("chained", [False, True])
-def test_of_an_engine_that_failed_at_its_start_its_own_error_is_the_last_line(tmp_path: Path, said: str, last: str, chained: bool):
-    log = tmp_path / "log"
-    caller = CALLER if not last.endswith("-9}") else CALLER.replace(CALLER.splitlines()[-1], last)
-    first = "Traceback (most recent call last):\nKeyError: 1\n\nDuring handling of the above exception, another exception occurred:\n\n"
-    log.write_text(said + "\nINFO [shutdown] Process manager: send sigterm to process EngineCore\n" + first * chained + caller)
-    assert last_lines(log, 20)[-1] == last
-    assert "serve" not in "\n".join(last_lines(log, 20))

@@ -48,7 +48,7 @@ class Array:
         self.folder = folder
         runs = []
         for i in range(3):
-            composed = compose(["launcher=slurm", "slurm=dev", "hardware=cpu", "launcher.code_changes=warn"], {})
+            composed = compose(["launcher=slurm", "slurm=dev", "hardware=cpu"], {})
             cfg = replace(composed.cfg, run=replace(composed.cfg.run, name=f"it's=a b,{i}", dir=str(folder / f"it's=a b,{i}")))
             cfg = settle(cfg, "label")
             cfg = replace(cfg, launcher=replace(cfg.launcher, preempt_grace=20.0), slurm=replace(cfg.slurm, memory_gb=0.2, cpus_per_node=1))

@@ -70,7 +70,7 @@ def processes_on(node: str) -> list[int]:
 def test_a_job_whose_node_dies_for_good_goes_on_on_others(impatient: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    cfg = compose(["launcher=slurm", "slurm=dev", "hardware=cpu_3nodes", "run.name=run", "launcher.code_changes=warn"], {}).cfg
+    cfg = compose(["launcher=slurm", "slurm=dev", "hardware=cpu_3nodes", "run.name=run"], {}).cfg
     plan = [ProcessSpec(role=f"role{node}", replica=0, node=node, gpus=(), argv=(sys.executable, "-c", ROLE)) for node in range(3)]
     cfg = replace(settle(cfg, "label"), slurm=replace(cfg.slurm, memory_gb=0.5))
     paths, lock = create(cfg, [], plan)

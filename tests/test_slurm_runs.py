@@ -112,19 +112,6 @@ def test_a_killed_supervisor_ends_the_job(submit):
     assert job.status()["cause"]["role"] == "supervisor"
 
 
-def test_code_that_changed_since_the_submission_is_refused(submit, tmp_path, monkeypatch):
-    slurm("scontrol", "update", "PartitionName=debug", "State=DOWN")  # jobs stay in the queue
-    try:
-        job = submit("run", *LONG, "launcher.code_changes=refuse")
-        provenance = json.loads((job.run_dir / "provenance.json").read_text())
-        provenance["source"]["code"] = "other"
-        (job.run_dir / "provenance.json").write_text(json.dumps(provenance))
-    finally:
-        slurm("scontrol", "update", "PartitionName=debug", "State=UP")
-    assert job.until_over() == "failed"
-    assert "launcher.code_changes=snapshot or =warn" in job.status()["cause"]["reason"]
-
-
 def test_a_waiting_launcher_shows_the_run_and_leaves_with_its_exit_code(cluster, tmp_path, model_cache):
     line = [
         "launcher=slurm",
@@ -157,7 +144,7 @@ def test_a_waiting_launcher_shows_the_run_and_leaves_with_its_exit_code(cluster,
 def test_processes_see_the_gpus_that_the_plan_gives_them_of_those_that_slurm_gave_the_job(cluster, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    cfg = compose(["launcher=slurm", "slurm=dev", "hardware=gpu2", "run.name=run", "launcher.code_changes=warn"], {}).cfg
+    cfg = compose(["launcher=slurm", "slurm=dev", "hardware=gpu2", "run.name=run"], {}).cfg
     code = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['RLX_HOST'])"
     gpus = {"first": (0,), "second": (1,), "none": (), "both": (0, 1)}
     plan = [

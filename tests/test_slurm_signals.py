@@ -55,7 +55,7 @@ class Toys:
     def __init__(self, *codes: str, **options: Any) -> None:
         self.count = len(codes)
         slurm_options = options.pop("slurm", {})
-        cfg = compose(["launcher=slurm", "slurm=dev", "hardware=cpu", "run.name=run", "launcher.code_changes=warn"], {}).cfg
+        cfg = compose(["launcher=slurm", "slurm=dev", "hardware=cpu", "run.name=run"], {}).cfg
         cfg = settle(cfg, "label")
         cfg = replace(
             cfg,
@@ -167,7 +167,7 @@ def test_a_job_whose_steps_are_sent_sigterm_comes_back(job, code):
 
 @pytest.mark.long
 def test_a_job_can_run_a_copy_of_the_code_from_when_it_was_submitted(job):
-    toys = job("import rlx, rlx_reverse_text; print(rlx.__file__, rlx_reverse_text.__file__)", code_changes="snapshot")
+    toys = job("import rlx, rlx_reverse_text; print(rlx.__file__, rlx_reverse_text.__file__)")
     assert follow(toys.paths, toys.id) == 0, toys.log(0)
     (copy,) = (toys.paths.root / ".submitit").glob("code_*")
     assert toys.log(0, "toy").splitlines()[-1].split() == [  # srun may print something first
@@ -215,7 +215,7 @@ def test_a_job_comes_back_no_more_than_it_may(job):
         if attempt == 0:
             toys.until(lambda: toys.status().attempt == 1)
     assert follow(toys.paths, toys.id) == 1
-    assert "launcher.max_requeues=1 requeues without a new step are used up" in str(toys.status().cause)
+    assert "launcher.max_requeues=1 requeues without progress are used up" in str(toys.status().cause)
 
 
 @pytest.mark.long
@@ -224,5 +224,5 @@ def test_a_job_that_slurm_requeues_once_too_often_does_not_start(job):
     toys.until_started()
     slurm("scontrol", "requeue", toys.id)
     toys.until(lambda: toys.status().state == "failed")
-    assert "requeued 1 times without a new step, more than launcher.max_requeues=0" in str(toys.status().cause)
+    assert "requeued 1 times without progress, more than launcher.max_requeues=0" in str(toys.status().cause)
     assert RunPaths(toys.paths.root).log(1, "toy").exists() is False

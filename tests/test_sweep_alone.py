@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from rlx.cli import sweep as cli
 from rlx.cli.commands import TRAIN
 from rlx.config.errors import ConfigError
 from rlx.config.sweeps import expand
-from rlx.launch import element, sweep
+from rlx.launch import sweep
 from rlx.runs import jobs
 from rlx.runs.claim import RunLock
 from rlx.runs.jobs import note_job
@@ -73,11 +72,11 @@ def test_a_run_that_waited_for_its_turn_looks_at_what_has_become_of_it(toys: Pat
     (one, two) = prepared(toys)
     sweep.release(sweep.make_directories([one, two]))
     started = []
-    monkeypatch.setattr(element, "launch", lambda paths, *_: started.append((paths.root.name, paths.metrics.read_text())) or 0)
+    monkeypatch.setattr(sweep, "launch", lambda paths, *_: started.append((paths.root.name, paths.metrics.read_text())) or 0)
     for each in (one, two):
         each.paths.metrics.write_text('{"step": 0, "source": "trainer"}\n')
     Status(state="completed", step=2, max_steps=2).write(one.paths)
-    assert [element.main(str(each.paths.root)) for each in (one, two)] == [0, 0]
+    assert [sweep.run_element(str(each.paths.root)) for each in (one, two)] == [0, 0]
     assert started == [("seed=2", "")]
 
 
@@ -107,31 +106,11 @@ def damage(element: sweep.Element) -> None:
     status.write(element.paths)
 
 
-def test_no_run_of_a_sweep_is_rewound_if_the_checkpoints_of_another_are_all_damaged(toys: Path):
-    (good, bad) = elements = prepared(toys)
-    with sweep.alone(toys):
-        sweep.release(sweep.make_directories(elements))
-        damage(good)
-        (good.paths.checkpoint_of(1)).rmdir()
-        damage(bad)
-        sweep.find_states(elements)
-        with pytest.raises(ConfigError, match=r"every checkpoint of .*seed=2 is damaged: step_1") as refused:
-            sweep.make_directories(elements)
-        assert good.paths.metrics.read_text() != "", "the first run is as it was"
-        assert "clean=" not in str(refused.value), "it would delete all runs of the sweep"
-        assert f"move or delete the folder {bad.paths.root}, and the sweep starts this run anew" in str(refused.value)
-        shutil.rmtree(bad.paths.root)
-        bad.state = "new"
-        sweep.find_states(elements)
-        sweep.release(sweep.make_directories(elements))
-    assert [each.state for each in elements] == ["again", "new"]
-
-
 def test_a_run_of_the_pool_that_cannot_go_on_says_so_in_its_status(toys: Path, capsys: pytest.CaptureFixture[str]):
     (one, _) = elements = prepared(toys)
     sweep.release(sweep.make_directories(elements))
     damage(one)
-    assert element.main(str(one.paths.root)) == 1
+    assert sweep.run_element(str(one.paths.root)) == 1
     status = read_status(one.paths)
     assert status is not None
     assert status.cause is not None
@@ -161,21 +140,15 @@ def test_a_sweep_that_is_resumed_asks_slurm_once_for_all_its_runs(toys: Path, mo
         asked.clear()
 
 
-def test_a_silent_controller_is_an_error_in_words_and_does_not_hide_the_ends_of_runs(toys: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_silent_controller_is_an_error_in_words(toys: Path, monkeypatch: pytest.MonkeyPatch):
     elements = prepared(toys)
     sweep.release(sweep.make_directories(elements))
-    monkeypatch.setattr(sweep, "queue", unanswered)
+    monkeypatch.setattr("rlx.runs.claim.queue", unanswered)
     for number, each in enumerate(elements):
         note_job(each.paths, f"12_{number}")
         each.job = f"12_{number}"
     with pytest.raises(ConfigError, match=r"SLURM job 12_0, and SLURM does not tell whether that job is alive: squeue gave no answer"):
         sweep.find_states(elements)
-    for each in elements:
-        status = Status()
-        status.finish("completed")
-        status.write(each.paths)
-    monkeypatch.setattr(sweep, "LOOK", 0.01)
-    sweep.wait_for_jobs(elements)
 
 
 def test_a_dry_run_with_a_sweeper_of_hydra_starts_nothing(toys: Path):

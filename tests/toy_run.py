@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from rlx.launch.processes import start_time
+from rlx.descendants import start_time
 from rlx.paths import RunPaths
 from rlx.plan.record import ProcessSpec, write_plan
 from rlx.runs.status import Status, read_status

@@ -26,7 +26,7 @@ rlx runs: {SUMMARY}.
 usage: rlx runs [DIRECTORY …]        default: outputs
 
 Newest last. The state comes from status.json, except:
-  waiting (…)   the run's SLURM job is in the queue; the last column says why, its position and SLURM's estimate of the start
+  waiting (…)   the run's SLURM job is in the queue; the last column says why, and SLURM's estimate of the start
   lost          the run has no final state and no living process: resume it with resume=latest
 The kind is the command that made the run: train, sft, eval, synthesize.
 The reward is the mean of the last five steps. The last column says why a run failed or waits.
@@ -38,7 +38,7 @@ def run(argv: list[str]) -> int:
     from rlx.launch.follow import close_ended
     from rlx.plan.explain import table
     from rlx.runs.jobs import waits
-    from rlx.runs.run import PATIENCE, find
+    from rlx.runs.run import find
 
     roots = [Path(part) for part in argv] or [Path("outputs")]
     with may_read(roots[0]):
@@ -47,7 +47,6 @@ def run(argv: list[str]) -> int:
         raise ConfigError(f"there is no directory {', '.join(absent)}.\n  fix: rlx runs DIRECTORY …")
     found, rows = [], []
     for each in (run for root in roots for run in find(root)):
-        each.patience = PATIENCE
         try:
             found.append((each, each.status, each.job, each.history.final_reward, each.command or "-"))
         except ConfigError as error:

@@ -46,11 +46,9 @@ def run(argv: list[str], command: Command) -> int:
     root = Path(str(cfg.run.dir))
     plan = make_plan(cfg, root)
     if cfg.launcher.name == "slurm":
-        from rlx.launch.slurm import check_directory, note_of, overriding, sbatch_options
+        from rlx.launch.slurm import check_directory
 
-        check_directory(root, cfg)
-        if cfg.dry_run and (dropped := overriding(sbatch_options(cfg, str(cfg.run.name)))):
-            composed.notes.append(note_of(dropped))
+        check_directory(root)
     elif not cfg.dry_run:  # a plan may be for other machines
         require_one_host(plan)
     check_nodes(cfg, composed)

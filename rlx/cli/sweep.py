@@ -19,14 +19,12 @@ if TYPE_CHECKING:
     from rlx.cli.commands import Command
     from rlx.config.composition import Kept
     from rlx.config.sweeps import Line, Sweep
-    from rlx.launch.sweep import Element, Started
+    from rlx.launch.sweep import Element
 
 
 def run(argv: list[str], command: Command) -> int:
     """Run or submit the sweep of a command line. Returns the exit code: 0, or 1 if SLURM rejects it or an awaited run is not completed."""
-    from rlx.config.roots import SFT, TRAIN
     from rlx.config.sweeps import expand
-    from rlx.launch import known
 
     sweep = expand(argv, None, command.root)
     directory = folder(sweep)
@@ -39,32 +37,11 @@ def run(argv: list[str], command: Command) -> int:
                 "return.\n  fix: -m with the values themselves"
             )
         return optimise(sweep, directory)
-    # Configurations of other commands depend on other runs, too, so their digest would say too little.
-    made_from = known.digest(sweep.elements, command.root) if command.root in (TRAIN, SFT) else None
-    if made_from is not None and _nothing_left(sweep, directory, made_from):
-        return 0
     elements = checked(sweep.elements, directory, command)
     if elements[0].cfg.dry_run:
         print(dry_run(elements, sweep, directory))
         return 0
-    return start(elements, sweep.name, directory, wait=elements[0].cfg.launcher.wait, made_from=made_from)
-
-
-def _nothing_left(sweep: Sweep, directory: Path, made_from: str) -> bool:
-    """Whether all runs of a sweep are done, queued or running. If so, prints what `start` would print."""
-    from rlx.launch.known import FILE, nothing_left
-    from rlx.launch.sweep import alone, summary
-
-    if not (directory / FILE).is_file():
-        return False
-    with alone(directory):
-        found = nothing_left(sweep.elements, directory, made_from)
-    if found is None:
-        return False
-    launcher, runs = found
-    print(_count([run.state for run in runs], directory), flush=True)
-    print("\n".join(_jobs_of(runs) if launcher == "slurm" else summary(runs)))
-    return True
+    return start(elements, sweep.name, directory, wait=elements[0].cfg.launcher.wait)
 
 
 def folder(sweep: Sweep) -> Path:
@@ -107,12 +84,12 @@ def checked(lines: Sequence[Line], directory: Path, command: Command) -> list[El
     if problems:
         raise ConfigError([f"{text}\n(in {names[0]}; {len(names)} of {len(lines)} runs)" for text, names in problems.items()])
     launchers = [e.cfg.launcher for e in elements]
-    if len({(each.name, each.array_parallelism, each.wait, each.code_changes) for each in launchers}) > 1:
+    if len({(each.name, each.array_parallelism, each.wait) for each in launchers}) > 1:
         raise ConfigError("the runs of a sweep are launched together.\n  fix: give launcher= and its keys the same values for all runs")
     if elements[0].cfg.launcher.name == "slurm":
         from rlx.launch.slurm import check_directory
 
-        check_directory(directory, elements[0].cfg)
+        check_directory(directory)
     configs = [element.cfg for element in elements]
     check_cache(configs)
     found = environments_of(configs)
@@ -122,29 +99,24 @@ def checked(lines: Sequence[Line], directory: Path, command: Command) -> list[El
     return elements
 
 
-def start(elements: list[Element], name: str, directory: Path, *, wait: bool, made_from: str | None = None) -> int:
-    """Start the elements that are not done or alive; return the exit code. `made_from`: their `known.digest`, if there is one."""
-    from rlx.launch import known, sweep
+def start(elements: list[Element], name: str, directory: Path, *, wait: bool) -> int:
+    """Start the elements that are not done or alive; return the exit code."""
+    from rlx.launch import sweep
+    from rlx.launch.follow import wait_for_jobs
     from rlx.runs.provenance import source_state
 
     source_state.cache_clear()  # a sweeper starts runs for hours
     with sweep.alone(directory):
         launcher = elements[0].cfg.launcher
         code = _submit(elements, name, directory) if launcher.name == "slurm" else _run_here(elements, directory)
-        if made_from is not None and not any(element.cfg.clean for element in elements):
-            known.remember(elements, directory, made_from)  # before anything is printed: its reader may leave
     if launcher.name == "local":
         return code
     if wait:
-        sweep.wait_for_jobs(elements)
+        wait_for_jobs({element.job: element.paths for element in elements if element.job is not None})
         print("\n".join(sweep.summary(elements)))
         return 1 if sweep.failed(elements) else 0
-    print("\n".join(_jobs_of(elements)))
+    print("\n".join(f"  {each.job or '-':<10} {each.paths.root}" for each in elements))
     return code
-
-
-def _jobs_of(runs: Sequence[Started]) -> list[str]:
-    return [f"  {run.job or '-':<10} {run.paths.root}" for run in runs]
 
 
 def _left(elements: list[Element], directory: Path) -> tuple[list[Element], dict[str, str] | None]:
@@ -153,14 +125,11 @@ def _left(elements: list[Element], directory: Path) -> tuple[list[Element], dict
 
     jobs = sweep.find_states(elements)
     todo = [element for element in elements if element.state in ("new", "again")]
-    print(_count([element.state for element in elements], directory), flush=True)
-    return todo, jobs
-
-
-def _count(states: list[str], directory: Path) -> str:
+    states = [element.state for element in elements]
     words = {"done": "already completed", "alive": "already queued or running", "again": "to resume"}
     found = "; ".join(f"{states.count(state)} {words[state]}" for state in words if state in states)
-    return f"{len(states)} runs in {directory}" + (f" ({found})" if found else "")
+    print(f"{len(states)} runs in {directory}" + (f" ({found})" if found else ""), flush=True)
+    return todo, jobs
 
 
 def _submit(elements: list[Element], name: str, directory: Path) -> int:
@@ -168,7 +137,6 @@ def _submit(elements: list[Element], name: str, directory: Path) -> int:
     from rlx.launch import sweep
 
     todo, jobs = _left(elements, directory)
-    sweep.check_arrays(todo, name, directory)
     locks = sweep.make_directories(todo, jobs)
     try:
         if todo:

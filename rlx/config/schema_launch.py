@@ -39,12 +39,6 @@ class LauncherConfig:
         "SLURM, `rlx pod`: how often in a row a run starts again (preemption, time limit, node failure) without a new step",
         low=0,
     )
-    code_changes: str = key(
-        "snapshot",
-        "SLURM: `snapshot`: the job runs a copy of the code made at submission; `refuse` or `warn`: it runs the code as it is when the job "
-        "starts or restarts, and refuses or warns if that has changed since submission",
-        choices=("refuse", "warn", "snapshot"),
-    )
     wait: bool = key(False, "SLURM: wait until the job ends and exit with the run's code; false: return once it is submitted")
 
 

@@ -1,83 +1,56 @@
 """Starts processes of a run on its other hosts, where nothing like `srun` does: an agent on every host, a connection for each process.
 
-    supervisor ─► `python -m rlx.launch.agents SPEC` (a local child) ══ TCP ══► Agent in another pod ─► the role's process group
-                       ▲ output, exit code        signals, end of the connection ▼
+    supervisor ─► `python -m rlx.launch.agents SPEC` (a local child) ══ websocket ══► Agent in another pod ─► the role's process group
+                       ▲ output, exit code              signals, end of the connection ▼
 
 The child stands for the role, as `srun` does: it prints the role's output and exits with its code. If the connection ends, the agent
 kills the role; if the agent's host is gone, the child asks the run to give way (`RunPaths.preempt`) and exits with `LEFT`, because a
-lost host is no failure of the role. Messages are lines of JSON. A client proves with an HMAC that it knows the run's token, which only
-the owner of the volume can read; the token itself is never sent.
+lost host is no failure of the role. A client proves with an HMAC that it knows the run's token, which only the owner of the volume can
+read; the token itself is never sent.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import hmac
 import json
 import os
 import secrets
-import select
 import signal
-import socket
-import socketserver
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from asyncio import subprocess
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from rlx.launch.processes import TOKEN, bound, kill_all
+from aiohttp import ClientError, ClientSession, ClientTimeout, ClientWebSocketResponse, WSMsgType, web
+
+from rlx.descendants import TOKEN, kill_all
+from rlx.launch.bound import bound
 from rlx.paths import RunPaths
 from rlx.plan.environment import DEVICES, devices, inherited
 from rlx.plan.record import ProcessSpec
 from rlx.waiting import LEFT
 
+T = TypeVar("T")
+
 PORT = 8470  # of the agent in every pod of the chart
-PING = 5.0  # seconds between two signs of life in both directions
-SILENCE = 60.0  # seconds without one after which the other side counts as gone
+BEAT = 40.0  # seconds between two signs of life in both directions; the other side is gone without an answer for half as long
 CONNECT = 5.0  # seconds for one try to connect
-
-
-class Line:
-    """One connection: sends and receives lines of JSON."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection, self._rest, self._lock = connection, b"", threading.Lock()
-        connection.settimeout(SILENCE)
-
-    def send(self, **message: Any) -> None:
-        """Raises OSError if the other side is gone."""
-        with self._lock:
-            self.connection.sendall(json.dumps(message).encode() + b"\n")
-
-    def receive(self) -> dict[str, Any]:
-        """The next message. Raises OSError if the other side is gone or silent."""
-        while b"\n" not in self._rest:
-            new = self.connection.recv(65536)
-            if not new:
-                raise ConnectionResetError("the connection was closed")
-            self._rest += new
-        line, _, self._rest = self._rest.partition(b"\n")
-        return dict(json.loads(line))
-
-    @property
-    def has_more(self) -> bool:
-        """Whether a whole message was received already."""
-        return b"\n" in self._rest
+LAST_OUTPUT = 1.0  # seconds for what a process has printed; what it started may keep the pipe open
+GONE = (OSError, ClientError)  # what a connection raises when the other side is gone
 
 
 def proof(token: str, nonce: str) -> str:
     return hmac.new(token.encode(), nonce.encode(), hashlib.sha256).hexdigest()
 
 
-# the agent
-
-
 class Agent:
-    """Serves one host until the run ends. `token`: the run's token; None until the first host has written it.
+    """Serves one host until the run ends, in a thread. `token`: the run's token; None until the first host has written it.
 
     `host`: the address to listen at; None: all, of IPv4 and IPv6.
     """
@@ -86,41 +59,31 @@ class Agent:
         self.token = token
         self.ended: int | None = None  # the exit code with which the first host ended the run
         self.over = threading.Event()
-        self._lines: set[Line] = set()
-        agent = self
+        self._lines: set[web.WebSocketResponse] = set()  # of the processes on this host
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="agent", daemon=True).start()
+        self.port = self._now(self._listen(host, port))
 
-        class Handler(socketserver.BaseRequestHandler):
-            def handle(self) -> None:
-                with contextlib.suppress(OSError, ValueError):
-                    agent._serve(Line(self.request))
+    def _now(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-        class Server(socketserver.ThreadingTCPServer):
-            allow_reuse_address = True
-            daemon_threads = True
-
-            def server_bind(self) -> None:
-                if self.address_family == socket.AF_INET6:
-                    self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-                super().server_bind()
-
-        class Both(Server):
-            address_family = socket.AF_INET6
-
-        if host is not None:
-            self._server = Server((host, port), Handler)
-        else:
-            try:
-                self._server = Both(("::", port), Handler)
-            except OSError:  # a host without IPv6
-                self._server = Server(("0.0.0.0", port), Handler)
-        self.port: int = self._server.server_address[1]
-        threading.Thread(target=self._server.serve_forever, name="agent", daemon=True).start()
+    async def _listen(self, host: str | None, port: int) -> int:
+        app = web.Application()
+        app.router.add_get("/", self._serve)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, host, port).start()
+        return int(self._runner.addresses[0][1])
 
     def give_notice(self) -> None:
         """Tell the run that this host will be taken away."""
-        for line in list(self._lines):
-            with contextlib.suppress(OSError):
-                line.send(notice=True)
+
+        async def tell() -> None:
+            for line in list(self._lines):
+                with contextlib.suppress(*GONE):
+                    await line.send_json({"notice": True})
+
+        self._now(tell())
 
     @property
     def is_busy(self) -> bool:
@@ -128,32 +91,34 @@ class Agent:
         return bool(self._lines)
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self._now(self._runner.cleanup())
 
-    def _serve(self, line: Line) -> None:
+    async def _serve(self, request: web.Request) -> web.WebSocketResponse:
+        line = web.WebSocketResponse(heartbeat=BEAT)
+        await line.prepare(request)
         nonce = secrets.token_hex(16)
-        line.send(nonce=nonce)
-        request, token = line.receive(), self.token()
-        if token is None or not hmac.compare_digest(str(request.get("proof")), proof(token, nonce)):
-            line.send(error="this agent belongs to another run")
-            return
-        if "end" in request:
-            self.ended = int(request["end"])
-            line.send(done=True)
-            self.over.set()
-        elif "start" not in request:
-            line.send(done=True)
-        else:
-            self._run(line, request["start"])
+        with contextlib.suppress(*GONE, ValueError):
+            await line.send_json({"nonce": nonce})
+            order, token = await _receive(line), self.token()
+            if token is None or not hmac.compare_digest(str(order.get("proof")), proof(token, nonce)):
+                await line.send_json({"error": "this agent belongs to another run"})
+            elif "start" in order:
+                await self._run(line, order["start"])
+            else:
+                await line.send_json({"done": True})
+                if "end" in order:
+                    self.ended = int(order["end"])
+                    self.over.set()
+        return line
 
-    def _run(self, line: Line, start: dict[str, Any]) -> None:
+    async def _run(self, line: web.WebSocketResponse, start: dict[str, Any]) -> None:
+        """Run a process until it exits or the connection ends; then nothing of it is left."""
         spec = ProcessSpec(role=start["name"], replica=0, node=0, gpus=tuple(start["gpus"]))
         try:
             environment = inherited(os.environ) | start["env"]
             environment |= {DEVICES: ",".join(devices(spec, os.environ.get(DEVICES)))}
-            process = subprocess.Popen(
-                bound(start["argv"], environment),  # this thread lives as long as the connection
+            process = await asyncio.create_subprocess_exec(
+                *bound(start["argv"], environment),  # the thread of the loop lives as long as the agent
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -161,74 +126,78 @@ class Agent:
                 start_new_session=True,
             )
         except (OSError, ValueError) as error:
-            line.send(error=str(error))
+            await line.send_json({"error": str(error)})
             return
         self._lines.add(line)
+        tasks = [asyncio.create_task(_carry(process, line)), asyncio.create_task(_pass_signals(process, line))]
         try:
-            line.send(pid=process.pid)
-            self._relay(line, process)
+            await line.send_json({"pid": process.pid})
+            while process.returncode is None and not tasks[1].done():
+                await asyncio.sleep(0.1)
+            if process.returncode is not None:
+                await asyncio.wait(tasks[:1], timeout=LAST_OUTPUT)
+                await line.send_json({"exit": process.returncode})
         finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.to_thread(kill_all, [process.pid], None)
             self._lines.discard(line)
-            kill_all([process.pid], None)
-            process.wait()
-
-    def _relay(self, line: Line, process: subprocess.Popen[bytes]) -> None:
-        """Carry output and exit code one way and signals the other, until the process has exited. Raises OSError if the client is gone."""
-        assert process.stdout is not None
-        output, is_open = process.stdout.fileno(), True
-        heard = sent = time.monotonic()
-        while True:
-            watched: list[Any] = [line.connection, *([output] if is_open else [])]
-            ready, _, _ = select.select(watched, [], [], 0.2)
-            now = time.monotonic()
-            if output in ready:
-                is_open = self._carry(line, output)
-                sent = now
-            while line.connection in ready or line.has_more:
-                message, heard, ready = line.receive(), now, []
-                if "signal" in message and process.poll() is None:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, message["signal"])
-            if (code := process.poll()) is not None:
-                while is_open and select.select([output], [], [], 0)[0]:  # what it started may keep the pipe open
-                    is_open = self._carry(line, output)
-                line.send(exit=code)
-                return
-            if now - sent > PING:
-                line.send(ping=True)
-                sent = now
-            if now - heard > SILENCE:
-                raise ConnectionResetError("the client is silent")
-
-    def _carry(self, line: Line, output: int) -> bool:
-        """Send what is there of a process's output. Returns whether there may be more."""
-        text = os.read(output, 65536)
-        if text:
-            line.send(out=text.decode("latin-1"))
-        return bool(text)
 
 
-# the client
+async def _carry(process: subprocess.Process, line: web.WebSocketResponse) -> None:
+    assert process.stdout is not None
+    with contextlib.suppress(*GONE):
+        while text := await process.stdout.read(65536):
+            await line.send_bytes(text)
 
 
-def connect(address: tuple[str, int], token: str) -> tuple[Line, str]:
-    """A connection to an agent, and the proof that it wants. Raises OSError if it does not answer."""
-    line = Line(socket.create_connection(address, timeout=CONNECT))
-    return line, proof(token, line.receive()["nonce"])
+async def _pass_signals(process: subprocess.Process, line: web.WebSocketResponse) -> None:
+    """Ends when the connection does."""
+    async for message in line:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, json.loads(message.data)["signal"])
+
+
+async def _receive(line: web.WebSocketResponse | ClientWebSocketResponse) -> dict[str, Any]:
+    """The next message. Raises OSError if the other side is gone."""
+    message = await line.receive()
+    if message.type is not WSMsgType.TEXT:
+        raise ConnectionResetError("the connection was closed")
+    return dict(json.loads(message.data))
+
+
+@contextlib.asynccontextmanager
+async def connect(address: tuple[str, int], token: str, **request: Any) -> AsyncIterator[ClientWebSocketResponse]:
+    """A connection to an agent that was sent a request: `start={name, argv, env, gpus}`, `end=CODE`, or none. Raises `GONE`."""
+    host, port = address
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+    async with (
+        ClientSession(timeout=ClientTimeout(connect=CONNECT)) as session,
+        session.ws_connect(url, heartbeat=BEAT, max_msg_size=0) as line,
+    ):
+        nonce = (await _receive(line))["nonce"]
+        await line.send_json({"proof": proof(token, nonce), **request})
+        yield line
 
 
 def ask(address: tuple[str, int], token: str, **request: Any) -> None:
     """Send a request that has no result: none for a sign of life, `end=CODE`. Raises OSError, also if the agent refuses."""
-    line, answer = connect(address, token)
-    with line.connection:
-        line.send(proof=answer, **request)
-        if "error" in (reply := line.receive()):
-            raise ConnectionRefusedError(reply["error"])
+
+    async def answer() -> dict[str, Any]:
+        async with connect(address, token, **request) as line:
+            return await _receive(line)
+
+    try:
+        reply = asyncio.run(asyncio.wait_for(answer(), 2 * CONNECT))
+    except ClientError as error:
+        raise ConnectionError(str(error)) from error
+    if "error" in reply:
+        raise ConnectionRefusedError(reply["error"])
 
 
 def wait_for_agents(addresses: Sequence[tuple[str, int]], token: str, timeout: float, say: Callable[[str], None]) -> str | None:
     """Wait until all agents answer. Returns why not, naming the first that did not in `timeout` seconds; `None` if all did."""
-    deadline, told, last = time.monotonic() + timeout, 0.0, ""
+    deadline, told = time.monotonic() + timeout, 0.0
     left = list(addresses)
     while left:
         try:
@@ -236,68 +205,52 @@ def wait_for_agents(addresses: Sequence[tuple[str, int]], token: str, timeout: f
             left.pop(0)
             continue
         except (OSError, ValueError) as error:
-            last = str(error)
+            last = f"{left[0][0]} ({len(addresses) - len(left)} of {len(addresses)} hosts are there): {error}"
         now = time.monotonic()
         if now > deadline:
-            return f"{left[0][0]} did not answer in {timeout:g} s ({len(addresses) - len(left)} of {len(addresses)} hosts did): {last}"
+            return f"no answer in {timeout:g} s from {last}"
         if now - told > 30:
             told = now
-            say(f"waiting for {left[0][0]}; {len(addresses) - len(left)} of {len(addresses)} hosts are there ({last})")
+            say(f"waiting for {last}")
         time.sleep(0.2)
     return None
 
 
-def main(text: str) -> int:
-    """Run one process on another host: `{"at": [host, port], "token": file, "run": directory, "start": {name, argv, env, gpus}}`."""
-    order = json.loads(text)
+async def run(order: dict[str, Any]) -> int:
+    """Run one process on another host and return its exit code, 128 + the signal that killed it.
+
+    `order`: `{"at": [host, port], "token": file, "run": directory, "start": {name, argv, env, gpus}}`.
+    """
     host, port = order["at"]
-    wake, wakes = os.pipe()
-    os.set_blocking(wakes, False)
-    signal.set_wakeup_fd(wakes)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
-    start = order["start"]
+    paths, start = RunPaths(Path(order["run"])), order["start"]
     start["env"] |= {name: os.environ[name] for name in (TOKEN,) if name in os.environ}
     try:
-        line, answer = connect((host, port), Path(order["token"]).read_text().strip())
-        line.send(proof=answer, start=start)
-        return _follow(line, wake, RunPaths(Path(order["run"])))
-    except (OSError, ValueError) as error:
+        async with connect((host, port), Path(order["token"]).read_text().strip(), start=start) as line:
+            # Roles take SIGTERM for a notice where HOST is set (`rlx.process.sigterm_is_a_notice`), as SLURM uses it.
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(
+                    number, lambda: asyncio.ensure_future(line.send_json({"signal": int(signal.SIGINT)}))
+                )
+            async for message in line:
+                if message.type is WSMsgType.BINARY:
+                    sys.stdout.buffer.write(message.data)
+                    sys.stdout.buffer.flush()
+                    continue
+                said = json.loads(message.data)
+                if "exit" in said:
+                    return said["exit"] if said["exit"] >= 0 else 128 - said["exit"]
+                if "error" in said:
+                    print(said["error"], flush=True)
+                    return 1
+                if "notice" in said:
+                    print("this host will be taken away", flush=True)
+                    paths.ask_to_give_way()
+            raise ConnectionResetError("the connection ended")
+    except GONE as error:
         print(f"{host} is gone: {error}; the run gives way and starts again from its newest checkpoint", flush=True)
-        RunPaths(Path(order["run"])).ask_to_give_way()
+        paths.ask_to_give_way()
         return LEFT
 
 
-def _follow(line: Line, wake: int, paths: RunPaths) -> int:
-    """Relay the process's output and our signals until it has exited; its exit code, 128 + the signal that killed it. Raises OSError."""
-    heard = sent = time.monotonic()
-    watched: list[Any] = [line.connection, wake]
-    while True:
-        ready = [line.connection] if line.has_more else select.select(watched, [], [], 1.0)[0]
-        now = time.monotonic()
-        if wake in ready:
-            os.read(wake, 64)
-            # Roles take SIGTERM for a notice where HOST is set (`rlx.process.sigterm_is_a_notice`), as SLURM uses it.
-            line.send(signal=int(signal.SIGINT))
-        if line.connection in ready:
-            message, heard = line.receive(), now
-            if "out" in message:
-                os.write(1, message["out"].encode("latin-1"))
-            elif "exit" in message:
-                code = int(message["exit"])
-                return code if code >= 0 else 128 - code
-            elif "error" in message:
-                print(message["error"], flush=True)
-                return 1
-            elif "notice" in message:
-                print("this host will be taken away", flush=True)
-                paths.ask_to_give_way()
-        if now - sent > PING:
-            line.send(ping=True)
-            sent = now
-        if now - heard > SILENCE:
-            raise ConnectionResetError(f"silent for {SILENCE:g} s")
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(asyncio.run(run(json.loads(sys.argv[1]))))

@@ -5,6 +5,7 @@ Each child has its own process group and log file, and dies with the supervisor.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,7 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlx.launch.processes import bound, kill_all
+from rlx.descendants import kill_all
+from rlx.launch.bound import bound
 from rlx.launch.starters import Starter
 from rlx.launch.verdict import Process
 from rlx.plan.record import ProcessSpec
@@ -41,25 +43,21 @@ class Child:
 class Children:
     """All processes of one attempt."""
 
-    def __init__(self, starter: Starter, token: str, reaper: Callable[[], subprocess.Popen[bytes]]) -> None:
-        """`token`: value of RLX_RUN_TOKEN in the children's environment. `reaper`: starts a reaper process."""
+    def __init__(self, starter: Starter, token: str) -> None:
+        """`token`: value of RLX_RUN_TOKEN in the children's environment."""
         self.all: list[Child] = []
         self.starter, self.token = starter, token
-        self._new_reaper = reaper
         self._looks = 0
 
     # -- the reaper
 
-    def start_reaper(self) -> None:
-        """Start the reaper, which kills the remaining processes if the supervisor is killed, and send it every process group."""
-        self.reaper = self._new_reaper()
-        for child in self.all:
-            self._tell_reaper(f"+{child.process.pid}")
+    def start_reaper(self, run_dir: Path, num_lines: int, lock_fd: int) -> None:
+        """Start the reaper, which kills what is left of the processes if the supervisor is killed.
 
-    def keep_reaper(self) -> None:
-        """Start a new reaper if the current one was killed."""
-        if self.reaper.poll() is not None:
-            self.start_reaper()
+        It inherits the run's lock, so the directory stays locked until no process of the run is left.
+        """
+        command = [sys.executable, "-m", "rlx.launch.reaper", str(run_dir), self.token, str(num_lines)]
+        self.reaper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, pass_fds=(lock_fd,))
 
     def release_reaper(self) -> None:
         assert self.reaper.stdin is not None
@@ -68,11 +66,9 @@ class Children:
 
     def _tell_reaper(self, line: str) -> None:
         assert self.reaper.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # somebody has killed it
             self.reaper.stdin.write(f"{line}\n".encode())
             self.reaper.stdin.flush()
-        except BrokenPipeError:  # the reaper was killed; `keep_reaper` starts another
-            pass
 
     # -- starting and looking
 
@@ -156,9 +152,3 @@ class Children:
         for child in self.all:
             if child.process.pid not in left:
                 child.process.wait()
-
-
-def start_reaper(run_dir: Path, token: str, num_lines: int, lock_fd: int) -> subprocess.Popen[bytes]:
-    """Start a reaper. It inherits the run's lock, so the directory stays locked until no process of the run is left."""
-    command = [sys.executable, "-m", "rlx.launch.reaper", str(run_dir), token, str(num_lines)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, pass_fds=(lock_fd,))

@@ -186,10 +186,7 @@ rlx_supervise() {
   mkfifo "$RLX_OUTSIDE/asked"
   set +e
   set -m # a process group of its own, so that one signal ends the answers with all that they have started
-  (
-    trap - EXIT
-    rlx_answer
-  ) <>"$RLX_OUTSIDE/asked" &
+  rlx_answer <>"$RLX_OUTSIDE/asked" &
   answers=$!
   set +m
   disown "$answers" # else bash reports that it was killed
@@ -203,8 +200,6 @@ rlx_supervise() {
     kill -0 "$step" 2>/dev/null || break # else a signal ended the wait
   done
   kill -KILL -- "-$answers"
-  # If rlx has started, it says itself how it ends; if the job was cancelled, SLURM does.
-  if [ -e "$RLX_OUTSIDE/pid" ] || grep -qs INT "$RLX_OUTSIDE/told"; then trap - EXIT; fi
   rm -rf "$RLX_OUTSIDE"
   exit "$code"
 }

@@ -14,13 +14,12 @@ from typing import Protocol, cast
 
 from submitit import LocalExecutor, LocalJob
 
-from rlx.launch.processes import kill_all, start_time
+from rlx.descendants import kill_all, start_time
 from rlx.launch.supervisor import Limits, Supervisor
 from rlx.paths import RunPaths
 from rlx.plan.environment import DEVICES
-from rlx.process import disk_is_full, full_disk
 from rlx.runs.lock import RunLock
-from rlx.runs.status import FINAL, Cause, Status, last_lines, new_attempt, read_status
+from rlx.runs.status import FINAL, Status, new_attempt, read_status
 
 POLL = 0.1  # seconds between two checks of the job
 UPDATE = 0.2  # seconds between two calls of the observer
@@ -45,24 +44,13 @@ def launch(paths: RunPaths, limits: Limits, lock: RunLock, observer: Observer | 
     While it waits, SIGINT, SIGTERM and SIGHUP stop the run, which first writes a checkpoint; a second one kills it at once.
     The run also stops when this process dies.
     """
-    try:
-        return _launch(paths, limits, lock, observer)
-    except OSError as error:
-        if (line := full_disk(error, paths.root)) is None:
-            raise
-        print(f"rlx: {line}", file=sys.stderr, flush=True)
-        return 1
-
-
-def _launch(paths: RunPaths, limits: Limits, lock: RunLock, observer: Observer | None) -> int:
     paths.job.unlink(missing_ok=True)  # of an earlier attempt on a cluster
     status = Status(attempt=new_attempt(paths), max_steps=limits.max_steps, launcher={"host": socket.gethostname(), "pid": os.getpid()})
     status.write(paths)
     token = secrets.token_hex(16)
     launcher = (os.getpid(), start_time(os.getpid()))
-    job_command = shlex.join([sys.executable, "-m", "rlx.launch.job", *map(str, launcher)])
     (paths.root / ".submitit").mkdir(mode=0o700, exist_ok=True)  # its pickle is executed
-    executor = LocalExecutor(paths.root / ".submitit", python=job_command)
+    executor = LocalExecutor(paths.root / ".submitit", python=shlex.quote(sys.executable))
     executor.update_parameters(timeout_min=YEAR, stderr_to_stdout=True)
     requests: list[int] = []
     # Ctrl-C reaches every process of the terminal's foreground group, and submitit's process would kill the supervisor a second later.
@@ -106,13 +94,7 @@ def _supervise(run_dir: str, limits: Limits, token: str, attempt: int, launcher:
     os.dup2(log, 2)
     parent = os.getppid()
     watched = {f"the launcher (process {launcher[0]})": launcher, f"submitit's process {parent}": (parent, start_time(parent))}
-    try:
-        return Supervisor(paths, limits, token=token, lock_fd=lock.fd, attempt=attempt, watched=watched).run()
-    except OSError as error:
-        if (line := full_disk(error, paths.root)) is None:
-            raise
-        print(line, flush=True)
-        return 1
+    return Supervisor(paths, limits, token=token, lock_fd=lock.fd, attempt=attempt, watched=watched).run()
 
 
 def _follow(limits: Limits, job: LocalJob[int], token: str, requests: list[int], observer: Observer | None) -> None:
@@ -165,18 +147,10 @@ def _close(paths: RunPaths, limits: Limits, job: LocalJob[int], *, interrupted: 
         return status
     if interrupted:
         status.finish("interrupted")
-    else:
-        log = paths.log(status.attempt, "launcher")
-        if not log.exists() or not log.stat().st_size:
-            log = Path(job.paths.stdout)
-        cause = Cause(
-            role="supervisor",
-            replica=0,
-            returncode=None,
-            reason=disk_is_full(paths.root) or "the supervisor died before it started any process",
-            log=os.path.relpath(log, paths.root),
-            last_lines=last_lines(log, limits.last_lines),
-        )
-        status.finish("failed", cause)
-    status.write(paths)
+        status.write(paths)
+        return status
+    log = paths.log(status.attempt, "launcher")
+    if not log.exists() or not log.stat().st_size:
+        log = Path(job.paths.stdout)
+    status.fail(paths, "supervisor", "the supervisor died before it started any process", log, limits.last_lines)
     return status

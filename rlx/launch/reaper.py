@@ -11,9 +11,9 @@ import signal
 import sys
 from pathlib import Path
 
-from rlx.launch.processes import kill_all
+from rlx.descendants import kill_all
 from rlx.paths import RunPaths
-from rlx.runs.status import FINAL, Cause, last_lines, read_status
+from rlx.runs.status import FINAL, read_status
 from rlx.weights import tmpfs
 
 
@@ -40,17 +40,8 @@ def close_status(paths: RunPaths, num_lines: int) -> None:
     status = read_status(paths)
     if status is None or status.state in FINAL:
         return
-    log = paths.log(status.attempt, "launcher")
-    cause = Cause(
-        role="supervisor",
-        replica=0,
-        returncode=None,
-        reason="the supervisor died (killed, or out of memory); all its processes were killed too",
-        log=str(log.relative_to(paths.root)),
-        last_lines=last_lines(log, num_lines),
-    )
-    status.finish("failed", cause)
-    status.write(paths)
+    reason = "the supervisor died (killed, or out of memory); all its processes were killed too"
+    status.fail(paths, "supervisor", reason, paths.log(status.attempt, "launcher"), num_lines)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import contextlib
 import os
 import shlex
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,55 +17,10 @@ from rlx.config.schema import CommandConfig
 from rlx.launch.container import Container, beside, caches_of, home_variables, mounts_of, on_all_hosts
 from rlx.launch.starters import NOT_FOR_STEPS
 from rlx.plan.environment import DEVICES, OF_A_GROUP, hub_variables
-from rlx.runs.snapshot import environment, folders_of
+from rlx.runs.provenance import folders_of, snapshot_environment
 
-BEGINNING = r"""
-trap '' USR2 # the notice would kill the job before Python handles it
-# If the job ends before rlx runs, this writes the reason into the run's status.json and keeps the job's output in its logs.
-rlx_job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
-rlx_job=${rlx_job:-$SLURM_JOB_ID}
-rlx_run=$rlx_base/${rlx_runs[${SLURM_ARRAY_TASK_ID:-0}]}
-rlx_end() {
-  local code=$? attempt=0 log line lines= reason
-  set +e
-  if [ -e "$rlx_run/job.json" ] && ! grep -qF "\"id\": \"$rlx_job\"" "$rlx_run/job.json"; then return; fi # now another job's
-  if grep -q '^ "state": "completed"' "$rlx_run/status.json"; then return; fi
-  while [ -e "$rlx_run/logs/attempt_$attempt" ]; do attempt=$((attempt + 1)); done
-  log=logs/attempt_$attempt/job.log
-  mkdir -p "$rlx_run/logs/attempt_$attempt"
-  ln -sfn "attempt_$attempt" "$rlx_run/logs/latest"
-  cp "$rlx_base/$rlx_output/${rlx_job}_0_log.out" "$rlx_run/$log"
-  while IFS= read -r line; do
-    lines="$lines${lines:+, }\"$line\""
-  done < <(tr -cd '\12\40-\176' <"$rlx_run/$log" | grep . | tail -n "$rlx_last" | sed 's/[\\"]/\\&/g') # bash 4.2 replaces differently
-  reason="SLURM job $rlx_job ended on ${SLURMD_NODENAME:-$HOSTNAME} with exit code $code before rlx could start:"
-  reason="$reason a line of slurm.setup failed, or @why@"
-  while IFS= read -r line; do
-    case $line in
-      ' "state":'*) line=' "state": "failed",' ;;
-      ' "attempt":'*) line=" \"attempt\": $attempt," ;;
-      ' "exit_code":'*) line=' "exit_code": 1,' ;;
-      ' "cause":'*)
-        if [ "$line" = ' "cause": {' ]; then while IFS= read -r line && [ "$line" != ' },' ]; do :; done; fi
-        line=' "cause": {"role": "launcher", "replica": 0, "returncode": '"$code"', "reason": "'"$reason"'",'
-        line="$line \"log\": \"$log\", \"last_lines\": [$lines]},"
-        ;;
-      ' "job":'*) line=" \"job\": \"$rlx_job\"," ;;
-      ' "updated":'*) line=" \"updated\": $(date +%s)" ;;
-    esac
-    printf '%s\n' "$line"
-  done <"$rlx_run/status.json" >"$rlx_run/.status.json.$$" && mv "$rlx_run/.status.json.$$" "$rlx_run/status.json"
-}
-trap rlx_end EXIT
-trap 'trap - EXIT; exit 143' TERM # cancelled or requeued: SLURM knows it
-set -e
-"""
-"""Beginning of the script, before `slurm.setup`. Works without Python.
-
-It reads `rlx_base`, an absolute folder; `rlx_runs`, the run directories in it; `rlx_output`, the folder of the jobs' output in it; and
-`rlx_last`, how many lines of output to report. It relies on `Status.write`, which puts each field on a line of its own.
-"""
-
+BEGINNING = ["trap '' USR2 # the notice would kill the job before Python handles it", "set -e"]
+"""First lines of the script, before `slurm.setup`."""
 
 IMPORTS = "{} -c 'import rlx.launch.slurm'"  # fails here, where the reason is reported, and not in the job
 
@@ -81,39 +36,19 @@ class _Executor(SlurmExecutor):
 OF_THE_CLUSTER = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT")
 """Variables with which people choose a cluster and how to talk to it."""
 OF_THIS_SHELL = ("RLX_RUN_TOKEN", "RLX_HOST", "RLX_SUPERVISOR_PID", DEVICES)
-
-
-OF_MEMORY = {"mem": "SBATCH_MEM_PER_NODE", "mem_per_cpu": "SBATCH_MEM_PER_CPU", "mem_per_gpu": "SBATCH_MEM_PER_GPU"}
-
-
-def overriding(options: Mapping[str, Any]) -> dict[str, str]:
-    """The variables of this shell that `sbatch` would obey instead of the script with these `sbatch_options`: they win over it.
-
-    A variable stays where the script says nothing, so a site's default account or partition counts.
-    """
-    given = {*options, *options["additional_parameters"]}
-    names = {f"SBATCH_{option.upper()}" for option in given}
-    names |= set(OF_MEMORY.values()) if given & OF_MEMORY.keys() else set()  # they exclude each other
-    names |= {"SBATCH_GPUS_PER_NODE"} if "gres" in given else set()  # two ways to ask for the same GPUs
-    return {name: os.environ[name] for name in sorted(names) if name in os.environ}
-
-
-def note_of(variables: Mapping[str, str]) -> str:
-    """What is said of the result of `overriding`."""
-    shown = ", ".join(f"{name}={value}" for name, value in variables.items())
-    return f"sbatch does not get {shown}: such a variable would win over what the script says"
+WAYS = ("SBATCH_MEM_PER_NODE", "SBATCH_MEM_PER_CPU", "SBATCH_MEM_PER_GPU", "SBATCH_GPUS_PER_NODE")
+"""Other ways to ask for the memory and the GPUs that the script asks for."""
 
 
 @contextlib.contextmanager
-def own_job_forgotten(further: Collection[str] = ()) -> Iterator[None]:
-    """Submit in this block: the new job inherits no GPUs of this host, and nothing of a run or job in which it is submitted.
+def own_job_forgotten(options: Mapping[str, Any]) -> Iterator[None]:
+    """Submit a job with these `sbatch_options` in this block, with the variables that it may inherit.
 
-    `further`: other variables that `sbatch` does not get.
-
-    `sbatch` passes all variables on, and does not replace those that the new job has no value for. `srun` would take them for its
-    options: with SLURM_GPUS_PER_NODE of an interactive job, each step would see so many GPUs.
+    The new job inherits no GPUs of this host, and nothing of a run or job in which it is submitted: `sbatch` passes all variables on, and
+    `srun` would take them for its options. With SLURM_GPUS_PER_NODE of an interactive job, each step would see so many GPUs. A variable
+    like SBATCH_PARTITION would win over the script, so it stays only where the script says nothing: a site's default account counts.
     """
-    shell = {*OF_THIS_SHELL, *further}
+    shell = {*OF_THIS_SHELL, *WAYS, *(f"SBATCH_{option.upper()}" for option in (*options, *options["additional_parameters"]))}
     names = [name for name in os.environ if name in shell or (name.startswith("SLURM_") and name not in OF_THE_CLUSTER)]
     taken = {name: os.environ.pop(name) for name in names}
     try:
@@ -122,15 +57,13 @@ def own_job_forgotten(further: Collection[str] = ()) -> Iterator[None]:
         os.environ.update(taken)
 
 
-def check_directory(directory: Path, cfg: CommandConfig) -> None:
+def check_directory(directory: Path) -> None:
     """Raise ConfigError if a run or sweep cannot be submitted from `directory`."""
-    if os.pathsep in str(directory) and cfg.launcher.code_changes == "snapshot":
+    if os.pathsep in str(directory):
         raise ConfigError(
             f"PYTHONPATH cannot name {directory}, where the job's copy of the code would be: it has a {os.pathsep}\n"
-            "  fix: give another run.name= or run.dir=, or launcher.code_changes=warn"
+            "  fix: give another run.name= or run.dir="
         )
-    if "%" in str(directory):
-        raise ConfigError(f"sbatch reads the % in {directory} as a placeholder.\n  fix: give another run.name= or run.dir=")
 
 
 def sbatch_options(cfg: CommandConfig, name: str, base: Path | None = None, code: Path | None = None) -> dict[str, Any]:
@@ -175,7 +108,7 @@ def sbatch_options(cfg: CommandConfig, name: str, base: Path | None = None, code
 
 def _exports(cfg: CommandConfig, code: Path | None) -> list[str]:
     path = {name: os.environ[name] for name in ("PYTHONPATH", "PYTHONSAFEPATH") if os.environ.get(name)}
-    given = environment(code) if code else path
+    given = snapshot_environment(code) if code else path
     return [f"export {name}={shlex.quote(value)}" for name, value in (given | hub_variables(cfg) | home_variables(cfg)).items()]
 
 
@@ -205,20 +138,12 @@ def python_of(cfg: CommandConfig) -> str:
     return f"rlx_supervise {shlex.quote(container.python)}" if container else f"exec {shlex.quote(sys.executable)}"
 
 
-def make_executor(cfg: CommandConfig, name: str, folder: Path, runs: Sequence[Path], code: Path | None = None) -> _Executor:
-    """The executor that submits runs, with these directories, as one job or array. `folder`: for submitit's files, in their folder."""
-    base, options = folder.parent, sbatch_options(cfg, name, folder.parent, code)
-    why = "the container or its Python cannot start" if cfg.slurm.container else "Python cannot import rlx there"
-    beginning = [
-        f"rlx_base={shlex.quote(str(base))}",
-        f"rlx_runs=({' '.join(shlex.quote(os.path.relpath(run, base)) for run in runs)})",
-        f"rlx_output={shlex.quote(folder.name)}",
-        f"rlx_last={cfg.launcher.last_lines}",
-        BEGINNING.strip().replace("@why@", why),
-    ]
+def make_executor(cfg: CommandConfig, name: str, folder: Path, code: Path | None = None) -> _Executor:
+    """The executor that submits runs as one job or array. `folder`: for submitit's files, in the folder of the run or sweep."""
+    options = sbatch_options(cfg, name, folder.parent, code)
     executor = _Executor(folder, python=python_of(cfg))
     given = {key: value for key, value in options.items() if key != "mem"}
-    executor.update_parameters(**{**given, "setup": [*beginning, *options["setup"]]})
+    executor.update_parameters(**{**given, "setup": [*BEGINNING, *options["setup"]]})
     # Set directly: submitit would read `mem` as a number of GB, and would set a wckey that the cluster may not have.
     executor.parameters |= {"mem": options.get("mem"), "wckey": None}
     return executor
@@ -226,7 +151,7 @@ def make_executor(cfg: CommandConfig, name: str, folder: Path, runs: Sequence[Pa
 
 def sbatch_script(cfg: CommandConfig, name: str, folder: Path, runs: Sequence[Path], code: Path | None = None) -> str:
     """The sbatch script for one run or for an array, with the runs' directories. `code`: the code snapshot that they run."""
-    executor = make_executor(cfg, name, folder, runs, code)
+    executor = make_executor(cfg, name, folder, code)
     if len(runs) > 1:
         executor.parameters["map_count"] = len(runs)
     return executor._make_submission_file_text(executor._submitit_command_str, uid="")

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from submitit import JobEnvironment
 
@@ -25,16 +26,14 @@ from rlx.config.errors import ConfigError
 from rlx.config.load import load_command
 from rlx.config.schema import CommandConfig
 from rlx.launch.container import MOUNTS, Container
-from rlx.launch.sbatch import check_directory, make_executor, note_of, overriding, own_job_forgotten, sbatch_options, sbatch_script
+from rlx.launch.sbatch import check_directory, make_executor, own_job_forgotten, sbatch_options, sbatch_script
 from rlx.launch.starters import SrunStarter
 from rlx.launch.supervisor import Limits, Supervisor
 from rlx.paths import RunPaths, write_text
-from rlx.process import full_disk
 from rlx.runs import outside
 from rlx.runs.history import final_reward
 from rlx.runs.jobs import (
     ask,
-    barren_requeues,
     is_ending,
     job_of,
     note_job,
@@ -43,25 +42,23 @@ from rlx.runs.jobs import (
     patience_with_nodes,
     restarts_of,
     saved_of,
-    unit_of,
 )
 from rlx.runs.lock import RunLock
-from rlx.runs.provenance import code_change
+from rlx.runs.provenance import take_snapshot
 from rlx.runs.rewind import has_begun, rewind
-from rlx.runs.snapshot import take_snapshot
-from rlx.runs.status import Cause, Status, new_attempt, read_status
+from rlx.runs.status import Status, new_attempt, read_status
 
 __all__ = ["FOLDER", "Attempt", "check_directory", "sbatch_options", "sbatch_script", "submit"]
 
 FOLDER = ".submitit"  # submitit's files for the jobs of a run or sweep, inside its directory
-START = 60.0  # seconds by which an attempt may begin later than its job, whose time limit counts from there
 OLD_ATTEMPT = 60.0  # seconds to wait for the processes of an earlier attempt to exit
 MARGIN = 120.0  # seconds that SLURM may take longer than its `SlurmdTimeout` to requeue a job
 AGAIN = 10.0  # seconds between two looks whether it has
-PAUSE = 3.0  # seconds between two requests for a requeue
-REQUEUE = 60.0  # seconds for which a requeue is asked for while the controller does not answer
+START = 60.0  # seconds by which an attempt may begin later than its job, whose time limit counts from there
 BUSY = re.compile(r"timed out|no answer|unable to contact|connection|zero bytes|try again|transport", re.IGNORECASE)
 """What SLURM's commands say of a controller that does not answer at the moment."""
+PAUSE = 3.0  # seconds between two requests for a requeue
+REQUEUE = 60.0  # seconds for which a requeue is asked for while the controller does not answer
 
 
 def submit(runs: Sequence[tuple[RunPaths, CommandConfig]], name: str, folder: Path) -> list[str]:
@@ -71,29 +68,28 @@ def submit(runs: Sequence[tuple[RunPaths, CommandConfig]], name: str, folder: Pa
     Raises RuntimeError with SLURM's message if SLURM rejects the job.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # its pickle is executed
-    code = take_snapshot(folder) if runs[0][1].launcher.code_changes == "snapshot" else None
+    code = take_snapshot(folder)
     roots = [paths.root for paths, _ in runs]
     script = sbatch_script(runs[0][1], name, folder, roots, code)
     for paths, cfg in runs:
         Status(max_steps=cfg.total_steps, launcher={"host": os.uname().nodename, "pid": os.getpid()}).write(paths)
         paths.job.unlink(missing_ok=True)  # the new job would read an older id here as that of its successor
         write_text(paths.sbatch, script)
-    executor = make_executor(runs[0][1], name, folder, roots, code)
-    if dropped := overriding(sbatch_options(runs[0][1], name)):
-        print(note_of(dropped), file=sys.stderr)
+    executor = make_executor(runs[0][1], name, folder, code)
     try:
         # submitit prints what sbatch says; an error has it as well
-        with own_job_forgotten(dropped), contextlib.redirect_stderr(io.StringIO()) as said:
+        with own_job_forgotten(sbatch_options(runs[0][1], name)), contextlib.redirect_stderr(io.StringIO()) as said:
             jobs = executor.submit_array([Attempt(str(paths.root)) for paths, _ in runs])
         print(said.getvalue(), end="", file=sys.stderr)
     except Exception as error:  # submitit reports sbatch's errors through several exception types
         text = getattr(error, "stderr", None) or str(error)
         reason = text.decode(errors="replace") if isinstance(text, bytes) else text
+        refused = f"SLURM rejected the job: {reason.strip()}"
         for paths, cfg in runs:
-            _fail(paths, Status(max_steps=cfg.total_steps), f"SLURM rejected the job: {reason.strip()}", tell=False)
-        raise RuntimeError(f"SLURM rejected the job: {reason.strip()}") from error
+            Status(max_steps=cfg.total_steps).fail(paths, "launcher", refused, paths.log(0, "launcher"))
+        raise RuntimeError(refused) from error
     for (paths, _), job in zip(runs, jobs, strict=True):
-        note_job(paths, job.job_id, job.paths.stdout, name)
+        note_job(paths, job.job_id, job.paths.stdout)
     return [job.job_id for job in jobs]
 
 
@@ -105,15 +101,6 @@ class Attempt:
 
     def __call__(self) -> float | None:
         """Run the attempt and return the final reward. Raises SystemExit with the run's exit code if that is not 0."""
-        try:
-            return self._run()
-        except OSError as error:
-            if (line := full_disk(error, Path(self.run_dir))) is None:
-                raise
-            print(line, file=sys.stderr, flush=True)
-            raise SystemExit(1) from None
-
-    def _run(self) -> float | None:
         received: list[int] = []
         for number in (signal.SIGUSR2, signal.SIGTERM):  # submitit's own handlers would requeue without recording it in the status
             signal.signal(number, lambda number, _: received.append(number))
@@ -144,23 +131,20 @@ class Attempt:
         os.dup2(log, 1)
         os.dup2(log, 2)
         print(f"job {job}, restart {restarts}, on {', '.join(environment.hostnames)}", flush=True)
-        self._may_come_back(paths, cfg, status, barren_requeues(paths, restarts, saved_of(paths, cfg)))
-        self._has_its_code(paths, cfg, status)
         if restarts or has_begun(paths):
             try:
                 start = rewind(paths)
             except ConfigError as error:
-                _fail(paths, status, str(error))
-                raise SystemExit(1) from None
+                _give_up(paths, status, str(error))
             if cfg.has_checkpoints:
                 status.step = start.step if start else 0
                 status.write(paths)
                 print(f"resuming after {start.step} steps" if start else "no checkpoint yet: starting from step 0", flush=True)
-            else:
-                print("continuing with what is not done yet", flush=True)
         saved = saved_of(paths, cfg)  # not before: the newest checkpoint may have been damaged
         barren = note_progress(paths, restarts, saved)
-        self._may_come_back(paths, cfg, status, barren)
+        if barren > cfg.launcher.max_requeues:
+            most = f"launcher.max_requeues={cfg.launcher.max_requeues}"
+            _give_up(paths, status, f"the job was requeued {barren} times without progress, more than {most}")
         container = Container.of(cfg, os.environ.get(MOUNTS, "").split(","))
         starter = SrunStarter(job, environment.hostnames, cfg.hardware.gpus_per_node, cfg.slurm.prefix, container)
         supervisor = Supervisor(
@@ -195,22 +179,6 @@ class Attempt:
             print(f"{paths.root} is job {other}'s now; job {job} ends", file=sys.stderr)
             raise SystemExit(1)
 
-    def _may_come_back(self, paths: RunPaths, cfg: CommandConfig, status: Status, barren: int) -> None:
-        """Exit if the job was requeued too often without saving anything new."""
-        if barren > cfg.launcher.max_requeues:
-            most = f"launcher.max_requeues={cfg.launcher.max_requeues}"
-            _fail(paths, status, f"the job was requeued {barren} times without a new {unit_of(cfg)}, more than {most}")
-            raise SystemExit(1)
-
-    def _has_its_code(self, paths: RunPaths, cfg: CommandConfig, status: Status) -> None:
-        """Exit, or warn, if the code has changed since the job was submitted."""
-        change = None if cfg.launcher.code_changes == "snapshot" else code_change(paths)  # a snapshot does not change
-        if change and cfg.launcher.code_changes == "refuse":
-            _fail(paths, status, f"{change}; continue with resume=latest, or set launcher.code_changes=snapshot or =warn next time")
-            raise SystemExit(1)
-        if change:
-            print(f"warning: {change}", flush=True)
-
     def _leave_lost_hosts(self, paths: RunPaths, supervisor: Supervisor, starter: SrunStarter, job_id: str, restarts: int) -> int | None:
         """Wait until SLURM has given up the hosts that do not answer and requeued the job; return the exit code.
 
@@ -219,26 +187,26 @@ class Attempt:
         """
         status, patience = supervisor.status, patience_with_nodes() + MARGIN
         print(f"SLURM requeues the job when it gives up {', '.join(supervisor.lost)}: within {patience:.0f} s", flush=True)
-        deadline, is_over = time.monotonic() + patience, False
-        while True:
-            interrupted = supervisor.interrupted  # before the next question: SLURM counts a requeue before it signals
-            known = restarts_of(job_id)
-            if known > restarts or (known < 0 and (interrupted or is_over)):  # a silent SLURM knows how the job ends: `rlx.launch.follow`
-                break
-            if supervisor.notice and not interrupted:
+        deadline, look = time.monotonic() + patience, 0.0
+        is_over = False
+        while not is_over and not supervisor.interrupted:
+            if supervisor.notice:
                 return None
-            if interrupted:
-                status.finish("interrupted")
-            elif is_over:
-                print("SLURM has not given them up", flush=True)
-                status.finish("failed", supervisor.blamed)
-            if interrupted or is_over:
-                status.write(paths)
-                break
-            is_over = time.monotonic() > deadline or not starter.lost_hosts(supervisor.lost)
-            look = time.monotonic() + AGAIN
-            while time.monotonic() < look and not (supervisor.interrupted or supervisor.notice):
-                time.sleep(0.2)
+            if time.monotonic() > look:
+                if restarts_of(job_id) > restarts:
+                    return status.exit_code or 0
+                is_over = time.monotonic() > deadline or not starter.lost_hosts(supervisor.lost)
+                look = time.monotonic() + AGAIN
+            time.sleep(0.2)
+        known = restarts_of(job_id)  # SLURM counts a requeue before it signals
+        if known > restarts or known < 0:  # a silent SLURM knows how the job ends: `rlx.launch.follow`
+            return status.exit_code or 0
+        if supervisor.interrupted:
+            status.finish("interrupted")
+        else:
+            print("SLURM has not given them up", flush=True)
+            status.finish("failed", supervisor.blamed)
+        status.write(paths)
         return status.exit_code or 0
 
     def _requeue(self, paths: RunPaths, cfg: CommandConfig, supervisor: Supervisor, job_id: str, restarts: int, barren: int) -> int:
@@ -253,27 +221,18 @@ class Attempt:
             status.finish("interrupted")
             status.write(paths)
             return status.exit_code or 0
-        lasted, until_notice = time.time() - status.started, 60 * cfg.slurm.time_minutes - cfg.slurm.signal_seconds
-        if barren >= 2:
-            begin = "start, first step and checkpoint" if cfg.has_checkpoints else "start and first rollout"
-            why = f"{barren} attempts in a row were preempted before a new {unit_of(cfg)} was saved, this one after {lasted:.0f} s"
-            if lasted >= until_notice - START:
-                _fail(
-                    paths,
-                    status,
-                    f"{why}, by the notice before the time limit: {begin} take longer than slurm.time_minutes="
-                    f"{cfg.slurm.time_minutes} less slurm.signal_seconds={cfg.slurm.signal_seconds}; continue with resume=latest and a "
-                    "larger slurm.time_minutes",
-                )
-                return 1
-            print(f"warning: {why}", flush=True)
+        if barren >= 2 and time.time() - status.started >= 60 * cfg.slurm.time_minutes - cfg.slurm.signal_seconds - START:
+            _give_up(
+                paths,
+                status,
+                f"{barren} attempts in a row were preempted before the time limit without progress: what comes before a checkpoint takes "
+                "longer than slurm.time_minutes less slurm.signal_seconds; continue with resume=latest and a larger slurm.time_minutes",
+            )
         if barren > cfg.launcher.max_requeues:
             most = f"launcher.max_requeues={cfg.launcher.max_requeues}"
-            _fail(paths, status, f"preempted, and {most} requeues without a new {unit_of(cfg)} are used up; continue with resume=latest")
-            return 1
+            _give_up(paths, status, f"preempted, and {most} requeues without progress are used up; continue with resume=latest")
         if (refused := back_to_the_queue(job_id, restarts)) is not None:
-            _fail(paths, status, f"preempted, and SLURM refuses to requeue the job: {refused}; continue with resume=latest")
-            return 1
+            _give_up(paths, status, f"preempted, and SLURM refuses to requeue the job: {refused}; continue with resume=latest")
         print("back in the queue", flush=True)
         return status.exit_code or 0
 
@@ -297,9 +256,8 @@ def back_to_the_queue(job_id: str, restarts: int) -> str | None:
         time.sleep(PAUSE)
 
 
-def _fail(paths: RunPaths, status: Status, reason: str, *, tell: bool = True) -> None:
-    log = os.path.relpath(paths.log(status.attempt, "launcher"), paths.root)
-    status.finish("failed", Cause(role="launcher", replica=0, returncode=None, reason=reason, log=log))
-    status.write(paths)
-    if tell:
-        print(reason, file=sys.stderr, flush=True)
+def _give_up(paths: RunPaths, status: Status, reason: str) -> NoReturn:
+    """Write that the run failed, and why; exit."""
+    status.fail(paths, "launcher", reason, paths.log(status.attempt, "launcher"))
+    print(reason, file=sys.stderr, flush=True)
+    raise SystemExit(1)

@@ -1,21 +1,19 @@
 """Command lines that start a process of the plan: as a process group on this machine, as a step of a SLURM job, or in another pod.
 
-The supervisor always starts, watches and stops a local child process. With `LocalStarter` the child is the role itself; with
+The supervisor always starts, watches and stops a local child process. With `Starter` the child is the role itself; with
 `SrunStarter` it is the `srun` that runs the role; with `AgentStarter` a child that an agent in the role's pod serves.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from rlx.launch.container import KEPT, Container
 from rlx.plan.environment import DEVICES, OF_A_GROUP, environment_of, inherited
@@ -24,9 +22,10 @@ from rlx.process import HOST, SUPERVISOR
 from rlx.runs.jobs import ask
 from rlx.runs.outside import outside
 
-PROBE = 30.0  # seconds that a host has to start a step
-LEAVE = 2.0  # seconds that `srun` has to give such a step up
+PROBE = 30  # seconds that a host has to start a step
+LEAVE = 2  # seconds that `srun` has to give such a step up
 TRIAL = "probe"  # the name of these steps
+QUIET: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 NOT_FOR_STEPS = (
     *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NNODES", "SLURM_DISTRIBUTION"),
     *("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", "SLURM_GPUS_PER_SOCKET"),
@@ -34,49 +33,32 @@ NOT_FOR_STEPS = (
 """Variables of the job that `srun` would read as options of the step."""
 
 
-class Starter(Protocol):
-    """Starts and stops processes in one kind of place."""
+class Starter:
+    """Starts processes on this machine: the child is the role. What differs elsewhere is overridden."""
 
-    remote: bool  # the role may run on another host, so the child's pid is not the role's
+    remote = False  # the role may run on another host, so the child's pid is not the role's
 
     def host(self, spec: ProcessSpec) -> str:
         """Name of the host on which a process runs."""
+        return socket.gethostname()
 
     def command(self, spec: ProcessSpec, environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         """`(argv, environment)` of the child process that the supervisor starts. `environment`: the variables that it may inherit."""
+        return list(spec.argv), {**environment_of(spec, environment), SUPERVISOR: str(os.getpid())}
 
     def returncode(self, code: int) -> int:
-        """Convert the child's return code to the role's; negative for the signal that killed it."""
+        """The role's return code, negative for the signal that killed it. Elsewhere the child returns 128 + the signal, like a shell."""
+        return 128 - code if self.remote and code > 128 else code
 
     def terminate(self) -> bool:
         """Ask all processes to stop. Returns False if the supervisor must send SIGTERM to its children itself."""
+        return False
 
     def kill(self, names: Sequence[str]) -> None:
         """SIGKILL the processes with these names, if a signal to the child is not enough."""
 
 
-class LocalStarter:
-    """Starts processes on this machine: the child is the role."""
-
-    remote = False
-
-    def host(self, spec: ProcessSpec) -> str:
-        return socket.gethostname()
-
-    def command(self, spec: ProcessSpec, environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-        return list(spec.argv), {**environment_of(spec, environment), SUPERVISOR: str(os.getpid())}
-
-    def returncode(self, code: int) -> int:
-        return code
-
-    def terminate(self) -> bool:
-        return False
-
-    def kill(self, names: Sequence[str]) -> None:
-        """The supervisor kills the process groups itself."""
-
-
-class SrunStarter:
+class SrunStarter(Starter):
     """Starts steps of the supervisor's SLURM job. Their output comes through `srun`, so each log file has one writer."""
 
     remote = True
@@ -127,32 +109,13 @@ class SrunStarter:
             host for host in (self.hosts if among is None else among) if host != os.environ.get("SLURMD_NODENAME", socket.gethostname())
         ]
         dropped = [word for name in NOT_FOR_STEPS for word in ("-u", name)]
-        step = ["env", *dropped, "srun", "--overlap", "--nodes=1", "--ntasks=1", f"--job-name={TRIAL}", "--cpu-bind=none", "--mem=0"]
-        quiet = subprocess.DEVNULL
-        probes = {
-            host: subprocess.Popen(outside([*step, "--input=none", f"--nodelist={host}", "true"]), stdin=quiet, stdout=quiet, stderr=quiet)
-            for host in others
-        }
-        answers, deadline = {}, time.monotonic() + PROBE
-        for host, probe in probes.items():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                answers[host] = probe.wait(max(0.0, deadline - time.monotonic()))
-        if late := [probe for host, probe in probes.items() if host not in answers]:
-            self._end(late)
-        return [host for host in others if answers.get(host) != 0]
-
-    def _end(self, probes: Sequence[subprocess.Popen[bytes]]) -> None:
-        """Give steps up that were not started in time. Killing `srun` alone would leave them to start when the host answers again."""
-        for probe in probes:
-            probe.terminate()
-        deadline = time.monotonic() + LEAVE
-        for probe in probes:
-            try:
-                probe.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                probe.kill()
-                probe.wait()
-        self.kill([TRIAL])
+        step = ["env", *dropped, "timeout", f"--kill-after={LEAVE}", str(PROBE), "srun", "--overlap", "--nodes=1", "--ntasks=1"]
+        step += [f"--job-name={TRIAL}", "--cpu-bind=none", "--mem=0", "--input=none"]
+        probes = [subprocess.Popen(outside([*step, f"--nodelist={host}", "true"]), **QUIET) for host in others]
+        silent = [host for host, probe in zip(others, probes, strict=True) if probe.wait() != 0]
+        if silent:  # else the step would start when the host answers again
+            self.kill([TRIAL])
+        return silent
 
     def _choose_gpus(self, spec: ProcessSpec) -> tuple[str, ...]:
         """Limit the role to the GPUs that the plan gives it, out of the job's GPUs in SLURM's CUDA_VISIBLE_DEVICES.
@@ -166,9 +129,6 @@ class SrunStarter:
         whole = "-s " if self.gpus_per_node > 1 else ""  # else `cut` takes the only GPU of a step that sees one for any
         script = f'{DEVICES}=$(echo "${{{DEVICES}:-{all_of_them}}}" | cut {whole}-d, -f{fields}) exec "$@"'
         return ("sh", "-c", script, spec.name)
-
-    def returncode(self, code: int) -> int:
-        return 128 - code if code > 128 else code  # srun, like a shell, returns 128 + the signal
 
     def terminate(self) -> bool:
         """Ask the controller to signal the steps: a signal to `srun` would have its step killed without grace time.
@@ -199,7 +159,7 @@ class SrunStarter:
         return f"steps of job {self.job_id} on {', '.join(self.hosts)}" + (f" in {self.container.cfg.image}" if self.container else "")
 
 
-class AgentStarter:
+class AgentStarter(Starter):
     """Starts processes on the hosts of a run, through the agent on each (`rlx.launch.agents`)."""
 
     remote = True
@@ -215,12 +175,3 @@ class AgentStarter:
         start = {"name": spec.name, "argv": list(spec.argv), "gpus": list(spec.gpus), "env": spec.env | {HOST: self.host(spec)}}
         order = {"at": self.hosts[spec.node], "token": str(self.token), "run": str(self.run_dir), "start": start}
         return [sys.executable, "-m", "rlx.launch.agents", json.dumps(order)], inherited(environment)
-
-    def returncode(self, code: int) -> int:
-        return 128 - code if code > 128 else code
-
-    def terminate(self) -> bool:
-        return False  # the children pass the supervisor's signal on
-
-    def kill(self, names: Sequence[str]) -> None:
-        """The supervisor kills the children, and their agents then kill the roles."""

@@ -24,16 +24,16 @@ from dataclasses import dataclass
 
 from rlx.config.savings import ran_out, when_out_of_memory
 from rlx.config.schema import CommandConfig, TrainingRoot
+from rlx.descendants import TOKEN, start_time
 from rlx.heartbeat import EVALUATING, SERVING, Ages, read_heartbeats
-from rlx.launch.children import Child, Children, start_reaper
-from rlx.launch.processes import TOKEN, start_time
+from rlx.launch.children import Child, Children
 from rlx.launch.stall import StallDoctor
-from rlx.launch.starters import LocalStarter, Starter
+from rlx.launch.starters import Starter
 from rlx.launch.verdict import Process, Verdict, View, decide, find_hung, is_fine
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths, listed
 from rlx.plan.record import read_plan
-from rlx.process import disk_is_full, full_disk
+from rlx.process import disk_is_full
 from rlx.runs.outside import is_inside
 from rlx.runs.provenance import begun_on
 from rlx.runs.status import Cause, Restart, Status, describe_returncode, last_lines, read_status
@@ -62,7 +62,6 @@ class Limits:
 
     @classmethod
     def of(cls, cfg: CommandConfig) -> Limits:
-        remedies = when_out_of_memory(cfg) if isinstance(cfg, TrainingRoot) else ""
         shared = ("grace", "heartbeat_timeout", "last_lines", "preempt_grace", "stall_timeout")
         values = {name: getattr(cfg.launcher, name) for name in shared}
         return cls(
@@ -70,7 +69,7 @@ class Limits:
             counted=cfg.counted,
             max_restarts=cfg.max_restarts,
             hung_timeout=cfg.hung_timeout,
-            when_out_of_memory=remedies,
+            when_out_of_memory=when_out_of_memory(cfg) if isinstance(cfg, TrainingRoot) else "",
             **values,
         )
 
@@ -99,11 +98,12 @@ class Supervisor:
         self.paths, self.limits, self.token = paths, limits, token
         self.status = read_status(paths) or Status(attempt=attempt, max_steps=limits.max_steps)
         self.status.supervisor = {"host": socket.gethostname(), "pid": os.getpid()}
-        self.starter = starter or LocalStarter()
+        self.starter = starter or Starter()
         self.meaning_of_sigterm, self.find_lost_hosts = meaning_of_sigterm, find_lost_hosts
         self.lost: tuple[str, ...] = ()  # hosts that did not answer when a process had failed
         self.blamed: Cause | None = None  # that process
-        self.children = Children(self.starter, token, lambda: start_reaper(paths.root, token, limits.last_lines, lock_fd))
+        self.children = Children(self.starter, token)
+        self.lock_fd = lock_fd
         self.watched = watched
         self.selector = selectors.DefaultSelector()
         self.interrupted = False  # SIGTERM or SIGINT came
@@ -124,11 +124,11 @@ class Supervisor:
         self.notice |= signal.SIGUSR2 in received
         for signum in received:
             self._say(f"received {signal.Signals(signum).name}")
-        self.children.start_reaper()
+        self.children.start_reaper(self.paths.root, self.limits.last_lines, self.lock_fd)
         try:
             self._read_step()
             self.status.state = "starting"  # earlier attempts wrote the existing metric records
-            verdict = self._watch_launcher() or self._start() or self._watch()
+            verdict = self._start() or self._watch()
             state, cause = verdict.state or "failed", self._cause(verdict)
             if state == "failed" and (lost := tuple(self.find_lost_hosts())):
                 self._say(f"{verdict.blamed}: {verdict.reason}; {', '.join(lost)} does not answer, which may be why")
@@ -175,16 +175,6 @@ class Supervisor:
             self._say(f"received {signal.Signals(signum).name}")
         self.interrupted = True
 
-    def _watch_launcher(self) -> Verdict | None:
-        """Wake the loop when the launcher, or submitit's process in between, ends. Returns a verdict if one has already ended."""
-        for pid, _ in self.watched.values():
-            try:
-                self.selector.register(os.pidfd_open(pid), selectors.EVENT_READ, None)
-            except ProcessLookupError:
-                break
-        gone = self._gone()
-        return decide(View(gone=gone)) if gone is not None else None
-
     def _gone(self) -> str | None:
         """Name of the first watched process that has ended; `None` if all are alive."""
         for name, (pid, since) in self.watched.items():
@@ -218,7 +208,7 @@ class Supervisor:
         return os.environ | {TOKEN: self.token} | begun_on(self.paths)
 
     def _not_started(self, name: str, error: Exception) -> Verdict:
-        return Verdict(state="failed", blamed=name, reason=full_disk(error, self.paths.root) or f"could not be started: {error}")
+        return Verdict(state="failed", blamed=name, reason=f"could not be started: {error}")
 
     def _start_again(self, name: str) -> Verdict | None:
         """Start a service that has died or was killed in its place. Returns a verdict only if it cannot be started."""
@@ -326,7 +316,6 @@ class Supervisor:
 
     def _refresh(self) -> tuple[str, str] | None:
         """Update the status; return the process that has been silent for too long, if any."""
-        self.children.keep_reaper()
         self._read_step()
         beats = read_heartbeats(self.paths)
         if any(beat["phase"].startswith(EVALUATING) for beat in beats.values()):
@@ -375,10 +364,10 @@ class Supervisor:
         if verdict.blamed == "launcher":
             return Cause(role="launcher", replica=0, returncode=None, reason=reason, log=relative)
         spec, lines = self.specs[verdict.blamed], last_lines(log, self.limits.last_lines)
-        if (full := disk_is_full(self.paths.root)) and not any(full[:20] in line for line in lines):
-            reason += f"; {full}"  # the full disk may have kept it out of the log
-        if spec.role == "trainer" and (remedies := self.limits.when_out_of_memory) and ran_out(last_lines(log, LAST_WORDS)):
-            reason += f"; {remedies}"
+        if spec.role == "trainer" and self.limits.when_out_of_memory and ran_out(last_lines(log, LAST_WORDS)):
+            reason += f"; {self.limits.when_out_of_memory}"
+        if disk_is_full(self.paths.root):
+            reason += f"; the disk of {self.paths.root} is full"  # which may have kept the error out of the log
         return Cause(role=spec.role, replica=spec.replica, returncode=code, reason=reason, log=relative, last_lines=lines)
 
     def _say(self, *lines: str) -> None:

@@ -9,7 +9,6 @@ completed runs go on.
 
 from __future__ import annotations
 
-import math
 import os
 import resource
 import signal
@@ -20,32 +19,30 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
-from rlx.checkpoints.folders import Start
 from rlx.config.errors import ConfigError
 from rlx.config.load import load_command
 from rlx.config.schema import CommandConfig
-from rlx.launch.processes import bound
+from rlx.launch.bound import bound
+from rlx.launch.local import launch
 from rlx.launch.slurm import FOLDER, sbatch_options, submit
+from rlx.launch.supervisor import Limits
 from rlx.paths import RunPaths
 from rlx.plan.environment import DEVICES
 from rlx.plan.explain import table
 from rlx.plan.make import make_plan
 from rlx.plan.place import require_one_host
 from rlx.plan.record import ProcessSpec
-from rlx.runs.claim import create, looks_like_run, writing
-from rlx.runs.completed import has_done
+from rlx.runs.claim import ask_slurm, create, looks_like_run, writing
 from rlx.runs.differences import differences
 from rlx.runs.history import final_reward
-from rlx.runs.jobs import ENDED, GONE, is_alive, job_of, max_array_size, queue
+from rlx.runs.jobs import is_alive, job_of
 from rlx.runs.lock import SWEEP, RunLock
-from rlx.runs.rewind import Found, find_start
-from rlx.runs.run import PATIENCE, WAITS, Run
-from rlx.runs.status import FINAL, read_status
+from rlx.runs.rewind import has_begun, rewind
+from rlx.runs.run import Run, has_done
+from rlx.runs.status import FINAL, Status, new_attempt, read_status
 
 POLL = 0.2  # seconds between two checks of the pool
-LOOK = 1.0  # seconds between two looks at the status files of submitted runs
 
 
 @dataclass
@@ -85,34 +82,25 @@ def alone(directory: Path) -> Iterator[None]:
 def find_states(elements: Sequence[Element]) -> dict[str, str] | None:
     """Set each element's `state` and `job` from its directory. Raises ConfigError if one holds a run of another configuration.
 
-    Returns job id → SLURM's state, which is asked for once; None if no element that is to be started has a job.
+    Returns job id → SLURM's state, which is asked for once; None if no element has a job.
     """
-    jobs: dict[str, str] | None = None
     others = []
-    runs = [Run(element.paths, PATIENCE) for element in elements]
-    statuses = [run.status for run in runs]  # the first look at all of them, so that their patience ends at the same time
-    for element, run, status in zip(elements, runs, statuses, strict=True):
-        paths = element.paths
-        if not looks_like_run(paths):
+    runs = [Run(element.paths) for element in elements]
+    noted = [element.paths for element in elements if looks_like_run(element.paths) and job_of(element.paths) is not None]
+    jobs = ask_slurm(noted[0]) if noted else None
+    for element, run in zip(elements, runs, strict=True):
+        paths, status = element.paths, run.status
+        if element.cfg.clean or not looks_like_run(paths):
             continue
-        if element.cfg.clean:
-            if (job := job_of(paths)) is not None and jobs is None:
-                jobs = _queue(paths, job)
-            continue
-        changed = differences(load_command(paths.root, secrets=False), element.cfg)
-        if changed:
+        if changed := differences(load_command(paths.root, secrets=False), element.cfg):
             others.append(f"{paths.root}: {'; '.join(changed[:3])}")
-            continue
-        job = job_of(paths)
-        completed = has_done(paths, status, element.cfg)
-        if job is not None and not completed:
-            if jobs is None:
-                jobs = _queue(paths, job)
-            if is_alive(job, jobs):
-                element.state, element.job = "alive", job
-                continue
-        ended = status is not None and status.state in FINAL
-        element.state = "done" if completed else "alive" if not ended and run.lives(status) else "again"
+        elif has_done(paths, status, element.cfg):
+            element.state = "done"
+        elif (job := job_of(paths)) is not None and is_alive(job, jobs):
+            element.state, element.job = "alive", job
+        else:
+            ended = status is not None and status.state in FINAL
+            element.state = "alive" if not ended and run.lives(status) else "again"
     if others:
         raise ConfigError(
             "the sweep's directory holds runs of another configuration (there ≠ here):\n  "
@@ -120,16 +108,6 @@ def find_states(elements: Sequence[Element]) -> dict[str, str] | None:
             + "\n  fix: give another run.name= for this sweep; or clean=true, which deletes them"
         )
     return jobs
-
-
-def _queue(paths: RunPaths, job: str) -> dict[str, str]:
-    try:
-        return queue()
-    except RuntimeError as error:
-        raise ConfigError(
-            f"{paths.root} belongs to SLURM job {job}, and SLURM does not tell whether that job is alive: {error}.\n"
-            "  fix: try again where SLURM answers, or give another run.name="
-        ) from error
 
 
 def check_local(elements: Sequence[Element], visible: Sequence[str], parallel: int | None) -> int:
@@ -151,38 +129,21 @@ def make_directories(elements: Sequence[Element], jobs: dict[str, str] | None = 
     """Create the run directories, or rewind existing ones to their last checkpoint; return their locks, held shared.
 
     This includes a run that was stopped between its last checkpoint and its end: it completes at once. `jobs`: job id → SLURM's state;
-    without it SLURM is asked for each run that has a job.
-    Raises ConfigError, before any directory is changed, if all checkpoints of a run are damaged.
+    without it SLURM is asked for each run that has a job. Raises ConfigError if all checkpoints of a run are damaged.
     """
-    starts = _find_starts([element for element in elements if element.state == "again"])
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = len(elements) + 256  # a lock is an open file
     if soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
-    locks = []
+    locks: list[RunLock] = []
     try:
         for element in elements:
             cfg = element.cfg if element.state == "new" else replace(element.cfg, resume="latest")
-            found = Found(starts.get(element.name), jobs)
-            locks.append(create(cfg, element.overrides, element.plan, found=found)[1])
+            locks.append(create(cfg, element.overrides, element.plan, jobs=jobs, even_done=True)[1])
     except BaseException:
         release(locks)
         raise
     return locks
-
-
-def _find_starts(elements: Sequence[Element]) -> dict[str, Start | None]:
-    """By name, the checkpoints from which runs go on. Raises one ConfigError for all runs whose checkpoints are all damaged."""
-    starts: dict[str, Start | None] = {}
-    problems: list[str] = []
-    for element in elements:
-        try:
-            starts[element.name] = find_start(element.paths)
-        except ConfigError as error:
-            problems += error.problems
-    if problems:
-        raise ConfigError(problems)
-    return starts
 
 
 def release(locks: Sequence[RunLock]) -> None:
@@ -190,72 +151,18 @@ def release(locks: Sequence[RunLock]) -> None:
         lock.close()
 
 
-def check_arrays(elements: Sequence[Element], name: str, directory: Path) -> None:
-    """Raises ConfigError if an array would have more jobs than SLURM takes. It rejects it only when everything else is done."""
-    largest = max(map(len, _arrays(elements, name, directory)), default=0)
-    if largest > 1 and (most := max_array_size()) is not None and largest > most:
-        raise ConfigError(
-            f"the sweep's largest array would have {largest} jobs, and this cluster takes at most {most} (MaxArraySize of scontrol show "
-            "config).\n  fix: start the sweep in parts, for example with fewer seeds each"
-        )
-
-
-def _arrays(elements: Sequence[Element], name: str, directory: Path) -> list[list[Element]]:
-    """The elements by equal SLURM options."""
-    groups: dict[str, list[Element]] = {}
-    for element in elements:
-        groups.setdefault(repr(sorted(sbatch_options(element.cfg, name, directory).items())), []).append(element)
-    return list(groups.values())
-
-
-def submit_arrays(elements: Sequence[Element], name: str, directory: Path) -> list[str]:
-    """Submit runs as job arrays, one for each set of equal SLURM options; return the job ids.
+def submit_arrays(elements: Sequence[Element], name: str, directory: Path) -> None:
+    """Submit runs as job arrays, one for each set of equal SLURM options, and set their `job`.
 
     Raises RuntimeError if SLURM rejects an array; the elements of arrays accepted before that have their `job` set.
     """
-    jobs = []
-    for group in _arrays(elements, name, directory):
-        jobs += submit([(element.paths, element.cfg) for element in group], name, directory / FOLDER)
-        for element in group:
-            element.job = jobs[len(jobs) - len(group) + group.index(element)]
-    return jobs
-
-
-def wait_for_jobs(elements: Sequence[Element]) -> None:
-    """Wait until the jobs of all elements have ended, and write the final status of those that could not write it themselves.
-
-    Prints meanwhile why jobs wait in the queue.
-    """
-    from rlx.launch.follow import ASK, LATE, Waiting, close
-
-    gone: dict[str, int] = {}
-    queued = Waiting()
-    waiting = [element for element in elements if element.job is not None]
-    asked = -math.inf
-    while waiting:
-        time.sleep(LOOK)
-        waiting = [element for element in waiting if not _is_over(element)]
-        if time.monotonic() - asked < ASK:
-            continue
-        asked = time.monotonic()
-        try:
-            states = queue() if waiting else {}
-        except RuntimeError:  # the controller may answer later
-            continue
-        queued.tell({each.job: f"{each.name} (job {each.job})" for each in waiting if each.job and states.get(each.job) in WAITS})
-        for element in list(waiting):
-            assert element.job is not None
-            state = states.get(element.job, GONE)
-            gone[element.job] = gone.get(element.job, 0) + 1 if state in ENDED else 0
-            if gone[element.job] >= LATE:
-                if job_of(element.paths) in (None, element.job):  # else the run was submitted again
-                    close(element.paths, element.job, state)
-                waiting.remove(element)
-
-
-def _is_over(element: Element) -> bool:
-    status = read_status(element.paths)
-    return status is not None and status.state in FINAL and status.state != "preempted"
+    groups: dict[str, list[Element]] = {}
+    for element in elements:
+        groups.setdefault(repr(sorted(sbatch_options(element.cfg, name, directory).items())), []).append(element)
+    for group in groups.values():
+        jobs = submit([(element.paths, element.cfg) for element in group], name, directory / FOLDER)
+        for element, job in zip(group, jobs, strict=True):
+            element.job = job
 
 
 def run_pool(elements: Sequence[Element], parallel: int, visible: Sequence[str], say: Callable[[str], None]) -> None:
@@ -270,7 +177,7 @@ def run_pool(elements: Sequence[Element], parallel: int, visible: Sequence[str],
                 element, slot = waiting.pop(0), slots.pop(0)
                 gpus = element.cfg.num_gpus
                 mine = {DEVICES: ",".join(visible[slot * width : slot * width + gpus])} if gpus else {}
-                command = [sys.executable, "-m", "rlx.launch.element", str(element.paths.root)]
+                command = [sys.executable, "-m", "rlx.launch.sweep", str(element.paths.root)]
                 say(f"{element.name}: starting")
                 # Its own session: Ctrl-C then reaches only the pool, which forwards it once.
                 child = subprocess.Popen(
@@ -306,17 +213,7 @@ def ending_of(element: Element) -> str:
     )
 
 
-class Started(Protocol):
-    """A run of a sweep, in its directory."""
-
-    name: str
-    job: str | None
-
-    @property
-    def paths(self) -> RunPaths: ...
-
-
-def summary(elements: Sequence[Started]) -> list[str]:
+def summary(elements: Sequence[Element]) -> list[str]:
     """The sweep's table, one line per run."""
     rows = []
     for element in elements:
@@ -343,3 +240,34 @@ def failed(elements: Sequence[Element]) -> list[Element]:
 def plan_of(cfg: CommandConfig) -> list[ProcessSpec]:
     assert cfg.run.dir is not None
     return make_plan(cfg, Path(cfg.run.dir))
+
+
+def run_element(run_dir: str) -> int:
+    """One run of the pool, in its own process. Its CUDA_VISIBLE_DEVICES lists its GPUs. Displays no progress; the pool does."""
+    paths = RunPaths(Path(run_dir))
+    cfg = load_command(paths.root)
+    lock = RunLock(paths)
+    if not lock.exclusive():
+        print(f"{paths.root} is in use by another run", file=sys.stderr)
+        return 1
+    # The directory may have waited in the pool for days without a lock, so its state may have changed.
+    status = read_status(paths)
+    if has_done(paths, status, cfg):
+        return 0
+    if has_begun(paths):
+        try:
+            rewind(paths)
+        except ConfigError as error:
+            status = status or Status(max_steps=cfg.total_steps)
+            status.attempt = new_attempt(paths)
+            log = paths.log(status.attempt, "launcher")
+            log.write_text(f"{error}\n")
+            status.fail(paths, "launcher", str(error), log)
+            print(error, file=sys.stderr)
+            return 1
+    lock.share()
+    return launch(paths, Limits.of(cfg), lock)
+
+
+if __name__ == "__main__":
+    sys.exit(run_element(sys.argv[1]))

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from rlx.config.errors import ConfigError
 from rlx.config.schema import CommandConfig
 from rlx.envs.probed import Probed
-from rlx.launch.processes import bound
+from rlx.launch.bound import bound
 from rlx.plan.environment import DEVICES, inherited
 from rlx.process import SUPERVISOR
 

@@ -26,9 +26,10 @@ from rlx.config.errors import ConfigError
 from rlx.config.evaluated import environments, section_of
 from rlx.config.pythons import python_of, sources_of
 from rlx.config.schema import CommandConfig, EnvConfig, PlayRoot, TrainingRoot
+from rlx.descendants import TOKEN, kill_all
 from rlx.envs import boot
 from rlx.envs.probed import FIELDS, Probed, file_digest, packages_digest
-from rlx.launch.processes import TOKEN, bound, kill_all
+from rlx.launch.bound import bound
 from rlx.paths import cache_root, write_text
 from rlx.plan.environment import DEVICES, inherited
 from rlx.process import SUPERVISOR

@@ -32,7 +32,7 @@ from rlx.heartbeat import AtWork, Heartbeat
 from rlx.lock import sees_other_hosts, try_lock
 from rlx.metrics import read_metrics
 from rlx.paths import COMPLETE, RunPaths, listed_with_folder, write_text
-from rlx.process import die_with_parent, say_full_disk
+from rlx.process import die_with_parent
 from rlx.stacks import answer
 from rlx.train.warm_start import envs_of, model_folder, recipe
 from rlx.waiting import wait_for
@@ -236,4 +236,4 @@ def tools_of(conversations: Sequence[Conversation]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    sys.exit(say_full_disk(main))
+    sys.exit(main())

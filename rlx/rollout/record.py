@@ -16,7 +16,7 @@ import zstandard
 
 from rlx import codec
 from rlx.paths import atomic
-from rlx.rollout.index import decoded
+from rlx.rollout.lines import decoded
 from rlx.trace import START, Trace
 from rlx.types import Group, Rollout, StepBatch
 
@@ -33,11 +33,7 @@ def write_rollouts(
     `tokens`: with the traces (`orchestrator.record_tokens`).
     """
     encoder = msgspec.json.Encoder(enc_hook=repr)
-    write_lines(path, [encoder.encode(record) + b"\n" for record in records(groups, failures, left_out, tokens=tokens)])
-
-
-def write_lines(path: Path, lines: Sequence[bytes]) -> None:
-    """Write encoded rollouts, one a line, atomically."""
+    lines = [encoder.encode(record) + b"\n" for record in records(groups, failures, left_out, tokens=tokens)]
     with atomic(path) as temporary:
         temporary.write_bytes(zstandard.ZstdCompressor(level=3).compress(b"".join(lines)))
 

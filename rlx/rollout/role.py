@@ -23,7 +23,7 @@ from rlx.envs.load import check_chat, load_environments, load_tokenizer, wait_lo
 from rlx.heartbeat import Heartbeat
 from rlx.paths import RunPaths
 from rlx.policy.chat import Chat
-from rlx.process import die_with_parent, end_at_once, full_disk, keep_event_loop_free, set_cpu_threads, sigterm_is_a_notice
+from rlx.process import die_with_parent, end_at_once, keep_event_loop_free, set_cpu_threads, sigterm_is_a_notice
 from rlx.stacks import answer
 from rlx.waiting import LEFT, Preempted
 
@@ -96,15 +96,13 @@ def run_until_stopped(work: Coroutine[Any, Any, None], paths: RunPaths) -> int:
 def end(main: Callable[[], int], name: str, plain: tuple[type[Exception], ...] = ()) -> NoReturn:
     """Run the role's `main` and end the process with its exit code; 1 after an error, which is then the last line of the log.
 
-    `plain`: errors whose message says it all, so no traceback is logged. A full disk is reported in one line.
+    `plain`: errors whose message says it all, so no traceback is logged.
     """
 
     def said() -> int:
         try:
             return main()
         except Exception as error:
-            if full_disk(error, Path()):
-                raise
             if isinstance(error, plain):
                 print(error, file=sys.stderr)
             else:

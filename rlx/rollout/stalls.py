@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlx.stacks import Waiting, own_line, places, rollout_name, tasks_of
+from rlx.stacks import BLOCKED, Waiting, main_thread, own_line, rollout_name, tasks_of
 from rlx.types import Task
 
 GROUPS = 5  # that are named, the oldest first
@@ -25,8 +23,7 @@ def explainer(
     def explain() -> list[str]:
         tasks = tasks_of(loop, rollout_name(None))
         sources = {name: getattr(env, "sources", None) for name, env in envs.items()}
-        main = places(sys._current_frames().get(threading.main_thread().ident or 0))
-        return in_words(sorted(in_flight(), key=lambda group: -group[2]), tasks, sources, main)
+        return in_words(sorted(in_flight(), key=lambda group: -group[2]), tasks, sources, main_thread())
 
     return explain
 
@@ -44,7 +41,7 @@ def in_words(
     lines = []
     if tasks is None:
         own = [own_line(main, each) for each in sources.values() if each is not None and any(str(each) in line for line in main)]
-        lines.append(f"its event loop is blocked at {own[0] if own else own_line(main)}")
+        lines.append(f"{BLOCKED} at {own[0] if own else own_line(main)}")
     for task, left, seconds in groups[:GROUPS]:
         text = f"{task.env}, example {task.example_id}: {left} rollout{'s' * (left != 1)} for {seconds:.0f} s"
         mine = rollout_name(task)

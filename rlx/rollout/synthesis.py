@@ -170,7 +170,7 @@ class Synthesis:
             "examples": {"played": num_examples(candidates), "kept": num_examples(choice.kept)},
             "reward": {"played": mean(rewards), "kept": mean([candidate.reward for candidate in choice.kept])},
             "selection": {field.name: getattr(config, field.name) for field in fields(SelectionConfig)},
-            "asked": config.asked,  # for `rlx.runs.completed`
+            "asked": config.asked,  # for `rlx.runs.run.has_done`
             "environments": {
                 name: {
                     "id": env.id,

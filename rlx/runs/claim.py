@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar, cast
@@ -21,24 +21,21 @@ from rlx.checkpoints.folders import NoCheckpoint, Start, adopt, write_start
 from rlx.config.chat_format import with_absolute_files
 from rlx.config.errors import ConfigError
 from rlx.config.load import load_command, to_yaml
-from rlx.config.roots import root_of
 from rlx.config.schema import CommandConfig, Config, RunConfig
 from rlx.config.schema_eval import PlayWithModel
 from rlx.config.schema_synthesize import SynthesizeRoot
 from rlx.config.secret import hide_lines, secrets_of
 from rlx.paths import RunPaths, listed, write_text
 from rlx.plan.record import ProcessSpec, write_plan
-from rlx.process import full_disk
 from rlx.runs import own_code
 from rlx.runs.differences import NOT_COMPARED, change_note, changed_keys, differences, differing
-from rlx.runs.jobs import is_alive, job_of
+from rlx.runs.jobs import is_alive, job_of, queue
 from rlx.runs.lock import RunLock
 from rlx.runs.members import check_shared, member_of, members_in, wait_until_let_go
 from rlx.runs.provenance import write_provenance
 from rlx.runs.replay import check_replay
 from rlx.runs.rewind import (
     LATEST,
-    Found,
     check_fork,
     find_fork,
     is_fork,
@@ -49,7 +46,7 @@ from rlx.runs.rewind import (
     say,
     source_of,
 )
-from rlx.runs.run import PATIENCE, Run
+from rlx.runs.run import Run
 from rlx.runs.status import FINAL, new_attempt, read_status
 from rlx.runs.weights import initial_model
 from rlx.waiting import WaitTimeout, wait_for
@@ -80,12 +77,17 @@ def settle(cfg: C, label: str) -> C:
 
 
 def create(
-    cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpec], *, found: Found | None = None
+    cfg: CommandConfig,
+    overrides: Sequence[str],
+    plan: Sequence[ProcessSpec],
+    *,
+    jobs: Mapping[str, str] | None = None,
+    even_done: bool = False,
 ) -> tuple[RunPaths, RunLock]:
     """Create the run directory of a settled configuration and write its initial files. Returns the lock held shared.
 
     With `replay`, the run starts from the initial model of the replayed run. With `resume=latest` or a step, the run resumes in its own
-    directory; with a path, a new run starts from that checkpoint. `found`: what a sweep has found out about this run of it. Then a run
+    directory; with a path, a new run starts from that checkpoint. `jobs`: job id → SLURM's state; None: SLURM is asked. `even_done`: a run
     whose checkpoint already contains its last step is accepted too; it ends at once.
     Raises ConfigError if the directory is taken, in use, or cannot be written, and if there is nothing to resume or to replay.
     """
@@ -96,7 +98,7 @@ def create(
         wait_until_let_go(paths, RunPaths(Path(cfg.trainer.shared)))
     if isinstance(cfg, Config) and cfg.replay is not None:
         cfg = replace(cfg, replay=str(Path(cfg.replay).expanduser().absolute()))
-        if Path(str(cfg.replay)).resolve() == paths.root.resolve():
+        if Path(str(cfg.replay)).resolve() == paths.root.resolve():  # clean=true would delete it
             raise ConfigError(
                 f"replay={cfg.replay} is also the directory of this run.\n  fix: give the replay its own run.name= or run.dir="
             )
@@ -107,24 +109,33 @@ def create(
         )
     with writing(paths.root):
         if cfg.resume is not None and not is_fork(cfg.resume) and (cfg.resume != LATEST or (paths.root.exists() and not _is_free(paths))):
-            return paths, _go_on(paths, cfg, overrides, plan, found)
-        if cfg.resume == LATEST:
-            say(f"there is no run in {paths.root} yet: starting {'at step 0' if cfg.has_checkpoints else 'a new one'}")
-            cfg = replace(cfg, resume=None)
-        start, replayed = sources(cfg)
-        cfg = replace(cfg, resume=str(start.checkpoint)) if start else cfg
-        lock = _claim(paths, clean=cfg.clean, found=found)
-        try:
-            if source := note_fork(paths, start, cfg) if start else replayed:
-                write_text(paths.initial_model, source.initial_model.read_text())
-            write_start(paths, _adopt(paths, start) if start else None)
-            _fill(paths, cfg, overrides, plan)
-            (paths.root / MAKING).unlink()
-        except BaseException:
-            lock.close()
-            raise
+            lock = _go_on(paths, cfg, overrides, plan, jobs, even_done)
+        else:
+            lock = _begin(paths, cfg, overrides, plan, jobs)
     lock.share()
     return paths, lock
+
+
+def _begin(
+    paths: RunPaths, cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpec], jobs: Mapping[str, str] | None
+) -> RunLock:
+    """Make the directory of a new run. Returns the lock held exclusively."""
+    if cfg.resume == LATEST:
+        say(f"there is no run in {paths.root} yet: starting {'at step 0' if cfg.has_checkpoints else 'a new one'}")
+        cfg = replace(cfg, resume=None)
+    start, replayed = sources(cfg)
+    cfg = replace(cfg, resume=str(start.checkpoint)) if start else cfg
+    lock = _claim(paths, clean=cfg.clean, jobs=jobs)
+    try:
+        if source := note_fork(paths, start, cfg) if start else replayed:
+            write_text(paths.initial_model, source.initial_model.read_text())
+        write_start(paths, _adopt(paths, start) if start else None)
+        _fill(paths, cfg, overrides, plan)
+        (paths.root / MAKING).unlink()
+    except BaseException:
+        lock.close()
+        raise
+    return lock
 
 
 def sources(cfg: CommandConfig) -> tuple[Start | None, RunPaths | None]:
@@ -147,49 +158,48 @@ def _adopt(paths: RunPaths, start: Start) -> Start:
         raise ConfigError(f"resume={start.checkpoint}: {error}.\n  fix: name another checkpoint") from error
 
 
-def _go_on(paths: RunPaths, cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpec], found: Found | None) -> RunLock:
-    """Take over the directory of an ended run and rewind it to the checkpoint of `cfg.resume`. Returns the lock held shared."""
+def _go_on(
+    paths: RunPaths,
+    cfg: CommandConfig,
+    overrides: Sequence[str],
+    plan: Sequence[ProcessSpec],
+    jobs: Mapping[str, str] | None,
+    even_done: bool,
+) -> RunLock:
+    """Take over the directory of an ended run and rewind it to the checkpoint of `cfg.resume`. Returns the lock held exclusively.
+
+    Raises ConfigError before any change if that is impossible.
+    """
     assert cfg.resume is not None
     if not paths.config.is_file() or not looks_like_run(paths):
         raise ConfigError(f"resume={cfg.resume}: {paths.root} holds no run.\n  fix: name the run with run.name= or run.dir=")
-    lock = _alone(paths, found)
+    lock = _alone(paths, jobs)
     try:
-        _rewind_for(paths, cfg, overrides, plan, found)
+        before = load_command(paths.root, secrets=False)
+        if other := differences(before, cfg):
+            raise ConfigError(
+                f"the run in {paths.root} has another configuration (there ≠ here):{_listed(other)}\n"
+                f"  fix: resume with its own, --config-dir {paths.root} --config-name config resume={cfg.resume}; or start another run, "
+                f"run.name=NEW" + (f" resume={paths.root}" if cfg.has_checkpoints else "")
+            )
+        even_done = even_done or lacks_last_evaluation(paths, cfg)
+        start = rewind(paths, cfg.resume, max_steps=None if even_done else cfg.total_steps)
+        if cfg.has_checkpoints:
+            say(f"{paths.root}: resuming after {start.step} steps" if start else f"{paths.root} has no checkpoint: starting from step 0")
+        if changed := changes(cfg):
+            say(change_note(paths.root, changed))
+        write_provenance(paths, cfg, again=True)
+        _keep_secrets(paths, cfg)
+        _describe(paths, replace(cfg, resume=before.resume), overrides, plan)
         paths.make_folders()  # one may have been deleted since
     except BaseException:
         lock.close()
         raise
-    lock.share()
     return lock
 
 
-def _rewind_for(paths: RunPaths, cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpec], found: Found | None) -> None:
-    """Rewind the directory to the attempt's starting point. Raises ConfigError before any change if that is impossible."""
-    assert cfg.resume is not None
-    before = load_command(paths.root, secrets=False)
-    if type(before) is not type(cfg):
-        raise ConfigError(
-            f"{paths.root} is a directory of `rlx {root_of(before).command}`, not of `rlx {root_of(cfg).command}`.\n"
-            "  fix: give another run.name= or run.dir="
-        )
-    if other := differences(before, cfg):
-        shown = "".join(f"\n  {line}" for line in other[:8]) + ("\n  …" if len(other) > 8 else "")
-        anew = f"start another run from its checkpoint, resume={paths.root}" if cfg.has_checkpoints else "begin anew,"
-        raise ConfigError(
-            f"the run in {paths.root} has another configuration (there ≠ here):{shown}\n"
-            f"  fix: resume with its own, --config-dir {paths.root} --config-name config resume={cfg.resume}; or {anew} run.name=NEW"
-        )
-    even_done = found is not None or lacks_last_evaluation(paths, cfg)
-    start = rewind(paths, cfg.resume, max_steps=None if even_done else cfg.total_steps, found=found)
-    if cfg.has_checkpoints:
-        say(f"{paths.root}: resuming after {start.step} steps" if start else f"{paths.root} has no checkpoint: starting from step 0")
-    else:
-        say(f"{paths.root}: continuing with what is not done yet")
-    if changed := [*changed_keys(before, cfg), *own_code.changed(paths, cfg)]:
-        say(change_note(paths.root, changed))
-    write_provenance(paths, cfg, again=True)
-    _keep_secrets(paths, cfg)
-    _describe(paths, replace(cfg, resume=before.resume), overrides, plan)
+def _listed(lines: Sequence[str]) -> str:
+    return "".join(f"\n  {line}" for line in lines[:8]) + ("\n  …" if len(lines) > 8 else "")
 
 
 def changes(cfg: CommandConfig) -> list[str]:
@@ -234,14 +244,16 @@ def join(cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpe
                 _fill(paths, cfg, overrides, plan)
             return listed(paths.config)
 
-        _wait_until_filled(ready, paths)
+        try:
+            wait_for(ready, f"the role that holds {paths.lock} to write {paths.config}", timeout=FILL, poll=0.02)
+        except WaitTimeout as error:
+            raise ConfigError(f"{error}\n  fix: end that role, or give another run.dir=") from error
         lock.share()
     here, there = asdict(cfg), asdict(load_command(paths.root))
     others = [line for line in differing(there, here) if re.split("[.:]", line)[0] not in NOT_COMPARED]
     if others:
-        shown = "".join(f"\n  {line}" for line in others[:8]) + ("\n  …" if len(others) > 8 else "")
         raise ConfigError(
-            f"run.dir={paths.root} holds a run with another configuration (there ≠ here):{shown}\n"
+            f"run.dir={paths.root} holds a run with another configuration (there ≠ here):{_listed(others)}\n"
             "  fix: give the same overrides, or another run.dir="
         )
     return paths, lock
@@ -265,27 +277,12 @@ def write_description(
     return paths
 
 
-def _wait_until_filled(ready: Callable[[], bool], paths: RunPaths) -> None:
-    """Wait for the role that fills a run directory. Raises ConfigError if it does not."""
-    what = f"the role that holds {paths.lock} to write {paths.config}"
-    with suppress(WaitTimeout):
-        wait_for(ready, what, timeout=min(5.0, FILL), poll=0.02)
-        return
-    say(f"waiting for {what}")
-    try:
-        wait_for(ready, what, timeout=FILL)
-    except WaitTimeout as error:
-        raise ConfigError(f"{error}\n  fix: end that role, or give another run.dir=") from error
-
-
 @contextmanager
 def writing(directory: Path) -> Iterator[None]:
     """Turn an OSError about an unusable directory into a ConfigError."""
     try:
         yield
     except OSError as error:
-        if line := full_disk(error, directory):
-            raise ConfigError(line) from error
         what = f"{error.strerror}: {error.filename}" if error.strerror else str(error)
         raise ConfigError(f"the run directory {directory} cannot be written: {what}\n  fix: give another run.dir=") from error
 
@@ -305,7 +302,7 @@ def _is_free(paths: RunPaths) -> bool:
     return entries - {paths.sbatch.name, paths.explained.name, paths.report.name} in (set(), described)
 
 
-def _claim(paths: RunPaths, *, clean: bool, found: Found | None) -> RunLock:
+def _claim(paths: RunPaths, *, clean: bool, jobs: Mapping[str, str] | None) -> RunLock:
     """Create the directory, or empty it if it holds an old run and `clean` is set. Returns the lock held exclusively."""
     root = paths.root
     root.mkdir(parents=True, exist_ok=True)
@@ -315,7 +312,7 @@ def _claim(paths: RunPaths, *, clean: bool, found: Found | None) -> RunLock:
             "  fix: resume=latest, which keeps them; or remove them first"
         )
     _refuse_taken(paths, clean=clean)
-    lock = _alone(paths, found)
+    lock = _alone(paths, jobs)
     _refuse_taken(paths, clean=clean)  # again, now that the lock keeps others out
     (root / MAKING).touch()
     tmpfs.clear(paths.weights)
@@ -327,39 +324,31 @@ def _claim(paths: RunPaths, *, clean: bool, found: Found | None) -> RunLock:
     return lock
 
 
-def _refuse_waiting(paths: RunPaths, found: Found | None) -> None:
-    """Raise ConfigError if the directory belongs to a living SLURM job. A queued job holds no lock, so the lock does not show it."""
-    job = job_of(paths)
+def ask_slurm(paths: RunPaths) -> dict[str, str]:
+    """SLURM's states by job id. Raises ConfigError, about a run that has a job, if SLURM does not answer."""
     try:
-        waits = job is not None and is_alive(job, found.jobs if found else None)
+        return queue()
     except RuntimeError as error:
         raise ConfigError(
-            f"{paths.root} belongs to SLURM job {job}, and SLURM does not tell whether that job is alive: {error}.\n"
+            f"{paths.root} belongs to SLURM job {job_of(paths)}, and SLURM does not tell whether that job is alive: {error}.\n"
             "  fix: try again where SLURM answers, or give another run.name= or run.dir="
         ) from error
-    if waits:
-        raise ConfigError(f"{paths.root} belongs to SLURM job {job}, which waits or runs.\n  fix: scancel {job}, or give another run.name=")
 
 
-def _alone(paths: RunPaths, found: Found | None) -> RunLock:
+def _alone(paths: RunPaths, jobs: Mapping[str, str] | None) -> RunLock:
     """The directory's lock, held exclusively. Raises ConfigError if another process holds it or a SLURM job owns the directory."""
-    lock = RunLock(paths)
-    if not lock.exclusive():
-        lock.close()
-        raise ConfigError(f"a run is alive in {paths.root}.\n  fix: stop it, or give another run.name= or run.dir=")
+    lock, problem = RunLock(paths), ""
     try:
-        _refuse_waiting(paths, found)
-        if (
-            not lock.sees_other_hosts
-            and (status := read_status(paths)) is not None
-            and status.state not in FINAL
-            and Run(paths, PATIENCE).lives(status)
-        ):
-            raise ConfigError(
-                f"a run is alive in {paths.root}: its status changes, and the file system there has no locks.\n"
-                "  fix: stop it, or give another run.name= or run.dir=. If it was killed, try again in a minute"
-            )
-    except ConfigError:
+        job, status = job_of(paths), read_status(paths)
+        if not lock.exclusive():
+            problem = "a run is alive there.\n  fix: stop it"
+        elif job is not None and is_alive(job, ask_slurm(paths) if jobs is None else jobs):  # a queued job holds no lock
+            problem = f"it belongs to SLURM job {job}, which waits or runs.\n  fix: scancel {job}"
+        elif not lock.sees_other_hosts and status is not None and status.state not in FINAL and Run(paths).lives(status):
+            problem = "a run is alive there: its status changes, and the file system has no locks.\n  fix: stop it"
+        if problem:
+            raise ConfigError(f"{paths.root} is in use: {problem}, or give another run.name= or run.dir=")
+    except BaseException:
         lock.close()
         raise
     return lock
@@ -385,18 +374,14 @@ def _fill(paths: RunPaths, cfg: CommandConfig, overrides: Sequence[str], plan: S
     write_provenance(paths, cfg)
     _keep_secrets(paths, cfg)
     paths.make_folders()
+    is_member = isinstance(cfg, Config) and cfg.trainer.shared is not None  # the shared trainer writes the name of its initial model
     if isinstance(cfg, PlayWithModel) and (started_from := initial_model(cfg)) is not None:
         write_text(paths.initial_model, f"{started_from}\n")
-    elif not cfg.model.prepared and not paths.initial_model.exists() and not _is_member(cfg):
+    elif not cfg.model.prepared and not paths.initial_model.exists() and not is_member:
         # Store an absolute path: the roles may not share the launcher's working directory.
         local = Path(cfg.model.name).expanduser()
         write_text(paths.initial_model, f"{local.absolute() if local.is_dir() else cfg.model.name}\n")
     _describe(paths, cfg, overrides, plan)
-
-
-def _is_member(cfg: CommandConfig) -> bool:
-    """Whether a shared trainer trains the run; it writes the name of its initial model."""
-    return isinstance(cfg, Config) and cfg.trainer.shared is not None
 
 
 def _keep_secrets(paths: RunPaths, cfg: CommandConfig) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import zip_longest
 from typing import Any
 
 from rlx.config.errors import ConfigError
@@ -17,7 +16,7 @@ from rlx.runs.own_code import recorded
 from rlx.runs.run import Run
 
 NOT_COMPARED = ("run", "dry_run", "clean", "resume")  # they do not change what a run computes
-SHOWN = 12  # number of metrics shown for the last common step, largest relative differences first
+SHOWN = 12  # number of metrics shown for the last common step
 FIRST = ("reward/mean", "loss/total", "policy/entropy", "mismatch/kl", "optim/grad_norm")  # metrics shown before all others
 
 
@@ -98,52 +97,35 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[
 
 
 def _metrics(a: Run, b: Run) -> Section:
-    """The first step at which the two files differ, and the differences at the last common step. Ignores wall-clock fields."""
+    """The first record in which the two files differ, and the differences at the last common step. Ignores wall-clock fields."""
     there, here = (_records(run) for run in (a, b))
-    ends = [{source: {r["step"] for r in records if r["source"] == source} for source in SOURCES} for records in (there, here)]
     if there == here:
         return Section("metrics", [], f"{len(here)} records, bitwise equal except for wall-clock times")
-    lines = []
-    for one, other in zip_longest(there, here):
-        if one != other:
-            at = one or other
-            lines.append(f"first record that differs: step {at['step']} of the {at['source']}")
-            break
-    for source in SOURCES:
-        mine, other = (found[source] for found in ends)
-        if max(mine, default=None) != max(other, default=None):
-            lines.append(f"last step of the {source}: {max(mine, default=None)} → {max(other, default=None)}")
-        if mine & other:
-            last = max(mine & other)
-            lines += _last_step(source, last, *(_record(records, source, last) for records in (there, here)))
+    source, step = next(key for key in {**there, **here} if there.get(key) != here.get(key))
+    lines = [f"first record that differs: step {step} of the {source}"]
+    for source in dict.fromkeys(source for source, _ in there):
+        ends = [max((step for name, step in records if name == source), default=None) for records in (there, here)]
+        if ends[0] != ends[1]:
+            lines.append(f"last step of the {source}: {ends[0]} → {ends[1]}")
+        common = [step for name, step in there if name == source and (name, step) in here]
+        if common:
+            lines += _last_step(source, max(common), there[source, max(common)], here[source, max(common)])
     return Section("metrics", lines)
 
 
-SOURCES = ("orchestrator", "trainer", "inference", "eval", "val")
-
-
-def _records(run: Run) -> list[dict[str, Any]]:
-    """The records by step: roles write them in whatever order they come to it."""
-    records = [
-        {name: value for name, value in record.items() if name != "time" and not name.startswith(("time/", "perf/"))}
+def _records(run: Run) -> dict[tuple[str, int], dict[str, Any]]:
+    """The records by source and step, ordered by step: roles write them in whatever order they come to it."""
+    found = {
+        (record["source"], record["step"]): {n: v for n, v in record.items() if n != "time" and not n.startswith(("time/", "perf/"))}
         for record, _ in read_metrics(run.paths.metrics)
-    ]
-    return sorted(records, key=lambda record: (record["step"], SOURCES.index(record["source"]) if record["source"] in SOURCES else -1))
-
-
-def _record(records: list[dict[str, Any]], source: str, step: int) -> dict[str, Any]:
-    return next((r for r in records if r["source"] == source and r["step"] == step), {})
+    }
+    return dict(sorted(found.items(), key=lambda each: (each[0][1], each[0][0])))
 
 
 def _last_step(source: str, step: int, there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
-    names = [name for name in {**there, **here} if name not in ("step", "source") and there.get(name) != here.get(name)]
-
-    def importance(name: str) -> tuple[int, float]:
-        x, y = there.get(name), here.get(name)
-        apart = abs(x - y) / max(abs(x), abs(y)) if x is not None and y is not None else 2.0
-        return (FIRST.index(name) if name in FIRST else len(FIRST), -apart)
-
-    for name in sorted(names, key=importance)[:SHOWN]:
+    """The metrics of one step that differ, those of `FIRST` first."""
+    names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+    for name in sorted(names, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))[:SHOWN]:
         x, y = there.get(name), here.get(name)
         change = f"  ({y - x:+.4g})" if x is not None and y is not None else ""
         yield f"{source}, step {step}: {name}: {_number(x)} → {_number(y)}{change}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -67,21 +68,15 @@ def check_shared(cfg: Config) -> None:
     if problems := differing(host, cfg):
         raise ConfigError([f"trainer.shared={root}: {problem}" for problem in problems])
     paths = RunPaths(root)
-    status = None if is_present(paths) else read_status(paths)
-    if status is not None and status.state not in FINAL:
-        try:
-            wait_for(lambda: is_present(paths), "the shared trainer", START)
-        except WaitTimeout:
-            raise ConfigError(
-                f"trainer.shared={root}: the shared trainer is still starting after {START:g} s, or was killed (status: {status.state}; "
-                f"its logs: {paths.latest_logs}).\n  fix: try again when it has loaded its model; if it was killed, start it again: "
-                f"{program()} --config-dir {shlex.quote(str(root))} --config-name config resume=latest"
-            ) from None
-    if not is_present(paths):
-        raise ConfigError(
-            f"trainer.shared={root}: the shared trainer is not alive.\n"
-            f"  fix: start it again: {program()} --config-dir {shlex.quote(str(root))} --config-name config resume=latest"
-        )
+    status = read_status(paths)
+    with contextlib.suppress(WaitTimeout):
+        starts = status is not None and status.state not in FINAL
+        wait_for(lambda: is_present(paths), "the shared trainer", START if starts else 0.0)
+        return
+    raise ConfigError(
+        f"trainer.shared={root}: the shared trainer is not alive, or still loads its model (its logs: {paths.latest_logs}).\n"
+        f"  fix: start it again: {program()} --config-dir {shlex.quote(str(root))} --config-name config resume=latest"
+    )
 
 
 def wait_until_let_go(paths: RunPaths, host: RunPaths) -> None:

@@ -17,8 +17,8 @@ from rlx.checkpoints import folders
 from rlx.config.checks import check
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose
-from rlx.config.objectives import advantage_of, loss_of
-from rlx.config.rules import declared, target_name
+from rlx.config.objectives import loss_of
+from rlx.config.rules import declared
 from rlx.config.schema import Config, LossTerms
 from rlx.config.strangers import executing, is_mine, said
 from rlx.runs.compare import flat
@@ -75,8 +75,6 @@ def other_objective(run: Run, overrides: Sequence[str]) -> tuple[Config, Config,
             f"{program()} --config-dir {shlex.quote(str(run.root))} --config-name config {shlex.join([f'replay={run.root}', *without])}"
         )
     of_env = {line: match[1] for line, key in keys.items() if (match := OF_ENV.fullmatch(key))}
-    if unknown := sorted({*of_env.values()} - {*recorded.envs}):
-        raise ConfigError(f"the run has no environment {', '.join(unknown)}.\n  fix: name one of {', '.join(recorded.envs)}")
     saved = [*flags[2:], "--config-dir", str(run.root.absolute()), "--config-name", "config"]
     if "loss" in keys.values():  # a saved configuration has no groups to choose from, so the node comes from the default run's
         composed = compose([*flags, *(line for line in lines if line not in of_env)], {})
@@ -97,17 +95,6 @@ def other_objective(run: Run, overrides: Sequence[str]) -> tuple[Config, Config,
     if problems:
         raise ConfigError(problems)
     notes = []
-    if "loss" in keys.values() and composed.cfg.advantage != recorded.advantage:
-        here, there = target_name(recorded.advantage), target_name(composed.cfg.advantage)
-        if here != there:
-            notes.append(f"the advantages are those recorded ({here}); a run with this loss would by default use {there}")
-    for name in sorted({*of_env.values()}):
-        here, there = target_name(advantage_of(recorded, name)), target_name(of_envs[name].advantage or recorded.advantage)
-        if here != there:
-            notes.append(f"the advantages of {name} are those recorded ({here}); a run with this loss would by default use {there}")
-    kept = [name for name, env in recorded.envs.items() if env.loss and name not in of_env.values()]
-    if kept and any(key.partition(".")[0] == "loss" for key in keys.values()):
-        notes.append(f"{', '.join(kept)}: trained by a loss of its own on both sides (envs.{kept[0]}.loss), not by loss")
     if keys_of := _without_ratios(recorded, other):
         notes.append(
             f"{keys_of[0]}.proximal=recompute: the ratios of the other objective compare with the policy at the start of the step, which "
@@ -141,13 +128,8 @@ def _trained(cfg: Config) -> list[dict[str, Any]]:
 
 def changes(recorded: Config, other: Config) -> dict[str, tuple[Any, Any]]:
     """The keys in which the two differ, each with both values."""
-    return {name: (there, here) for name, there, here in _changes(recorded, other)}
-
-
-def _changes(recorded: Config, other: Config) -> list[tuple[str, Any, Any]]:
     there, here = map(_leaves, (recorded, other))
-    names = sorted({*there, *here})
-    return [(name, there.get(name), here.get(name)) for name in names if there.get(name) != here.get(name)]
+    return {name: (there.get(name), here.get(name)) for name in sorted({*there, *here}) if there.get(name) != here.get(name)}
 
 
 def _leaves(cfg: Config) -> dict[str, Any]:
@@ -176,8 +158,9 @@ def policy_of(run: Run, cfg: Config, other: Config, step: int) -> Policy:
     """Where the policy of `step` comes from. Raises ConfigError if it is gone, or the batch was not recorded."""
     paths, recorded = run.paths, recorded_steps(run)
     if step not in recorded:
-        has = f"it has those of steps {recorded[0]} … {recorded[-1]}" if recorded else "it has none (orchestrator.save_batches=false?)"
-        raise ConfigError(f"{run.root} has no recorded batch of step {step}; {has}.\n  fix: name one of those with --step")
+        raise ConfigError(
+            f"{run.root} has no recorded batch of step {step}, only of steps {_listed(recorded)}.\n  fix: name one with --step"
+        )
     initial = paths.initial_model.read_text().strip() if paths.initial_model.is_file() else None
     here = versions(paths.weights)
     follows = cfg.ref.sync_interval is not None and cfg.uses_reference
@@ -191,8 +174,6 @@ def policy_of(run: Run, cfg: Config, other: Config, step: int) -> Policy:
         raise ConfigError(f"the reference is the initial model, and that is gone: {initial}.\n  fix: name a copy of it with ref.name=")
     if not follows and step in here and not cfg.lora.on:  # the version holds adapters alone
         return Policy(model=str(paths.weights_of(step).absolute()), step=step, checkpoint=None, initial=initial)
-    if gone and initial is not None and (step == 0 or not here):
-        raise ConfigError(f"the initial model {initial} is gone.\n  fix: name a step whose weights are there: {_listed(here)}")
     # A checkpoint is loaded over a model of the same shape: the initial one, or any version.
     shape = str(initial) if not gone else str(paths.weights_of(here[-1]).absolute()) if here and not cfg.lora.on else None
     for at in sorted([each for each in folders.steps(paths) if each <= step], reverse=True):
@@ -200,18 +181,16 @@ def policy_of(run: Run, cfg: Config, other: Config, step: int) -> Policy:
             return Policy(model=shape, step=at, checkpoint=(paths.checkpoint_of(at) / folders.TRAINER).absolute(), initial=initial)
     if not gone and set(range(step)) <= set(recorded):
         return Policy(model=str(initial), step=0, checkpoint=None, initial=initial)
-    has = f"weights/ has versions {_listed(here)}; checkpoints/ has {_listed(folders.steps(paths))}"
     raise ConfigError(
-        f"the policy of step {step} is gone. {has}; version 0 is {'gone' if gone else initial}.\n"
-        f"To train forward from a checkpoint or version 0, all batches up to step {step} are needed; recorded are {_listed(recorded)}.\n"
+        f"the policy of step {step} is gone: weights/ has versions {_listed(here)}; checkpoints/ has {_listed(folders.steps(paths))}; "
+        f"recorded batches are {_listed(recorded)}.\n"
         "  fix: name a step whose weights are there; in the next run keep more with weight_broadcast.keep_last or ckpt.keep_last"
     )
 
 
 def _listed(numbers: Sequence[int]) -> str:
-    if not numbers:
-        return "none"
-    return ", ".join(map(str, numbers)) if len(numbers) <= 12 else f"{', '.join(map(str, numbers[:5]))} … {numbers[-1]}"
+    shown = numbers if len(numbers) <= 12 else [*numbers[:5], "…", numbers[-1]]
+    return ", ".join(map(str, shown)) or "none"
 
 
 def label_of(overrides: Sequence[str]) -> str:

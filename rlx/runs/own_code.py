@@ -9,11 +9,12 @@ Packages from an index are known by name and version (`packages`, `pythons`); th
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from rlx.config.targets import all_nodes_of
 from rlx.paths import RunPaths
 
 FOLDER = "code"
-BLOCK = 1 << 20  # bytes of a file that are hashed at a time
 LARGEST = 32 << 20  # bytes of a package that are copied; a larger one is only hashed
 NOT_WRITTEN = {"__pycache__", ".git", ".venv"}
 INSTALLED = {"site-packages", "dist-packages"}
@@ -51,7 +51,7 @@ def _read(paths: RunPaths, place: Path, copy: bool) -> dict[str, Any]:
         to = target / file.relative_to(place) if place.is_dir() else target
         to.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, to)
-    return {"code": digest_of(place, files), "copy": f"{FOLDER}/{place.name}" if copied else None}
+    return {"code": digest_of(place.parent, files), "copy": f"{FOLDER}/{place.name}" if copied else None}
 
 
 def modules(cfg: CommandConfig) -> Iterator[tuple[str, Path]]:
@@ -97,14 +97,13 @@ def files_of(place: Path) -> list[Path]:
     return sorted(file for file in found if file.is_file())
 
 
-def digest_of(place: Path, files: list[Path]) -> str:
-    """A hash of names and contents."""
+def digest_of(root: Path, files: Iterable[Path]) -> str:
+    """A hash of the names of files below `root` and of their contents."""
     digest = xxhash.xxh3_64()
     for file in files:
-        digest.update(f"{file.relative_to(place.parent)}\0".encode())
+        digest.update(f"{file.relative_to(root)}\0".encode())
         with file.open("rb") as opened:
-            while block := opened.read(BLOCK):
-                digest.update(block)
+            hashlib.file_digest(opened, lambda: digest)  # type: ignore[arg-type, return-value]
     return digest.hexdigest()
 
 

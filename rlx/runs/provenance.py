@@ -21,8 +21,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 import rlx
 from rlx.config.evaluated import environments
 from rlx.config.keys import HIDDEN
@@ -37,7 +35,6 @@ from rlx.runs import own_code
 from rlx.started import SOURCE
 
 PARTS = ("rlx", "environments")  # the folders there whose code runs
-BLOCK = 1 << 20  # bytes of a file that are hashed at a time
 DIFF = "uncommitted.diff"
 CODE = ("*.py", "*.yaml", "*.yml", "*.toml", "*.cfg", "*.ini", "*.sh", "*.jinja", "*.tpl", "Makefile", "Dockerfile")
 """The files whose uncommitted changes are kept. Notebooks, data and notes are nobody's record."""
@@ -175,43 +172,15 @@ def _listed(*which: str) -> list[Path]:
 def code_digest() -> str | None:
     """A hash of the code's names and contents, without untracked files other than `*.py`; `None` if a file cannot be read."""
     try:
-        return digest_of(code_files(data=False))
+        return own_code.digest_of(SOURCE, [SOURCE / file for file in code_files(data=False)])
     except OSError:  # also of a file that was deleted meanwhile
         return None
-
-
-def digest_of(files: Iterable[Path]) -> str:
-    """A hash of names and contents; the paths are relative to `SOURCE`."""
-    digest = xxhash.xxh3_64()
-    for file in files:
-        digest.update(f"{file}\0".encode())
-        with open(SOURCE / file, "rb") as opened:
-            while block := opened.read(BLOCK):
-                digest.update(block)
-    return digest.hexdigest()
-
-
-def code_change(paths: RunPaths) -> str | None:
-    """How the code that runs has changed since the run's last provenance record, as text; `None` if it has not, or if that is unknown."""
-    provenance = json.loads(paths.provenance.read_text())
-    recorded = [provenance, *provenance.get("later_attempts", [])][-1]["source"]
-    digest = code_digest()
-    if digest is None or recorded.get("code") in (None, digest):
-        return None
-    now = (git("rev-parse", "HEAD") or "").strip() or None
-    commits = f" (commit {str(recorded['commit'])[:12]} then, {str(now)[:12]} now)" if recorded["commit"] != now else ""
-    return f"the code in {SOURCE} ({', '.join(PARTS)}) is not what it was when the run was submitted{commits}"
 
 
 @functools.cache
 def machine(*, gpus: bool) -> dict[str, Any]:
     """Host, operating system, processors, memory in GiB and, on request, the GPUs. Cached, because a sweep asks once per run."""
-    cpuinfo = Path("/proc/cpuinfo")
-    models = (
-        [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        if cpuinfo.exists()
-        else []
-    )
+    models = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     found: dict[str, Any] = {
         "host": socket.gethostname(),
@@ -272,3 +241,36 @@ def git(*arguments: str) -> str | None:
         return None
     result = subprocess.run(["git", "-C", str(SOURCE), *arguments], capture_output=True, text=True, errors="replace", check=False)
     return result.stdout if result.returncode == 0 else None
+
+
+def take_snapshot(folder: Path) -> Path:
+    """Copy the code to `folder/code_<hash of its content>` unless that exists; return the copy's path.
+
+    Jobs run it, so the checkout may change while they wait in the queue. It has uncommitted and untracked files, too; of an installed rlx
+    only the package.
+    """
+    files = code_files()
+    copy = folder / f"code_{own_code.digest_of(SOURCE, [SOURCE / file for file in files])}"
+    if not copy.exists():
+        making = copy.with_name(f".{copy.name}")
+        shutil.rmtree(making, ignore_errors=True)
+        for file in files:
+            (making / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(SOURCE / file, making / file)
+        making.rename(copy)
+    return copy
+
+
+def folders_of(copy: Path) -> list[str]:
+    """The folders of the copy from which Python imports: its own, and that of each environment."""
+    return [str(folder) for folder in (copy, *sorted((copy / "environments").glob("*/")))]
+
+
+def snapshot_environment(copy: Path) -> dict[str, str]:
+    """Environment variables that make Python import the copy instead of an installed rlx or the working directory.
+
+    PYTHONPATH starts with the copy and ends with the working directory, where Python still finds the user's own modules.
+    """
+    given, here = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path], os.getcwd()
+    path = [*folders_of(copy), *given, *([] if here in given else [here])]  # the command line has put it there already
+    return {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}

@@ -64,10 +64,8 @@ def check_replay(cfg: Config, first: int) -> RunPaths:
         raise ConfigError(f"replay={cfg.replay}: {paths.root} is no run directory.\n  fix: give the directory of the run to replay")
     missing = [step for step in range(first, cfg.max_steps) if not paths.recorded_of(step).is_file()]
     if missing:
-        there = sorted(int(path.name.removeprefix("step_").split(".")[0]) for path in paths.recorded.glob("step_*.batch.zst"))
-        has = f"the run has those of steps {there[0]} … {there[-1]}" if there else "the run has none (orchestrator.save_batches=false?)"
         raise ConfigError(
-            f"replay={cfg.replay}: the batch of step {missing[0]} was not recorded; {has}, and max_steps={cfg.max_steps}.\n"
+            f"replay={cfg.replay}: the batch of step {missing[0]} was not recorded, and max_steps={cfg.max_steps}.\n"
             "  fix: lower max_steps to the recorded steps; if that run started from a checkpoint, replay from it with resume="
         )
     problems = list(without_effect(cfg, load_run(paths.root, secrets=False)))
@@ -89,12 +87,8 @@ def without_effect(cfg: Config, recorded: Config) -> Iterator[str]:
         yield f"the environments are {', '.join(sorted(cfg.envs))}, and the run was recorded with {', '.join(sorted(recorded.envs))}"
     here, there = (_used_up(config, without={f"envs.{name}" for name in other}) for config in (cfg, recorded))
     for name in sorted({*here, *there}):
-        if name not in there:
-            yield f"{name} is {here[name]}, and the run was recorded without it"
-        elif name not in here:
-            yield f"{name} is not set, and the run was recorded with {there[name]}"
-        elif here[name] != there[name]:
-            yield f"{name} is {here[name]}, and the run was recorded with {there[name]}"
+        if here.get(name) != there.get(name):
+            yield f"{name} is {here.get(name)}, and the run was recorded with {there.get(name)}"
 
 
 def _used_up(cfg: Config, without: set[str]) -> dict[str, Any]:

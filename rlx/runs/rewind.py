@@ -12,8 +12,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rlx.checkpoints import folders
@@ -27,13 +26,12 @@ from rlx.heartbeat import INTERVAL
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths, atomic, write_text
 from rlx.runs.differences import changed_keys
-from rlx.runs.lock import SWEEP, RunLock
+from rlx.runs.lock import RunLock
 from rlx.started import program
 from rlx.weights import tmpfs
 from rlx.weights.files import WeightsError, verify, versions
 
 LATEST = "latest"
-OF_DATA = re.compile(r"(seed|data\.(name|subset|split|sets|shuffle)|envs\.[^.:]+(\.(id|args|python|split|curriculum))?)[.:]")
 SIZES = ("hidden_size", "num_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "num_experts", "vocab_size")
 GLIMPSE = 0.2  # seconds: a role that is refused at the same time holds the lock for a moment, which does not mean that the run lives
 
@@ -85,9 +83,6 @@ def check_fork(start: Start, cfg: CommandConfig, warn: Callable[[str], None] = s
         return
     here = cfg.model
     sizes = {f"model.{name}": (getattr(there, name), getattr(here, name)) for name in SIZES}
-    if there.warm_start is not None and here.warm_start is not None:
-        name = "intermediate_size"
-        sizes[f"model.warm_start.{name}"] = getattr(there.warm_start, name), getattr(here.warm_start, name)
     known = {key: both for key, both in sizes.items() if None not in both or key == "model.num_experts"}
     if other := [f"{key}: {old} ≠ {new}" for key, (old, new) in known.items() if old != new]:
         raise ConfigError(
@@ -95,35 +90,21 @@ def check_fork(start: Start, cfg: CommandConfig, warn: Callable[[str], None] = s
             f"(there ≠ here): {', '.join(other)}.\n  fix: choose that run's model, or leave out resume= to begin with {here.name}"
         )
     if there.name != here.name:
-        warn(f"{cfg.run.dir}: model.name: {there.name} → {here.name} changes no weights: the run starts from those of {start.checkpoint}")
+        warn(f"{cfg.run.dir}: model.name={here.name} changes no weights: the run starts from those of {start.checkpoint}")
 
 
 def note_fork(paths: RunPaths, start: Start, cfg: CommandConfig) -> RunPaths:
-    """Record which run a new one is forked from, and say so if the keys of its data are others. Returns that run's directory."""
+    """Record which run a new one is forked from, and say what it changes. Returns that run's directory."""
     source = source_of(start)
     try:
-        found = load_command(source.root, secrets=False)
+        before = load_command(source.root, secrets=False)
     except ConfigError:  # of an older version
-        found = None
-    before = found if isinstance(found, TrainingRoot) else None
-    write_forked(paths, source, start.step, before)
-    if before is not None:
-        changed = changed_keys(before, cfg)
-        say(f"{paths.root}: starts from step {start.step} of {source.root}, with {', '.join(changed) or 'the same configuration'}")
-    if before is not None and (other := [line for line in changed if OF_DATA.match(line)]):
-        say(
-            f"{paths.root}: other data than in {source.root}: {', '.join(other)}\n"
-            "  what has other rows, or another order, starts at its beginning; the rest goes on where that run was (docs/resume.md)"
-        )
+        before = None
+    write_forked(paths, source, start.step, before if isinstance(before, TrainingRoot) else None)
+    if isinstance(before, TrainingRoot):
+        changed = ", ".join(changed_keys(before, cfg)) or "the same configuration"
+        say(f"{paths.root}: starts from step {start.step} of {source.root}, with {changed} (docs/resume.md: what other data mean)")
     return source
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What was found out about a run before its directory is changed."""
-
-    start: Start | None  # the checkpoint from which it goes on; None: it has none
-    jobs: Mapping[str, str] | None = None  # job id → SLURM's state; None: SLURM was not asked
 
 
 def find_start(paths: RunPaths, wanted: str = LATEST, warn: Callable[[str], None] = say) -> Start | None:
@@ -138,60 +119,42 @@ def find_start(paths: RunPaths, wanted: str = LATEST, warn: Callable[[str], None
     except NoCheckpoint as error:
         raise ConfigError(f"resume={wanted}: {error}.\n  fix: name one of those, or resume=latest") from error
     if start is None and (damaged := sorted(path.name for path in paths.checkpoints.glob("*step_*") if path.name[0] != ".")):
-        anew = f"start anew, with another run.name=, or with clean=true instead of resume={wanted}, which deletes this run"
-        if (paths.root.parent / SWEEP).is_file():  # clean=true would delete all its runs
-            anew = f"move or delete the folder {paths.root}, and the sweep starts this run anew"
         raise ConfigError(
             f"every checkpoint of {paths.root} is damaged: {', '.join(damaged)}. Starting at step 0 would delete its metrics, rollouts "
             f"and {len(versions(paths.weights))} policy versions in {paths.weights}.\n"
-            f"  fix: restore a checkpoint's files; or {anew}"
+            "  fix: restore a checkpoint's files; or move or delete the folder, and the run starts anew"
         )
     return start
 
 
-def rewind(
-    paths: RunPaths,
-    wanted: str = LATEST,
-    warn: Callable[[str], None] = say,
-    max_steps: int | None = None,
-    found: Found | None = None,
-) -> Start | None:
+def rewind(paths: RunPaths, wanted: str = LATEST, warn: Callable[[str], None] = say, max_steps: int | None = None) -> Start | None:
     """Prepare the next attempt in a run's own directory, from the newest complete checkpoint or that of step `wanted`.
 
     Without any checkpoint the run restarts from its beginning: returns `None`, or the checkpoint of the run that it was forked from.
     Removes everything of later steps: metrics, rollouts, batches, evaluations, policy versions, and, if `wanted` is a step, later
     checkpoints.
     A command without checkpoints (`rlx eval`) keeps all its records: its role continues after the last one.
-    `found`: the result of an earlier `find_start`.
     Renames damaged checkpoints to `damaged_step_N`. Calls `warn` with a line about each removed or renamed checkpoint and lost record.
     Raises ConfigError, before any change, if `wanted` is a step without a complete checkpoint, if all checkpoints are damaged, or if
     `max_steps` steps are already done.
     """
-    if not load_command(paths.root, secrets=False).has_checkpoints:
+    cfg = load_command(paths.root, secrets=False)
+    if not cfg.has_checkpoints:
         _forget_processes(paths)
         return None
-    newest = max(folders.steps(paths), default=0)
-    same = found is not None and newest == (found.start.step if found.start else 0)  # or the run went on since it was looked at
-    start = found.start if found is not None and same else find_start(paths, wanted, warn)
+    start = find_start(paths, wanted, warn)
     check_room(start, max_steps)
     done = start.step if start else 0
     for step in folders.discard_after(paths, done, keep_as_damaged=wanted == LATEST):
         warn(f"checkpoint {step} of {paths.root} was {'set aside as damaged' if wanted == LATEST else 'deleted'}")
-    if start is None and is_fork(origin := load_command(paths.root, secrets=False).resume):
-        assert origin is not None
-        start = find_fork(origin, warn)
+    if start is None and cfg.resume is not None and is_fork(cfg.resume):
+        start = find_fork(cfg.resume, warn)
         done = start.step
     folders.write_start(paths, start)
     trim_metrics(paths, done, warn)
-    for file in (*paths.rollouts.glob("step_*"), *paths.recorded.glob("step_*")):
-        if int(file.name.removeprefix("step_").split(".")[0]) >= done:
-            file.unlink()
-    for folder in paths.evaluations.glob("*/step_*"):
-        if int(folder.name.removeprefix("step_")) >= done:
-            shutil.rmtree(folder)
-    for folder in paths.replays.glob("step_*--*"):
-        if int(folder.name.removeprefix("step_").partition("--")[0]) >= done:
-            shutil.rmtree(folder)
+    for place in _of_steps(paths):
+        if int(re.sub(r"\D.*", "", place.name.removeprefix("step_"))) >= done:
+            shutil.rmtree(place) if place.is_dir() else place.unlink()
     _forget_processes(paths)
     tmpfs.clear(paths.weights)
     for folder in paths.weights.glob(".step_*"):
@@ -200,6 +163,16 @@ def rewind(
         if version > done or (version == done and (done == 0 or not _whole(paths.weights_of(version), warn))):
             shutil.rmtree(paths.weights_of(version))  # the trainer publishes the version that it starts from again
     return start
+
+
+def _of_steps(paths: RunPaths) -> list[Path]:
+    """What belongs to one step each, as its name says: rollouts, batches, results of an evaluation, replays."""
+    return [
+        *paths.rollouts.glob("step_*"),
+        *paths.recorded.glob("step_*"),
+        *paths.evaluations.glob("*/step_*"),
+        *paths.replays.glob("step_*--*"),
+    ]
 
 
 def _forget_processes(paths: RunPaths) -> None:
@@ -275,11 +248,9 @@ def trim_metrics(paths: RunPaths, steps: int, warn: Callable[[str], None] = say)
     kept: list[bytes] = []
     ends: list[int] = []  # end offset of each kept line in the old file, in bytes
     read = 0
-    trained: set[int] = set()
     for number, line in enumerate(lines, 1):
         try:
-            record = json.loads(line) if line.endswith(b"\n") else {"step": steps}
-            step = record["step"]
+            step = json.loads(line)["step"] if line.endswith(b"\n") else steps
         except (ValueError, TypeError, KeyError):
             warn(f"{paths.metrics}, line {number} is corrupt: it and the {len(lines) - number} lines after it are removed")
             break
@@ -287,11 +258,6 @@ def trim_metrics(paths: RunPaths, steps: int, warn: Callable[[str], None] = say)
         if step < steps:
             kept.append(line)
             ends.append(read)
-            if record.get("source") == "trainer":
-                trained.add(step)
-    missing = sorted(set(range(min(trained, default=steps), steps)) - trained)
-    if missing:
-        warn(f"{paths.metrics} has no record of step{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:8]))}: lost in a crash")
     if len(kept) < len(lines):
         _forget_forwarded(paths, kept, ends, steps)
         with atomic(paths.metrics) as temporary:

@@ -8,7 +8,6 @@ use `rlx.runs.claim`.
 from __future__ import annotations
 
 import json
-import math
 import os
 import socket
 import time
@@ -23,6 +22,10 @@ from rlx.config.errors import ConfigError, may_read
 from rlx.config.load import load_command
 from rlx.config.roots import root_named
 from rlx.config.schema import CommandConfig
+from rlx.config.schema_eval import EvalRoot
+from rlx.config.schema_synthesize import SynthesizeRoot
+from rlx.descendants import start_time
+from rlx.metrics import read_metrics
 from rlx.paths import RunPaths
 from rlx.plan.record import ProcessSpec, read_plan
 from rlx.runs.history import History
@@ -31,21 +34,15 @@ from rlx.runs.members import members_in
 from rlx.runs.status import FINAL, Status, read_status
 
 STALE = 60.0  # seconds: a run on another host counts as dead when its status, written twice a second, is older than this
-PATIENCE = 5.0  # seconds of this host's clock in which the status of a living run changes, as seen from here
-LOOK = 0.2  # seconds between two looks for such a change
 WAITS = ("PENDING", "REQUEUED", "REQUEUE_HOLD")  # SLURM's states of a job in the queue
 
 
 class Run:
     """One run directory. Most properties read the files on each access; `config`, `overrides`, `plan`, `provenance`, `data` are cached."""
 
-    def __init__(self, root: Path | RunPaths, patience: float = 0.0) -> None:
-        """`patience`: how many seconds after the first look at the status `is_written` may wait for a change of it."""
+    def __init__(self, root: Path | RunPaths) -> None:
         self.paths = root if isinstance(root, RunPaths) else RunPaths(Path(root).expanduser())
-        self.patience = patience
         self._read: dict[str, Any] = {}
-        self._updated: float | None = None  # of the last status read
-        self._seen = self._moved = -math.inf  # when a status was first read, and when one that differed, by this host's clock
 
     @classmethod
     def open(cls, root: Path) -> Run:
@@ -111,14 +108,7 @@ class Run:
     # results
     @property
     def status(self) -> Status | None:
-        found = self._file(self.paths.status, lambda _: read_status(self.paths))
-        if found is not None and found.updated != self._updated:
-            if self._updated is None:
-                self._seen = time.monotonic()
-            else:
-                self._moved = time.monotonic()
-            self._updated = found.updated
-        return found
+        return self._file(self.paths.status, lambda _: read_status(self.paths))
 
     @property
     def job(self) -> str | None:
@@ -148,21 +138,18 @@ class Run:
         status, job = self.status, self.job
         if status is None:
             return "not started"
-        if job is not None and jobs is not None and job not in jobs and self.paths.status.stat().st_uid != os.geteuid():
-            # Someone else's job: `jobs` has this user's alone.
-            return status.state if status.state in (*FINAL, "starting") or self.lives(status) else "lost"
-        if job is not None and jobs is not None and jobs.get(job) in WAITS:
-            return f"waiting ({jobs[job].lower()})"
-        if status.state == "preempted" and job is not None and jobs is not None and jobs.get(job, GONE) in ("CANCELLED", GONE):
+        if job is None or jobs is None or (job not in jobs and self.paths.status.stat().st_uid != os.geteuid()):  # someone else's job
+            known = status.state in FINAL or (job is not None and jobs is None) or self.lives(status)
+            return status.state if known or (status.state == "starting" and job is not None) else "lost"
+        now = jobs.get(job, GONE)
+        if now in WAITS:
+            return f"waiting ({now.lower()})"
+        if status.state == "preempted" and now in ("CANCELLED", GONE):
             return "interrupted"  # the job was cancelled in the queue, so no process could write the status
-        if status.state in FINAL:
-            return status.state
-        if job is not None:
-            return status.state if jobs is None else "lost" if jobs.get(job, GONE) in ENDED else status.state
-        return status.state if self.lives(status) else "lost"
+        return status.state if status.state in FINAL or now not in ENDED else "lost"
 
     def lives(self, status: Status | None = None) -> bool:
-        """Whether a process of the run is alive. On another host: `is_written`."""
+        """Whether a process of the run is alive. On another host: whether the status was written a moment ago."""
         status = status or self.status
         if status is None:
             return False
@@ -170,25 +157,10 @@ class Run:
         here = [each["pid"] for each in named if each["host"] == socket.gethostname() and each["pid"] is not None]
         if any(_started_before(pid, status.updated) for pid in here):
             return True
-        elsewhere = any(each["host"] != socket.gethostname() for each in named)
-        return elsewhere and self.is_written(status)
+        return self.is_written(status) and any(each["host"] != socket.gethostname() for each in named)
 
     def is_written(self, status: Status) -> bool:
-        """Whether processes on another host write the status.
-
-        The status has the time of their clock, which may be wrong. If that is about now, they are alive. Otherwise only a change counts
-        that is seen from here; this waits for one until `patience` seconds after the first look at this run.
-        """
-        if abs(time.time() - status.updated) < STALE:
-            return True
-        while self.status is not None:
-            now = time.monotonic()
-            if now - self._moved < STALE:
-                return True
-            if now - self._seen >= self.patience:
-                break
-            time.sleep(LOOK)
-        return False
+        return abs(time.time() - status.updated) < STALE
 
     # reading
 
@@ -235,12 +207,35 @@ def find(root: Path, depth: int = 3) -> Iterator[Run]:
 
 def _started_before(pid: int, then: float) -> bool:
     """Whether process `pid` is alive and started before `then` (seconds since the epoch). A later process merely reuses the pid."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except (OSError, ValueError, IndexError):
-        return False
-    if fields[0] in "ZX":
+    started = start_time(pid)
+    if started is None:
         return False
     # The clock and not /proc/uptime, which in some containers counts from the container's start.
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
     return time.time() - age <= then + 1.0
+
+
+def has_done(paths: RunPaths, status: Status | None, cfg: CommandConfig) -> bool:
+    """Whether the run in a directory is completed and `cfg` asks for nothing more. `status`: the directory's.
+
+    The number of steps tells it of a training run. An evaluation may be asked for other versions, and a synthesis for other rollouts or
+    another choice; what they have done is in their own files, because a resume that has not begun yet has changed `config.yaml` already.
+    """
+    if status is None or status.state != "completed":
+        return False
+    if isinstance(cfg, EvalRoot):
+        done = {record["step"] for record, _ in read_metrics(paths.metrics) if record["source"] == "eval"}
+        return bool(done) and (cfg.weights_dir is None or done.issuperset(cfg.versions))  # servers of others have any one version
+    if isinstance(cfg, SynthesizeRoot):
+        return _written(paths, cfg) in (cfg.asked, cfg.asked | {"play": True})
+    return status.max_steps >= cfg.total_steps
+
+
+def _written(paths: RunPaths, cfg: SynthesizeRoot) -> object:
+    """What was asked for when the data of a synthesis were written; None if that is not known."""
+    from rlx.rollout.synthesized import METADATA  # it loads numpy
+
+    try:
+        return json.loads(paths.synthesized(cfg.format).with_name(METADATA).read_text()).get("asked")
+    except (OSError, ValueError):
+        return None

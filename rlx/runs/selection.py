@@ -11,9 +11,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from rlx.config.tree import closest
-from rlx.rollout.index import NONE
-from rlx.runs.rollouts import Table
+from rlx.runs.rollouts import NONE, Table
 
 NUMBERS = {  # name in a filter -> column
     "step": "step",
@@ -52,8 +50,7 @@ def _meets(table: Table, condition: str) -> NDArray[np.bool_]:
     match = _CONDITION.fullmatch(condition)
     name = match[2] if match else ""
     if match is None or name not in {*NUMBERS, *TEXTS, *FLAGS}:
-        near = closest(re.split("[^a-z_]", condition.lstrip("!").lower())[0], [*NUMBERS, *TEXTS, *FLAGS], 1)
-        raise ValueError(f"{condition!r} is no condition.{f' Did you mean {near[0]}?' if near else ''} {HELP}")
+        raise ValueError(f"{condition!r} is no condition. {HELP}")
     negated, _, sign, value = match.groups()
     if name in FLAGS:
         if sign is not None:
@@ -64,7 +61,7 @@ def _meets(table: Table, condition: str) -> NDArray[np.bool_]:
     elif name in NUMBERS:
         found = _number(_known(table, name), condition, sign, value)
     else:
-        found = _text(table, TEXTS[name], condition, sign, value)
+        found = _text(table.columns[TEXTS[name]], condition, sign, value)
     return ~found if negated else found
 
 
@@ -95,15 +92,12 @@ def _number(column: NDArray, condition: str, sign: str, value: str) -> NDArray[n
     return compare[sign](column, limit)  # NaN (no reward, no advantage) meets none
 
 
-def _text(table: Table, column: str, condition: str, sign: str, value: str) -> NDArray[np.bool_]:
+def _text(column: NDArray, condition: str, sign: str, value: str) -> NDArray[np.bool_]:
     if sign == "~":
-        fits = [value.lower() in name.lower() for name in table.names]
-    elif sign in ("=", "!="):
-        wanted = value.split(",")
-        fits = [(name in wanted) == (sign == "=") for name in table.names]
-    else:
+        return np.array([value.lower() in text.lower() for text in column], dtype=np.bool_)
+    if sign not in ("=", "!="):
         raise ValueError(f"{condition!r}: texts ({', '.join(TEXTS)}) are compared with =, != or ~")
-    return np.array([*fits, False], dtype=np.bool_)[table.columns[column]]
+    return np.isin(column, value.split(",")) == (sign == "=")
 
 
 def sort(table: Table, rows: NDArray[np.int64], by: str, descending: bool = False) -> NDArray[np.int64]:
@@ -111,24 +105,20 @@ def sort(table: Table, rows: NDArray[np.int64], by: str, descending: bool = Fals
     if by == "error":
         keys = table.failed[rows].astype(np.float64)
     elif by in TEXTS:
-        rank = np.empty(len(table.names) + 1, dtype=np.int64)
-        rank[sorted(range(len(table.names)), key=lambda i: table.names[i])] = np.arange(len(table.names))
-        keys = rank[table.columns[TEXTS[by]][rows]].astype(np.float64)
+        keys = np.unique(table.columns[TEXTS[by]][rows], return_inverse=True)[1].astype(np.float64)
     elif by in NUMBERS:
         keys = _known(table, by)[rows].astype(np.float64)
     else:
-        near = closest(by, list(SORTS), 1)
-        raise ValueError(f"{by!r} is no column.{f' Did you mean {near[0]}?' if near else ''} Columns: {', '.join(SORTS)}")
+        raise ValueError(f"{by!r} is no column. Columns: {', '.join(SORTS)}")
     keys = -keys if descending else keys
     return rows[np.argsort(keys, kind="stable")]  # numpy sorts NaN to the end
 
 
 def one_of_each(table: Table, rows: NDArray[np.int64]) -> NDArray[np.int64]:
     """The rows with the first of every example first: members of one group often say the same."""
-    columns = table.columns
-    examples = np.stack([columns[name][rows] for name in ("set", "env", "example")])
-    first = np.zeros(len(rows), dtype=bool)
-    first[np.unique(examples, axis=1, return_index=True)[1]] = True
+    codes = np.stack([np.unique(table.columns[name][rows], return_inverse=True)[1] for name in ("set", "env", "example")])
+    first = np.zeros(len(rows), dtype=np.bool_)
+    first[np.unique(codes, axis=1, return_index=True)[1]] = True
     return np.concatenate([rows[first], rows[~first]])
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import signal
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -21,12 +20,6 @@ FINAL = ("completed", "failed", "interrupted", "preempted")
 
 EXIT_CODES = {"completed": 0, "failed": 1, "interrupted": 130, "preempted": LEFT}
 """Exit code by final state. Exit code 2 means an invalid configuration; then there is no run."""
-
-TRACEBACK = "Traceback (most recent call last):"
-CHAINED = (  # Python's sentences between two tracebacks
-    "During handling of the above exception, another exception occurred:",
-    "The above exception was the direct cause of the following exception:",
-)
 
 STALE_HANDLE = 10.0  # seconds in which a network file system finds the file that replaced an open one
 
@@ -79,6 +72,12 @@ class Status:
     def finish(self, state: str, cause: Cause | None = None) -> None:
         """Enter a final state and set its exit code."""
         self.state, self.exit_code, self.cause = state, EXIT_CODES[state], cause
+
+    def fail(self, paths: RunPaths, role: str, reason: str, log: Path, num_lines: int = 0) -> None:
+        """Write that the run failed beside its processes. `num_lines`: at the end of `log`, to show."""
+        where, lines = os.path.relpath(log, paths.root), last_lines(log, num_lines)
+        self.finish("failed", Cause(role=role, replica=0, returncode=None, reason=reason, log=where, last_lines=lines))
+        self.write(paths)
 
     def write(self, paths: RunPaths) -> None:
         """Replace the file atomically. On a full disk a final state overwrites the old file in place; any other state raises OSError."""
@@ -136,20 +135,12 @@ def _read(file: Path) -> str:
 
 def describe_returncode(returncode: int, service: bool = False) -> str:
     """How a process ended, as text, with the usual cause of common signals."""
+    if returncode == 0 and service:
+        return "exited early with exit code 0; it must serve until the run ends"
     if returncode >= 0:
-        return (
-            "exited early with exit code 0; it must serve until the run ends" if service and returncode == 0 else f"exit code {returncode}"
-        )
-    try:
-        name = signal.Signals(-returncode).name
-    except ValueError:
-        name = f"signal {-returncode}"
-    hint = {
-        "SIGKILL": " (by a user, or by the kernel because memory ran out: see `dmesg`, or the memory estimate of `dry_run=true`)",
-        "SIGSEGV": " (a crash in native code)",
-        "SIGBUS": " (a crash in native code, or no room left in /dev/shm)",
-        "SIGABRT": " (a native library aborted; its message is in the log)",
-    }.get(name, "")
+        return f"exit code {returncode}"
+    hint = " (by a user, or because memory ran out: see `dmesg`)" if returncode == -signal.SIGKILL else ""
+    name = next((each.name for each in signal.Signals if each == -returncode), f"signal {-returncode}")
     return f"killed by {name}{hint}"
 
 
@@ -162,23 +153,7 @@ def last_lines(log: Path, count: int) -> tuple[str, ...]:
     except FileNotFoundError:
         return ()
     lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n")]
-    return tuple(_from_the_engine([line for line in lines if line])[-count:]) if count > 0 else ()
-
-
-def _from_the_engine(lines: list[str]) -> list[str]:
-    """If vLLM's engine failed in a process of its own, the process that waited for it prints forty more lines. Leave them out.
-
-    The last of them says that the cause stands above. It is kept if the engine's last line names no error, or if it has an exit code.
-    """
-    if not any("See root cause above" in line for line in lines[-3:]) or TRACEBACK not in lines:
-        return lines
-    said = lines
-    while said and (said is lines or said[-1] in CHAINED) and TRACEBACK in said:
-        said = said[: len(said) - 1 - said[::-1].index(TRACEBACK)]  # lines of the engine begin with its name, so its own are not found
-    said = [line for line in said if "[shutdown] Process manager: send sigterm" not in line]
-    summary = [line for line in lines[-3:] if "See root cause above" in line]
-    known = bool(said) and re.search(r"error|exception", said[-1], flags=re.IGNORECASE) and not re.search(r": -\d+", summary[0])
-    return said if known else said + summary
+    return tuple([line for line in lines if line][-count:]) if count > 0 else ()
 
 
 def new_attempt(paths: RunPaths) -> int:

@@ -22,25 +22,17 @@ def resolve(cfg: EvalRoot) -> EvalRoot:
     Raises ConfigError if a step is not there, if there is none at all, or if version 0 is wanted but its model is gone.
     """
     if cfg.weights_dir is None:
-        if cfg.steps is not None:
-            raise ConfigError(f"steps={cfg.steps} needs the weights that it chooses from.\n  fix: weights_dir=RUN")
+        _refuse("steps", cfg.steps)
         return cfg
     folder, run = find_weights(cfg.weights_dir)
     there = versions(folder)
-    missing = sorted(set(cfg.steps or ()) - set(there) - {0})
-    if missing:
-        raise ConfigError(
-            f"{folder} has no complete step_{missing[0]} (steps={cfg.steps}); {_has(folder, there, missing[0])}.\n"
-            "  fix: name some of these; a training keeps its newest versions (weight_broadcast.keep_last) and those of checkpoints"
-        )
+    _check_there(folder, there, sorted(set(cfg.steps or ())))
     cfg = replace(cfg, weights_dir=str(folder), steps=there if cfg.steps is None else sorted(set(cfg.steps)))
     if not cfg.versions:
         raise ConfigError(f"{folder} has no complete step_N, and eval_base=false.\n  fix: name another weights_dir, or eval_base=true")
     _check_kind(cfg, folder, cfg.versions)
-    if 0 in cfg.versions and run is not None and not cfg.lora.on and not _is_there(RunPaths(run).initial_model):
-        raise ConfigError(
-            f"the initial model of {run} is gone, so version 0 cannot be evaluated.\n  fix: eval_base=false evaluates the steps without it"
-        )
+    if 0 in cfg.versions and run is not None and not cfg.lora.on:
+        _check_initial(run)
     return cfg
 
 
@@ -50,29 +42,38 @@ def resolve_step(cfg: SynthesizeRoot) -> SynthesizeRoot:
     Raises ConfigError if that step is not there.
     """
     if cfg.weights_dir is None:
-        if cfg.step is not None:
-            raise ConfigError(f"step={cfg.step} needs the weights that it chooses from.\n  fix: weights_dir=RUN")
+        _refuse("step", cfg.step)
         return cfg
     folder, run = find_weights(cfg.weights_dir)
     there = versions(folder)
     if cfg.step is None and not there:
         raise ConfigError(f"{folder} has no complete step_N.\n  fix: name another weights_dir, or step=0 for the run's initial model")
-    if cfg.step is not None and cfg.step not in (0, *there):
-        raise ConfigError(
-            f"{folder} has no complete step_{cfg.step}; {_has(folder, there, cfg.step)}.\n"
-            "  fix: name one of these; a training keeps its newest versions (weight_broadcast.keep_last) and those of checkpoints"
-        )
-    if cfg.step == 0 and (run is None or not _is_there(RunPaths(run).initial_model)):
-        raise ConfigError(f"the initial model of {run or folder} is gone, so step=0 cannot be played.\n  fix: name a step of its weights")
-    cfg = replace(cfg, weights_dir=str(folder), step=there[-1] if cfg.step is None else cfg.step)
-    _check_kind(cfg, folder, [cfg.step] if cfg.step else [])
+    step = there[-1] if cfg.step is None else cfg.step
+    _check_there(folder, there, [step])
+    if step == 0:
+        _check_initial(run or folder)
+    cfg = replace(cfg, weights_dir=str(folder), step=step)
+    _check_kind(cfg, folder, [step])
     return cfg
 
 
-def _has(folder: Path, there: Sequence[int], wanted: int) -> str:
-    """What is there instead of the wanted step."""
-    lost = (folder / f"step_{wanted}").is_symlink()
-    return f"it has {', '.join(map(str, there)) or 'none'}" + ("; that one was only in memory (weight_broadcast.folder)" if lost else "")
+def _refuse(key: str, value: object) -> None:
+    if value is not None:
+        raise ConfigError(f"{key}={value} needs the weights that it chooses from.\n  fix: weights_dir=RUN")
+
+
+def _check_there(folder: Path, there: Sequence[int], wanted: Sequence[int]) -> None:
+    """Raise ConfigError if a version of a run is not there; 0 is its initial model."""
+    if missing := [step for step in wanted if step not in (0, *there)]:
+        raise ConfigError(
+            f"{folder} has no complete step_{missing[0]}; it has {', '.join(map(str, there)) or 'none'}.\n"
+            "  fix: name some of these; a training keeps its newest versions (weight_broadcast.keep_last) and those of checkpoints"
+        )
+
+
+def _check_initial(run: Path) -> None:
+    if not _is_there(RunPaths(run).initial_model):
+        raise ConfigError(f"the initial model of {run} is gone, so version 0 cannot be played.\n  fix: name steps of its weights")
 
 
 def _check_kind(cfg: PlayWithModel, folder: Path, steps: Sequence[int]) -> None:

@@ -136,11 +136,11 @@ def _widths(table: Table, sorted_by: str = "") -> list[int]:
         if name in TEXT_COLUMNS:
             column = {"error": "status"}.get(name, name)
             cut = 6 if name == "stop" and c["truncated"].any() else 0  # for ` (cut)`
-            longest = max(cell_len(table.names[code]) for code in np.unique(c[column])) + cut
+            longest = max(cell_len(text) for text in {*c[column]}) + cut
         else:
             longest = max(cell_len(cells(table, row)[place]) for row in examples[name])
         widths.append(min(WIDEST, max(longest, len(name) + (2 if name == sorted_by else 0))))
-    if len(np.unique(c["set"])) == 1:
+    if len({*c["set"]}) == 1:
         widths[COLUMNS.index("set")] = 0
     return widths
 
