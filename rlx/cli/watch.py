@@ -71,7 +71,6 @@ def watch(run: Run) -> int:
     console = BY_NAME[root_of(cfg).command].show(run.root, cfg)
     console.started = status.started
     console.tail = [spec.name for spec in run.plan]
-    run.patience = PATIENCE  # the clock of another host may be wrong
     jobs: dict[str, str] | None = None  # SLURM's states; None: the run is no job, or SLURM does not answer now
     asked = explained = -math.inf
     seen = time.monotonic()  # that it is not lost

@@ -67,8 +67,8 @@ class Facts:
         """The last value of `scored_by`, or the mean of `reward/mean` over the last five steps; `None` without any."""
         if self.scored_by is None:
             return self.history.final_reward
-        values = next((y for source in self.history.records if len(y := self.series(str(self.scored_by), source)[1])), ())
-        return float(values[-1]) if len(values) else None
+        values = [y for source in self.history.records for y in self.series(self.scored_by, source)[1]]
+        return float(values[-1]) if values else None
 
     @property
     def ended_well(self) -> bool:

@@ -103,7 +103,7 @@ def digest_of(root: Path, files: Iterable[Path]) -> str:
     for file in files:
         digest.update(f"{file.relative_to(root)}\0".encode())
         with file.open("rb") as opened:
-            hashlib.file_digest(opened, lambda: digest)  # type: ignore[arg-type, return-value]
+            hashlib.file_digest(opened, lambda: digest)
     return digest.hexdigest()
 
 
