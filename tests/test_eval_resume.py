@@ -38,7 +38,7 @@ def test_a_resumed_evaluation_may_have_other_operational_keys_and_no_others(tmp_
     again = replace(cfg, resume="latest", orchestrator=play, client=client)
     create(again, [], make_plan(again, tmp_path / "run"))[1].close()
     other = replace(again, orchestrator=replace(play, max_retries=9))
-    with pytest.raises(ConfigError, match=r"orchestrator.max_retries: \d+ ≠ 9\n.*; or begin anew, run.name=NEW$"):
+    with pytest.raises(ConfigError, match=r"orchestrator.max_retries: \d+ ≠ 9\n.*; or start another run, run.name=NEW$"):
         create(other, [], make_plan(other, tmp_path / "run"))
 
 

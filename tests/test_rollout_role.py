@@ -58,5 +58,6 @@ def test_a_full_disk_is_one_line_that_names_the_file(ended, capsys, tmp_path: Pa
     file = tmp_path / "finished.jsonl"
     assert ended(raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file)))) == 1
     said = capsys.readouterr().err
-    assert said.startswith(f"the disk is full: {file} could not be written")
+    assert "No space left on device" in said
+    assert str(file) in said
     assert said.count("\n") == 1

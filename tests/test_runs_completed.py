@@ -58,7 +58,6 @@ def synthesized(root: Path, **changes: Any) -> SynthesizeRoot:
     keys = {"env": "sums", "index": 0, "member": 0, "reward": 1.0, "failed": False, "truncated": False, "about": about}
     done.finished.add(Candidate(**keys, transcripts=(said,)))
     done.write()
-    done.close()
     return cfg
 
 
@@ -126,6 +125,5 @@ def test_a_synthesis_that_only_chose_again_has_not_played_what_is_asked_for(tmp_
     cfg = synthesized(tmp_path / "run")
     done = Synthesis(replace(cfg, num_examples=3, play=False), RunPaths(tmp_path / "run"))
     done.write()
-    done.close()
     assert state_of(replace(cfg, num_examples=3)) == "again"
     assert state_of(replace(cfg, num_examples=3, play=False)) == "done"

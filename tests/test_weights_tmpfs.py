@@ -23,7 +23,6 @@ from rlx.parallel.mesh import one_process
 from rlx.paths import COMPLETE, RunPaths
 from rlx.preflight import doctor
 from rlx.preflight.needs import needed_memory
-from rlx.process import full_disk
 from rlx.runs.weights import resolve
 from rlx.weights import files, tmpfs
 from rlx.weights.broadcast import Broadcast, make_room
@@ -115,9 +114,7 @@ def test_what_was_in_memory_is_no_version_after_a_restart_of_the_machine(publish
     with pytest.raises(WeightsError, match="no file COMPLETE"):
         verify(folder)
     asked = compose([f"weights_dir={paths.weights}", "steps=[2]", "env=sums"], root=EVAL, environ={}).cfg
-    with pytest.raises(
-        ConfigError, match=r"no complete step_2 \(steps=\[2\]\); it has 1; that one was only in memory \(weight_broadcast\.folder\)"
-    ):
+    with pytest.raises(ConfigError, match=r"no complete step_2; it has 1"):
         resolve(asked)
     tmpfs.clear(paths.weights)
     again = tmpfs.make(paths.weights, shm, 0)
@@ -192,9 +189,7 @@ def test_the_trainer_fails_at_once_if_its_versions_do_not_fit(tmp_path: Path, sh
     monkeypatch.setattr(tmpfs.shutil, "disk_usage", lambda _: SimpleNamespace(total=2 * GIB, free=1 * GIB))
     with pytest.raises(OSError, match=r"the versions of weight_broadcast\.folder take 2\.0 GiB") as failed:
         tmpfs.make(tmp_path / "weights", shm, 2 * GIB)
-    line = full_disk(failed.value, tmp_path)
-    assert line is not None
-    assert line.startswith(f"the disk is full: {shm} could not be written, file system")
+    assert str(shm) in str(failed.value)
     assert list(shm.iterdir()) == []
 
 

@@ -53,14 +53,15 @@ def run(argv: list[str]) -> int:
             rows.append([str(each.root), "-", "unreadable", "-", "-", "-", "-", ""])
             print(f"rlx: {error.problems[0].partition(chr(10))[0]}", file=sys.stderr)
     jobs = jobs_of([each for each, *_ in found])
-    if jobs:
+    if jobs is not None:
         close_ended([each for each, *_ in found], jobs)
     states = {each: each.state(jobs) for each, *_ in found}
     waiting = {job for each, _, job, _, _ in found if job and states[each].startswith("waiting")}
     why: Mapping[str, object] = {}
     with contextlib.suppress(RuntimeError):  # SLURM does not answer
         why = waits(waiting) if waiting else {}
-    for each, status, job, reward, kind in sorted(found, key=lambda row: row[1].updated if row[1] else 0.0):
+    for each, _, job, reward, kind in sorted(found, key=lambda row: row[1].updated if row[1] else 0.0):
+        status = each.status  # that of a job which has ended may be new
         if status is not None:
             steps, shown = f"{status.step}/{status.max_steps}", "-" if reward is None else f"{reward:.3f}"
             note = status.cause.line if status.cause is not None else str(why.get(job or "", ""))

@@ -78,8 +78,9 @@ def watch(run: Run) -> int:
         now = time.monotonic()
         if run.job is not None and now - asked > ASK:
             jobs, asked = _answered(queue), now
-        state = run.state(jobs)
-        seen = now if state != "lost" else seen
+        state, sign = run.state(jobs), (run.status or status).updated
+        if state != "lost" or sign != status.updated:  # the clock of another host may be wrong, but its file changes
+            seen, status = now, run.status or status
         if state in ENDED and now - seen >= (PATIENCE if state == "lost" else 0) and not _comes_back(run, state, jobs):
             break
         if not state.startswith("waiting"):

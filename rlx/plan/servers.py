@@ -43,7 +43,8 @@ def memory_of(cfg: PlayRoot, plan: Sequence[ProcessSpec], beside: float = 0.0) -
     full = f"{size(engine.kv_wanted)} would hold all concurrent sequences at full length; they need less if they share prompts"
     if cpu:
         budget = kv_cache_bytes(cfg)
-        kept = f"  KV cache {size(budget)} (inference.kv_cache_gb): {budget / engine.kv_token:,.0f} tokens; {full}"
+        kept = f"  KV cache {size(budget)} (inference.kv_cache_gb): {budget / engine.kv_token:,.0f} tokens, "
+        kept += f"{budget / engine.kv_token / cfg.seq_len:,.0f} sequences of full length; {full}"
         return [f"inference, each server: {each}", kept]
     share = cfg.inference.gpu_memory_utilization
     least = (engine.weights + engine.kv_longest) / share
