@@ -149,7 +149,7 @@ def test_a_state_that_cannot_be_read_says_why_and_where(tmp_path: Path) -> None:
     for damaged, why in (
         (content[:-9], "they were cut short or damaged"),
         (content[:-1] + b"x", "damaged after they were written"),
-        (pickle.dumps({"number": 1}), "bytes are no tests.Number/1: the file was cut short"),
+        (pickle.dumps({"number": 1}), "bytes are no tests.Number/1"),
         (pickle.dumps({"number": list(range(99))}), "a record of rlx begins with b'RLXREC'"),
     ):
         file.write_bytes(damaged)

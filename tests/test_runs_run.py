@@ -132,7 +132,8 @@ def test_somebody_elses_runs_are_listed(tmp_path: Path) -> None:
         # Another user may not be able to read this Python, so the process changes its user after all imports.
         code = f"""
 import os, sys
-import rlx.cli.arguments, rlx.cli.report, rlx.cli.runs, rlx.launch.follow, rlx.cli.show, rlx.cli.view, rlx.plan.explain, rlx.report.gather, rlx.runs.rollouts, rlx.runs.run
+import rlx.cli.arguments, rlx.cli.report, rlx.cli.runs, rlx.cli.show, rlx.cli.view, rlx.launch.follow
+import rlx.plan.explain, rlx.report.gather, rlx.runs.rollouts, rlx.runs.run
 import rlx.view.app, rlx.view.chosen
 from rlx.config.errors import ConfigError
 from rlx.config.inherited import find_weights

@@ -103,8 +103,10 @@ def _with_text(override: Override, line: str, schema: type | None) -> Override:
 
 @functools.lru_cache(maxsize=4096)
 def _parse(line: str) -> Override:
-    """Hydra's parser takes a millisecond a line. The runs of a sweep share most lines. Its grammar has no letters beyond ASCII without quotes,
-    and the paths of many users have some."""
+    """Hydra's parser takes a millisecond a line. The runs of a sweep share most lines.
+
+    Its grammar wants quotes around letters beyond ASCII, which many users have in their paths.
+    """
     key, _, text = line.partition("=")
     plain = not text.isascii() and text.isprintable() and not set(text) & set("'\"\\,[]{}()")
     return OverridesParser.create().parse_override(f"{key}='{text}'" if plain else line)
