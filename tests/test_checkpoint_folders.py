@@ -150,7 +150,7 @@ def test_a_state_that_cannot_be_read_says_why_and_where(tmp_path: Path) -> None:
         (content[:-9], "they were cut short or damaged"),
         (content[:-1] + b"x", "damaged after they were written"),
         (pickle.dumps({"number": 1}), "bytes are no tests.Number/1"),
-        (pickle.dumps({"number": list(range(99))}), "a record of rlx begins with b'RLXREC'"),
+        (pickle.dumps({"number": list(range(99))}), "bytes are no tests.Number/1"),
     ):
         file.write_bytes(damaged)
         with pytest.raises(ValueError, match=re.escape(f"{file} cannot be read: ") + ".*" + re.escape(why)):
