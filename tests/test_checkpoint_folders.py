@@ -156,7 +156,7 @@ def test_a_state_that_cannot_be_read_says_why_and_where(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=re.escape(f"{file} cannot be read: ") + ".*" + re.escape(why)):
             read_state(folder, Number)
     file.write_bytes(content)
-    with pytest.raises(ValueError, match=r"this is a tests\.Number/1, but a rlx\.OrchestratorState/\d was requested"):
+    with pytest.raises(ValueError, match=r"this is a tests\.Number/1, but this rlx reads rlx\.OrchestratorState/\d"):
         read_state(folder, OrchestratorState)
 
 

@@ -274,3 +274,19 @@ def test_a_process_that_the_run_does_not_have_is_refused_with_those_that_it_has(
     said = capsys.readouterr().err
     assert words in said
     assert not (tmp_path / "mine").exists()
+
+
+def test_a_role_by_hand_is_not_of_a_group_that_the_users_environment_names(tmp_path, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(os, "execve", lambda program, argv, environment: seen.update(environment) or 0)
+    for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "2")
+    assert main(["trainer", f"run.dir={tmp_path / 'mine'}"]) == 0
+    assert not {"WORLD_SIZE", "RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"} & set(seen)
+    assert seen["PYTHONHASHSEED"] == "0"
+
+
+@pytest.mark.parametrize("role", ["trainer", "orchestrator"])
+def test_a_role_that_would_be_alone_is_refused(role: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([role]) == 2
+    assert "fix: run.dir=PATH" in capsys.readouterr().err

@@ -66,6 +66,11 @@ def _run(role: str, argv: list[str]) -> int:
     parser.add_argument("--replica", type=int, default=0)
     given, overrides = parser.parse_known_args(argv)
     composed = compose(overrides, without=[gpus_present])  # which is about all processes of the run, and others may be on other hosts
+    if role in ("orchestrator", "trainer") and composed.cfg.run.dir is None and composed.cfg.run.name is None:
+        raise ConfigError(
+            f"`rlx {role}` would wait for ever: in a directory of its own it meets no other role.\n"
+            "  fix: run.dir=PATH, the same for all roles"
+        )
     cfg = settle(composed.cfg, composed.label)
     root = str(cfg.run.dir)
     plan = make_plan(cfg, Path(root))
