@@ -19,6 +19,7 @@ from rlx.data.packing import pack
 from rlx.parallel.mesh import Mesh, divide, join
 from rlx.train.checkpoint import Progress, Saver, load
 from rlx.train.step import PolicyTrainer
+from rlx.weights.shapes import digest_of
 
 RANKS = 4
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -48,7 +49,7 @@ def save(trainer: PolicyTrainer, folder: Path, name: str, seed: int, mesh: Mesh)
     """Train one step on samples of `seed`, write the checkpoint `name`, and beside it the whole state."""
     batch = pack(step_batch(0, [make_samples(seed=seed)]), rank=mesh.data_rank, ranks=mesh.num_data_ranks, tokens=60)
     train_minibatch(trainer, batch.mini_batches[0], step=0)
-    saver = Saver(trainer, in_background=False)
+    saver = Saver(trainer, digest_of, in_background=False)
     saver.save(folder / name, Progress(1, trainer.updates)).files()
     saver.close()
     whole = state(trainer)

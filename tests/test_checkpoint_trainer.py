@@ -30,6 +30,7 @@ from rlx.parallel.mesh import join, one_process
 from rlx.train.checkpoint import Progress, Saver, _state_of, load
 from rlx.train.reference import Reference
 from rlx.train.step import PolicyTrainer
+from rlx.weights.shapes import digest_of
 
 pytestmark = pytest.mark.slow
 
@@ -109,7 +110,7 @@ def test_saving_before_the_first_optimizer_step_changes_nothing(model: str, tmp_
     never = result(tmp_path / "never")["weights"]
     same_weights(result(tmp_path / "resumed")["weights"], never)
     trainer = make_trainer(model, optimizer)
-    saver = Saver(trainer, in_background=False)
+    saver = Saver(trainer, digest_of, in_background=False)
     saver.save(tmp_path / "before", Progress(0, 0)).files()
     saver.close()
     for step in range(HALF):
@@ -143,7 +144,7 @@ def test_random_states_go_on_where_they_were(model: str, tmp_path: Path) -> None
         return [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
     trainer = make_trainer(model)
-    Saver(trainer).save(tmp_path / "saved", Progress(4, 7))
+    Saver(trainer, digest_of).save(tmp_path / "saved", Progress(4, 7))
     expected = draw()
     draw()
     assert load(tmp_path / "saved", trainer) == Progress(4, 7)
@@ -271,13 +272,13 @@ def test_ranks_may_change_from_two_to_one_and_from_one_to_two(model: str, tmp_pa
 
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_checkpoint_knows_all_its_files(model: str, tmp_path: Path, in_background: bool) -> None:
-    saver = Saver(make_trainer(model), in_background=in_background)
+    saver = Saver(make_trainer(model), digest_of, in_background=in_background)
     for name in ("first", "second"):
         folder = tmp_path / name
         saving = saver.save(folder, Progress(1, 1))
         saving.wait_copied()
         files = saving.files()
-        assert files == {path.name: {"size": path.stat().st_size} for path in folder.iterdir()}
+        assert files == {path.name: {"size": path.stat().st_size, "xxh3": digest_of(path)} for path in folder.iterdir()}
     saver.close()
 
 
@@ -287,7 +288,7 @@ def save_for_several_runs(rank: int, folder: str, model: str) -> None:
     mesh = join(torch.device("cpu"), rank=rank, world_size=2, timeout=300, store=dist.FileStore(f"{folder}/store", 2))
     trainer, taken = make_trainer(model, mesh=mesh), []
     for number in range(5):
-        saver = Saver(trainer, in_background=True)
+        saver = Saver(trainer, digest_of, in_background=True)
         saver.save(Path(folder) / f"saved_{number}", Progress(0, 0)).files()
         saver.close()
         mesh.barrier()
@@ -306,7 +307,7 @@ def test_savers_that_are_closed_leave_no_connections_and_threads(model: str, tmp
 
 def test_the_configuration_decides_the_learning_rate_of_what_follows(model: str, tmp_path: Path) -> None:
     trainer = make_trainer(model)
-    Saver(trainer).save(tmp_path / "saved", Progress(2, 2))
+    Saver(trainer, digest_of).save(tmp_path / "saved", Progress(2, 2))
     other = make_trainer(model)
     other.optimizer.param_groups[0]["lr"] = 0.5
     load(tmp_path / "saved", other)
@@ -324,7 +325,7 @@ def test_a_reference_that_moved_is_not_forgotten_by_a_fork(model: str, tmp_path:
     with torch.no_grad():
         for parameter in first.reference.model.parameters():
             parameter.fill_(0.25)
-    Saver(first).save(tmp_path / "moved", Progress(2, 2))
+    Saver(first, digest_of).save(tmp_path / "moved", Progress(2, 2))
     with pytest.raises(ValueError, match=r"followed the policy, but ref\.sync_interval=null makes it the initial policy\. Set it to"):
         load(tmp_path / "moved", with_reference(model, None))
     other = with_reference(model, 10**9)
@@ -333,7 +334,7 @@ def test_a_reference_that_moved_is_not_forgotten_by_a_fork(model: str, tmp_path:
     load(tmp_path / "moved", with_reference(model, None, teacher=True))
     load(tmp_path / "moved", make_trainer(model))  # has no reference
 
-    Saver(with_reference(model, None)).save(tmp_path / "frozen", Progress(2, 2))
+    Saver(with_reference(model, None), digest_of).save(tmp_path / "frozen", Progress(2, 2))
     follower = with_reference(model, 2)
     before = [parameter.clone() for parameter in follower.reference.model.parameters()]
     with caplog.at_level("INFO", "rlx.trainer"):
@@ -343,7 +344,7 @@ def test_a_reference_that_moved_is_not_forgotten_by_a_fork(model: str, tmp_path:
 
 
 def test_a_checkpoint_of_another_model_is_refused(model: str, tmp_path: Path) -> None:
-    Saver(make_trainer(model)).save(tmp_path / "saved", Progress(1, 1))
+    Saver(make_trainer(model), digest_of).save(tmp_path / "saved", Progress(1, 1))
     for name, other in {"wider": make_model(hidden_size=32), "untied": make_model(LlamaConfig, tie_word_embeddings=False)}.items():
         other.save_pretrained(tmp_path / name)
         with pytest.raises(ValueError, match=r"does not fit this model and optimizer: .+ Resume with the model"):

@@ -23,6 +23,7 @@ from rlx.train.checkpoint import Progress, Saver
 from rlx.train.role import allocator_variables
 from rlx.train.watch import Watch
 from rlx.waiting import wait_for
+from rlx.weights.shapes import digest_of
 
 
 class Stop(Exception):
@@ -101,7 +102,7 @@ def stop(*_: Any, **__: Any) -> None:
 def test_the_packed_forward_is_checked_when_a_model_is_read_and_when_a_checkpoint_is(tmp_path: Path, monkeypatch) -> None:
     make_model().save_pretrained(tmp_path / "model")
     trainer = make_trainer(str(tmp_path / "model"))
-    saver = Saver(trainer, in_background=False)
+    saver = Saver(trainer, digest_of, in_background=False)
     saver.save(tmp_path / "saved", Progress(1, 1))
     saver.close()
     monkeypatch.setattr("rlx.models.load.check_packed_forward", stop)

@@ -26,6 +26,7 @@ from rlx.paths import RunPaths, listed
 from rlx.train.checkpoint import Progress, Saver, Saving
 from rlx.train.step import PolicyTrainer
 from rlx.waiting import wait_for
+from rlx.weights.shapes import digest_of
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class Checkpoints:
         folder = folders.writing(self.paths, step)
         self.mesh.agreed(lambda: self._or_fail(step, lambda: self._begin(step)))
         progress = Progress(step, self.trainer.updates)
-        saver = self._saver = self._saver or Saver(self.trainer, in_background=self.config.save_async)
+        saver = self._saver = self._saver or Saver(self.trainer, digest_of, in_background=self.config.save_async)
         saving = self._or_fail(step, lambda: saver.save(folder / folders.TRAINER, progress))
         self._pending = (step, saving)
         if not self.config.save_async:

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import random
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -30,7 +30,7 @@ from rlx import codec
 from rlx.arrays import Byte, Unsigned
 from rlx.models.load import check_packed_forward
 from rlx.parallel.mesh import Mesh
-from rlx.paths import listed
+from rlx.paths import listed, write_text
 from rlx.train.step import PolicyTrainer
 from rlx.train.stored import Planner, Reader
 from rlx.waiting import wait_for
@@ -41,6 +41,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 log = logging.getLogger("rlx.trainer")
 
 METADATA = ".metadata"
+DIGEST = ".digest"  # beside each file that a rank has written, for rank 0
 OTHERS_TIMEOUT = 60.0  # seconds until other ranks' files must be visible here
 
 
@@ -69,7 +70,7 @@ class Saving:
         return self._written is None or self._written.done()
 
     def files(self) -> dict[str, dict[str, Any]]:
-        """On rank 0, wait until everything is written and return `{name: {"size": bytes}}`. Other ranks return {}.
+        """On rank 0, wait until everything is written and return `{name: {"size": bytes, "xxh3": digest}}`. Other ranks return {}.
 
         Raises the error of the lowest rank that failed to write.
         """
@@ -79,18 +80,45 @@ class Saving:
         if not self._mesh.first:
             return {}
         names = {METADATA, *(part.relative_path for part in Reader(self._folder).read_metadata().storage_data.values())}
-        for path in (self._folder / name for name in sorted(names)):
+        found: dict[str, dict[str, Any]] = {}
+        for name in sorted(names):
+            told = self._folder / (name + DIGEST)
             # All ranks have written, but a network file system may show another host's file late.
-            wait_for(partial(listed, path), f"what another rank wrote of the checkpoint ({path})", OTHERS_TIMEOUT)
-        return {name: {"size": (self._folder / name).stat().st_size} for name in sorted(names)}
+            wait_for(partial(listed, told), f"what another rank wrote of the checkpoint ({told})", OTHERS_TIMEOUT)
+            found[name] = {"size": (self._folder / name).stat().st_size, "xxh3": told.read_text()}
+            told.unlink()
+        return found
+
+
+class Writer(dcp.FileSystemWriter):
+    """DCP's writer. It also leaves the digest of each file of this rank: reading a checkpoint, DCP does not notice a damaged byte."""
+
+    def __init__(self, folder: Path, digest: Callable[[Path], str], **options: Any) -> None:
+        super().__init__(folder, overwrite=False, **options)
+        self._folder, self._digest = folder, digest
+
+    def write_data(self, plan: Any, planner: Any) -> Future[Any]:
+        """Write this rank's files, and their digests."""
+        written: Any = super().write_data(plan, planner)
+        self._leave_digests({part.storage_data.relative_path for part in written.wait()})
+        return written
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        """On rank 0, write what describes all files."""
+        super().finish(metadata, results)
+        self._leave_digests({METADATA})
+
+    def _leave_digests(self, names: set[str]) -> None:
+        for name in names:
+            write_text(self._folder / (name + DIGEST), self._digest(self._folder / name))
 
 
 class Saver:
     """Writes the state of one trainer, any number of times. Every rank of the mesh has a Saver and makes the same calls."""
 
-    def __init__(self, trainer: PolicyTrainer, *, in_background: bool = False) -> None:
-        """`in_background` needs memory for a second copy of the state."""
-        self.trainer, self.mesh = trainer, trainer.mesh
+    def __init__(self, trainer: PolicyTrainer, digest: Callable[[Path], str], *, in_background: bool = False) -> None:
+        """`digest`: of a file, for `Saving.files`. `in_background` needs memory for a second copy of the state."""
+        self.trainer, self.mesh, self._digest = trainer, trainer.mesh, digest
         cuda = trainer.device.type == "cuda"
         options = StagingOptions(use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=True, use_non_blocking_copy=cuda)
         self._stager = DefaultStager(options) if in_background else None
@@ -101,10 +129,10 @@ class Saver:
         state = _state_of(self.trainer, progress)
         if self._stager is None:
             with _plain_errors(self.mesh):
-                dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, overwrite=False), no_dist=not self.mesh.grouped)
+                dcp.save(state, storage_writer=Writer(folder, self._digest), no_dist=not self.mesh.grouped)
             return Saving(folder, self.mesh)
         # Its loader for devices would wait for the training's work; the stager has copied everything.
-        writer = dcp.FileSystemWriter(folder, overwrite=False, per_thread_copy_ahead=0)
+        writer = Writer(folder, self._digest, per_thread_copy_ahead=0)
         self.mesh.synchronize()  # the stager copies on its own stream, which does not wait for the optimizer's
         response: Any = dcp.async_save(
             state, storage_writer=writer, async_stager=self._stager, process_group=self._group, no_dist=not self.mesh.grouped
