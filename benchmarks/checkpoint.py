@@ -29,6 +29,7 @@ from rlx.losses.grpo import grpo
 from rlx.models.policy import PolicyModel
 from rlx.train.checkpoint import Progress, Saver
 from rlx.train.step import PolicyTrainer
+from rlx.weights.shapes import digest_of
 
 
 def make_trainer(million: int) -> PolicyTrainer:
@@ -62,7 +63,7 @@ def with_torch_save(trainer: PolicyTrainer, folder: Path) -> float:
 
 def synchronous(trainer: PolicyTrainer, folder: Path) -> float:
     began = time.perf_counter()
-    Saver(trainer).save(folder / "trainer", Progress(1, 1)).files()
+    Saver(trainer, digest_of).save(folder / "trainer", Progress(1, 1)).files()
     return time.perf_counter() - began
 
 
@@ -102,7 +103,7 @@ def main() -> None:
         rows["torch.save"].append(on_empty_disk(options.folder, lambda folder: with_torch_save(trainer, folder)))
         rows["synchronous"].append(on_empty_disk(options.folder, lambda folder: synchronous(trainer, folder)))
         print({name: [f"{value:.2f}" for value in values] for name, values in rows.items()}, flush=True)
-    saver = Saver(trainer, in_background=True)
+    saver = Saver(trainer, digest_of, in_background=True)
     for _ in range(options.repeat):
         held, written = on_empty_disk(options.folder, lambda folder: in_background(saver, folder))
         rows["background, held"].append(held)

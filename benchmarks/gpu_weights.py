@@ -96,7 +96,7 @@ def stager(report: Report) -> None:
             return time.perf_counter() - began
 
         step(0)
-        saver = Saver(trainer, in_background=True)
+        saver = Saver(trainer, lambda _: "", in_background=True)
         alone = min(step(number) for number in (1, 2, 3))
         before = [value.clone() for value in _own(built.model)]
         began = time.perf_counter()

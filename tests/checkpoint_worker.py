@@ -22,6 +22,7 @@ from rlx.train.checkpoint import Progress, Saver, load
 from rlx.train.muon import Muon, groups_of
 from rlx.train.offload import CPUOffloadOptimizer
 from rlx.train.step import PolicyTrainer
+from rlx.weights.shapes import digest_of
 
 UPDATES = 6
 
@@ -80,7 +81,7 @@ def run(job: Job, mesh: Mesh) -> None:
         step = load(Path(job.load), trainer).step
     assert step == job.first, (step, job.first)
     records: list[dict[str, Any]] = []
-    saver = Saver(trainer, in_background=job.in_background)
+    saver = Saver(trainer, digest_of, in_background=job.in_background)
     for step in range(job.first, job.last):
         batch = pack(step_batch(step, [make_samples(seed=step)]), rank=mesh.data_rank, ranks=mesh.num_data_ranks, tokens=60)
         values = train_minibatch(trainer, batch.mini_batches[0], step=step)

@@ -30,6 +30,7 @@ from rlx.parallel.mesh import join, one_process
 from rlx.train import checkpoint
 from rlx.train.build import policy_of
 from rlx.train.checkpoint import Progress, Saver
+from rlx.weights.shapes import digest_of
 
 RANKS = 3
 
@@ -199,7 +200,7 @@ def test_the_routers_bias_stays_float32_in_a_bfloat16_model(tmp_path: Path, read
 def test_a_head_of_its_own_is_not_lost_when_a_run_goes_on(tmp_path: Path):
     make_model(tie_word_embeddings=True).save_pretrained(tmp_path / "tied")
     make_model(tie_word_embeddings=False).save_pretrained(tmp_path / "untied")
-    Saver(make_trainer(str(tmp_path / "untied"))).save(tmp_path / "saved", Progress(1, 1)).files()
+    Saver(make_trainer(str(tmp_path / "untied")), digest_of).save(tmp_path / "saved", Progress(1, 1)).files()
     with pytest.raises(ValueError, match=r"has 1 weights that this model lacks: model\.lm_head\.weight\. Resume with"):
         checkpoint.load(tmp_path / "saved", make_trainer(str(tmp_path / "tied"), read=False))
     weights = load_file(tmp_path / "untied" / "model.safetensors")
