@@ -14,4 +14,4 @@ def test_the_plan_says_how_many_sequences_the_cache_holds_and_what_all_would_tak
     token = 2 * 30 * 3 * 64 * 4  # keys and values of 30 layers with 3 heads of 64, float32
     text = "\n".join(memory_of(cfg, make_plan(cfg, Path("/run"))))
     assert f"KV cache 1.0 GiB (inference.kv_cache_gb): {2**30 / token:,.0f} tokens, 91 sequences of full length" in text, text
-    assert f"{256 * 256 * token / 2**30:.1f} GiB of cache would hold all concurrent sequences at full length; they need less" in text, text
+    assert f"{256 * 256 * token / 2**30:.1f} GiB would hold all concurrent sequences at full length; they need less" in text, text

@@ -105,10 +105,12 @@ def _with_text(override: Override, line: str, schema: type | None) -> Override:
 def _parse(line: str) -> Override:
     """Hydra's parser takes a millisecond a line. The runs of a sweep share most lines.
 
-    Its grammar wants quotes around letters beyond ASCII, which many users have in their paths.
+    Its grammar wants quotes around letters beyond ASCII, which many users have in their paths, and around commas, which the folders of a
+    sweep's runs have.
     """
     key, _, text = line.partition("=")
-    plain = not text.isascii() and text.isprintable() and not set(text) & set("'\"\\,[]{}()")
+    plain = text.isprintable() and not set(text) & set("'\"\\[]{}()")
+    plain = plain and (Path(text).exists() if "," in text else not text.isascii())
     return OverridesParser.create().parse_override(f"{key}='{text}'" if plain else line)
 
 
