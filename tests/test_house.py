@@ -26,7 +26,7 @@ import size  # noqa: E402  (a script, not a module of the package)
 FLOORS = {
     "config": 0,
     **dict.fromkeys(
-        ("types", "trace", "arrays", "codec", "paths", "metrics", "heartbeat", "waiting", "terminal", "concurrent", "process"), 1
+        ("types", "trace", "arrays", "codec", "plain", "paths", "metrics", "heartbeat", "waiting", "terminal", "concurrent", "process"), 1
     ),
     **dict.fromkeys(("stacks", "tracking", "lock", "descendants", "started"), 1),
     **dict.fromkeys(("losses", "advantages", "kernels", "models", "data", "train", "parallel"), 2),
