@@ -228,7 +228,8 @@ def test_a_template_that_ends_the_conversation_trains_only_the_end_of_the_turn()
     ("template", "messages", "reason"),
     [
         (OPENING, [asks("go"), says("yes")], "does not show an answer as the continuation of its prompt"),
-        (PLAIN, [asks("go"), says("a<|im_end|>b")], "contains '<|im_end|>', which ends a turn"),
+        (PLAIN, [asks("go"), says("a<|im_end|>b")], "a message of role assistant spells <|im_end|>"),
+        (PLAIN, [asks("hi<|im_end|>"), says("yes")], "role user spells <|im_end|>.*already rendered"),
         (HERMES, [asks("go"), says("yes", "because")], "does not show the `reasoning_content` of an answer: 'because'"),
         (HERMES, [asks("go"), says("It is 4", "4")], "does not show the `reasoning_content` of an answer: '4'"),
         (HERMES, [asks("go"), says("4", "then 4")], "does not show the `reasoning_content` of an answer: 'then 4'"),

@@ -83,6 +83,9 @@ class Words:
     def extend(self, asked: Any, answer: Any, before: list, new: list, tools: Any = None) -> list[int]:
         return self.render([*before, *new])
 
+    def marks_in(self, text: str) -> list[str]:
+        return []
+
     def text(self, ids: Any) -> str:
         return "".join(map(chr, ids))
 

@@ -64,6 +64,10 @@ class Format(Protocol):
         """
         ...
 
+    def marks_in(self, text: str) -> list[str]:
+        """The special tokens that the text spells."""
+        ...
+
     def text(self, ids: Sequence[int]) -> str:
         """The ids as text, special tokens included."""
         ...
@@ -102,6 +106,11 @@ def mark(conversation: Conversation, chat: Format, roles: Collection[str] = ASSI
     trained = [i for i in range(done, len(messages)) if messages[i]["role"] in roles]
     if not trained:
         return []
+    for message in messages:
+        if spelled := chat.marks_in(f"{message['content']}{message.get('reasoning_content', '')}"):
+            raise RowError(
+                f"a message of role {message['role']} spells {spelled[0]}, which would begin or end a turn: is it already rendered?"
+            )
     for index in range(done, trained[-1] + 1):
         if messages[index]["role"] != "assistant":
             continue

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from rlx.arrays import Int
 from rlx.config.chat_format import arguments_of, family_of, unread
 from rlx.config.schema import ModelConfig
@@ -20,6 +22,7 @@ from rlx.policy.templates import REMEDIES, decoded, problems, traits_of
 from rlx.process import today
 from rlx.trace import TraceBuilder, Turn
 
+BREAK = "\u200b"  # shown as nothing
 TAGS = (OPEN, CLOSE, "<tool_call>", "</tool_call>")  # special tokens of some tokenizers, but part of what the model says
 _TAIL = 16  # tokens at the end of a prompt that may hold an open `<think>`
 _CACHED_PROMPTS = 4096  # first prompts kept; the members of a group share theirs
@@ -64,6 +67,9 @@ class Chat:
         self.closing = 0  # stop tokens that follow that of the last answer in a transcript, to end the whole conversation (Phi)
         self._prompts: dict[tuple, list[int]] = {}
         self._served: set[tuple[str, ...]] = set()  # names of tools that the format was seen to serve
+        special = [mark for mark in tokenizer.all_special_tokens if mark not in TAGS]
+        self._marks = {mark: mark[0] + BREAK + mark[1:] for mark in special}
+        self._mark_ids = np.array(tokenizer.convert_tokens_to_ids(special), dtype=np.int64)
         if renderer is not None:
             self.stop_token_ids: list[int] = list(renderer.get_stop_token_ids())
             self.tool_parser, self.reasoning_parser = None, None
@@ -77,7 +83,6 @@ class Chat:
             self.tool_parser = traits.tool_parser if tool_parser == "auto" else tool_parser
             self.reasoning_parser = reasoning_parser if reasoning_parser != "auto" else "qwen3" if traits.thinks else "none"
         self._stops = frozenset(self.stop_token_ids)
-        self._marks = [mark for mark in tokenizer.all_special_tokens if mark not in TAGS]
 
     def render(self, messages: Sequence[Message], tools: list[dict] | None = None) -> list[int]:
         """Token ids [P] of the prompt for the assistant's next answer.
@@ -104,6 +109,33 @@ class Chat:
         """Token ids [L] of the conversation as it stands, without the head of a next answer."""
         return self._render(list(messages), tools, answer=False)
 
+    def marks_in(self, text: str) -> list[str]:
+        """The special tokens that the text spells. In a rendered conversation it would begin or end turns."""
+        return [mark for mark in self._marks if mark in text]
+
+    def inert(self, message: Message) -> Message:
+        """A message whose text spells no special token: an invisible character breaks them up, so nothing that an environment says, or a tool
+        returns, becomes a turn. What the assistant says is left as it is: its tokens are kept, not read again."""
+        content = message.get("content")
+        texts = [content] if isinstance(content, str) else [part.get("text") for part in content or () if isinstance(part, Mapping)]
+        if message["role"] == "assistant" or not any(self.marks_in(text) for text in texts if isinstance(text, str)):
+            return message
+
+        def broken(text: str) -> str:
+            for mark, apart in self._marks.items():
+                text = text.replace(mark, apart)
+            return text
+
+        if isinstance(content, str):
+            return {**message, "content": broken(content)}
+        parts = [part | {"text": broken(part["text"])} if isinstance(part.get("text"), str) else part for part in content]
+        return {**message, "content": parts}
+
+    def raw(self, text: str) -> list[int]:
+        """Token ids of a prompt that is raw text, with what the tokenizer puts before a sequence; once, if the text spells it itself."""
+        ids, begins = list(self.tokenizer.encode(text)), str(self.tokenizer.special_tokens_map.get("bos_token"))
+        return ids[1:] if text.startswith(begins) and ids[:1] == ids[1:2] else ids
+
     def text(self, ids: Sequence[int]) -> str:
         """The ids as text, special tokens included, without any tidying of spaces."""
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -117,6 +149,7 @@ class Chat:
         return self.tokenizer.decode(self._render(messages, tools, answer), skip_special_tokens=False)
 
     def _render(self, messages: list[Message], tools: list[dict] | None, answer: bool = True) -> list[int]:
+        messages = [self.inert(message) for message in messages]
         if self.renderer is not None:
             return list(self.renderer.render_ids(messages, tools=tools, add_generation_prompt=answer))
         if self._decodes_arguments:
@@ -139,7 +172,9 @@ class Chat:
         if not self.keeps_tokens:
             return self.render([*before, *new], tools)
         if self.renderer is not None and self.keeps_thinking:
-            bridged = self.renderer.bridge_to_next_turn(asked.tolist(), answer.tolist(), list(new), tools=tools)
+            bridged = self.renderer.bridge_to_next_turn(
+                asked.tolist(), answer.tolist(), [self.inert(message) for message in new], tools=tools
+            )
             return list(bridged.token_ids) if bridged is not None else self.render([*before, *new], tools)
         whole = self.render([*before, *new], tools)
         sampled = [*asked.tolist(), *answer.tolist()]
@@ -186,7 +221,9 @@ class Chat:
         end = len(ids)
         while end and int(ids[end - 1]) in self._stops:
             end -= 1
-        text = self.tokenizer.decode(ids[:end], skip_special_tokens=False)  # an array, because decoding a list checks every element
+        # Special tokens that were sampled are cut by their ids: their texts may have been sampled as ordinary characters.
+        said = ids[:end][~np.isin(ids[:end], self._mark_ids)]  # an array, because decoding a list checks every element
+        text = self.tokenizer.decode(said, skip_special_tokens=False)
         reasoning = None
         if self.reasoning_parser != "none":
             tail = self.tokenizer.decode(turn.prompt_ids[-_TAIL:], skip_special_tokens=False)
@@ -195,7 +232,7 @@ class Chat:
         read = TOOL_PARSERS[str(self.tool_parser)](text, tools) if tools and self.tool_parser != "none" else None
         if read is not None and (len(read[1]) == 1 or not self._one_call):
             text, calls = read[0], tuple(Call(call_id, utf8(name), utf8(arguments)) for name, arguments, call_id in read[1])
-        return Reply(self._unmarked(text), self._unmarked(reasoning or "") or None, calls)
+        return Reply(text, reasoning or None, calls)
 
     def _parse_typed(self, turn: Turn, tools: list[dict] | None) -> Reply:
         ids = turn.completion_ids.tolist()
@@ -215,12 +252,6 @@ class Chat:
             return Reply(content + "".join(blocks), parsed.reasoning_content or None)
         calls = tuple(Call(call.id or "", utf8(call.name), utf8(arguments_as_json(call.arguments))) for call in attempts)
         return Reply(content, parsed.reasoning_content or None, calls)
-
-    def _unmarked(self, text: str) -> str:
-        for mark in self._marks:
-            if mark in text:
-                text = text.replace(mark, "")
-        return text
 
 
 def _readable(call: Any) -> bool:

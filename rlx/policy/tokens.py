@@ -82,7 +82,7 @@ class TokenEpisode(ObservationRecorder):
         elif functions:
             raise PolicyError("a raw text prompt cannot offer tools; use a conversation")
         else:
-            ids = policy.chat.tokenizer.encode(raw)
+            ids = policy.chat.raw(raw)
         room = policy.context_length - len(ids)
         if room <= 0:
             raise PromptTooLong(f"{len(ids)} prompt tokens, but the context is {policy.context_length}")
@@ -157,7 +157,7 @@ class TokenEpisode(ObservationRecorder):
         if (known := self.said.teacher_prompt(ids)) is not None:
             return known.tolist()
         if raw is not None:
-            return self.policy.chat.tokenizer.encode(how.text(raw, self.task.row))
+            return self.policy.chat.raw(how.text(raw, self.task.row))
         return self.policy.chat.render(how.messages(prompt, self.task.row), tools)
 
 
