@@ -31,7 +31,14 @@ FLOORS = {
     **dict.fromkeys(("stacks", "tracking", "lock", "descendants", "started"), 1),
     **dict.fromkeys(("losses", "advantages", "kernels", "models", "data", "train", "parallel"), 2),
     **dict.fromkeys(("rollout", "envs", "agents", "policy", "inference", "weights", "checkpoints", "shared"), 2),
-    **{"roles": 3, "plan": 4, "runs": 5, "launch": 6, "view": 6, "report": 6, "preflight": 7, "cli": 8},
+    "roles": 3,
+    "plan": 4,
+    "runs": 5,
+    "launch": 6,
+    "view": 6,
+    "report": 6,
+    "preflight": 7,
+    "cli": 8,
 }
 WITHOUT_TORCH = tuple(room for room, floor in FLOORS.items() if floor in (0, 1, 4, 5, 6, 7, 8))
 TORCH_ALONE = ("kernels", "losses", "advantages", "models", "data", "train", "parallel")

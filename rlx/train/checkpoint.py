@@ -97,7 +97,7 @@ class Writer(dcp.FileSystemWriter):
         super().__init__(folder, overwrite=False, **options)
         self._folder, self._digest = folder, digest
 
-    def write_data(self, plan: Any, planner: Any) -> Future[Any]:
+    def write_data(self, plan: Any, planner: Any) -> Any:
         """Write this rank's files, and their digests."""
         written: Any = super().write_data(plan, planner)
         self._leave_digests({part.storage_data.relative_path for part in written.wait()})
