@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from rlx.cli import main
+from rlx.config.errors import ConfigError
 from rlx.config.load import compose
 from rlx.config.roots import SFT
 
@@ -31,3 +35,32 @@ def test_it_is_said_where_a_run_is_described(tmp_path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     assert main(["train", "dry_run=true", "max_steps=10", "scheduler.warmup_steps=11"]) == 0
     assert "note: the warm-up is longer than the run" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("where", ["folder", "text_config", "cache"])
+def test_a_model_of_other_sizes_than_the_chosen_option_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str):
+    """Llama 3.3 70B under `model=llama3_1_8b` would get the plan, the row length and the rules of 8B."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    name, folder = str(tmp_path / "model"), tmp_path / "model"
+    if where == "cache":
+        name, folder = "someone/Llama-70B", tmp_path / "hub" / "models--someone--Llama-70B" / "snapshots" / "abc"
+        (folder.parent.parent / "refs").mkdir(parents=True)
+        (folder.parent.parent / "refs" / "main").write_text("abc")
+    folder.mkdir(parents=True)
+    argv = ["model=qwen3_0_6b", f"model.name={name}", "env=math", "hardware=node8", "dry_run=true"]
+    for layers in (28, 36):
+        made = {"hidden_size": 1024, "num_hidden_layers": layers, "vocab_size": 151936}
+        (folder / "config.json").write_text(json.dumps({"text_config": made} if where == "text_config" else made))
+        if layers == 28:
+            compose(argv, {})
+            continue
+        with pytest.raises(ConfigError, match=r"num_layers 36 in .*model\.num_layers=28 (?s:.)*fix: .*model\.num_layers=36"):
+            compose(argv, {})
+
+
+def test_a_model_that_is_not_here_is_said_not_to_have_been_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    argv = ["model=llama3_1_8b", "env=math", "hardware=node8", "dry_run=true"]
+    assert not [note for note in compose(argv, {}).notes if "were not compared" in note]
+    (note,) = [note for note in compose([*argv, "model.name=meta-llama/Llama-3.3-70B-Instruct"], {}).notes if "were not compared" in note]
+    assert "model.name=meta-llama/Llama-3.3-70B-Instruct (command line)" in note

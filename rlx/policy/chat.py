@@ -114,8 +114,8 @@ class Chat:
         return [mark for mark in self._marks if mark in text]
 
     def inert(self, message: Message) -> Message:
-        """A message whose text spells no special token: an invisible character breaks them up, so nothing that an environment says becomes a
-        turn. What the assistant says is left as it is: its tokens are kept, not read again."""
+        """A message whose text spells no special token: an invisible character breaks them up, so nothing that an environment says
+        becomes a turn. What the assistant says is left as it is: its tokens are kept, not read again."""
         content: Any = message.get("content")
         texts = [content] if isinstance(content, str) else [part.get("text") for part in content or () if isinstance(part, Mapping)]
         if message["role"] == "assistant" or not any(self.marks_in(text) for text in texts if isinstance(text, str)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from rlx.config.checks import data, engine, hardware, objective, run, secrets  # noqa: F401
+from rlx.config.checks import data, engine, hardware, objective, run, secrets, sizes  # noqa: F401
 from rlx.config.rules import CHECKS, Check, Show
 from rlx.config.tree import Origins, Problem
 
