@@ -213,8 +213,8 @@ def test_a_run_directory_with_a_wrong_file_is_refused(tmp_path: Path):
     for part in (
         "`max_steps` must be an integer: max_steps=many",
         "unknown key `model.nme`",
-        "keys of `model` without a value: name, context_length",
-        "`seq_len` has no value",
+        "no value: model.name, model.context_length",
+        "no value: seq_len",
     ):
         assert part in text
 

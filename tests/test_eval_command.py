@@ -73,7 +73,7 @@ def test_the_complete_steps_are_found_and_the_servers_start_from_the_runs_model(
     cfg = replace(whole, eval_base=False)
     assert (resolve(cfg).versions, resolve(cfg).weights_dir) == ([2, 4], str(trained / "weights"))
     assert resolve(replace(cfg, weights_dir=str(trained / "weights"), steps=[4])).versions == [4]
-    with pytest.raises(ConfigError, match=r"no complete step_6 \(steps=\[2, 6\]\); it has 2, 4"):
+    with pytest.raises(ConfigError, match=r"no complete step_6; it has 2, 4"):
         resolve(replace(whole, steps=[2, 6]))
     with pytest.raises(ConfigError, match="version 0 cannot be evaluated"):
         resolve(whole)

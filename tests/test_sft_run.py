@@ -177,7 +177,7 @@ def test_a_benchmark_measures_the_trainer_and_writes_no_weights(data: Path) -> N
         (("data.loss_mask.assistant=false",), "no message would be trained"),
         (("loss=grpo",), "no policy sampled these rows"),
         (("trainer.num_minibatches=2",), "a batch of rows is one optimizer step"),
-        (("data.nam=x",), "Did you mean `data.name`?"),
+        (("data.nam=x",), "Did you mean `data.name`"),
         (("reward.soft_overlong=true",), "It is a key of `rlx train`"),
         (("eval.interval=2",), "there is no environment to evaluate on: eval.interval=2"),
         (("env=sums",), "supervised training plays no environment, and there is no evaluation"),

@@ -272,14 +272,14 @@ def test_a_policy_that_is_gone_is_trained_again_or_missed_clearly(
     RunPaths(root).recorded_of(0).unlink()
     assert main(["replay", str(root), "--step", "2", "loss=gspo"]) == 2
     said = capsys.readouterr().err
-    assert "the policy of step 2 is gone. weights/ has versions 1, 3; checkpoints/ has none" in said
+    assert "the policy of step 2 is gone: weights/ has versions 1, 3; checkpoints/ has none" in said
     assert "weight_broadcast.keep_last" in said
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--step", "7", "loss=gspo"], "it has those of steps 0 … 2"),
+        (["--step", "7", "loss=gspo"], "only of steps 0, 1, 2"),
         (["--step", "1"], "give another objective"),
         (["--step", "1", "optim.lr=1", "loss=gspo"], "optim.lr=1: has no effect"),
         (["--step", "1", "loss.mask_overlong=true"], "loss.mask_overlong=true: has no effect"),

@@ -17,14 +17,10 @@ def notes_of(cfg: Any, origins: Origins) -> Iterator[str]:
         if warm_up > steps:
             shown = origins.show("scheduler.warmup_steps", warm_up)
             yield f"the warm-up is longer than the run's {steps} optimizer steps, so optim.lr is never reached: {shown}"
-    if (
-        isinstance(cfg, TrainingRoot)
-        and "model.name" in origins.typed
-        and cfg.model.warm_start is None
-        and config_of(cfg.model.name) is None
-    ):
+    loaded = isinstance(cfg, TrainingRoot) and "model.name" in origins.typed and cfg.model.warm_start is None
+    if loaded and config_of(cfg.model.name) is None:
         shown = origins.show("model.name", cfg.model.name)
-        yield f"the plan's sizes are those of the chosen model=, and were not compared with the model's own: its files are not here ({shown})"
+        yield f"the sizes of the chosen model= were not compared with the model's own, which is not on this machine: {shown}"
     if isinstance(cfg, Config) and cfg.plays and cfg.model.strips_thinking and cfg.keeps_thinking and cfg.chat.thinking is None:
         shown = origins.show("orchestrator.trajectory_strategy", cfg.orchestrator.trajectory_strategy)
         yield (

@@ -275,7 +275,7 @@ def slurm(examined: Examined) -> Result:
     except RuntimeError as error:
         return state, str(error), "run this on a login node of the cluster" if wanted else ""
     if version.returncode or listed.returncode:
-        return state, f"sinfo fails: {(version.stderr or listed.stderr).strip()}", "is slurmctld up? ask with: scontrol ping"
+        return state, f"sinfo fails: {' '.join((version.stderr or listed.stderr).split())}", "is slurmctld up? ask with: scontrol ping"
     there = sorted({line.strip() for line in listed.stdout.splitlines()})
     found = f"{version.stdout.strip()}; partitions {', '.join(there)}"
     if tuple(map(int, re.findall(r"\d+", version.stdout)[:2])) < OLDEST_SLURM:
