@@ -38,7 +38,7 @@ def test_it_is_said_where_a_run_is_described(tmp_path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("where", ["folder", "text_config", "cache"])
-def test_a_model_of_other_sizes_than_the_chosen_option_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str):
+def test_the_plan_has_the_sizes_of_the_model_that_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str):
     """Llama 3.3 70B under `model=llama3_1_8b` would get the plan, the row length and the rules of 8B."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     name, folder = str(tmp_path / "model"), tmp_path / "model"
@@ -47,15 +47,16 @@ def test_a_model_of_other_sizes_than_the_chosen_option_is_refused(tmp_path: Path
         (folder.parent.parent / "refs").mkdir(parents=True)
         (folder.parent.parent / "refs" / "main").write_text("abc")
     folder.mkdir(parents=True)
-    argv = ["model=qwen3_0_6b", f"model.name={name}", "env=math", "hardware=node8", "dry_run=true"]
-    for layers in (28, 36):
-        made = {"hidden_size": 1024, "num_hidden_layers": layers, "vocab_size": 151936}
-        (folder / "config.json").write_text(json.dumps({"text_config": made} if where == "text_config" else made))
-        if layers == 28:
-            compose(argv, {})
-            continue
-        with pytest.raises(ConfigError, match=r"num_layers 36 in .*model\.num_layers=28 (?s:.)*fix: .*model\.num_layers=36"):
-            compose(argv, {})
+    argv = ["model=llama3_1_8b", f"model.name={name}", "env=math", "hardware=node8", "dry_run=true"]
+    made = {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256}
+    made |= {"intermediate_size": 28672, "max_position_embeddings": 131072}
+    (folder / "config.json").write_text(json.dumps({"text_config": made} if where == "text_config" else made))
+    composed = compose(argv, {})
+    assert (composed.cfg.model.hidden_size, composed.cfg.model.num_layers) == (8192, 80)
+    assert composed.cfg.model.num_parameters == pytest.approx(70.55e9, rel=1e-3), "as many as Llama 3.3 70B has"
+    assert [note for note in composed.notes if "its own sizes" in note and str(folder) in note]
+    with pytest.raises(ConfigError, match=r"num_layers 80 in .*model\.num_layers=32 \(command line\)"):
+        compose([*argv, "model.num_layers=32"], {})
 
 
 def test_a_model_that_is_not_here_is_said_not_to_have_been_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from rlx.config.checks import check
+from rlx.config.checks.sizes import use_own_sizes
 from rlx.config.errors import ConfigError
 from rlx.config.near import suggest
 from rlx.config.nested import merge, nested
@@ -95,7 +96,11 @@ def checked(tree: Tree, root: Root = TRAIN, without: Collection[Check] = ()) -> 
     """
     builder = Builder(root.schema, tree.origins, hint=lambda key: where_else(root.schema, key) or suggest(root.schema, key, tree.origins))
     cfg = builder.build(root.schema, tree.data)
-    notes = [*tree.notes, *use_own_pythons(cfg)]
+    notes = [
+        *tree.notes,
+        *use_own_pythons(cfg),
+        *(use_own_sizes(cfg, tree.origins) if not builder.problems and not builder.missing else ()),
+    ]
     reported = {key for problem in tree.problems for key in problem.keys}  # the cause of what is missing there
     builder.missing = [(key, doc) for key, doc in builder.missing if not any(f"{key}.".startswith(f"{each}.") for each in reported)]
     problems = tree.problems + builder.problems
