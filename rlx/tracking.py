@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rlx.config.roots import root_of
 from rlx.config.schema import CommandConfig, EvaluatedRun, TensorboardConfig, TrainingRoot, WandbConfig
 from rlx.config.secret import hidden
 from rlx.metrics import read_metrics
@@ -226,6 +227,9 @@ class Wandb:
             project=options.project,
             entity=options.entity,
             mode=options.mode,
+            group=options.group,
+            tags=list(options.tags),
+            job_type=root_of(config).command,
             name=config.run.name or paths.root.name,
             id=Progress(paths).identity(self.name),
             resume="allow",

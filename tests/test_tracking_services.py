@@ -309,7 +309,7 @@ def test_wandb_offline_leaves_a_run_that_holds_metrics_samples_and_configuration
     for name in ("HOME", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "home"))
     config = Config(max_steps=2, seed=17)
-    config.logger.wandb = WandbConfig(mode="offline", samples=2, project="p")
+    config.logger.wandb = WandbConfig(mode="offline", samples=2, project="p", group="losses", tags=["first"])
     config.inference.api_key = "hidden-key"
     run_tracker(RunPaths(tmp_path / "my-run"), config)
 
@@ -333,6 +333,7 @@ def test_wandb_offline_leaves_a_run_that_holds_metrics_samples_and_configuration
     assert b"my-run" in text
     assert b"max_async_level" in text
     assert file.name == f"run-{Progress(RunPaths(tmp_path / 'my-run')).identity('wandb')}.wandb"
+    assert [(given["group"], given["tags"], given["job_type"]) for given in asked] == [("losses", ["first"], "train")]
     assert [given["resume"] for given in asked] == ["allow"], "a later attempt goes on with the run of this id instead of replacing it"
     assert not any(b"hidden-key" in path.read_bytes() for path in (tmp_path / "my-run").rglob("*") if path.is_file())
     assert b"hidden-key" not in text

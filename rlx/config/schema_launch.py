@@ -105,6 +105,8 @@ class WandbConfig:
     project: str = key("rlx", "W&B project")
     entity: str | None = key(None, "W&B entity")
     mode: str = key("online", "`online` or `offline`", choices=("online", "offline"))
+    group: str | None = key(None, "W&B group, such as the name of a sweep whose runs belong together")
+    tags: list[str] = key([], "W&B tags")
     samples: int = key(8, "rollouts logged as a table every `interval` steps; 0 logs none", low=0)
     interval: int = key(10, "steps between tables of samples, and between sets of histograms", low=1)
 
