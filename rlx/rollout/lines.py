@@ -1,23 +1,51 @@
-"""A line of a file of rollouts as a record by the names of `rlx.rollout.record`, whoever wrote it: rlx, `rlx synthesize` or verifiers."""
+"""Reads files of rollouts, whoever wrote them: rlx, `rlx synthesize` or verifiers. Records have the names of `rlx.rollout.record`.
+
+A file may be a stranger's. Neither a long line, nor one that expands without end, fills the memory.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import msgspec
+import zstandard
+
+LONGEST = 256 << 20  # bytes of a line
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    """The lines of a file, a few MB in memory at a time. An unfinished last line of a growing file is left out.
+
+    Raises ValueError if a compressed file is cut off: rlx writes them whole, so a part of it is missing.
+    """
+    rest = b""
+    with path.open("rb") as file:
+        for block in _decompressed(file) if path.suffix == ".zst" else iter(partial(file.read, 1 << 20), b""):
+            *whole, rest = (rest + block).split(b"\n")
+            if any(len(line) > LONGEST for line in (*whole, rest)):
+                raise ValueError(f"it has a line of more than {LONGEST >> 20} MiB, and no rollout is that long")
+            yield from whole
+
+
+def _decompressed(file: BinaryIO) -> Iterator[bytes]:
+    """The content of a file's frame. Raises ValueError if the file ends within it."""
+    frame = zstandard.ZstdDecompressor().decompressobj()
+    while packed := file.read(1 << 12):  # of which zstd can make 128 MiB
+        yield frame.decompress(packed)
+    if not frame.eof:
+        raise ValueError("the file is cut off: it ends within its compressed data")
 
 
 def decoded(line: bytes) -> Any:
     """A line as Python's json reads it: others write its NaN and Infinity, which JSON does not have. Raises ValueError."""
     try:
         return msgspec.json.decode(line)
-    except msgspec.DecodeError as error:
-        try:
-            return json.loads(line)
-        except ValueError:
-            raise error from None
+    except msgspec.DecodeError:
+        return json.loads(line)
     except RecursionError:
         raise ValueError("a value in it is nested too deeply to be read") from None
 

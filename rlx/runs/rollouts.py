@@ -10,22 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 import zstandard
 
 from rlx.config.errors import ConfigError, may_read
 from rlx.paths import RunPaths
-from rlx.rollout.lines import record_of
+from rlx.rollout.lines import lines_of, record_of
 from rlx.rollout.results import RESULTS
 
 TRAIN, EVAL, SYNTHESIS = "train", "eval", "synthesis"
 NONE = -1  # the step of a file whose path names none
-LONGEST = 256 << 20  # bytes of a line
 DEPTH = 5  # folders below an evaluation's in which results are searched
 _NO_FILE = (OSError, ValueError, zstandard.ZstdError)
 _NO_ROLLOUT = (ValueError, TypeError, LookupError, AttributeError, msgspec.MsgspecError)  # what reading a stranger's line may raise
@@ -98,10 +96,10 @@ class Row(msgspec.Struct, gc=False, rename={"example": "example_id", "tokens": "
         return self.advantage is not None
 
     def record(self) -> dict[str, Any]:
-        """The whole rollout by the names of `rlx.rollout.record`, and `step`, `set`. Raises ConfigError if its file is gone or was replaced."""
+        """The rollout by the names of `rlx.rollout.record`, and `step`, `set`. Raises ConfigError if its file is gone or was replaced."""
         source: Source = self.source
         try:
-            (line,) = islice(_lines(source.path), self.line, self.line + 1)
+            (line,) = islice(lines_of(source.path), self.line, self.line + 1)
             return {**record_of(line, source.env), "step": source.step, "set": source.set}
         except (*_NO_FILE, *_NO_ROLLOUT) as error:
             raise ConfigError(f"{source.path} has changed since it was listed ({error}); read it again") from error
@@ -170,7 +168,7 @@ def rows_of(source: Source) -> list[Row]:
     """The rows of one file. Raises ConfigError for a file that cannot be read, or has a line that is no rollout."""
     try:
         with may_read(source.path):
-            return [_row(source, number, line) for number, line in enumerate(_lines(source.path)) if line.strip()]
+            return [_row(source, number, line) for number, line in enumerate(lines_of(source.path)) if line.strip()]
     except _NO_FILE as error:
         raise ConfigError(f"{source.path} cannot be read: {error}") from error
 
@@ -182,29 +180,6 @@ def _row(source: Source, number: int, line: bytes) -> Row:
         raise ValueError(f"line {number + 1} is no rollout: {error}") from error
     row.source, row.line = source, number
     return row
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file, a few MB in memory at a time. An unfinished last line of a growing file is left out.
-
-    Raises ValueError if a compressed file is cut off: rlx writes them whole, so a part of it is missing.
-    """
-    rest = b""
-    with path.open("rb") as file:
-        for block in _decompressed(file) if path.suffix == ".zst" else iter(partial(file.read, 1 << 20), b""):
-            *whole, rest = (rest + block).split(b"\n")
-            if len(rest) > LONGEST:
-                raise ValueError(f"it has a line of more than {LONGEST >> 20} MiB, and no rollout is that long")
-            yield from whole
-
-
-def _decompressed(file: BinaryIO) -> Iterator[bytes]:
-    """The content of a file's frame. Raises ValueError if the file ends within it."""
-    frame = zstandard.ZstdDecompressor().decompressobj()
-    while packed := file.read(1 << 12):  # of which zstd can make 128 MiB
-        yield frame.decompress(packed)
-    if not frame.eof:
-        raise ValueError("the file is cut off: it ends within its compressed data")
 
 
 class Rollouts:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from rlx.arrays import Float
+from rlx.config.errors import ConfigError
 from rlx.data.scores import TokenScores, read_scores
 from rlx.data.source import read_recorded
 from rlx.paths import RunPaths
@@ -24,10 +25,6 @@ from rlx.types import TrainingSample
 
 REPLAY_TOKENS, REPLAY_SUMMARY = "tokens.csv", "summary.json"
 """The files of `rlx replay` (docs/replay.md); the second is written last."""
-
-
-class NoTokens(LookupError):
-    """Why there are no tokens to show. The message is for the user."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,19 +50,19 @@ class Tokens:
 
 
 def tokens_of(run: Path, step: int, group: int, member: int) -> list[Tokens]:
-    """The samples of a rollout. Raises NoTokens."""
+    """The samples of a rollout. Raises ConfigError if none were recorded."""
     paths = RunPaths(run)
     path = paths.recorded_of(step)
     if not path.is_file():
-        raise NoTokens(f"{path} does not exist: tokens are recorded with orchestrator.save_batches=true")
+        raise ConfigError(f"{path} does not exist: tokens are recorded with orchestrator.save_batches=true")
     try:
         batch, ranks = read_recorded(path, step), read_scores(paths, step)
     except ValueError as error:
-        raise NoTokens(str(error)) from error
+        raise ConfigError(str(error)) from error
     samples = [one for part in batch.mini_batches for one in part]
     places = [i for i, one in enumerate(samples) if (one.group, one.member) == (group, member)]
     if not places:
-        raise NoTokens(f"the batch of step {step} has no tokens of this rollout: it was not trained on")
+        raise ConfigError(f"the batch of step {step} has no tokens of this rollout: it was not trained on")
     replays = _replays(paths, step, [samples[place] for place in places])
     return [_tokens(samples[place], ranks, place, found) for place, found in zip(places, replays, strict=True)]
 

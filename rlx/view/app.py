@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from rich.cells import cell_len
 from rich.text import Text
 from textual import work
 from textual.app import App, ComposeResult
@@ -75,14 +76,18 @@ class RolloutList(DataTable[Text]):
         Binding("home,g", "scroll_top", show=False),
         Binding("end,G", "scroll_bottom", show=False),
     ]
-    rollouts: list[Row] = []
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(cursor_type="row", **options)
+        self.rollouts: list[Row] = []
 
     def show(self, rollouts: list[Row], by: str, descending: bool, cursor: int) -> None:
         """Display rollouts that are sorted by a column, with the cursor on one of them."""
         self.rollouts = rollouts
         self.clear(columns=True)
-        for name in COLUMNS:
-            self.add_column(name + ("" if name != by else " ▼" if descending else " ▲"))
+        for name, *texts in zip(COLUMNS, *map(cells, rollouts[:AHEAD]), strict=True):
+            label = name + ("" if name != by else " ▼" if descending else " ▲")
+            self.add_column(label, width=min(WIDEST, max(map(cell_len, (label, *texts)))))
         self.go(cursor)
 
     def go(self, place: int) -> None:
@@ -93,12 +98,9 @@ class RolloutList(DataTable[Text]):
     def fill(self, place: int) -> None:
         """Have the lines around a place."""
         for row in self.rollouts[self.row_count : place + AHEAD]:
-            texts = [
-                Text(text, justify="left" if name in TEXT_COLUMNS else "right") for name, text in zip(COLUMNS, cells(row), strict=True)
-            ]
-            for text in texts:
-                text.truncate(WIDEST, overflow="ellipsis")
-            self.add_row(*texts)
+            sides = ("left" if name in TEXT_COLUMNS else "right" for name in COLUMNS)
+            texts = zip(cells(row), sides, strict=True)
+            self.add_row(*(Text(text, justify=side, no_wrap=True, overflow="ellipsis") for text, side in texts))
 
     @property
     def current(self) -> Row | None:
@@ -133,7 +135,7 @@ class ListScreen(Screen[None]):
 
     def compose(self) -> ComposeResult:
         yield Static(id="status", markup=False)
-        yield RolloutList(id="list", cursor_type="row")
+        yield RolloutList(id="list")
         yield Document(id="preview")
         yield Input(id="filter", placeholder="reward<0.5 env=math step=10..20 !error", select_on_focus=False)
         yield Footer()
@@ -256,6 +258,8 @@ class ViewApp(App[int]):
     CSS = """
     #status { height: auto; max-height: 4; text-style: bold; }
     #list { height: 1fr; }
+    #list > .datatable--header { background: ansi_default; color: ansi_default; text-style: bold underline; }
+    #list, Document { scrollbar-background: ansi_default; scrollbar-color: ansi_blue; scrollbar-corner-color: ansi_default; }
     #preview { height: 40%; border-top: solid ansi_default; }
     Document { height: 1fr; scrollbar-size-vertical: 1; }
     #filter { display: none; height: 1; border: none; padding: 0; }

@@ -16,7 +16,7 @@ from textual.worker import get_current_worker
 
 from rlx.config.errors import ConfigError
 from rlx.runs.rollouts import TRAIN, Row, same_example
-from rlx.runs.tokens import NoTokens, Tokens, texts_of, tokens_of
+from rlx.runs.tokens import Tokens, texts_of, tokens_of
 from rlx.view.documents import BOLD, coloured, headline, key_to_colours, known, numbered, spoken
 
 MODES = ("text", "tokens", "numbers")
@@ -41,13 +41,13 @@ class Document(VerticalScroll):
             self.scroll_home(animate=False)
 
 
-def rollout_text(row: Row) -> Text:
-    """The facts and the conversation of a rollout, or why it cannot be read."""
+def rollout_text(row: Row, body: Text | None = None) -> Text:
+    """The facts of a rollout and its conversation, or another body. Or why it cannot be read."""
     try:
         record = row.record()
     except ConfigError as error:
         return Text(str(error), BOLD)
-    return headline(record) + spoken(record)
+    return headline(record).append_text(spoken(record) if body is None else body)
 
 
 class RolloutScreen(Screen[int]):
@@ -93,10 +93,10 @@ class RolloutScreen(Screen[int]):
         texts: list[list[str]] = []
         try:
             if row.set != TRAIN or row.source.run is None:
-                raise NoTokens("tokens are recorded for the rollouts of training only")
+                raise ConfigError("tokens are recorded for the rollouts of training only")
             samples = tokens_of(row.source.run, row.source.step, row.group or 0, row.member or 0)
             texts = [texts_of(row.source.run, one.sample.token_ids.tolist()) for one in samples]
-        except (NoTokens, OSError) as error:
+        except (ConfigError, OSError) as error:
             why = f"no tokens: {error}"
         if not worker.is_cancelled:
             self.app.call_from_thread(self._have, samples, texts, why)
@@ -108,19 +108,19 @@ class RolloutScreen(Screen[int]):
 
     def _show(self, home: bool = True) -> None:
         legend = Text(f"step {self.row.source.step} · rollout {self.place + 1:,} of {len(self.rows):,} · {self.mode}   ")
+        body = None
         if self.mode == "text":
-            text = rollout_text(self.row)
             legend.append("▌ sampled by the policy")
         elif not self.samples:
-            text = Text(self.why, BOLD)
+            body = Text(self.why, BOLD)
         elif self.mode == "tokens":
-            text = coloured(self.samples, self.texts, self.quantity)
+            body = coloured(self.samples, self.texts, self.quantity)
             legend.append_text(key_to_colours(self.samples, self.quantity))
         else:
-            text = numbered(self.samples, self.texts)
+            body = numbered(self.samples, self.texts)
         document = self.query_one(Document)
         document.set_class(self.mode == "numbers", "numbers")
-        document.show(text, home)
+        document.show(rollout_text(self.row, body), home)
         self.query_one("#legend", Static).update(legend)
 
     def action_leave(self) -> None:
@@ -188,8 +188,8 @@ class CompareScreen(Screen[None]):
         """Display a rollout on the active side."""
         self.sides[self.active] = row
         members = self._of_step(row.source.step)
-        title = Text(f"step {row.source.step} · rollout {members.index(row) + 1} of {len(members)}\n", "bold underline")
-        self.query_one(f"#side{self.active}", Document).show(title + rollout_text(row))
+        title = f"step {row.source.step} · rollout {members.index(row) + 1} of {len(members)}\n"
+        self.query_one(f"#side{self.active}", Document).show(Text.assemble((title, "bold underline"), rollout_text(row)))
 
     def _focus(self) -> None:
         for side in (0, 1):

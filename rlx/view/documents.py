@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -27,7 +26,7 @@ def headline(record: Mapping[str, Any]) -> Text:
     parts: list[tuple[str, Style]] = [(facts(record), BOLD)]
     for name, value in more_facts(record):
         parts += [(f"\n{name} ", DIM), (value, BOLD if name in ("error", "left out by") else PLAIN)]
-    return _joined(parts)
+    return _joined([*parts, ("\n\n", PLAIN)])
 
 
 def spoken(record: Mapping[str, Any]) -> Text:
@@ -35,9 +34,9 @@ def spoken(record: Mapping[str, Any]) -> Text:
     parts: list[tuple[str, Style]] = []
     for message in conversation(record):
         colour = _ROLE.get(message.role) if has_colours() else None
-        head = f"{'▌ ' if message.sampled else ''}{message.head or 'text'}"
-        parts += [(f"\n\n{head}\n", Style(bold=True, color=colour)), (message.text, ITALIC if message.part else PLAIN)]
-    return _joined(parts or [("\n\nnothing was said", DIM)])
+        head = f"{'▌ ' if message.sampled else ''}{message.head or 'text'}\n"
+        parts += [(head, Style(bold=True, color=colour)), (f"{message.text}\n\n", ITALIC if message.part else PLAIN)]
+    return _joined(parts or [("nothing was said", DIM)])
 
 
 def _joined(parts: Sequence[tuple[str, Style]]) -> Text:
@@ -102,7 +101,7 @@ def coloured(samples: Sequence[Tokens], texts: Sequence[Sequence[str]], quantity
     parts: list[tuple[str, Style]] = []
     for number, (one, pieces) in enumerate(zip(samples, texts, strict=True), 1):
         if len(samples) > 1:
-            parts.append((f"\n\nsample {number} of {len(samples)}\n", BOLD))
+            parts.append((f"{'' if number == 1 else chr(10) * 2}sample {number} of {len(samples)}\n", BOLD))
         values = values_of(one, quantity)
         for i, (text, sampled) in enumerate(zip(pieces, one.sample.loss_mask.tolist(), strict=True)):
             style = DIM if not sampled else PLAIN if values is None else style_of(quantity, float(values[i]))
@@ -139,7 +138,7 @@ def numbered(samples: Sequence[Tokens], texts: Sequence[Sequence[str]]) -> Text:
             "advantage": (sample.advantages, "+.3f"),
             "temp": (sample.temperature, "g"),
             **{f"w {name}": (replay.other, "+.4f") for name, replay in one.replays.items()},
-            **{"w": (replay.recorded, "+.4f") for replay in one.replays.values()},
+            "w": (next((replay.recorded for replay in one.replays.values()), None), "+.4f"),
         }
         shown = [(max(len(name), 7), *columns.get(name, (None, ""))) for name in names]
         for sampled, run in groupby(range(len(pieces)), key=sample.loss_mask.tolist().__getitem__):
