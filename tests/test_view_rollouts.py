@@ -225,7 +225,8 @@ def test_a_replay_of_the_step_gives_its_tokens_two_weights_and_the_norms(paths: 
     assert key_to_colours([tokens], "replay loss=gspo").plain.startswith(
         "|weight under loss=gspo − under the run's objective|, gradient norm 1.5 → 0.5"
     )
-    lines = numbered([tokens], [[str(i) for i in ids]]).plain.splitlines()
+    (text,) = numbered([tokens], [[str(i) for i in ids]])
+    lines = text.plain.splitlines()
     assert lines[0].endswith("w  w loss=gspo")
     assert next(line for line in lines if line.startswith("    9")).split()[-2:] == ["+1.0000", "+0.2500"]
 

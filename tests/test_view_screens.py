@@ -68,7 +68,7 @@ def status(app: ViewApp) -> str:
 
 
 def text_of(document: Document) -> str:
-    return str(document.query_one(Static).render())
+    return "\n".join(str(part.render()) for part in document.query(Static))
 
 
 def test_the_list_is_sorted_filtered_and_opened_by_keys(paths: RunPaths):
@@ -116,7 +116,7 @@ def test_a_rollouts_tokens_have_the_colours_of_their_numbers(paths: RunPaths):
         await until(pilot, lambda: screen.samples)
         await pilot.pause()
         assert "p < 0.9" in screen_text(app)
-        strips = screen.query_one(Document).query_one(Static).render_lines(Region(0, 0, 100, 20))
+        strips = screen.query_one(Document).query(Static).last().render_lines(Region(0, 0, 100, 20))
         darkest = Color.parse("#7f2704")
         assert {part.text.strip() for strip in strips for part in strip if part.style and part.style.bgcolor == darkest} == {"three"}
         await press(pilot, "c")

@@ -6,6 +6,7 @@ import time
 from typing import Any, ClassVar
 
 from rich.cells import cell_len
+from rich.console import JustifyMethod
 from rich.text import Text
 from textual import work
 from textual.app import App, ComposeResult
@@ -18,7 +19,7 @@ from rlx.config.errors import ConfigError
 from rlx.runs.rollouts import Rollouts, Row
 from rlx.runs.selection import HELP, newest_first, select, sort
 from rlx.view.chosen import COLUMNS, cells, summary
-from rlx.view.detail import CompareScreen, Document, RolloutScreen, rollout_text
+from rlx.view.detail import CompareScreen, Document, RolloutScreen, rollout_texts
 
 REDRAW = 0.25  # seconds between the first two displays of a table that is being read; later pauses are longer
 LOOK = 3.0  # seconds between two looks for new steps of a run that goes on
@@ -61,7 +62,7 @@ class Help(ModalScreen[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        self.query_one(Document).show(Text(KEYS))
+        self.query_one(Document).show([Text(KEYS)])
 
 
 class RolloutList(DataTable[Text]):
@@ -98,7 +99,7 @@ class RolloutList(DataTable[Text]):
     def fill(self, place: int) -> None:
         """Have the lines around a place."""
         for row in self.rollouts[self.row_count : place + AHEAD]:
-            sides = ("left" if name in TEXT_COLUMNS else "right" for name in COLUMNS)
+            sides: list[JustifyMethod] = ["left" if name in TEXT_COLUMNS else "right" for name in COLUMNS]
             texts = zip(cells(row), sides, strict=True)
             self.add_row(*(Text(text, justify=side, no_wrap=True, overflow="ellipsis") for text, side in texts))
 
@@ -202,9 +203,9 @@ class ListScreen(Screen[None]):
     def _preview(self, row: Row | None) -> None:
         """Read the rollout beside the screen, because a large step takes some time to decompress."""
         worker = get_current_worker()
-        text = Text() if row is None else rollout_text(row)
+        texts = [] if row is None else rollout_texts(row)
         if not worker.is_cancelled:
-            self.app.call_from_thread(self.query_one("#preview", Document).show, text)
+            self.app.call_from_thread(self.query_one("#preview", Document).show, texts)
 
     # what the keys do
 
@@ -261,7 +262,7 @@ class ViewApp(App[int]):
     #list > .datatable--header { background: ansi_default; color: ansi_default; text-style: bold underline; }
     #list, Document { scrollbar-background: ansi_default; scrollbar-color: ansi_blue; scrollbar-corner-color: ansi_default; }
     #preview { height: 40%; border-top: solid ansi_default; }
-    Document { height: 1fr; scrollbar-size-vertical: 1; }
+    Document { height: 1fr; overflow-y: scroll; scrollbar-size-vertical: 1; }
     #filter { display: none; height: 1; border: none; padding: 0; }
     #legend { height: auto; max-height: 3; }
     .numbers { text-wrap: nowrap; }

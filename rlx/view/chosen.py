@@ -11,7 +11,7 @@ from rlx.runs.selection import newest_first, select, sort
 from rlx.view.lines import printable
 
 
-def _or_hyphen(value: object, form: str = "") -> str:
+def _or_hyphen(value: float | None, form: str = "") -> str:
     return "-" if value is None else format(value, form)
 
 
@@ -30,8 +30,8 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "tokens": lambda row: _or_hyphen(row.tokens),
     "turns": lambda row: _or_hyphen(row.turns),
     "version": _versions,
-    "stop": lambda row: row.stop + (" (cut)" if row.truncated else ""),
-    "error": lambda row: row.status if row.error else row.rule,
+    "stop": lambda row: f"{row.stop} (cut)" if row.truncated else str(row.stop),
+    "error": lambda row: row.status if row.error else str(row.rule),
 }
 """The columns of a list, in their order. A hyphen stands for what was not recorded."""
 

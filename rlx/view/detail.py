@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from rich.text import Text
@@ -23,7 +23,7 @@ MODES = ("text", "tokens", "numbers")
 
 
 class Document(VerticalScroll):
-    """A long text."""
+    """A long text, in parts."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("k", "scroll_up", show=False),
@@ -31,23 +31,21 @@ class Document(VerticalScroll):
         Binding("space", "page_down", show=False),
     ]
 
-    def compose(self) -> ComposeResult:
-        yield Static()
-
-    def show(self, text: Text, home: bool = True) -> None:
-        """Display a text. `home`: from its beginning."""
-        self.query_one(Static).update(text)
+    def show(self, parts: Iterable[Text], home: bool = True) -> None:
+        """Display texts, one below the other. `home`: from the beginning."""
+        self.remove_children()
+        self.mount_all(Static(part) for part in parts)
         if home:
             self.scroll_home(animate=False)
 
 
-def rollout_text(row: Row, body: Text | None = None) -> Text:
+def rollout_texts(row: Row, body: list[Text] | None = None) -> list[Text]:
     """The facts of a rollout and its conversation, or another body. Or why it cannot be read."""
     try:
         record = row.record()
     except ConfigError as error:
-        return Text(str(error), BOLD)
-    return headline(record).append_text(spoken(record) if body is None else body)
+        return [Text(str(error), BOLD)]
+    return [headline(record), *(spoken(record) if body is None else body)]
 
 
 class RolloutScreen(Screen[int]):
@@ -112,7 +110,7 @@ class RolloutScreen(Screen[int]):
         if self.mode == "text":
             legend.append("▌ sampled by the policy")
         elif not self.samples:
-            body = Text(self.why, BOLD)
+            body = [Text(self.why, BOLD)]
         elif self.mode == "tokens":
             body = coloured(self.samples, self.texts, self.quantity)
             legend.append_text(key_to_colours(self.samples, self.quantity))
@@ -120,7 +118,7 @@ class RolloutScreen(Screen[int]):
             body = numbered(self.samples, self.texts)
         document = self.query_one(Document)
         document.set_class(self.mode == "numbers", "numbers")
-        document.show(rollout_text(self.row, body), home)
+        document.show(rollout_texts(self.row, body), home)
         self.query_one("#legend", Static).update(legend)
 
     def action_leave(self) -> None:
@@ -188,8 +186,8 @@ class CompareScreen(Screen[None]):
         """Display a rollout on the active side."""
         self.sides[self.active] = row
         members = self._of_step(row.source.step)
-        title = f"step {row.source.step} · rollout {members.index(row) + 1} of {len(members)}\n"
-        self.query_one(f"#side{self.active}", Document).show(Text.assemble((title, "bold underline"), rollout_text(row)))
+        title = Text(f"step {row.source.step} · rollout {members.index(row) + 1} of {len(members)}", "bold underline")
+        self.query_one(f"#side{self.active}", Document).show([title, *rollout_texts(row)])
 
     def _focus(self) -> None:
         for side in (0, 1):

@@ -1,10 +1,13 @@
-"""What a rollout's screen shows: the conversation, its tokens in colours, its tokens as numbers."""
+"""What a rollout's screen shows: the conversation, its tokens in colours, its tokens as numbers.
+
+A document is a list of texts, one below the other, because texts that are not on the screen cost nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from rich.style import Style
@@ -18,29 +21,43 @@ from rlx.view.lines import conversation, facts, more_facts, printable
 BOLD, DIM, ITALIC = Style(bold=True), Style(dim=True), Style(italic=True)
 _ROLE = {"system": "magenta", "user": "blue", "assistant": "green", "tool": "cyan"}
 REPLAY = "replay "  # before the name of a replay
+BLOCK = 500  # parts of a text
+Part = tuple[str, Style]
 QUANTITIES = (*SCALES, "version", "advantage")
 
 
 def headline(record: Mapping[str, Any]) -> Text:
     """The facts of a rollout."""
-    parts: list[tuple[str, Style]] = [(facts(record), BOLD)]
+    parts: list[Part] = [(facts(record), BOLD)]
     for name, value in more_facts(record):
         parts += [(f"\n{name} ", DIM), (value, BOLD if name in ("error", "left out by") else PLAIN)]
-    return _joined([*parts, ("\n\n", PLAIN)])
+    return _joined([*parts, ("\n", PLAIN)])
 
 
-def spoken(record: Mapping[str, Any]) -> Text:
+def spoken(record: Mapping[str, Any]) -> list[Text]:
     """The conversation, message by message."""
-    parts: list[tuple[str, Style]] = []
+    found = []
     for message in conversation(record):
         colour = _ROLE.get(message.role) if has_colours() else None
         head = f"{'▌ ' if message.sampled else ''}{message.head or 'text'}\n"
-        parts += [(head, Style(bold=True, color=colour)), (f"{message.text}\n\n", ITALIC if message.part else PLAIN)]
-    return _joined(parts or [("nothing was said", DIM)])
+        found.append(_joined([(head, Style(bold=True, color=colour)), (f"{message.text}\n", ITALIC if message.part else PLAIN)]))
+    return found or [Text("nothing was said", DIM)]
 
 
-def _joined(parts: Sequence[tuple[str, Style]]) -> Text:
+def _joined(parts: Iterable[Part]) -> Text:
     return Text().append_tokens((printable(text), style) for text, style in parts)
+
+
+def _blocks(parts: Iterable[Part]) -> list[Text]:
+    """The parts as texts of some hundred, each of which ends where a line ends."""
+    blocks: list[list[Part]] = [[]]
+    for text, style in parts:
+        if len(blocks[-1]) >= BLOCK and text.endswith("\n"):
+            blocks[-1].append((text[:-1], style))
+            blocks.append([])
+        else:
+            blocks[-1].append((text, style))
+    return [_joined(block) for block in blocks]
 
 
 def known(samples: Sequence[Tokens]) -> list[str]:
@@ -65,7 +82,7 @@ def values_of(one: Tokens, quantity: str) -> Float | None:
         "version": one.sample.versions,
         "advantage": one.sample.advantages,
     }
-    return recorded[quantity]  # type: ignore[no-any-return]
+    return cast("Float | None", recorded[quantity])
 
 
 def style_of(quantity: str, value: float) -> Style:
@@ -96,20 +113,21 @@ def key_to_colours(samples: Sequence[Tokens], quantity: str) -> Text:
     return Text(" ").join([Text(what), *(Text(label, style) for label, style in steps)])
 
 
-def coloured(samples: Sequence[Tokens], texts: Sequence[Sequence[str]], quantity: str) -> Text:
+def coloured(samples: Sequence[Tokens], texts: Sequence[Sequence[str]], quantity: str) -> list[Text]:
     """The tokens as text. Sampled tokens have the colour of their number, others are dim. `texts` [samples][L]."""
-    parts: list[tuple[str, Style]] = []
+    parts: list[Part] = []
     for number, (one, pieces) in enumerate(zip(samples, texts, strict=True), 1):
         if len(samples) > 1:
-            parts.append((f"{'' if number == 1 else chr(10) * 2}sample {number} of {len(samples)}\n", BOLD))
+            parts.append((f"\nsample {number} of {len(samples)}\n", BOLD))
         values = values_of(one, quantity)
         for i, (text, sampled) in enumerate(zip(pieces, one.sample.loss_mask.tolist(), strict=True)):
             style = DIM if not sampled else PLAIN if values is None else style_of(quantity, float(values[i]))
             parts.append((text.replace("\n", "↵\n") if sampled else text, style))
-    return _joined(parts)
+        parts.append(("\n", PLAIN))
+    return _blocks(parts)
 
 
-def numbered(samples: Sequence[Tokens], texts: Sequence[Sequence[str]]) -> Text:
+def numbered(samples: Sequence[Tokens], texts: Sequence[Sequence[str]]) -> list[Text]:
     """A line for each sampled token with all its numbers. Tokens that the policy did not sample are only counted."""
     replays = _replays(samples)
     names = [
@@ -124,10 +142,10 @@ def numbered(samples: Sequence[Tokens], texts: Sequence[Sequence[str]]) -> Text:
         *(["w"] if replays else []),
         *(f"w {name}" for name in replays),
     ]
-    found = Text()
+    parts: list[Part] = []
     for one, pieces in zip(samples, texts, strict=True):
         sample = one.sample
-        found.append(f"place  {'token':<16}  " + "  ".join(f"{name:>7}" for name in names) + "\n", BOLD)
+        parts.append((f"place  {'token':<16}  " + "  ".join(f"{name:>7}" for name in names) + "\n", BOLD))
         columns: dict[str, tuple[Any, str]] = {
             "id": (sample.token_ids, ""),
             "logprob": (sample.inference_logprobs, ".3f"),
@@ -143,11 +161,11 @@ def numbered(samples: Sequence[Tokens], texts: Sequence[Sequence[str]]) -> Text:
         shown = [(max(len(name), 7), *columns.get(name, (None, ""))) for name in names]
         for sampled, run in groupby(range(len(pieces)), key=sample.loss_mask.tolist().__getitem__):
             if not sampled:
-                found.append(f"…      {len(list(run))} tokens that the policy did not sample\n", DIM)
+                parts.append((f"…      {len(list(run))} tokens that the policy did not sample\n", DIM))
                 continue
             for i in run:
                 token = repr(printable(pieces[i]))[1:-1].replace("\\n", "↵")
                 values = ("-" if values is None else format(values[i], form) for _, values, form in shown)
                 cells = (f"{value:>{width}}" for value, (width, *_) in zip(values, shown, strict=True))
-                found.append(f"{i:>5}  {token[:15] + '…' if len(token) > 16 else token:<16}  {'  '.join(cells)}\n")
-    return found
+                parts.append((f"{i:>5}  {token[:15] + '…' if len(token) > 16 else token:<16}  {'  '.join(cells)}\n", PLAIN))
+    return _blocks(parts)
