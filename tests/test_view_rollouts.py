@@ -1,4 +1,4 @@
-"""Rollouts as a table: the index in a file, filters, order, and the plain commands that print them."""
+"""Rollouts as rows: files, filters, order, and the plain commands that print them."""
 
 from __future__ import annotations
 
@@ -63,12 +63,6 @@ def test_a_damaged_file_hides_no_other(damage: str, paths: RunPaths, tmp_path: P
         assert "not shown: " in capsys.readouterr().out
     assert main(["show", str(mine.root)]) == 2
     assert "ends within its compressed data" in capsys.readouterr().err
-
-
-def test_a_line_that_is_no_rollout_is_an_error_that_names_it(tmp_path: Path):
-    (tmp_path / "results.jsonl").write_text('{"example_id": 1, "reward": 0.5}\n{"reward": 1}\n')
-    with pytest.raises(ConfigError, match=r"line 2 is no rollout.*example_id"):
-        Rollouts(tmp_path).whole()
 
 
 def test_show_prints_different_examples_before_members_of_one_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -119,34 +119,29 @@ def sources_of(root: Path) -> list[Source]:
     root = root.expanduser()
     paths = RunPaths(root)
     with may_read(root):
+        if root.name == RESULTS and root.is_file():
+            return _results([root], None)
         if root.is_file():
-            return [_single(root)]
+            return [Source(path=root, set=TRAIN, step=_step(root), run=root.parent.parent if root.parent.name == "rollouts" else None)]
         if not root.is_dir():
             raise ConfigError(f"there is no directory {root}.\n  fix: name a run directory; rlx runs lists them")
         run = root if paths.config.is_file() else None
         found = [Source(path=path, set=TRAIN, step=_step(path), run=root) for path in sorted(paths.rollouts.glob("step_*.jsonl.zst"))]
         if paths.finished.is_file():
             found.append(Source(path=paths.finished, set=SYNTHESIS, step=NONE, run=root))
-        found += _results(paths.evaluations if paths.evaluations.is_dir() else root, run)
+        folder = paths.evaluations if paths.evaluations.is_dir() else root
+        found += _results([path for depth in range(DEPTH + 1) for path in folder.glob("*/" * depth + RESULTS)], run)
     if not found:
         what = "(no step yet, or orchestrator.save_rollouts=false)" if run else f"and no {RESULTS} below it"
         raise ConfigError(f"{root} has no rollouts {what}.\n  fix: name another run, or the folder of an evaluation")
     return found
 
 
-def _single(path: Path) -> Source:
-    if path.name == RESULTS:
-        return Source(path=path, set=EVAL, step=_step(path.parent), env=_environment(path)[0])
-    return Source(path=path, set=TRAIN, step=_step(path), run=path.parent.parent if path.parent.name == "rollouts" else None)
-
-
-def _results(folder: Path, run: Path | None) -> list[Source]:
-    """The results below a folder. `step_20` and `step_9` sort as numbers."""
-    files = [path for depth in range(DEPTH + 1) for path in folder.glob("*/" * depth + RESULTS)]
-    files.sort(key=lambda path: (path.parent.parent, _step(path.parent), path))
+def _results(files: list[Path], run: Path | None) -> list[Source]:
+    """`step_20` and `step_9` sort as numbers."""
     several = len({_environment(path)[1] for path in files}) > 1
     found = []
-    for path in files:
+    for path in sorted(files, key=lambda path: (path.parent.parent, _step(path.parent), path)):
         env, model = _environment(path)
         found.append(Source(path=path, set=f"{EVAL} {model}" if several else EVAL, step=_step(path.parent), env=env, run=run))
     return found

@@ -31,7 +31,7 @@ SORT_KEYS = {"s": "step", "e": "error", "v": "env", "i": "example", "r": "reward
 
 KEYS = f"""\
 in the list
-  up down pgup pgdn home end    move (also k j g G, space)
+  up down pgup pgdn home end    move (also k j g G, space); the list is filled as you go down
   enter                         open the rollout
   x                             the same example at two steps, side by side
   /                             filter; enter applies it, esc leaves it as it was; an empty filter shows all
@@ -213,9 +213,9 @@ class ListScreen(Screen[None]):
         if self.table.current is not None:
             self.app.push_screen(RolloutScreen(self.every, self.table.rollouts, self.table.cursor_row), self._returned)
 
-    def _returned(self, place: int | None) -> None:
-        if place is not None:
-            self.table.go(place)
+    def _returned(self, row: Row | None) -> None:
+        if row is not None and row in self.table.rollouts:  # which may have grown in the meantime
+            self.table.go(self.table.rollouts.index(row))
 
     def action_compare(self) -> None:
         if self.table.current is not None:

@@ -48,8 +48,8 @@ def rollout_texts(row: Row, body: list[Text] | None = None) -> list[Text]:
     return [headline(record), *(spoken(record) if body is None else body)]
 
 
-class RolloutScreen(Screen[int]):
-    """One rollout. Returns its place in the list to the screen below."""
+class RolloutScreen(Screen[Row]):
+    """One rollout. Returns the last that was shown to the screen below."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q,left", "leave", "back"),
@@ -122,7 +122,7 @@ class RolloutScreen(Screen[int]):
         self.query_one("#legend", Static).update(legend)
 
     def action_leave(self) -> None:
-        self.dismiss(self.place)
+        self.dismiss(self.row)
 
     def action_go(self, by: int) -> None:
         if 0 <= self.place + by < len(self.rows):
