@@ -34,9 +34,14 @@ def select(rows: Iterable[Row], text: str) -> list[Row]:
 def _condition(condition: str) -> Callable[[Row], bool]:
     match = _CONDITION.fullmatch(condition)
     negated, name, sign, value = match.groups() if match else ("", "", None, "")
-    known = (name in FLAGS and sign is None) or (name in (*NUMBERS, *TEXTS) and sign is not None)
-    meets = (_number if name in NUMBERS else _text)(sign, value) if known and sign else bool
-    if not known or meets is None:
+    meets: Callable[[Any], bool] | None = None
+    if name in FLAGS and sign is None:
+        meets = bool
+    elif name in NUMBERS and sign is not None:
+        meets = _number(sign, value)
+    elif name in TEXTS and sign is not None:
+        meets = _text(sign, value)
+    if meets is None:
         raise ConfigError(f"{condition!r} is no condition. {HELP}")
     # What is not known meets nothing: a rollout without a reward is neither below a half nor unequal to it.
     return lambda row: ((found := getattr(row, name)) is not None and meets(found)) != bool(negated)
