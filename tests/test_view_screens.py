@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import subprocess
@@ -12,16 +13,17 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
+from rich.color import Color
 from textual.events import Key
+from textual.geometry import Region
 from textual.pilot import Pilot
 from textual.widgets import Input, Static
 from view_run import write_run, write_step
 
 from rlx.paths import RunPaths
 from rlx.runs.rollouts import Rollouts
-from rlx.view.app import ListScreen, ViewApp
-from rlx.view.detail import CompareScreen, RolloutScreen
-from rlx.view.widgets import LongText, RolloutList
+from rlx.view.app import AHEAD, ListScreen, RolloutList, ViewApp
+from rlx.view.detail import CompareScreen, Document, RolloutScreen
 
 pytestmark = pytest.mark.slow
 
@@ -31,9 +33,9 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
     return write_run(tmp_path_factory.mktemp("runs") / "mine")
 
 
-def drive(root: Path, play: Callable[[ViewApp, Pilot], Awaitable[None]], size: tuple[int, int] = (110, 40), **options: str) -> None:
+def drive(root: Path, play: Callable[[ViewApp, Pilot], Awaitable[None]], size: tuple[int, int] = (110, 40), conditions: str = "") -> None:
     async def run() -> None:
-        app = ViewApp(Rollouts(root), options)
+        app = ViewApp(Rollouts(root), conditions)
         async with app.run_test(size=size) as pilot:
             await until(pilot, lambda: isinstance(app.screen, ListScreen) and not app.screen.reading)
             await play(app, pilot)
@@ -65,20 +67,23 @@ def status(app: ViewApp) -> str:
     return str(app.screen.query_one("#status", Static).render())
 
 
+def text_of(document: Document) -> str:
+    return "\n".join(str(part.render()) for part in document.query(Static))
+
+
 def test_the_list_is_sorted_filtered_and_opened_by_keys(paths: RunPaths):
     async def play(app: ViewApp, pilot: Pilot) -> None:
-        rollouts = app.screen.query_one(RolloutList)
+        table = app.screen.query_one(RolloutList)
         assert "29 rollouts" in status(app)
         assert "3 failed" in status(app)
-        table = rollouts.table
-        assert table.columns["step"][rollouts.row] == 2  # the newest step comes first
+        assert [table.rollouts[0].step, str(table.get_row_at(0)[0])] == [2, "2"]  # the newest step comes first
         await press(pilot, "r")
-        assert [table.columns["reward"][row] for row in rollouts.rows[:2]] == [1, 1]
+        assert [str(table.get_row_at(row)[4]) for row in (0, 1)] == ["1.000", "1.000"]
         assert "reward ▼" in screen_text(app)
         await press(pilot, "r")
-        assert table.columns["reward"][rollouts.rows[0]] == 0
+        assert table.rollouts[0].reward == 0
         await press(pilot, "e")
-        assert table.failed[rollouts.rows[:3]].all()
+        assert all(row.error for row in table.rollouts[:3])
         for key in "/set=train reward>0.5 bogus":  # as fast as a paste
             app.post_message(Key({"/": "slash"}.get(key, key), key))
         await until(pilot, lambda: app.screen.query_one(Input).value.endswith("bogus"))
@@ -91,13 +96,13 @@ def test_the_list_is_sorted_filtered_and_opened_by_keys(paths: RunPaths):
         assert not app.screen.query_one(Input).display
         await press(pilot, "s", "end", "enter")
         await until(pilot, lambda: isinstance(app.screen, RolloutScreen))
-        text = app.screen.query_one(LongText).text()
+        text = text_of(app.screen.query_one(Document))
         assert "reward 1.000   advantage +1.000" in text
         assert "rewards correct 1 · short 0.5" in text
-        assert "add(a=1, b=2)" in text
+        assert 'add({"a": 1, "b": 2})' in text
         await press(pilot, "p", "escape")
         await until(pilot, lambda: isinstance(app.screen, ListScreen))
-        assert rollouts.cursor == 4  # where the reader went
+        assert table.cursor_row == 4  # where the reader went
 
     drive(paths.root, play)
 
@@ -109,75 +114,94 @@ def test_a_rollouts_tokens_have_the_colours_of_their_numbers(paths: RunPaths):
         screen = app.screen
         assert isinstance(screen, RolloutScreen)
         await until(pilot, lambda: screen.samples)
-        document = screen.query_one(LongText)
-        styles = {
-            segment.text.strip(): segment.style for line in document._lines for segment in line if segment.style and segment.style.bgcolor
-        }
-        assert set(styles) == {"three"}  # sampled with probability 0.002; `call` and `is` are near 1
+        await pilot.pause()
         assert "p < 0.9" in screen_text(app)
+        strips = screen.query_one(Document).query(Static).last().render_lines(Region(0, 0, 100, 20))
+        darkest = Color.parse("#7f2704")
+        assert {part.text.strip() for strip in strips for part in strip if part.style and part.style.bgcolor == darkest} == {"three"}
         await press(pilot, "c")
         assert screen.quantity == "version"  # entropy and mismatch were not recorded
         assert "policy version  1   2" in " ".join(screen_text(app).split("\n")[-3:])
         await press(pilot, "t")
-        rows = [line.split() for line in document.text().splitlines()]
-        assert ["10", "three", "7", "-6.000", "0.002", "2", "+1.000", "0.7"] in rows
+        rows = [line.split() for line in text_of(screen.query_one(Document)).splitlines()]
+        assert ["10", "three", "7", "-6.000", "0.002", "-", "-", "2", "+1.000", "0.7"] in rows
         await press(pilot, "escape", "slash")
         app.screen.query_one(Input).value = "set=eval"
         await press(pilot, "enter", "enter", "t")
         await until(pilot, lambda: isinstance(app.screen, RolloutScreen))
-        evaluated = app.screen
-        assert isinstance(evaluated, RolloutScreen)
-        await until(pilot, lambda: evaluated.why)
-        assert "no tokens: tokens are recorded for the rollouts of training only" in screen_text(app)
+        await until(pilot, lambda: "no tokens: tokens are recorded for the rollouts of training only" in screen_text(app))
 
-    drive(paths.root, play, filter="env=sums step=2 trained member=1")
+    drive(paths.root, play, conditions="env=sums step=2 trained member=1")
 
 
 def test_one_example_at_two_steps_stands_side_by_side(paths: RunPaths):
     async def play(app: ViewApp, pilot: Pilot) -> None:
         await press(pilot, "x")
-        await until(pilot, lambda: isinstance(app.screen, CompareScreen) and "step" in app.screen.query_one("#side1", LongText).text())
-        sides = [app.screen.query_one(f"#side{side}", LongText) for side in (0, 1)]
-        assert "step 1 · rollout 2 of 2" in sides[0].text()
-        assert "step 2 · rollout 1 of 2" in sides[1].text()
+        await until(pilot, lambda: isinstance(app.screen, CompareScreen) and "step" in text_of(app.screen.query_one("#side1", Document)))
+        sides = [app.screen.query_one(f"#side{side}", Document) for side in (0, 1)]
+        assert "step 1 · rollout 2 of 2" in text_of(sides[0])
+        assert "step 2 · rollout 1 of 2" in text_of(sides[1])
         await press(pilot, "tab", "left", "n")
-        assert "step 0 · rollout 2 of 2" in sides[0].text()
-        assert "is three" in sides[0].text()
-        assert "is four" in sides[1].text()
+        assert "step 0 · rollout 2 of 2" in text_of(sides[0])
+        assert "is three" in text_of(sides[0])
+        assert "is four" in text_of(sides[1])
         await press(pilot, "escape")
         await until(pilot, lambda: isinstance(app.screen, ListScreen))
 
-    drive(paths.root, play, filter="set=train example=7 step=1 member=1")
+    drive(paths.root, play, conditions="set=train example=7 step=1 member=1")
 
 
 def test_the_list_grows_with_the_run_under_a_cursor_that_stays(tmp_path: Path):
     paths = write_run(tmp_path / "mine", steps=1)
 
     async def play(app: ViewApp, pilot: Pilot) -> None:
-        rollouts = app.screen.query_one(RolloutList)
+        table = app.screen.query_one(RolloutList)
         await press(pilot, "down", "down")
-        place = rollouts.place()
+        before = table.current
         write_step(paths, 1)
         await press(pilot, "u")
-        await until(pilot, lambda: len(rollouts.rows) == 14)
-        assert rollouts.place() == place
-        assert rollouts.cursor == 2 + 7  # seven newer ones lie above it
+        await until(pilot, lambda: len(table.rollouts) == 14)
+        assert table.current == before
+        assert table.cursor_row == 2 + 7  # seven newer ones lie above it
 
-    drive(paths.root, play, filter="set=train")
+    drive(paths.root, play, conditions="set=train")
 
 
-def test_long_words_wide_letters_and_small_windows_fit(tmp_path: Path):
-    from rich.cells import cell_len
-    from rich.style import Style
+def test_texts_of_others_are_shown_and_not_obeyed(tmp_path: Path):
+    """Neither the terminal's sequences nor Textual's own markup, in a small window."""
+    said = "漢字" * 40 + " a\tb\x1b[31m [bold red]loud[/] [@click=app.quit]x[/] " + "x" * 95
+    line = {"example_id": 1, "env": "[red]odd\x1b[2J", "stop": "[/]", "reward": 1.0, "prompt": "[link=file:///]", "completion": said}
+    (tmp_path / "results.jsonl").write_text(json.dumps(line) + "\n")
 
-    from rlx.view.flow import flow, words
+    async def play(app: ViewApp, pilot: Pilot) -> None:
+        await until(pilot, lambda: "[link=file:///]" in screen_text(app))
+        assert "[red]odd␛[2J" in screen_text(app)
+        await press(pilot, "enter")
+        await until(pilot, lambda: isinstance(app.screen, RolloutScreen))
+        await pilot.pause()
+        screen = screen_text(app)
+        assert "\x1b" not in screen
+        assert "".join(said.split()).replace("\x1b", "␛") in "".join(screen.split())
 
-    text = "漢字" * 40 + " a\tb\x1b[31m " + "x" * 95 + "\n\n" + "word " * 30
-    lines = flow(words(text, Style.null()), 20, indent=2)
-    shown = ["".join(segment.text for segment in line) for line in lines]
-    assert max(map(cell_len, shown)) <= 20
-    assert "\x1b" not in "".join(shown)
-    assert "".join("".join(shown).split()) == "".join(text.replace("\x1b", "␛").split())
+    drive(tmp_path, play, size=(60, 40))
+
+
+def test_a_list_of_many_rollouts_is_filled_as_far_as_the_reader_goes(tmp_path: Path):
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps({"example_id": n, "reward": n}) + "\n" for n in range(20_000)))
+
+    async def play(app: ViewApp, pilot: Pilot) -> None:
+        table = app.screen.query_one(RolloutList)
+        assert "20,000 rollouts" in status(app)
+        await press(pilot, "r")
+        assert "19999" in screen_text(app)
+        for _ in range(3):
+            await press(pilot, "end")
+            await pilot.pause(0.1)
+        assert table.current is not None
+        assert table.cursor_row > AHEAD
+        assert str(table.current.example) in screen_text(app)
+
+    drive(tmp_path, play)
 
 
 @pytest.fixture

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 SUMMARY = "what the policy wrote: rollouts of a run as text"
 HOW_MANY = 3
-OPTIONS = ("step", "filter", "sort", "count")
 
 
 def help_text() -> str:
@@ -26,22 +23,20 @@ rlx view --help explains conditions and columns. rlx view RUN shows the same in 
 
 
 def run(argv: list[str]) -> int:
+    from rlx.cli.view import arguments
     from rlx.runs.rollouts import TRAIN, Rollouts
     from rlx.runs.selection import one_of_each
-    from rlx.view.chosen import choose, damaged, parse, say
+    from rlx.view.chosen import choose
     from rlx.view.lines import plain
 
-    options = parse("show", argv, OPTIONS)
-    if options is None:
-        return 2
-    rollouts = Rollouts(Path(argv[0]))
-    if "filter" not in options and "step" not in options:  # only the newest step
+    given = arguments("show", argv, HOW_MANY)
+    rollouts = Rollouts(given.run)
+    if not given.filter and given.step is None:  # only the newest step
         sources = [source for source in rollouts.sources if source.set == TRAIN] or rollouts.sources
         newest = max(source.step for source in sources)
         rollouts.sources = [source for source in sources if source.step == newest]
-    table, rows = choose(rollouts, options)
-    if "sort" not in options:
-        rows = one_of_each(table, rows)
-    shown = [plain(table.record(int(row))) for row in rows[: int(options.get("count", HOW_MANY))]]
-    say(["\n\n".join(shown) if shown else "no rollout meets these conditions", *damaged(rollouts)])
+    rows, _ = choose(rollouts, given.step, given.filter, given.sort)
+    chosen = (rows if given.sort else one_of_each(rows))[: given.count]
+    print("\n\n".join(plain(row.record()) for row in chosen) or "no rollout meets these conditions")
+    print(*(f"not shown: {problem}\n" for problem in rollouts.problems), sep="", end="")
     return 0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from pathlib import Path
 
 SUMMARY = "browse rollouts and evaluation results in the terminal"
-OPTIONS = ("step", "filter", "sort", "count", "plain")
 HOW_MANY = 20
 
 
@@ -32,26 +32,37 @@ A filter is a list of conditions with spaces between; a rollout must meet all. !
 Columns to sort by, with - for the largest first: {", ".join(SORTS)}."""
 
 
+def arguments(command: str, argv: list[str], count: int) -> argparse.Namespace:
+    """`RUN name=value …` of `rlx view` and `rlx show`. `count`: the default."""
+    from rlx.cli.arguments import Parser
+
+    parser = Parser(command)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--step", type=int)
+    parser.add_argument("--filter", default="")
+    parser.add_argument("--sort", default="")
+    parser.add_argument("--count", type=int, default=count)
+    if command == "view":
+        parser.add_argument("--plain", choices=("true", "false"), default="false")
+    return parser.parse_args([*argv[:1], *(f"--{part}" for part in argv[1:])])
+
+
 def run(argv: list[str]) -> int:
     from rlx.runs.rollouts import Rollouts
-    from rlx.view.chosen import as_list, choose, damaged, parse, say, summary
+    from rlx.view.chosen import as_list, choose, summary
 
-    options = parse("view", argv, OPTIONS)
-    if options is None:
-        return 2
-    if (plain := options.get("plain", "false")) not in ("true", "false"):
-        print(f"rlx view: plain={plain} is neither true nor false.", file=sys.stderr)
-        return 2
-    rollouts = Rollouts(Path(argv[0]))
-    if plain == "false" and can_draw():
+    given = arguments("view", argv, HOW_MANY)
+    rollouts = Rollouts(given.run)
+    if given.plain == "false" and can_draw():
         from rlx.view.app import ViewApp
 
-        return ViewApp(rollouts, options).run() or 0
-    table, rows = choose(rollouts, options)
-    shown = rows[: int(options.get("count", HOW_MANY))]
-    more = f"… {len(rows) - len(shown):,} more: count={len(rows)}, or a filter. rlx show prints the texts."
-    lines = [f"{argv[0]}: {summary(table, rows)}", *as_list(table, shown), *([more] if len(shown) < len(rows) else [])]
-    say([*lines, *damaged(rollouts)])
+        conditions = given.filter if given.step is None else f"step={given.step} {given.filter}"
+        return ViewApp(rollouts, conditions, given.sort or "-step").run() or 0
+    rows, total = choose(rollouts, given.step, given.filter, given.sort)
+    print(f"{given.run}: {summary(rows, total)}", *as_list(rows[: given.count]), sep="\n")
+    if given.count < len(rows):
+        print(f"… {len(rows) - given.count:,} more: count={len(rows)}, or a filter. rlx show prints the texts.")
+    print(*(f"not shown: {problem}\n" for problem in rollouts.problems), sep="", end="")
     return 0
 
 

@@ -208,7 +208,7 @@ def _read(path: Path, read: Callable[[Path], Iterator[dict[str, Any]]]) -> list[
 
     try:
         return [record for record in read(path) if isinstance(record, Mapping)]
-    except zstandard.ZstdError as error:
+    except (ValueError, zstandard.ZstdError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
 
 

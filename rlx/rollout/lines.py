@@ -1,126 +1,95 @@
-"""Lines of rollouts as columns of numbers and texts, for lists: ours (`rlx.rollout.record`) and those of results in verifiers' layout."""
+"""Reads files of rollouts, whoever wrote them: rlx, `rlx synthesize` or verifiers. Records have the names of `rlx.rollout.record`.
+
+A file may be a stranger's. Neither a long line, nor one that expands without end, fills the memory.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
+import zstandard
 
-NONE = -1  # for integers that a line does not have
-TEXTS = ("env", "stop", "status", "left_out")  # status: ok, error, timeout or cancelled; left_out: the filter's rule
-NUMBERS: dict[str, type] = {
-    "example": np.int64,
-    "group": np.int64,
-    "member": np.int64,  # index in the group, or among the rollouts of an evaluated example
-    "reward": np.float32,  # NaN: none
-    "advantage": np.float32,  # NaN: it was not trained on
-    "tokens": np.int64,  # sampled
-    "turns": np.int64,
-    "truncated": np.bool_,
-    "oldest": np.int64,  # the first and last policy version that sampled one of its tokens
-    "newest": np.int64,
-}
+LONGEST = 256 << 20  # bytes of a line
 
 
-class _Line(msgspec.Struct):
-    """The fields of a line that the table shows, of our files and of results in verifiers' layout."""
+def lines_of(path: Path) -> Iterator[bytes]:
+    """The lines of a file, a few MB in memory at a time. An unfinished last line of a growing file is left out.
 
-    example_id: int | None = None
-    env: str = ""
-    group: int | None = None
-    member: int | None = None
-    rollout: int | None = None  # results: its number among those of the example
-    reward: float | None = None
-    advantage: float | None = None
-    num_tokens: int | None = None
-    token_usage: dict[str, Any] | None = None  # results
-    num_turns: int | None = None
-    stop: str | None = None
-    stop_condition: str | None = None  # results
-    status: str | None = None
-    left_out: str | None = None
-    truncated: bool | None = None
-    is_truncated: bool | None = None  # results
-    error: Any = None
-    versions: list[int] = []
-    failed: bool = False  # a synthesis
-    about: dict[str, Any] | None = None  # a synthesis: `rlx.rollout.selection.Candidate.about`
-
-    def row(self) -> tuple[Any, ...]:
-        """The values of the table's columns, `TEXTS` and then `NUMBERS`. Raises ValueError if it is no rollout."""
-        about = self.about or {}
-        example = about.get("example_id", self.example_id)
-        if example is None:
-            raise ValueError("it has no `example_id`")
-        tokens = _first(about.get("num_tokens"), self.num_tokens, (self.token_usage or {}).get("output_tokens"))
-        return (
-            self.env,
-            about.get("stop") or self.stop or self.stop_condition or "",
-            self.status or ("ok" if self.error is None and not self.failed else "error"),
-            self.left_out or "",
-            example,
-            _first(self.group),
-            _first(self.member, self.rollout),
-            float("nan") if self.reward is None else self.reward,
-            float("nan") if self.advantage is None else self.advantage,
-            tokens,
-            _first(self.num_turns),
-            bool(self.truncated or self.is_truncated),
-            min(self.versions, default=NONE),
-            max(self.versions, default=NONE),
-        )
+    Raises ValueError if a compressed file is cut off: rlx writes them whole, so a part of it is missing.
+    """
+    rest = b""
+    with path.open("rb") as file:
+        for block in _decompressed(file) if path.suffix == ".zst" else iter(partial(file.read, 1 << 20), b""):
+            *whole, rest = (rest + block).split(b"\n")
+            if any(len(line) > LONGEST for line in (*whole, rest)):
+                raise ValueError(f"it has a line of more than {LONGEST >> 20} MiB, and no rollout is that long")
+            yield from whole
 
 
-def _first(*values: int | None) -> int:
-    """The first number that is there."""
-    return next((value for value in values if value is not None), NONE)
-
-
-_DECODER = msgspec.json.Decoder(_Line)
+def _decompressed(file: BinaryIO) -> Iterator[bytes]:
+    """The content of a file's frame. Raises ValueError if the file ends within it."""
+    frame = zstandard.ZstdDecompressor().decompressobj()
+    while packed := file.read(1 << 12):  # of which zstd can make 128 MiB
+        yield frame.decompress(packed)
+    if not frame.eof:
+        raise ValueError("the file is cut off: it ends within its compressed data")
 
 
 def decoded(line: bytes) -> Any:
     """A line as Python's json reads it: others write its NaN and Infinity, which JSON does not have. Raises ValueError."""
     try:
         return msgspec.json.decode(line)
-    except msgspec.DecodeError as error:
-        try:
-            return json.loads(line)
-        except ValueError:
-            raise error from None
+    except msgspec.DecodeError:
+        return json.loads(line)
     except RecursionError:
         raise ValueError("a value in it is nested too deeply to be read") from None
 
 
-def columns_of_lines(lines: Iterable[bytes]) -> dict[str, NDArray]:
-    """The columns `TEXTS` and `NUMBERS` of lines with their line breaks, each [n]; and `line`, its number, `begin` and `end`, its place.
-
-    Skips blank lines. Raises ValueError for a line that is no rollout.
-    """
-    rows: list[tuple[Any, ...]] = []
-    begin = 0
-    for number, line in enumerate(lines, 1):
-        end = begin + len(line)
-        if line.strip():
-            try:
-                rows.append((*_parsed(line).row(), len(rows), begin, end))
-            except (msgspec.MsgspecError, TypeError, ValueError) as error:
-                raise ValueError(f"line {number} is no rollout: {error}") from error
-        begin = end
-    kinds = dict.fromkeys(TEXTS, np.object_) | NUMBERS | dict.fromkeys(("line", "begin", "end"), np.int64)
-    columns = zip(*rows, strict=True) if rows else [()] * len(kinds)
-    return {name: np.array(values, dtype=kind) for (name, kind), values in zip(kinds.items(), columns, strict=True)}
+def record_of(line: bytes, env: str = "") -> dict[str, Any]:
+    """The record of a line. `env`: of a line that names none. Raises ValueError."""
+    record = decoded(line)
+    if not isinstance(record, dict):
+        raise ValueError("it is no object")
+    if record.get("about"):
+        record = _of_synthesis(record)
+    elif "num_tokens" not in record:
+        record = _of_results(record)
+    status = "ok" if record.get("error") is None else "error"
+    return {**record, "env": record.get("env") or env, "status": record.get("status") or status}
 
 
-def _parsed(line: bytes) -> _Line:
-    """Raises ValueError, msgspec.ValidationError."""
-    try:
-        return _DECODER.decode(line)
-    except msgspec.ValidationError:
-        raise
-    except (msgspec.DecodeError, RecursionError):
-        return msgspec.convert(decoded(line), _Line)
+def _of_synthesis(record: Mapping[str, Any]) -> dict[str, Any]:
+    """`rlx.rollout.selection.Candidate`. The transcripts after the first continue its completion."""
+    first, *more = record["transcripts"] or [{}]
+    said = first.get("completion")
+    for part in (one[name] for one in more for name in ("prompt", "completion")):
+        said = [*_messages(said), *_messages(part)]
+    outcome = {"status": "error", "reward": None} if record["failed"] else {"status": "ok"}
+    return {**record, **record["about"], **outcome, "prompt": first.get("prompt"), "completion": said}
+
+
+def _messages(said: Any) -> list[Any]:
+    """The messages of a part of a transcript, which is a `str` for raw text."""
+    return said if isinstance(said, list) else [] if said is None else [said]
+
+
+def _of_results(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of `results.jsonl` in verifiers' layout."""
+    error = record.get("error")
+    usage, timing = (found if isinstance(found := record.get(name), Mapping) else {} for name in ("token_usage", "timing"))
+    return {
+        **record,
+        "group": None,
+        "member": record.get("rollout", record.get("member")),
+        "advantage": None,
+        "num_tokens": usage.get("output_tokens"),
+        "stop": record.get("stop_condition"),
+        "truncated": record.get("is_truncated", False),
+        "error": error.get("message") or error.get("error") if isinstance(error, Mapping) else error,
+        "seconds": timing.get("total"),
+    }

@@ -16,11 +16,9 @@ import zstandard
 
 from rlx import codec
 from rlx.paths import atomic
-from rlx.rollout.lines import decoded
+from rlx.rollout.lines import decoded, lines_of
 from rlx.trace import START, Trace
 from rlx.types import Group, Rollout, StepBatch
-
-LARGEST = 4 << 30  # bytes of a step's rollouts, expanded
 
 LeftOut = Sequence[tuple[str, Sequence[Rollout]]]  # rule and rollouts of every group that a filter dropped
 
@@ -47,12 +45,7 @@ def record_batch(path: Path, batch: StepBatch) -> None:
 
 def read_rollouts(path: Path) -> Iterator[dict[str, Any]]:
     """The records of one file. Raises ValueError if it is not one of rlx."""
-    with path.open("rb") as file:
-        content = zstandard.ZstdDecompressor().stream_reader(file).read(LARGEST)
-    if len(content) == LARGEST:
-        raise ValueError(f"{path} expands to {LARGEST >> 30} GiB or more, and no step is that large")
-    for line in content.splitlines():
-        yield decoded(line)
+    yield from map(decoded, lines_of(path))
 
 
 def records(

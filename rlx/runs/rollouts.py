@@ -1,32 +1,32 @@
-"""The rollouts of a run or an evaluation, as a table of numbers for lists, and one by one as records.
+"""The rollouts of a run or an evaluation, as rows for lists, and one by one as records.
 
 Reads `rollouts/step_N.jsonl.zst`; `rollouts/finished.jsonl` of `rlx synthesize`; and `results.jsonl` in verifiers' layout, which
-`rlx eval`, training runs and verifiers' own commands write. The table holds about 150 bytes a rollout; texts stay on the disk until one
-rollout is asked for. It writes nothing.
+`rlx eval`, training runs and verifiers' own commands write. A row has no texts; they are read again when one rollout is asked for.
+It writes nothing.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
-import numpy as np
 import zstandard
-from numpy.typing import NDArray
 
 from rlx.config.errors import ConfigError, may_read
 from rlx.paths import RunPaths
-from rlx.rollout.lines import NONE, columns_of_lines, decoded
-from rlx.rollout.results import METADATA, RESULTS
+from rlx.rollout.lines import lines_of, record_of
+from rlx.rollout.results import RESULTS
 
 TRAIN, EVAL, SYNTHESIS = "train", "eval", "synthesis"
-LONGEST = 256 << 20  # bytes of a line
+NONE = -1  # the step of a file whose path names none
 DEPTH = 5  # folders below an evaluation's in which results are searched
+_NO_FILE = (OSError, ValueError, zstandard.ZstdError)
+_NO_ROLLOUT = (ValueError, TypeError, LookupError, AttributeError, msgspec.MsgspecError)  # what reading a stranger's line may raise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,15 +35,80 @@ class Source:
 
     path: Path
     set: str  # "train", "eval", or "eval MODEL" if there are several models
-    step: int  # -1: the path names none
+    step: int  # or NONE
     env: str = ""  # for lines that do not name their environment
     run: Path | None = None  # the run directory that it belongs to
 
     @property
-    def stamp(self) -> tuple[int, int]:
-        """Changes when the file is replaced or grows."""
-        stat = self.path.stat()
+    def stamp(self) -> tuple[int, int] | None:
+        """Changes when the file is replaced or grows. None: it was removed."""
+        try:
+            stat = self.path.stat()
+        except FileNotFoundError:
+            return None
         return stat.st_mtime_ns, stat.st_size
+
+
+class Row(msgspec.Struct, gc=False, rename={"example": "example_id", "tokens": "num_tokens", "turns": "num_turns", "rule": "left_out"}):
+    """What a list shows of a rollout, by the names of its columns and filters. None: the file does not say."""
+
+    example: int
+    env: str
+    status: str  # ok, error, timeout or cancelled
+    group: int | None = None
+    member: int | None = None  # index in the group, or among the rollouts of an evaluated example
+    reward: float | None = None
+    advantage: float | None = None  # None, too: it was not trained on
+    tokens: int | None = None  # sampled
+    turns: int | None = None
+    truncated: bool | None = None
+    versions: list[int] = []  # every policy version that sampled one of its tokens
+    stop: str | None = None
+    rule: str | None = None  # the filter that dropped it
+    source: Any = None  # its `Source`
+    line: Any = 0  # its number there
+
+    def __post_init__(self) -> None:
+        self.stop, self.rule = self.stop or "", self.rule or ""
+        if self.reward is not None and math.isnan(self.reward):
+            self.reward = None
+
+    @property
+    def step(self) -> int | None:
+        return None if self.source.step == NONE else int(self.source.step)
+
+    @property
+    def set(self) -> str:
+        return str(self.source.set)
+
+    @property
+    def version(self) -> int | None:
+        """The newest policy version that sampled one of its tokens."""
+        return max(self.versions, default=None)
+
+    @property
+    def error(self) -> bool:
+        """Whether it has no reward of its own."""
+        return self.status != "ok"
+
+    @property
+    def trained(self) -> bool:
+        return self.advantage is not None
+
+    def record(self) -> dict[str, Any]:
+        """The rollout by the names of `rlx.rollout.record`, and `step`, `set`. Raises ConfigError if its file is gone or was replaced."""
+        source: Source = self.source
+        try:
+            (line,) = islice(lines_of(source.path), self.line, self.line + 1)
+            return {**record_of(line, source.env), "step": source.step, "set": source.set}
+        except (*_NO_FILE, *_NO_ROLLOUT) as error:
+            raise ConfigError(f"{source.path} has changed since it was listed ({error}); read it again") from error
+
+
+def same_example(rows: Sequence[Row], row: Row) -> list[Row]:
+    """Rows of the same example of the same environment and set, by step and member."""
+    same = [one for one in rows if (one.example, one.env, one.set) == (row.example, row.env, row.set)]
+    return sorted(same, key=lambda one: (one.source.step, one.group or 0, one.member or 0))
 
 
 def sources_of(root: Path) -> list[Source]:
@@ -52,193 +117,64 @@ def sources_of(root: Path) -> list[Source]:
     Raises ConfigError if there are none.
     """
     root = root.expanduser()
-    with may_read(root):
-        return _sources_in(root)
-
-
-def _sources_in(root: Path) -> list[Source]:
-    if root.is_file():
-        return [_single(root)]
-    if not root.is_dir():
-        raise ConfigError(f"there is no directory {root}.\n  fix: name a run directory; rlx runs lists them")
     paths = RunPaths(root)
-    trained = sorted(paths.rollouts.glob("step_*.jsonl.zst")) if paths.rollouts.is_dir() else []
-    found = [Source(path=path, set=TRAIN, step=_number(path.name), run=root) for path in trained]
-    if paths.finished.is_file():
-        found.append(Source(path=paths.finished, set=SYNTHESIS, step=NONE, run=root))
-    found += _results(paths.evaluations if paths.evaluations.is_dir() else root, root if paths.config.is_file() else None)
+    with may_read(root):
+        if root.name == RESULTS and root.is_file():
+            return _results([root], None)
+        if root.is_file():
+            return [Source(path=root, set=TRAIN, step=_step(root), run=root.parent.parent if root.parent.name == "rollouts" else None)]
+        if not root.is_dir():
+            raise ConfigError(f"there is no directory {root}.\n  fix: name a run directory; rlx runs lists them")
+        run = root if paths.config.is_file() else None
+        found = [Source(path=path, set=TRAIN, step=_step(path), run=root) for path in sorted(paths.rollouts.glob("step_*.jsonl.zst"))]
+        if paths.finished.is_file():
+            found.append(Source(path=paths.finished, set=SYNTHESIS, step=NONE, run=root))
+        folder = paths.evaluations if paths.evaluations.is_dir() else root
+        found += _results([path for depth in range(DEPTH + 1) for path in folder.glob("*/" * depth + RESULTS)], run)
     if not found:
-        what = "(no step yet, or orchestrator.save_rollouts=false)" if paths.config.is_file() else f"and no {RESULTS} below it"
+        what = "(no step yet, or orchestrator.save_rollouts=false)" if run else f"and no {RESULTS} below it"
         raise ConfigError(f"{root} has no rollouts {what}.\n  fix: name another run, or the folder of an evaluation")
     return found
 
 
-def _single(path: Path) -> Source:
-    run = path.parent.parent if path.parent.name == "rollouts" else None
-    name = _number(path.name)
-    step = _number(path.parent.name) if name == NONE else name
-    return Source(path=path, set=EVAL if path.name == RESULTS else TRAIN, step=step, env=_environment(path)[0], run=run)
-
-
-def _results(folder: Path, run: Path | None) -> list[Source]:
-    """The results below a folder. `step_20` and `step_9` sort as numbers."""
-    files = sorted(_search(folder, DEPTH), key=lambda path: (path.parent.parent, _number(path.parent.name), path))
-    facts = {path: _environment(path) for path in files}
-    several = len({model for _, model in facts.values()}) > 1
-    return [
-        Source(path=path, set=f"{EVAL} {model}" if several else EVAL, step=_number(path.parent.name), env=env, run=run)
-        for path, (env, model) in facts.items()
-    ]
-
-
-def _search(folder: Path, depth: int) -> Iterator[Path]:
-    """Files of results below a folder. Skips folders that may not be read."""
-    try:
-        if (folder / RESULTS).is_file():
-            yield folder / RESULTS
-        elif depth:
-            for inner in folder.iterdir():
-                if inner.is_dir() and not inner.is_symlink():
-                    yield from _search(inner, depth - 1)
-    except PermissionError:
-        return
+def _results(files: list[Path], run: Path | None) -> list[Source]:
+    """`step_20` and `step_9` sort as numbers."""
+    several = len({_environment(path)[1] for path in files}) > 1
+    found = []
+    for path in sorted(files, key=lambda path: (path.parent.parent, _step(path.parent), path)):
+        env, model = _environment(path)
+        found.append(Source(path=path, set=f"{EVAL} {model}" if several else EVAL, step=_step(path.parent), env=env, run=run))
+    return found
 
 
 def _environment(path: Path) -> tuple[str, str]:
-    """Environment and model of results, from the nearest folder `<env>--<model>`, else from their metadata."""
-    for folder in path.absolute().parents[:3]:
-        env, found, model = folder.name.partition("--")
-        if found:
-            return env, model
-    try:
-        facts = json.loads((path.parent / METADATA).read_text())
-        return str(facts.get("env_id", "")), str(facts.get("model", ""))
-    except (OSError, ValueError):
-        return "", ""
+    """Environment and model of results, from the nearest folder `<env>--<model>`."""
+    names = (folder.name.partition("--") for folder in path.absolute().parents[:3])
+    return next(((env, model) for env, found, model in names if found), ("", ""))
 
 
-def _number(name: str) -> int:
-    """12 for `step_000012.jsonl.zst` and `step_12`; -1 for other names."""
-    digits = name.partition(".")[0].removeprefix("step_")
-    return int(digits) if name.startswith("step_") and digits.isdecimal() else NONE
+def _step(path: Path) -> int:
+    """12 for `step_000012.jsonl.zst` and `step_12`; NONE for other names."""
+    digits = path.name.partition(".")[0].removeprefix("step_")
+    return int(digits) if path.name.startswith("step_") and digits.isdecimal() else NONE
 
 
-def columns_of(source: Source) -> dict[str, NDArray]:
-    """The columns of the rollouts of one file, each [n]. Raises ConfigError for a file that cannot be read or holds no rollouts."""
+def rows_of(source: Source) -> list[Row]:
+    """The rows of one file. Raises ConfigError for a file that cannot be read, or has a line that is no rollout."""
     try:
         with may_read(source.path):
-            columns = columns_of_lines(_lines(source.path))
-    except FileNotFoundError:
-        raise
-    except (ValueError, OSError, zstandard.ZstdError) as error:
+            return [_row(source, number, line) for number, line in enumerate(lines_of(source.path)) if line.strip()]
+    except _NO_FILE as error:
         raise ConfigError(f"{source.path} cannot be read: {error}") from error
-    n = len(columns["line"])
-    if source.env:
-        columns["env"] = np.full(n, source.env, dtype=object)
-    return {**columns, "step": np.full(n, source.step), "set": np.full(n, source.set, dtype=object)}
 
 
-def _is_compressed(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(4) == zstandard.FRAME_HEADER
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file with their line breaks, a few MB in memory at a time. An unfinished last line of a growing file is left out.
-
-    Raises ValueError if a compressed file is cut off: rlx writes them whole, so a part of it is missing.
-    """
-    packed, rest = _is_compressed(path), b""
-    if not packed and path.suffix == ".zst":
-        raise ValueError("it is no zstd file")
-    with path.open("rb") as file:
-        for block in _decompressed(file) if packed else iter(partial(file.read, 1 << 20), b""):
-            *whole, rest = (rest + block).split(b"\n")
-            if len(rest) > LONGEST:
-                raise ValueError(f"it has a line of more than {LONGEST >> 20} MiB, and no rollout is that long")
-            yield from (line + b"\n" for line in whole)
-
-
-def _decompressed(file: BinaryIO) -> Iterator[bytes]:
-    """The content of a file's frame. Raises ValueError if the file ends within it."""
-    frame = zstandard.ZstdDecompressor().decompressobj()
-    while packed := file.read(1 << 12):  # of which zstd can make 128 MiB
-        yield frame.decompress(packed)
-    if not frame.eof:
-        raise ValueError("the file is cut off: it ends within its compressed data")
-
-
-class Table:
-    """The columns of all rollouts read so far, n rows: those of `columns_of`, and `source`, an index into `sources`."""
-
-    def __init__(self, parts: Sequence[tuple[Source, Mapping[str, NDArray]]]) -> None:
-        self.sources = [source for source, _ in parts]
-        files = [{**columns, "source": np.full(len(columns["line"]), number)} for number, (_, columns) in enumerate(parts)]
-        self.columns = {name: np.concatenate([each[name] for each in files]) for name in files[0]} if files else {}
-
-    def __len__(self) -> int:
-        return len(self.columns.get("source", ()))
-
-    def text(self, column: str, row: int) -> str:
-        """The text of a text column."""
-        return str(self.columns[column][row])
-
-    @cached_property
-    def failed(self) -> NDArray[np.bool_]:
-        """[n] whether the rollout has no reward of its own."""
-        return self.columns["status"] != "ok"
-
-    def record(self, row: int) -> dict[str, Any]:
-        """One rollout by the names of `rlx.rollout.record`, and `step`, `set`. Raises ConfigError if its file is gone or was replaced."""
-        source = self.sources[self.columns["source"][row]]
-        begin, end = int(self.columns["begin"][row]), int(self.columns["end"][row])
-        try:
-            with source.path.open("rb") as file:
-                stream: Any = zstandard.ZstdDecompressor().stream_reader(file) if _is_compressed(source.path) else file
-                stream.seek(begin)
-                record = decoded(stream.read(end - begin))
-        except (OSError, zstandard.ZstdError, msgspec.DecodeError) as error:
-            raise ConfigError(f"{source.path} has changed since it was listed ({error}); read it again") from error
-        return {"step": source.step, "set": source.set, **_plain(record, source.env)}
-
-    def same_example(self, row: int) -> NDArray[np.int64]:
-        """Rows of the same example of the same environment and set, by step and member."""
-        c = self.columns
-        same = (c["example"] == c["example"][row]) & (c["env"] == c["env"][row]) & (c["set"] == c["set"][row])
-        rows = np.flatnonzero(same)
-        return rows[np.lexsort((c["member"][rows], c["group"][rows], c["step"][rows]))]
-
-
-def _plain(record: Mapping[str, Any], env: str) -> dict[str, Any]:
-    """A line in either layout, by the names of `rlx.rollout.record`."""
-    if "num_tokens" in record:
-        return dict(record)
-    if about := record.get("about"):  # a synthesis
-        first, *more = record["transcripts"] or [{}]
-        rest = [message for one in more for message in (*_messages(one["prompt"]), *_messages(one["completion"]))]
-        said = [*_messages(first.get("completion")), *rest] if rest else first.get("completion")
-        status = {"status": "error" if record["failed"] else "ok", "prompt": first.get("prompt"), "completion": said}
-        return {**record, **about, **status, "reward": None if record["failed"] else record["reward"]}
-    error = record.get("error")
-    usage, timing = (found if isinstance(found := record.get(name), Mapping) else {} for name in ("token_usage", "timing"))
-    return {
-        **record,
-        "env": record.get("env") or env,
-        "group": None,
-        "member": record.get("rollout"),
-        "advantage": None,
-        "num_tokens": usage.get("output_tokens"),
-        "stop": record.get("stop_condition") or "",
-        "truncated": record.get("is_truncated", False),
-        "error": error.get("message") or error.get("error") if isinstance(error, Mapping) else error,
-        "status": "ok" if error is None else "error",
-        "seconds": timing.get("total"),
-    }
-
-
-def _messages(said: Any) -> list[Any]:
-    """The messages of a part of a transcript, which is a `str` for raw text."""
-    return said if isinstance(said, list) else [] if said is None else [said]
+def _row(source: Source, number: int, line: bytes) -> Row:
+    try:
+        row = msgspec.convert(record_of(line, source.env), Row)
+    except _NO_ROLLOUT as error:
+        raise ValueError(f"line {number + 1} is no rollout: {error}") from error
+    row.source, row.line = source, number
+    return row
 
 
 class Rollouts:
@@ -247,56 +183,48 @@ class Rollouts:
     def __init__(self, root: Path) -> None:
         """Raises ConfigError if there are none."""
         self.root = root
-        # What is known of each file, with its stamp: its columns, or why it cannot be read.
-        self._files: dict[Path, tuple[tuple[int, int], dict[str, NDArray] | ConfigError]] = {}
+        # What is known of each file, with its stamp: its rows, or why it cannot be read.
+        self._files: dict[Path, tuple[tuple[int, int] | None, list[Row] | ConfigError]] = {}
         self.sources = sources_of(root)
-
-    @property
-    def problems(self) -> list[str]:
-        """What is wrong with files that cannot be read, in their order. Call `load` before."""
-        return [str(found) for _, found in self._found() if isinstance(found, ConfigError)]
-
-    def _found(self) -> list[tuple[Source, dict[str, NDArray] | ConfigError]]:
-        return [(source, self._files[source.path][1]) for source in self.sources if source.path in self._files]
 
     def look(self) -> bool:
         """List the files again. Returns whether any is new, changed or gone."""
-        before = {source.path for source in self.sources}
         self.sources = sources_of(self.root)
-        now = {source.path for source in self.sources}
-        self._files = {path: found for path, found in self._files.items() if path in now}
-        return now != before or any(self._stale(source) for source in self.sources)
+        stamps = {source.path: source.stamp for source in self.sources}
+        changed = stamps != {path: stamp for path, (stamp, _) in self._files.items()}
+        self._files = {path: found for path, found in self._files.items() if path in stamps}
+        return changed
 
     def load(self) -> Iterator[int]:
-        """Read the files that are missing, newest step first. Yields the number of files after each.
+        """Read the files that are new or changed, newest step first. Yields the number of files that are read after each.
 
         A file that cannot be read is left out, and is one of the `problems`.
         """
-        for source in sorted(self.sources, key=lambda one: (one.set == TRAIN, one.step), reverse=True):
-            if self._stale(source):
+        for number, source in enumerate(sorted(self.sources, key=lambda one: (one.set == TRAIN, one.step), reverse=True), 1):
+            stamp = source.stamp
+            if source.path not in self._files or self._files[source.path][0] != stamp:
                 try:
-                    stamp = source.stamp
-                    self._files[source.path] = stamp, columns_of(source)
-                except FileNotFoundError:  # a run that returned to a checkpoint has removed it
-                    continue
+                    self._files[source.path] = stamp, rows_of(source)
                 except ConfigError as error:
                     self._files[source.path] = stamp, error
-            yield len(self._files)
+            yield number
 
-    def table(self) -> Table:
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong with files that cannot be read."""
+        return [str(found) for found in self._found() if isinstance(found, ConfigError)]
+
+    def rows(self) -> list[Row]:
         """What is read so far."""
-        return Table([(source, found) for source, found in self._found() if not isinstance(found, ConfigError)])
+        return [row for found in self._found() if not isinstance(found, ConfigError) for row in found]
 
-    def whole(self) -> Table:
+    def _found(self) -> list[list[Row] | ConfigError]:
+        return [self._files[source.path][1] for source in self.sources if source.path in self._files]
+
+    def whole(self) -> list[Row]:
         """Everything that can be read. Raises ConfigError if no file can."""
         for _ in self.load():
             pass
-        if len(self.problems) == len(self._files) > 0:
+        if len(self.problems) == len(self.sources):
             raise ConfigError(self.problems)
-        return self.table()
-
-    def _stale(self, source: Source) -> bool:
-        try:
-            return source.path not in self._files or self._files[source.path][0] != source.stamp
-        except FileNotFoundError:
-            return True
+        return self.rows()

@@ -9,26 +9,22 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlx.arrays import Bool, Float, Int
+from rlx.arrays import Float
+from rlx.config.errors import ConfigError
 from rlx.data.scores import TokenScores, read_scores
 from rlx.data.source import read_recorded
 from rlx.paths import RunPaths
-from rlx.runs.run import Run
 from rlx.types import TrainingSample
 
 REPLAY_TOKENS, REPLAY_SUMMARY = "tokens.csv", "summary.json"
 """The files of `rlx replay` (docs/replay.md); the second is written last."""
-
-
-class NoTokens(LookupError):
-    """Why there are no tokens to show. The message is for the user."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,42 +38,45 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """One training sample: a token sequence. A rollout has several if its turns do not extend each other."""
+    """One training sample, a token sequence, with what the trainer and replays computed for it. NaN where the policy did not sample.
 
-    ids: Int  # [L]
-    sampled: Bool  # [L] whether the policy sampled the token; the numbers below mean something only there
-    logprobs: Float  # [L] of the engine that sampled the token
-    versions: Int  # [L] policy version
-    advantages: Float  # [L]
-    temperature: Float  # [L]
-    entropy: Float | None = None  # [L] in nats, of the trainer's forward pass; None: not recorded
-    mismatch: Float | None = None  # [L] log-probability of the trainer's forward pass minus `logprobs`; None: not recorded
-    replays: Mapping[str, Replayed] = field(default_factory=dict)  # by the other objective's overrides
+    A rollout has several if its turns do not extend each other.
+    """
 
-    def __len__(self) -> int:
-        return len(self.ids)
+    sample: TrainingSample
+    entropy: Float | None  # [L] in nats, of the trainer's forward pass; None: not recorded
+    mismatch: Float | None  # [L] log-probability of the trainer's forward pass minus the engine's; None: not recorded
+    replays: Mapping[str, Replayed]  # by the other objective's overrides
 
 
 def tokens_of(run: Path, step: int, group: int, member: int) -> list[Tokens]:
-    """The samples of a rollout. Raises NoTokens."""
-    paths = Run(run).paths
+    """The samples of a rollout. Raises ConfigError if none were recorded."""
+    paths = RunPaths(run)
     path = paths.recorded_of(step)
     if not path.is_file():
-        raise NoTokens(f"{path} does not exist: tokens are recorded with orchestrator.save_batches=true")
+        raise ConfigError(f"{path} does not exist: tokens are recorded with orchestrator.save_batches=true")
     try:
-        batch = read_recorded(path, step)
+        batch, ranks = read_recorded(path, step), read_scores(paths, step)
     except ValueError as error:
-        raise NoTokens(str(error)) from error
+        raise ConfigError(str(error)) from error
     samples = [one for part in batch.mini_batches for one in part]
     places = [i for i, one in enumerate(samples) if (one.group, one.member) == (group, member)]
     if not places:
-        raise NoTokens(f"the batch of step {step} has no tokens of this rollout: it was not trained on")
-    try:
-        ranks = read_scores(paths, step)
-    except ValueError as error:
-        raise NoTokens(str(error)) from error
+        raise ConfigError(f"the batch of step {step} has no tokens of this rollout: it was not trained on")
     replays = _replays(paths, step, [samples[place] for place in places])
-    return [_tokens(samples[place], _scores(ranks, place), found) for place, found in zip(places, replays, strict=True)]
+    return [_tokens(samples[place], ranks, place, found) for place, found in zip(places, replays, strict=True)]
+
+
+def _tokens(sample: TrainingSample, ranks: Sequence[TokenScores], place: int, replays: Mapping[str, Replayed]) -> Tokens:
+    """`place`: of the sample in the batch, by which one of the ranks knows it."""
+    for rank in ranks:
+        for number in np.flatnonzero(rank.samples == place):
+            end = int(rank.lengths[: number + 1].sum())
+            part = slice(end - int(rank.lengths[number]), end)
+            entropy, mismatch = np.full((2, len(sample.token_ids)), np.nan, np.float32)
+            entropy[sample.loss_mask], mismatch[sample.loss_mask] = rank.entropy[part], rank.mismatch[part]
+            return Tokens(sample=sample, entropy=entropy, mismatch=mismatch, replays=replays)
+    return Tokens(sample=sample, entropy=None, mismatch=None, replays=replays)
 
 
 def _replays(paths: RunPaths, step: int, samples: Sequence[TrainingSample]) -> list[dict[str, Replayed]]:
@@ -105,56 +104,23 @@ def _replays(paths: RunPaths, step: int, samples: Sequence[TrainingSample]) -> l
     return found
 
 
-def _scores(ranks: Sequence[TokenScores], place: int) -> tuple[Float, Float] | None:
-    """(entropy, mismatch) of the trainable tokens of the sample at `place` of the batch; `None` if no rank recorded them."""
-    for one in ranks:
-        for number in np.flatnonzero(one.samples == place):
-            end = int(one.lengths[: number + 1].sum())
-            part = slice(end - int(one.lengths[number]), end)
-            return one.entropy[part].astype(np.float32), one.mismatch[part].astype(np.float32)
-    return None
+def texts_of(run: Path, ids: Sequence[int]) -> list[str]:
+    """The text that each token adds. A character of several tokens belongs to its last one. Without a tokenizer it is the id."""
+    file = tokenizer_file(RunPaths(run))
+    tokenizer = None if file is None else _load(file)
+    if tokenizer is None:
+        return [f"⟨{token}⟩" for token in ids]
+    from tokenizers.decoders import DecodeStream
 
-
-def _tokens(sample: TrainingSample, scores: tuple[Float, Float] | None, replays: Mapping[str, Replayed]) -> Tokens:
-    """A copy, so that the rest of the batch can go."""
-    entropy, mismatch = (None, None) if scores is None else (np.full(len(sample.token_ids), np.nan, np.float32) for _ in range(2))
-    if scores is not None and entropy is not None and mismatch is not None:
-        entropy[sample.loss_mask], mismatch[sample.loss_mask] = scores
-    return Tokens(
-        replays=replays,
-        entropy=entropy,
-        mismatch=mismatch,
-        ids=sample.token_ids.copy(),
-        sampled=sample.loss_mask.copy(),
-        logprobs=sample.inference_logprobs.copy(),
-        versions=sample.versions.copy(),
-        advantages=sample.advantages.copy(),
-        temperature=sample.temperature.copy(),
-    )
-
-
-class Pieces:
-    """Turns token ids into the text that each adds. Without a tokenizer it gives the ids."""
-
-    def __init__(self, run: Path) -> None:
-        self.file = tokenizer_file(Run(run).paths)
-        self._tokenizer: Any = None if self.file is None else _load(self.file)
-
-    def of(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token. A character of several tokens belongs to its last one; the others are empty."""
-        if self._tokenizer is None:
-            return [f"⟨{token}⟩" for token in ids]
-        from tokenizers.decoders import DecodeStream
-
-        stream, pieces = DecodeStream(skip_special_tokens=False), []
-        for token in np.asarray(ids).tolist():
-            try:
-                piece = stream.step(self._tokenizer, token)
-            except Exception:  # tokenizers has no narrower type for bytes that begin no character (Llama 2, Gemma)
-                stream = DecodeStream(skip_special_tokens=False)
-                piece = stream.step(self._tokenizer, token)
-            pieces.append(piece or "")
-        return pieces
+    stream, texts = DecodeStream(skip_special_tokens=False), []
+    for token in ids:
+        try:
+            text = stream.step(tokenizer, token)
+        except Exception:  # tokenizers has no narrower type for bytes that begin no character (Llama 2, Gemma)
+            stream = DecodeStream(skip_special_tokens=False)
+            text = stream.step(tokenizer, token)
+        texts.append(text or "")
+    return texts
 
 
 def tokenizer_file(paths: RunPaths) -> Path | None:

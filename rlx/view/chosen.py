@@ -1,116 +1,69 @@
-"""The options of `rlx view` and `rlx show`, and the rollouts that they choose, as a plain table."""
+"""The rollouts that `rlx view` and `rlx show` choose, and their values as columns of a list."""
 
 from __future__ import annotations
 
-import math
-import os
-import sys
-from collections.abc import Iterable, Mapping, Sequence
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Callable, Sequence
 
 from rlx.config.errors import ConfigError
-from rlx.plan.explain import table as aligned
-from rlx.runs.rollouts import Rollouts, Table
+from rlx.plan.explain import table
+from rlx.runs.rollouts import Rollouts, Row
 from rlx.runs.selection import newest_first, select, sort
 from rlx.view.lines import printable
 
-COLUMNS = ("step", "set", "env", "example", "reward", "advantage", "tokens", "turns", "version", "stop", "error")
-"""The columns of a list, in their order."""
+
+def _or_hyphen(value: float | None, form: str = "") -> str:
+    return "-" if value is None else format(value, form)
 
 
-def parse(command: str, argv: Sequence[str], known: Sequence[str]) -> dict[str, str] | None:
-    """The options after the path; `None` after a message about what is wrong with them."""
-    options = dict(part.split("=", 1) for part in argv[1:] if "=" in part)
-    wrong = [part for part in argv[1:] if part.partition("=")[0] not in known or "=" not in part]
-    numbers = [f"{name}={options[name]}" for name in ("step", "count") if not options.get(name, "0").isdecimal()]
-    # The first is the path, also that of a sweep's run, `loss=grpo,seed=1`.
-    if argv and argv[0].partition("=")[0] not in known and not wrong and not numbers:
-        return options
-    if wrong:
-        print(f"rlx {command}: {wrong[0]!r} is no option. Options: {', '.join(f'{name}=' for name in known)}.", file=sys.stderr)
-    elif numbers:
-        print(f"rlx {command}: {numbers[0]} is no number.", file=sys.stderr)
-    print(f"usage: rlx {command} RUN {' '.join(f'[{name}=…]' for name in known)}. See rlx {command} --help.", file=sys.stderr)
-    return None
+def _versions(row: Row) -> str:
+    ends = sorted({min(row.versions), max(row.versions)}) if row.versions else []
+    return "-".join(map(str, ends)) or "-"
 
 
-def choose(rollouts: Rollouts, options: Mapping[str, str]) -> tuple[Table, NDArray[np.int64]]:
-    """The table and the chosen rows in their order. Raises ConfigError for a step that is not there, or a wrong condition or column."""
-    if "step" in options:
-        step, steps = int(options["step"]), sorted({source.step for source in rollouts.sources})
-        if step not in steps:
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "step": lambda row: _or_hyphen(row.step),
+    "set": lambda row: row.set,
+    "env": lambda row: row.env,
+    "example": lambda row: str(row.example),
+    "reward": lambda row: _or_hyphen(row.reward, ".3f"),
+    "advantage": lambda row: _or_hyphen(row.advantage, "+.3f"),
+    "tokens": lambda row: _or_hyphen(row.tokens),
+    "turns": lambda row: _or_hyphen(row.turns),
+    "version": _versions,
+    "stop": lambda row: f"{row.stop} (cut)" if row.truncated else str(row.stop),
+    "error": lambda row: row.status if row.error else str(row.rule),
+}
+"""The columns of a list, in their order. A hyphen stands for what was not recorded."""
+
+
+def choose(rollouts: Rollouts, step: int | None, conditions: str, by: str) -> tuple[list[Row], int]:
+    """The chosen rows in their order, and of how many. Raises ConfigError for a step that is not there, or a wrong condition or column."""
+    if step is not None:
+        steps = sorted({source.step for source in rollouts.sources})
+        rollouts.sources = [source for source in rollouts.sources if source.step == step]
+        if not rollouts.sources:
             raise ConfigError(
                 f"{rollouts.root} has no rollouts of step {step}, only of steps {steps[0]} … {steps[-1]}.\n  fix: step={steps[-1]}"
             )
-        rollouts.sources = [source for source in rollouts.sources if source.step == step]
-    table = rollouts.whole()
-    try:
-        rows = newest_first(table, select(table, options.get("filter", "")))
-        if by := options.get("sort", ""):
-            rows = sort(table, rows, by.removeprefix("-"), descending=by.startswith("-"))
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    return table, rows
+    every = rollouts.whole()
+    rows = newest_first(select(every, conditions))
+    return sort(rows, by.removeprefix("-"), descending=by.startswith("-")) if by else rows, len(every)
 
 
-def damaged(rollouts: Rollouts) -> list[str]:
-    """Lines about files that could not be read and are not in the table."""
-    return [f"not shown: {problem}" for problem in rollouts.problems]
-
-
-def cells(table: Table, row: int) -> list[str]:
-    """One rollout's values, by `COLUMNS`. A hyphen stands for what was not recorded."""
-    c = table.columns
-
-    def whole(name: str) -> str:
-        value = int(c[name][row])
-        return "-" if value < 0 else str(value)
-
-    def real(name: str, form: str) -> str:
-        value = float(c[name][row])
-        return "-" if math.isnan(value) else format(value, form)
-
-    oldest, newest = whole("oldest"), whole("newest")
-    return [
-        whole("step"),
-        table.text("set", row),
-        table.text("env", row),
-        str(c["example"][row]),
-        real("reward", ".3f"),
-        real("advantage", "+.3f"),
-        whole("tokens"),
-        whole("turns"),
-        newest if oldest == newest else f"{oldest}-{newest}",
-        table.text("stop", row) + (" (cut)" if c["truncated"][row] else ""),
-        table.text("status", row) if table.failed[row] else table.text("left_out", row),
-    ]
-
-
-def summary(table: Table, rows: NDArray[np.int64]) -> str:
+def summary(rows: Sequence[Row], total: int) -> str:
     """One line about the chosen rollouts: how many, their mean reward and length, how many failed."""
-    if not len(rows):
-        return f"0 of {len(table):,} rollouts"
-    rewards, tokens = table.columns["reward"][rows], table.columns["tokens"][rows]
-    rewards, tokens = rewards[~np.isnan(rewards)], tokens[tokens >= 0]
-    parts = [f"{len(rows):,} of {len(table):,} rollouts" if len(rows) < len(table) else f"{len(rows):,} rollouts"]
-    parts += [f"reward {rewards.mean(dtype=np.float64):.3f}"] if len(rewards) else []
-    parts += [f"{tokens.mean():.0f} tokens"] if len(tokens) else []
-    parts.append(f"{int(table.failed[rows].sum()):,} failed")
-    return "   ".join(parts)
+    parts = [f"{len(rows):,} rollouts" if len(rows) == total else f"{len(rows):,} of {total:,} rollouts"]
+    for form, values in (("reward {:.3f}", [row.reward for row in rows]), ("{:.0f} tokens", [row.tokens for row in rows])):
+        known = [value for value in values if value is not None]
+        parts += [form.format(sum(known) / len(known))] if known else []
+    return "   ".join([*parts, f"{sum(row.error for row in rows):,} failed"])
 
 
-def as_list(table: Table, rows: Iterable[int]) -> list[str]:
+def cells(row: Row) -> list[str]:
+    """One rollout's values, by `COLUMNS`."""
+    return [printable(value(row)) for value in COLUMNS.values()]
+
+
+def as_list(rows: Sequence[Row]) -> list[str]:
     """The rows as aligned lines."""
-    return aligned(COLUMNS, [[printable(text) for text in cells(table, int(row))] for row in rows])
-
-
-def say(lines: Iterable[str]) -> None:
-    """Print lines. A reader that closes the pipe early (`| head`) is no error."""
-    try:
-        for line in lines:
-            print(line)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter would complain when it flushes at its end
+    return table(list(COLUMNS), map(cells, rows))

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from rich.style import Style
 
@@ -33,17 +33,16 @@ PLAIN = Style.null()
 class Scale:
     """How one quantity is coloured."""
 
-    name: str
     edges: tuple[float, ...]  # ascending; a value below the first has no colour
     labels: tuple[str, ...]  # one for each step from the first edge on
 
 
-SURPRISE = Scale(
-    "log-probability", tuple(-math.log(p) for p in (0.9, 0.5, 0.2, 0.05, 0.01)), ("p < 0.9", "< 0.5", "< 0.2", "< 0.05", "< 0.01")
-)
-ENTROPY = Scale("entropy", (0.1, 0.5, 1.0, 2.0, 3.0), ("≥ 0.1 nat", "≥ 0.5", "≥ 1", "≥ 2", "≥ 3"))
-WEIGHT = Scale("replay", (0.01, 0.1, 0.3, 1.0, 3.0), ("≥ 0.01", "≥ 0.1", "≥ 0.3", "≥ 1", "≥ 3"))
-MISMATCH = Scale("mismatch", (0.01, 0.05, 0.1, 0.3, 1.0), ("≥ 0.01", "≥ 0.05", "≥ 0.1", "≥ 0.3", "≥ 1"))
+SCALES = {
+    "log-probability": Scale(tuple(-math.log(p) for p in (0.9, 0.5, 0.2, 0.05, 0.01)), ("p < 0.9", "< 0.5", "< 0.2", "< 0.05", "< 0.01")),
+    "entropy": Scale((0.1, 0.5, 1.0, 2.0, 3.0), ("≥ 0.1 nat", "≥ 0.5", "≥ 1", "≥ 2", "≥ 3")),
+    "mismatch": Scale((0.01, 0.05, 0.1, 0.3, 1.0), ("≥ 0.01", "≥ 0.05", "≥ 0.1", "≥ 0.3", "≥ 1")),
+}
+WEIGHT = Scale((0.01, 0.1, 0.3, 1.0, 3.0), ("≥ 0.01", "≥ 0.1", "≥ 0.3", "≥ 1", "≥ 3"))  # of a replay
 
 
 def has_colours() -> bool:
@@ -51,6 +50,7 @@ def has_colours() -> bool:
     return not os.environ.get("NO_COLOR")
 
 
+@cache
 def _style(pair: tuple[str, str], step: int) -> Style:
     background, foreground = pair
     return Style(bgcolor=background, color=foreground) if has_colours() else Style.parse(_ATTRIBUTES[step % len(_ATTRIBUTES)])
@@ -74,6 +74,6 @@ def of_sign(value: float) -> Style:
     return _style(_ABOVE if value > 0 else _BELOW, 3 if value > 0 else 0)
 
 
-def legend(scale: Scale) -> Sequence[tuple[str, Style]]:
+def legend(scale: Scale) -> list[tuple[str, Style]]:
     """The steps of a scale with their styles."""
     return [(f" {label} ", on_scale(scale, edge)) for label, edge in zip(scale.labels, scale.edges, strict=True)]

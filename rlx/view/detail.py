@@ -2,30 +2,54 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
-from rich.style import Style
+from rich.text import Text
 from textual import work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Horizontal
+from textual.containers import Horizontal, VerticalScroll
 from textual.screen import Screen
 from textual.widgets import Footer, Static
+from textual.worker import get_current_worker
 
 from rlx.config.errors import ConfigError
-from rlx.runs.rollouts import TRAIN, Table
-from rlx.runs.tokens import NoTokens, Pieces, Tokens, tokens_of
-from rlx.view.documents import Lines, coloured, headline, key_to_colours, known, numbered, spoken
-from rlx.view.flow import flow
-from rlx.view.widgets import LongText
+from rlx.runs.rollouts import TRAIN, Row, same_example
+from rlx.runs.tokens import Tokens, texts_of, tokens_of
+from rlx.view.documents import BOLD, coloured, headline, key_to_colours, known, numbered, spoken
 
 MODES = ("text", "tokens", "numbers")
 
 
-class RolloutScreen(Screen[int]):
-    """One rollout. Returns its place in the list to the screen below."""
+class Document(VerticalScroll):
+    """A long text, in parts."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("k", "scroll_up", show=False),
+        Binding("j", "scroll_down", show=False),
+        Binding("space", "page_down", show=False),
+    ]
+
+    def show(self, parts: Iterable[Text], home: bool = True) -> None:
+        """Display texts, one below the other. `home`: from the beginning."""
+        self.remove_children()
+        self.mount_all(Static(part) for part in parts)
+        if home:
+            self.scroll_home(animate=False)
+
+
+def rollout_texts(row: Row, body: list[Text] | None = None) -> list[Text]:
+    """The facts of a rollout and its conversation, or another body. Or why it cannot be read."""
+    try:
+        record = row.record()
+    except ConfigError as error:
+        return [Text(str(error), BOLD)]
+    return [headline(record), *(spoken(record) if body is None else body)]
+
+
+class RolloutScreen(Screen[Row]):
+    """One rollout. Returns the last that was shown to the screen below."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q,left", "leave", "back"),
@@ -36,17 +60,16 @@ class RolloutScreen(Screen[int]):
         Binding("x", "compare", "other step"),
     ]
 
-    def __init__(self, table: Table, rows: NDArray[np.int64], place: int) -> None:
+    def __init__(self, every: Sequence[Row], rows: Sequence[Row], place: int) -> None:
         super().__init__()
-        self.table, self.rows, self.place = table, rows, place
-        self.record: dict[str, Any] = {}
+        self.every, self.rows, self.place = every, rows, place
         self.mode, self.quantity = "text", "log-probability"
-        self.samples: list[Tokens] | None = None  # None: not read yet
-        self.pieces: list[list[str]] = []
-        self.why = ""  # why there are no tokens
+        self.samples: list[Tokens] = []
+        self.texts: list[list[str]] = []  # of their tokens
+        self.why = "reading the tokens of this step …"  # why there are none
 
     def compose(self) -> ComposeResult:
-        yield LongText(id="document")
+        yield Document()
         yield Static(id="legend", markup=False)
         yield Footer()
 
@@ -54,78 +77,56 @@ class RolloutScreen(Screen[int]):
         self._read()
 
     @property
-    def document(self) -> LongText:
-        return self.query_one(LongText)
+    def row(self) -> Row:
+        return self.rows[self.place]
 
     def _read(self) -> None:
-        self.samples, self.pieces, self.why = None, [], ""
-        try:
-            self.record = self.table.record(int(self.rows[self.place]))
-        except ConfigError as error:
-            self.record = {}
-            self.document.show(lambda width, error=str(error): flow([(error, Style(bold=True))], width))  # type: ignore[misc]
-            return
+        self.samples, self.texts = [], []
+        self._read_tokens(self.row)
         self._show()
 
-    def _show(self, home: bool = True) -> None:
-        if not self.record:
-            return
-        if self.mode != "text" and self.samples is None and not self.why:
-            self.query_one("#legend", Static).update("reading the tokens of this step …")
-            self._read_tokens(int(self.rows[self.place]))
-            return
-        self.document.show(self._lines, home)
-        self._legend()
-
-    def _lines(self, width: int) -> Lines:
-        head = [*headline(self.record, width), []]
-        if self.mode == "text":
-            return head + spoken(self.record, width)
-        if self.samples is None:
-            return head + flow([(self.why, Style(bold=True))], width)
-        if self.mode == "tokens":
-            return head + coloured(self.samples, self.pieces, self.quantity, width)
-        return head + numbered(self.samples, self.pieces, width)
-
-    def _legend(self) -> None:
-        from rich.text import Text
-
-        where = f"step {self.record['step']} · rollout {self.place + 1:,} of {len(self.rows):,} · {self.mode}"
-        legend = Text(f"{where}   ")
-        if self.mode == "tokens" and self.samples is not None:
-            for text, style in key_to_colours(self.samples, self.quantity):
-                legend.append(text, style)
-        elif self.mode == "text":
-            legend.append("▌ sampled by the policy")
-        self.query_one("#legend", Static).update(legend)
-
     @work(thread=True, exclusive=True)
-    def _read_tokens(self, row: int) -> None:
-        source = self.table.sources[self.table.columns["source"][row]]
-        samples, pieces, why = None, [], ""
+    def _read_tokens(self, row: Row) -> None:
+        worker, samples, why = get_current_worker(), list[Tokens](), ""
+        texts: list[list[str]] = []
         try:
-            if source.set != TRAIN or source.run is None:
-                raise NoTokens("tokens are recorded for the rollouts of training only")
-            c = self.table.columns
-            samples = tokens_of(source.run, source.step, int(c["group"][row]), int(c["member"][row]))
-            decoder = Pieces(source.run)
-            pieces = [decoder.of(one.ids.tolist()) for one in samples]
-        except (NoTokens, OSError) as error:
+            if row.set != TRAIN or row.source.run is None:
+                raise ConfigError("tokens are recorded for the rollouts of training only")
+            samples = tokens_of(row.source.run, row.source.step, row.group or 0, row.member or 0)
+            texts = [texts_of(row.source.run, one.sample.token_ids.tolist()) for one in samples]
+        except (ConfigError, OSError) as error:
             why = f"no tokens: {error}"
-        self.app.call_from_thread(self._have, row, samples, pieces, why)
+        if not worker.is_cancelled:
+            self.app.call_from_thread(self._have, samples, texts, why)
 
-    def _have(self, row: int, samples: list[Tokens] | None, pieces: list[list[str]], why: str) -> None:
-        if row == int(self.rows[self.place]):  # else the user has moved on
-            self.samples, self.pieces, self.why = samples, pieces, why
+    def _have(self, samples: list[Tokens], texts: list[list[str]], why: str) -> None:
+        self.samples, self.texts, self.why = samples, texts, why
+        if self.mode != "text":
             self._show()
 
+    def _show(self, home: bool = True) -> None:
+        legend = Text(f"step {self.row.source.step} · rollout {self.place + 1:,} of {len(self.rows):,} · {self.mode}   ")
+        body = None
+        if self.mode == "text":
+            legend.append("▌ sampled by the policy")
+        elif not self.samples:
+            body = [Text(self.why, BOLD)]
+        elif self.mode == "tokens":
+            body = coloured(self.samples, self.texts, self.quantity)
+            legend.append_text(key_to_colours(self.samples, self.quantity))
+        else:
+            body = numbered(self.samples, self.texts)
+        document = self.query_one(Document)
+        document.set_class(self.mode == "numbers", "numbers")
+        document.show(rollout_texts(self.row, body), home)
+        self.query_one("#legend", Static).update(legend)
+
     def action_leave(self) -> None:
-        self.dismiss(self.place)
+        self.dismiss(self.row)
 
     def action_go(self, by: int) -> None:
-        place = self.place + by
-        if 0 <= place < len(self.rows):
-            self.place = place
+        if 0 <= self.place + by < len(self.rows):
+            self.place += by
             self._read()
 
     def action_mode(self) -> None:
@@ -133,23 +134,21 @@ class RolloutScreen(Screen[int]):
         self._show()
 
     def action_colour(self) -> None:
-        if self.samples is None:
-            self.mode = "tokens"
-        else:
+        if self.mode == "tokens" and self.samples:
             names = known(self.samples)
-            self.quantity = names[(names.index(self.quantity) + 1) % len(names)] if self.mode == "tokens" else self.quantity
-            self.mode = "tokens"
+            self.quantity = names[(names.index(self.quantity) + 1) % len(names)]
+        self.mode = "tokens"
         self._show(home=False)
 
     def action_compare(self) -> None:
-        self.app.push_screen(CompareScreen(self.table, int(self.rows[self.place])))
+        self.app.push_screen(CompareScreen(self.every, self.row))
 
 
 class CompareScreen(Screen[None]):
     """Rollouts of one example at two steps, side by side."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q", "leave", "back"),
+        Binding("escape,q", "dismiss", "back"),
         Binding("tab", "switch", "other side", priority=True),
         Binding("left,comma", "step(-1)", "step before"),
         Binding("right,full_stop", "step(1)", "step after"),
@@ -157,49 +156,38 @@ class CompareScreen(Screen[None]):
         Binding("p", "member(-1)", "previous"),
     ]
 
-    def __init__(self, table: Table, row: int) -> None:
+    def __init__(self, every: Sequence[Row], row: Row) -> None:
         super().__init__()
-        self.table = table
-        rows = table.same_example(row)
-        steps = table.columns["step"][rows]
-        self.steps: list[int] = np.unique(steps).tolist()
-        self.by_step = {step: rows[steps == step].tolist() for step in self.steps}
-        mine = int(table.columns["step"][row])
-        self.members = [self.by_step[mine].index(row), 0]
-        self.shown = [mine, next((step for step in reversed(self.steps) if step != mine), mine)]
-        if self.shown[0] > self.shown[1]:  # the earlier step is on the left
-            self.shown.reverse()
-            self.members.reverse()
-        if self.shown[0] == self.shown[1] and len(self.by_step[mine]) > 1:
-            self.members[1] = (self.members[0] + 1) % len(self.by_step[mine])
+        self.rows = same_example(every, row)
+        self.steps = sorted({one.source.step for one in self.rows})
+        others = [one for one in self.rows if one.source.step != row.source.step]
+        # The last other step, or else another rollout of this one. The earlier step is on the left.
+        other = next((one for one in others if one.source.step == others[-1].source.step), None)
+        sides = [row, other or next((one for one in self.rows if one != row), row)]
+        self.sides = sorted(sides, key=lambda one: one.source.step)
         self.active = 1
 
     def compose(self) -> ComposeResult:
         with Horizontal():
-            yield LongText(id="side0")
-            yield LongText(id="side1")
+            yield Document(id="side0")
+            yield Document(id="side1")
         yield Static(id="legend", markup=False)
         yield Footer()
 
     def on_mount(self) -> None:
-        for side in (0, 1):
-            self._show(side)
+        for self.active in (0, 1):
+            self._show(self.sides[self.active])
         self._focus()
 
-    def _show(self, side: int) -> None:
-        rows, step = self.by_step[self.shown[side]], self.shown[side]
-        place = self.members[side]
-        try:
-            record = self.table.record(rows[place])
-        except ConfigError as error:
-            self.query_one(f"#side{side}", LongText).show(lambda width, error=str(error): flow([(error, Style(bold=True))], width))  # type: ignore[misc]
-            return
-        title = f"step {step} · rollout {place + 1} of {len(rows)}"
+    def _of_step(self, step: int) -> list[Row]:
+        return [one for one in self.rows if one.source.step == step]
 
-        def lines(width: int) -> Lines:
-            return [*flow([(title, Style(bold=True, underline=True))], width), *headline(record, width), [], *spoken(record, width)]
-
-        self.query_one(f"#side{side}", LongText).show(lines)
+    def _show(self, row: Row) -> None:
+        """Display a rollout on the active side."""
+        self.sides[self.active] = row
+        members = self._of_step(row.source.step)
+        title = Text(f"step {row.source.step} · rollout {members.index(row) + 1} of {len(members)}", "bold underline")
+        self.query_one(f"#side{self.active}", Document).show([title, *rollout_texts(row)])
 
     def _focus(self) -> None:
         for side in (0, 1):
@@ -214,16 +202,12 @@ class CompareScreen(Screen[None]):
         self._focus()
 
     def action_step(self, by: int) -> None:
-        place = self.steps.index(self.shown[self.active]) + by
+        place = self.steps.index(self.sides[self.active].source.step) + by
         if 0 <= place < len(self.steps):
-            self.shown[self.active], self.members[self.active] = self.steps[place], 0
-            self._show(self.active)
+            self._show(self._of_step(self.steps[place])[0])
 
     def action_member(self, by: int) -> None:
-        place = self.members[self.active] + by
-        if 0 <= place < len(self.by_step[self.shown[self.active]]):
-            self.members[self.active] = place
-            self._show(self.active)
-
-    def action_leave(self) -> None:
-        self.dismiss()
+        members = self._of_step(self.sides[self.active].source.step)
+        place = members.index(self.sides[self.active]) + by
+        if 0 <= place < len(members):
+            self._show(members[place])

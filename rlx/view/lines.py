@@ -1,19 +1,14 @@
-"""One rollout as lines of text: its facts, and its conversation with tools. Shared by the terminal browser and the plain commands."""
+"""One rollout as text: its facts, and its conversation with tools. Shared by the terminal browser and the plain commands."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rlx.terminal import shown
-
-IN_WORDS = {
-    "max_turns_reached": "the environment's last turn was played (max_turns_reached)",
-    "no_tools_called": "ended by an answer without a call (no_tools_called)",
-}
-"""Stop conditions whose names read like errors."""
 
 
 def printable(text: str) -> str:
@@ -41,41 +36,32 @@ def facts(record: Mapping[str, Any]) -> str:
     reward = "no reward" if record.get("reward") is None else f"reward {record['reward']:.3f}"
     tokens = "" if record.get("num_tokens") is None else f"{record['num_tokens']} tokens, "
     head = f"{record.get('env')}, example {record.get('example_id')}"
-    stop = record.get("stop") or "no stop condition"
-    return f"{head}   {reward}{advantage}   {tokens}{IN_WORDS.get(stop, stop)}"
+    return f"{head}   {reward}{advantage}   {tokens}{record.get('stop') or 'no stop condition'}"
 
 
 def more_facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Further facts of a rollout, as names and texts. Facts that were not recorded are left out."""
-    found: list[tuple[str, str]] = []
-    for name in ("rewards", "metrics"):
-        if values := record.get(name):
-            found.append((name, numbers(values) if isinstance(values, Mapping) else as_text(values)))
+    found = {name: _numbers(record.get(name)) for name in ("rewards", "metrics")}
     played = []
     if record.get("group") is not None:
         played.append(f"group {record['group']}, member {record.get('member')}")
-    if versions := record.get("versions"):
-        played.append(f"policy version {', '.join(map(str, versions))}")
+    if record.get("versions"):
+        played.append(f"policy version {', '.join(map(str, record['versions']))}")
     if record.get("num_turns") is not None:
-        played.append(f"{record['num_turns']} turn{'s' if record['num_turns'] != 1 else ''}")
+        played.append(f"turns {record['num_turns']}")
     if record.get("seconds") is not None:
-        seconds = record["seconds"]
-        played.append(f"{seconds:.2f} s" if isinstance(seconds, int | float) else as_text(seconds))
+        played.append(_numbers({"seconds": record["seconds"]}))
     if record.get("truncated"):
         played.append("cut by a length limit")
-    if played:
-        found.append(("played", " · ".join(played)))
-    if record.get("answer") not in (None, ""):
-        found.append(("answer", as_text(record["answer"])))
-    if record.get("left_out"):
-        found.append(("left out", f"by {record['left_out']}"))
-    if record.get("error"):
-        found.append(("error", as_text(record["error"])))
-    return found
+    found |= {"sampled": " · ".join(played), "answer": as_text(record.get("answer"))}
+    found |= {"left out by": as_text(record.get("left_out")), "error": as_text(record.get("error"))}
+    return [(name, text) for name, text in found.items() if text]
 
 
-def numbers(values: Mapping[str, Any]) -> str:
+def _numbers(values: Any) -> str:
     """`exact 1 · format 0.25`."""
+    if not isinstance(values, Mapping):
+        return as_text(values)
     return " · ".join(f"{name} {value:.4g}" if isinstance(value, int | float) else f"{name} {value}" for name, value in values.items())
 
 
@@ -93,35 +79,24 @@ def _messages(messages: Any, sampled: bool) -> Iterator[Message]:
             yield Message("", as_text(message), sampled=sampled)
             continue
         role = str(message.get("role"))
-        spoken = sampled and role == "assistant"
+        by_policy = sampled and role == "assistant"
         if reasoning := message.get("reasoning_content") or message.get("reasoning"):
-            yield Message(role, as_text(reasoning), "reasoning", spoken)
+            yield Message(role, as_text(reasoning), "reasoning", by_policy)
         content, calls = message.get("content"), message.get("tool_calls") or []
         if content or not (calls or reasoning):
-            yield Message(role, as_text(content), sampled=spoken)
+            yield Message(role, as_text(content), sampled=by_policy)
         for call in calls if isinstance(calls, list) else [calls]:
-            yield Message(role, _call(call), "call", spoken)
+            yield Message(role, _call(call), "call", by_policy)
 
 
 def _call(call: Any) -> str:
-    """`search(query="…")`, from either form in which calls are written down."""
-    if isinstance(call, str):
-        try:
-            call = json.loads(call)
-        except ValueError:
-            return call
+    """`search({"query": "…"})`, from either form in which calls are written down."""
+    with contextlib.suppress(ValueError):
+        call = json.loads(call) if isinstance(call, str) else call
     inner = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(inner, Mapping) or "name" not in inner:
         return as_text(call)
-    arguments = inner.get("arguments", "")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            return f"{inner['name']}({arguments})"
-    if isinstance(arguments, Mapping):
-        return f"{inner['name']}({', '.join(f'{key}={json.dumps(value, ensure_ascii=False)}' for key, value in arguments.items())})"
-    return f"{inner['name']}({arguments})"
+    return f"{inner['name']}({as_text(inner.get('arguments'))})"
 
 
 def as_text(content: Any) -> str:
