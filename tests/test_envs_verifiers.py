@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import logging
 import re
 import signal
 from typing import Any
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -352,3 +354,23 @@ def test_concurrent_episodes_do_not_mix_their_tokens() -> None:
         text = tiny_chat().tokenizer.decode(turns_of(rollout)[0].completion_ids)
         assert text == env.rows[index]["answer"] + "<|im_end|>"
         assert rollout.reward == 1.0
+
+
+def test_the_signatures_of_hooks_and_rewards_are_read_once_however_many_episodes_call_them() -> None:
+    env = load("rlx_reverse_text", num_examples=4)
+    play(env, StandIn(tiny_chat(), error=0.0))
+    with mock.patch.object(inspect.Signature, "from_callable") as read:
+        rollout = play(env, StandIn(tiny_chat(), error=0.0), index=1)
+    assert (rollout.status, rollout.reward, read.call_count) == ("ok", 1.0, 0)
+
+
+def test_a_reward_may_be_an_object_without_a_hash() -> None:
+    class Half(list):
+        __name__ = "half"
+
+        def __call__(self, completion: Any) -> float:
+            return 0.5
+
+    env = load("rlx_reverse_text", num_examples=4)
+    env.env.rubric.rubrics[0].add_reward_func(Half())
+    assert play(env, StandIn(tiny_chat(), error=0.0)).reward == 1.5
