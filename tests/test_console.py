@@ -22,6 +22,7 @@ from rlx.cli import main
 from rlx.cli.console import Console
 from rlx.cli.display import count, sparkline
 from rlx.cli.show import run as show
+from rlx.config.errors import ConfigError
 from rlx.config.load import compose
 from rlx.config.schema import Config
 from rlx.launch.stall import STACKS
@@ -296,7 +297,8 @@ def test_the_rollouts_of_a_file_are_shown_as_text_a_few_of_them(tmp_path, capsys
         "step 0   math, example 3   reward 1.000   advantage -0.500   4 tokens, stop\n  user: 1+1=?\n  assistant: [2]\n\n"
         "step 0   math, example 9   no reward   4 tokens, timeout\n  user: 1+1=?\n"
     )
-    assert show([]) == 2
+    with pytest.raises(ConfigError, match="required"):
+        show([])
 
 
 def test_a_run_that_failed_points_to_its_logs_and_suggests_nothing(run):

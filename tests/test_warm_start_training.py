@@ -125,6 +125,9 @@ class Stripping:
     stop_token_ids = (ord("."),)
     closing = 0
 
+    def marks_in(self, text):
+        return []
+
     def text(self, ids):
         return "".join(map(chr, ids))
 
