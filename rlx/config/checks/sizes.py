@@ -41,10 +41,10 @@ def _sizes(path: Path, changed: float) -> dict[str, int]:
     try:
         made: Any = json.loads(path.read_text(encoding="utf-8"))
         made = made.get("text_config") or made  # the inner one is of a model that sees, too
-        found = {key: next((made[name] for name in names if isinstance(made.get(name), int)), None) for key, names in SIZES.items()}
+        named = [(key, made.get(name)) for key, names in SIZES.items() for name in reversed(names)]
+        found = {key: value for key, value in named if isinstance(value, int)}
     except (OSError, ValueError, AttributeError):  # loading the model says what is wrong with it
         return {}
-    found = {key: value for key, value in found.items() if value is not None}
     if isinstance(inner := made.get("intermediate_size"), int) and {"hidden_size", "num_layers", "vocab_size"} <= found.keys():
         hidden, experts = found["hidden_size"], found.get("num_experts", 1)
         heads = found.get("num_attention_heads", 1)
