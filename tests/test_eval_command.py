@@ -216,7 +216,7 @@ def test_an_endpoint_that_is_full_or_fails_is_asked_again_and_one_that_is_slow_s
     assert "1.000 [" in flaky.text
     slow = Command(tmp_path / "slow", *KEYS, *api("slow"), "num_examples=60", "orchestrator.max_concurrent=4")
     assert slow.process.wait(600) == 0, slow.text
-    assert re.search(r"model: \d+/120 rollouts .* 4 in flight   ETA \d+:\d\d", slow.text), slow.text
+    assert re.search(r"model: rollouts \d+/120 .* 4 in flight   ETA \d+:\d\d", slow.text), slow.text
     holds = [file for file in tmp_path.rglob("*") if file.is_file() and KEY.encode() in file.read_bytes()]
     assert holds == [], "no file has the key"
 

@@ -143,7 +143,7 @@ class Console(Display):
             return []
         found = measured(self.cfg, self.history.records)
         write_text(self.paths.root / "bench.json", json.dumps(found, indent=1) + "\n")
-        return [("measured", line) for line in rows_of(found)]
+        return [*(("measured", line) for line in rows_of(found)), ("numbers", str(self.paths.root / "bench.json"))]
 
     def _members(self) -> Iterator[tuple[str, str]]:
         """The runs of a shared trainer."""

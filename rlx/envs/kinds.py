@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
+from rlx.config.pythons import shipped
 from rlx.config.signatures import OWN_KINDS, module_of
 
 Kind = Literal["classic", "v1", "function", "program", "gateway"]
@@ -26,6 +27,9 @@ def kind_of(env_id: str) -> Kind:
     if env_id in OWN_KINDS:
         return OWN_KINDS[env_id]  # type: ignore[return-value]
     module = module_of(env_id)
+    if importlib.util.find_spec("verifiers") is None:
+        what = "rlx" if shipped(module) else env_id
+        raise ValueError(f"{env_id} needs verifiers, and this Python ({sys.executable}) has none. Install it: rlx env install {what}")
     # verifiers takes its own taskset before a package of the same name, which may be what the taskset imports (textarena)
     own = (_folder("verifiers") / "v1" / "tasksets" / module / "__init__.py").is_file()
     try:

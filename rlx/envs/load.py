@@ -10,7 +10,6 @@ import importlib
 import importlib.util
 import os
 import signal
-import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -18,9 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlx.config.evaluated import played
-from rlx.config.pythons import shipped
 from rlx.config.schema import Config, EnvConfig, PlayRoot
-from rlx.config.signatures import OWN_KINDS, module_of
+from rlx.config.signatures import OWN_KINDS
 from rlx.envs.base import Environment, Local, sampling_of
 from rlx.envs.local import LocalEnvironment
 from rlx.envs.wire import Settings
@@ -45,9 +43,6 @@ def load_one(name: str, config: EnvConfig, settings: Settings) -> LocalEnvironme
     # A job that runs a snapshot sets it for `python -m rlx…`. A script that the environment starts must find the modules beside it.
     os.environ.pop("PYTHONSAFEPATH", None)
     load: Callable[..., LocalEnvironment]
-    if config.id not in OWN_KINDS and importlib.util.find_spec("verifiers") is None:
-        what = "rlx" if shipped(module_of(config.id)) else config.id
-        raise RuntimeError(f"{config.id} needs verifiers, and this Python ({sys.executable}) has none. Install it: rlx env install {what}")
     with importing():
         kind = kind_of(config.id)
         if config.id in OWN_KINDS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -22,6 +23,12 @@ EXIT_CODES = {"completed": 0, "failed": 1, "interrupted": 130, "preempted": LEFT
 """Exit code by final state. Exit code 2 means an invalid configuration; then there is no run."""
 
 STALE_HANDLE = 10.0  # seconds in which a network file system finds the file that replaced an open one
+
+TRACEBACK = "Traceback (most recent call last):"
+CHAINED = (  # Python's sentences between two tracebacks
+    "During handling of the above exception, another exception occurred:",
+    "The above exception was the direct cause of the following exception:",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +160,23 @@ def last_lines(log: Path, count: int) -> tuple[str, ...]:
     except FileNotFoundError:
         return ()
     lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n")]
-    return tuple([line for line in lines if line][-count:]) if count > 0 else ()
+    return tuple(_from_the_engine([line for line in lines if line])[-count:]) if count > 0 else ()
+
+
+def _from_the_engine(lines: list[str]) -> list[str]:
+    """If vLLM's engine failed in a process of its own, the process that waited for it prints forty more lines. Leave them out.
+
+    The last of them says that the cause stands above. It is kept if the engine's last line names no error, or if it has an exit code.
+    """
+    if not any("See root cause above" in line for line in lines[-3:]) or TRACEBACK not in lines:
+        return lines
+    said = lines
+    while said and (said is lines or said[-1] in CHAINED) and TRACEBACK in said:
+        said = said[: len(said) - 1 - said[::-1].index(TRACEBACK)]  # lines of the engine begin with its name, so its own are not found
+    said = [line for line in said if "[shutdown] Process manager: send sigterm" not in line]
+    summary = [line for line in lines[-3:] if "See root cause above" in line]
+    known = bool(said) and re.search(r"error|exception", said[-1], flags=re.IGNORECASE) and not re.search(r": -\d+", summary[0])
+    return said if known else said + summary
 
 
 def new_attempt(paths: RunPaths) -> int:
