@@ -226,6 +226,7 @@ def test_a_cluster_trains_on_all_its_gpus(data: Path, capsys: pytest.CaptureFixt
         "slurm=example",
         "hardware=node8x2",
         "model=qwen3_8b",
+        "model.name=Qwen/Qwen3-8B",
         "seq_len=2048",
         "trainer.micro_batch_tokens=null",
         "val.name=null",
