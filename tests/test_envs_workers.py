@@ -346,9 +346,9 @@ def test_a_pool_tells_how_many_rollouts_wait_for_its_busy_worker(pool_of: Any) -
             await asyncio.sleep(0.05)
             seen.append(waiting_for_workers({"e": pool}))
 
-    pool = pool_of(trouble="cpu", bad=list(range(16)), seconds=0.3)
-    assert [one.status for (one,) in play(pool, range(16), meanwhile=look)] == ["ok"] * 16
-    assert 3 < max(seen) < 16, seen
+    pool = pool_of(trouble="cpu", bad=list(range(32)), seconds=0.2)
+    assert [one.status for (one,) in play(pool, range(32), meanwhile=look)] == ["ok"] * 32
+    assert 3 < max(seen) < 32, seen
     assert pool.replaced == {}
 
 
