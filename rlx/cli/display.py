@@ -10,6 +10,7 @@ import os
 import shlex
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ class Progress:
     left: float | None = None  # seconds
 
 
-class Display:
+class Display(ABC):
     """Displays one run. Call `update` a few times a second and `close` once."""
 
     note = ""  # what is to be said of the whole run now: why its job waits
@@ -109,13 +110,13 @@ class Display:
         self._stall = ""  # the newest account of a stall
         self._restarts: list[Restart] = []
 
+    @abstractmethod
     def progress(self) -> Progress | None:
         """None until this attempt has begun."""
-        raise NotImplementedError
 
+    @abstractmethod
     def results(self) -> list[tuple[str, str]]:
         """Rows of the closing summary."""
-        raise NotImplementedError
 
     def suggestions(self) -> list[str]:
         """Commands to go on with, after a run that was completed."""

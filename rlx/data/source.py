@@ -12,6 +12,7 @@ reads them, and broadcasts the bytes. A file appears whole (temporary name, then
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -32,16 +33,16 @@ if TYPE_CHECKING:  # an orchestrator only sends, so it need not load torch
 Tick = Callable[[], None]
 
 
-class Source:
+class Source(ABC):
     """Gives every rank the same batch for the same step."""
 
     own = True  # whether a version that a sample names is this trainer's version of that number. False: it is another model
 
+    @abstractmethod
     def receive(self, step: int, tick: Tick = lambda: None) -> StepBatch:
         """The batch of `step`. `tick` is called while rank 0 waits. If it raises Preempted there, every rank raises it."""
-        raise NotImplementedError
 
-    def done(self, step: int) -> None:
+    def done(self, step: int) -> None:  # noqa: B027  (only a source that others fill has anything to clear away)
         """Called when every rank has received the batch of `step`."""
 
     def report(self, step: int) -> dict[str, float]:

@@ -21,8 +21,9 @@ log = logging.getLogger("rlx.envs")
 
 
 class LocalEnvironment:
-    """See `rlx.envs.base.Environment`. An implementation plays one rollout."""
+    """See `rlx.envs.base.Environment`. An implementation plays one rollout, or has a `play` of its own."""
 
+    _rollout: Callable[[Task, int, int], Coroutine[Any, Any, Rollout]]  # of a task, its member and its attempt
     rows: Sequence[dict[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
     agents: Sequence[str] = ()
@@ -67,9 +68,6 @@ class LocalEnvironment:
     def _episode_of(self, task: Task, member: int, attempt: int) -> Episode:
         assert self.policy is not None, "the environment has no policy; set it before the first play"
         return self.policy.episode(task, member, attempt)
-
-    async def _rollout(self, task: Task, member: int, attempt: int) -> Rollout:
-        raise NotImplementedError
 
     async def _timed(self, work: Coroutine[Any, Any, Any], task: Task, member: int, episode: Episode, timing: dict[str, float]) -> Any:
         """What an episode returned; the failed rollout if it raised, or did not end in time. `timing` gets the `total`."""

@@ -11,6 +11,7 @@ Implementations: our own servers, which exchange token ids (`rlx.policy.tokens`)
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -67,7 +68,7 @@ class Reply:
         return message
 
 
-class Episode:
+class Episode(ABC):
     """The policy in one rollout."""
 
     __slots__ = ("replies", "said")
@@ -97,6 +98,7 @@ class Episode:
         """`; URL has not answered`, of an endpoint that is not the run's own; empty if no request to one is in flight."""
         return ""
 
+    @abstractmethod
     async def respond(
         self,
         messages: Sequence[Message],
@@ -111,7 +113,6 @@ class Episode:
         `trained`: False for a request outside the trajectory (a judge, a user simulator). It is answered, but is not in `trace`.
         Raises PromptTooLong, PolicyError, or an error of the policy's servers.
         """
-        raise NotImplementedError
 
 
 class Policy(Protocol):

@@ -7,6 +7,7 @@ provably right. If not, the conversation is rendered afresh, and `rlx.rollout.sa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from rlx.process import today
 from rlx.trace import TraceBuilder, Turn
 
 BREAK = "\u200b"  # shown as nothing
+# Special tokens by which parsers of calls find them; cut once they were read.
+CALL_MARKS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>", "<|tool_call_start|>", "<|tool_call_end|>")
 TAGS = (OPEN, CLOSE, "<tool_call>", "</tool_call>")  # special tokens of some tokenizers, but part of what the model says
 _TAIL = 16  # tokens at the end of a prompt that may hold an open `<think>`
 _CACHED_PROMPTS = 4096  # first prompts kept; the members of a group share theirs
@@ -68,8 +71,13 @@ class Chat:
         self._prompts: dict[tuple, list[int]] = {}
         self._served: set[tuple[str, ...]] = set()  # names of tools that the format was seen to serve
         special = [mark for mark in tokenizer.all_special_tokens if mark not in TAGS]
-        self._marks = {mark: mark[0] + BREAK + mark[1:] for mark in special}
-        self._mark_ids = np.array(tokenizer.convert_tokens_to_ids(special), dtype=np.int64)
+        ids = dict(zip(special, tokenizer.convert_tokens_to_ids(special), strict=True))
+        self._read = {mark: ids.pop(mark) for mark in CALL_MARKS if mark in ids}
+        self._cut = np.array(list(ids.values()), dtype=np.int64)
+        # Families list few of their special tokens; Llama 3 leaves out those around a role's name.
+        added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        spelled = sorted({*special, *added} - {"", *TAGS}, key=len, reverse=True)
+        self._marks = re.compile("|".join(map(re.escape, spelled)) or "(?!)")
         if renderer is not None:
             self.stop_token_ids: list[int] = list(renderer.get_stop_token_ids())
             self.tool_parser, self.reasoning_parser = None, None
@@ -111,20 +119,18 @@ class Chat:
 
     def marks_in(self, text: str) -> list[str]:
         """The special tokens that the text spells. In a rendered conversation it would begin or end turns."""
-        return [mark for mark in self._marks if mark in text]
+        return self._marks.findall(text)
 
     def inert(self, message: Message) -> Message:
         """A message whose text spells no special token: an invisible character breaks them up, so nothing that an environment says
         becomes a turn. What the assistant says is left as it is: its tokens are kept, not read again."""
         content: Any = message.get("content")
         texts = [content] if isinstance(content, str) else [part.get("text") for part in content or () if isinstance(part, Mapping)]
-        if message["role"] == "assistant" or not any(self.marks_in(text) for text in texts if isinstance(text, str)):
+        if message["role"] == "assistant" or not any(self._marks.search(text) for text in texts if isinstance(text, str)):
             return message
 
         def broken(text: str) -> str:
-            for mark, apart in self._marks.items():
-                text = text.replace(mark, apart)
-            return text
+            return self._marks.sub(lambda found: found[0][0] + BREAK + found[0][1:], text)
 
         if isinstance(content, str):
             return {**message, "content": broken(content)}
@@ -222,7 +228,7 @@ class Chat:
         while end and int(ids[end - 1]) in self._stops:
             end -= 1
         # Special tokens that were sampled are cut by their ids: their texts may have been sampled as ordinary characters.
-        said = ids[:end][~np.isin(ids[:end], self._mark_ids)]  # an array, because decoding a list checks every element
+        said = ids[:end][~np.isin(ids[:end], self._cut)]  # an array, because decoding a list checks every element
         text = self.tokenizer.decode(said, skip_special_tokens=False)
         reasoning = None
         if self.reasoning_parser != "none":
@@ -232,6 +238,8 @@ class Chat:
         read = TOOL_PARSERS[str(self.tool_parser)](text, tools) if tools and self.tool_parser != "none" else None
         if read is not None and (len(read[1]) == 1 or not self._one_call):
             text, calls = read[0], tuple(Call(call_id, utf8(name), utf8(arguments)) for name, arguments, call_id in read[1])
+        for mark in [mark for mark, token in self._read.items() if token in said]:
+            text = text.replace(mark, "")
         return Reply(text, reasoning or None, calls)
 
     def _parse_typed(self, turn: Turn, tools: list[dict] | None) -> Reply:

@@ -79,6 +79,11 @@ class WrittenTokenizer:
         text = self._template.render(messages=messages, tools=tools, documents=None, **self.special_tokens_map, **given)
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
+    @property
+    def added_tokens_decoder(self) -> dict[int, Any]:
+        """The tokens besides the vocabulary's, by id; `special` tells those that steer."""
+        return dict(self._fast.get_added_tokens_decoder())
+
     @cached_property
     def _template(self) -> Any:
         return compiled(str(self.chat_template))
