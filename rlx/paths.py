@@ -62,7 +62,7 @@ class RunPaths:
     replays = _At("replays")  # steps that were trained again under another objective (`rlx replay`)
     failures = _At("failures.json")  # what failed since the run's last start, by cause (`rlx.rollout.failures`); absent if nothing did
     rollouts = _At("rollouts")
-    finished = _At("rollouts/finished.jsonl")  # every finished rollout of `rlx synthesize`, one a line (`rlx.rollout.selection.Candidate`)
+    finished = _At("rollouts/finished.jsonl")  # every finished rollout of `rlx synthesize`, one a line (`rlx.rollout.eval_results.Outcome`)
     evaluations = _At("eval")  # results of evaluations, in verifiers' layout
     progress = _At("progress.json")  # how far a command that plays has come (`Scored.progress`), rewritten twice a second
     weights = _At("weights")

@@ -35,8 +35,7 @@ from rlx.metrics import MetricsWriter
 from rlx.parallel.mesh import one_process
 from rlx.paths import COMPLETE, RunPaths, write_text
 from rlx.roles.orchestrator import Orchestrator
-from rlx.rollout.record import read_rollouts
-from rlx.rollout.recorder import StepRecorder
+from rlx.rollout.record import StepRecorder, read_rollouts
 from rlx.runs.rewind import rewind
 from rlx.waiting import Preempted
 from rlx.weights.files import verify

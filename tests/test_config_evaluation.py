@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_rollout_play import outcome
+from test_rollout_runner import outcome
 
 from rlx.config.checks.data import metrics_of
 from rlx.config.errors import ConfigError

@@ -27,11 +27,9 @@ from rlx.config.load import compose, load_command, load_run, to_yaml
 from rlx.config.roots import EVAL
 from rlx.config.schema import EvalSampling
 from rlx.config.schema_eval import EvalRoot
-from rlx.paths import COMPLETE, RunPaths
+from rlx.paths import COMPLETE
 from rlx.plan.make import make_plan
-from rlx.rollout.evaluation import PLAYED
-from rlx.rollout.results import METADATA
-from rlx.rollout.scoring import rows_of
+from rlx.rollout.eval_results import METADATA
 from rlx.runs.weights import initial_model, resolve
 
 pytestmark = pytest.mark.slow
@@ -209,7 +207,7 @@ KEYS = ["env=reverse_text", "launcher.check_envs=false", "num_examples=12", "rol
 def test_an_endpoint_that_is_full_or_fails_is_asked_again_and_one_that_is_slow_shows_progress(api, tmp_path: Path) -> None:
     flaky = Command(tmp_path / "flaky", *KEYS, *api("flaky"))
     assert flaky.process.wait(600) == 0, flaky.text
-    (row,) = rows_of(RunPaths(tmp_path / "flaky"), ["reverse_text"])
+    (row,) = json.loads((tmp_path / "flaky/summary.json").read_text())["rows"]
     assert (row["avg@2"], row["error_frac"], row["examples"]) == (1.0, 0.0, 12)
     metadata = json.loads(next((tmp_path / "flaky").glob(f"eval/*/*/{METADATA}")).read_text())
     assert (metadata["model"], metadata["served_model"]) == ("m", "m-2026"), "what was asked for, and what answered"
@@ -225,12 +223,12 @@ def test_an_endpoint_that_is_full_or_fails_is_asked_again_and_one_that_is_slow_s
 def test_an_endpoint_that_returns_tokens_has_them_counted_and_one_that_does_not_is_refused_before_it_plays(api, tmp_path: Path) -> None:
     counted = Command(tmp_path / "counted", *KEYS, *api("tokens"), "client.tokens=true")
     assert counted.process.wait(600) == 0, counted.text
-    (row,) = rows_of(RunPaths(tmp_path / "counted"), ["reverse_text"])
+    (row,) = json.loads((tmp_path / "counted/summary.json").read_text())["rows"]
     assert (row["avg@2"], row["completion_mean"]) == (1.0, 3.0)
     refused = Command(tmp_path / "refused", *KEYS, *api("slow"), "client.tokens=true")
     assert refused.process.wait(600) == 1
     assert "does not return token ids with log-probabilities (client.tokens)" in refused.text, refused.text
-    assert not list((tmp_path / "refused").glob(f"eval/*/*/{PLAYED}"))
+    assert not (tmp_path / "refused/eval").exists()
 
 
 @pytest.mark.nightly
@@ -257,7 +255,8 @@ def test_a_wrong_key_stops_at_once_and_an_endpoint_that_breaks_down_can_be_conti
     keys = [*KEYS, "client.max_retries=0", "orchestrator.max_retries=0"]
     down = Command(tmp_path / "down", *keys, *api("down"))
     assert down.process.wait(600) == 1
-    assert "rollouts of reverse_text in a row failed" in down.text
+    assert "environment reverse_text:" in down.text
+    assert "rollouts failed (orchestrator.max_error_rate=0.5)" in down.text
     assert "resume=latest" in down.text
 
 
@@ -278,12 +277,11 @@ def test_all_weights_of_a_run_on_one_server_give_the_scores_of_its_own_evaluatio
     assert said == [str(training.run_dir / "weights" / f"step_{step}") for step in (10, 20)]
     assert beside[20] > beside[0]
     killed = Command(tmp_path / "killed", *keys, "orchestrator.max_concurrent=1")
-    file = tmp_path / "killed" / "eval" / "reverse_text--tiny" / "step_10" / PLAYED
+    file = tmp_path / "killed" / "eval" / "finished.jsonl"
     while not (file.exists() and len(file.read_bytes().splitlines()) >= 2):
         assert killed.process.poll() is None, killed.text
         time.sleep(0.01)
     killed.kill()
-    assert not (tmp_path / "killed" / "eval" / "reverse_text--tiny" / "step_20" / PLAYED).exists()
     for _ in range(100):  # the directory's lock is held until the reaper has ended the last process
         again = Command(tmp_path / "killed", *keys, "orchestrator.max_concurrent=1", "resume=latest")
         if (code := again.process.wait(600)) != 2:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from test_eval_command import config_of
-from test_rollout_play import Env, Model, outcome
+from test_rollout_runner import Env, Model
 
 from rlx.config.errors import ConfigError
 from rlx.config.schema import RunConfig
@@ -20,11 +20,9 @@ from rlx.inference.replica import ServerState
 from rlx.metrics import MetricsWriter
 from rlx.paths import COMPLETE, RunPaths
 from rlx.plan.make import make_plan
-from rlx.roles.evaluator import Evaluator, has_finished
-from rlx.rollout.evaluation import PLAYED
+from rlx.roles.evaluator import Evaluator, finished_file, has_finished
 from rlx.rollout.models import Served
-from rlx.rollout.play import Records
-from rlx.rollout.results import Outcome, outcome_of
+from rlx.rollout.rollout_set import RolloutSet, read_finished
 from rlx.rollout.tasks import keep_digests
 from rlx.runs.claim import create
 from rlx.types import Rollout, Task
@@ -47,14 +45,15 @@ def test_a_resumed_evaluation_does_not_mix_two_data_sets(tmp_path: Path) -> None
     envs: Any = {"sums": Env()}
     keep_digests(paths, envs, kept=has_finished(paths))
     envs["sums"].rows = [{"example_id": 7}]
-    Records(paths.evaluation_of("sums", "tiny", 0) / PLAYED, Outcome).close()
+    finished_file(paths).parent.mkdir()
+    finished_file(paths).touch()
     keep_digests(paths, envs, kept=has_finished(paths))  # nothing was played yet
     before = paths.data.read_text()
     envs["sums"].rows = [{"example_id": 8}]
-    Records(paths.evaluation_of("sums", "tiny", 0) / PLAYED, Outcome).add(outcome(0, 0))
+    finished_file(paths).write_text("{}\n")
     with pytest.raises(ValueError, match="the examples of sums are not those of the earlier attempts"):
         keep_digests(paths, envs, kept=has_finished(paths))
-    (paths.evaluation_of("sums", "tiny", 0) / PLAYED).unlink()
+    finished_file(paths).unlink()
     MetricsWriter(paths.metrics, "eval").write(0, {"eval/sums/avg@1": 1.0})
     with pytest.raises(ValueError, match="the examples of sums are not those"):
         keep_digests(paths, envs, kept=has_finished(paths))
@@ -83,7 +82,7 @@ def test_a_resumed_evaluation_plays_again_what_other_weights_of_the_version_have
     folder = paths.evaluation_of("sums", cfg.model.name, 28)
 
     def played() -> int:
-        return len((folder / PLAYED).read_text().splitlines()) if (folder / PLAYED).exists() else 0
+        return len(finished_file(paths).read_text().splitlines()) if finished_file(paths).exists() else 0
 
     async def evaluate(env: Any, digest: str | None, until: int | None = None) -> None:
         """`until`: records after which it is killed."""
@@ -103,8 +102,7 @@ def test_a_resumed_evaluation_plays_again_what_other_weights_of_the_version_have
     assert len(env.asked) == again
     said = "version 28 of the weights has changed since an earlier attempt (digest a, now b)"
     assert (said in caplog.text) == (again == 20)
-    aside = ["played_1.jsonl"] if again == 20 else []
-    assert sorted(file.name for file in folder.iterdir()) == ["metadata.json", *aside, "results.jsonl", "traces.jsonl"]
+    assert sorted(file.name for file in folder.iterdir()) == ["metadata.json", "results.jsonl", "traces.jsonl"]
 
 
 def test_the_digest_of_served_weights_is_that_of_their_manifest_and_of_version_0_that_of_the_model(tmp_path: Path) -> None:
@@ -129,18 +127,13 @@ def test_the_digest_of_served_weights_is_that_of_their_manifest_and_of_version_0
     assert digest(28, tmp_path / "elsewhere", identity="") is None
 
 
-def test_a_metric_that_is_not_finite_does_not_prevent_resuming(tmp_path: Path) -> None:
-    (rollout,) = asyncio.run(Env().play(Task(env="e", example_id=0, index=0, row={}), (0,), 0))
-    odd = replace(rollout, rewards={"a": 1.0, "b": float("nan")}, metrics={"c": float("inf"), "d": 2})
-    records = Records(tmp_path / PLAYED, Outcome)
-    records.add(outcome_of(odd))
-    assert [(one.rewards, one.metrics) for one in records.read()] == [({"a": 1.0}, {"a": 1.0, "d": 2.0})]
-
-
-def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
-    records = Records(tmp_path / PLAYED, Outcome)
-    records.add(outcome(0, 0))
-    with records.path.open("a") as file:
-        file.write('{"example_id": null}\n')
-    with pytest.raises(ValueError, match=rf"{PLAYED}, line 2: Expected `int`, got `null` .* Delete this line"):
-        records.read()
+def test_a_metric_that_is_not_finite_does_not_prevent_resuming_and_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
+    (rollout,) = asyncio.run(Env().play(Task(env="e", example_id=0, index=0, row={"info": {"of": {1, 2}}}), (0,), 0))
+    odd, file = replace(rollout, rewards={"a": 1.0, "b": float("nan")}, metrics={"c": float("inf"), "d": 2}), tmp_path / "finished.jsonl"
+    rollouts = RolloutSet({"x": Env()}, {"x": (1, 1)}, file=file)
+    rollouts.add(next(rollouts.jobs()), [odd])
+    assert [(one.rewards, one.metrics) for one in read_finished(file)] == [({"a": 1.0}, {"a": 1.0, "d": 2.0})]
+    with file.open("a") as lines:
+        lines.write('{"example_id": null}\n')
+    with pytest.raises(ValueError, match=r"finished.jsonl, line 2: Expected `int`, got `null` .*\n  fix: delete this line"):
+        read_finished(file)

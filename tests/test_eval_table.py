@@ -1,4 +1,4 @@
-"""The table of `rlx eval`: on the console, as JSON and CSV, and as a plot."""
+"""The table of `rlx eval`: on the console, as JSON and CSV."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from rlx.cli.playing import eval_table
-from rlx.rollout.scoring import columns_of, write_summary
+from rlx.metrics import MetricsWriter
+from rlx.paths import RunPaths
+from rlx.rollout.eval_summary import write_summary
 
 
 def rows() -> list[dict[str, Any]]:
@@ -21,13 +23,16 @@ def test_the_table_has_every_score_with_its_interval() -> None:
     head, cells = eval_table(rows())
     assert head == ["step", "env", "examples", "avg@2", "pass@1", "pass@2", "tokens", "errors", "truncated"]
     assert cells[0] == ["base", "a", "10", "0.500 [0.400, 0.600]", "0.500", "0.700", "5.0", "10.0%", "0.0%"]
-    assert columns_of(rows())[:7] == ["step", "env", "avg@2", "avg@2_low", "avg@2_high", "pass@1", "pass@2"]
     assert eval_table([rows()[0], rows()[2] | {"attested": 0.999}])[1][1][-1] == "99.9%"
 
 
-def test_the_summary_is_written_as_json_csv_and_a_plot(tmp_path: Path) -> None:
-    write_summary(tmp_path, rows(), {"model": "m"})
-    assert json.loads((tmp_path / "summary.json").read_text())["rows"][2]["step"] == 10
+def test_the_summary_is_written_as_json_and_csv(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    for step in (10, 0):
+        values = {f"eval/{row['env']}/{name}": value for row in rows()[:2] for name, value in row.items() if name not in ("step", "env")}
+        MetricsWriter(paths.metrics, "eval").write(step, values | ({"eval/attested": 1.0} if step else {}))
+    write_summary(paths, ["a", "b", "c"], {"model": "m"})
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["rows"] == [{**row, **({"attested": 1.0} if row["step"] else {})} for row in rows()]
     with (tmp_path / "summary.csv").open() as file:
         assert [row["env"] for row in csv.DictReader(file)] == ["a", "b", "a", "b"]
-    assert (tmp_path / "scores.png").read_bytes().startswith(b"\x89PNG")

@@ -15,8 +15,8 @@ from traces import plain, turns_of
 from rlx.cli.playing import eval_table
 from rlx.policy.base import PolicyError, PromptTooLong
 from rlx.policy.openai import OpenAIEpisode, OpenAIPolicy, parameters_of
+from rlx.rollout.eval_results import outcome_of
 from rlx.rollout.evaluation import score_metrics
-from rlx.rollout.results import outcome_of
 from rlx.types import Task
 
 TASK = Task(env="e", example_id=0, index=0, row={})
@@ -227,7 +227,7 @@ def test_an_environment_is_played_and_scored_without_tokens() -> None:
 
     good, bad = play(endpoint, scene)
     assert (good.status, good.reward, turns_of(good)) == ("ok", 1.0, ())
-    outcome = outcome_of(good)
+    outcome = outcome_of(good, env="e")
     assert (outcome.token_usage.input_tokens, outcome.token_usage.output_tokens) == (None, None)
     described = score_metrics("e", [[outcome]], 0.5)
     assert "eval/e/completion_mean" not in described

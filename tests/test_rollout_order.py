@@ -200,16 +200,18 @@ def group(index: int, *errors: float, env: str = "e") -> list[Rollout]:
 def test_examples_that_cannot_be_scored_do_not_end_the_run_and_a_broken_environment_does() -> None:
     errors = ErrorRate(0.5)
     for step in range(100):
-        errors.add(group(step, 1, 0, 0, env="rare"))
-        errors.add([replace(one, status="timeout", stop="timeout") for one in group(step, 0)] + group(step, 0, 0), lambda: 0)
+        errors.add("rare", group(step, 1, 0, 0, env="rare"))
+        errors.add("e", [replace(one, status="timeout", stop="timeout") for one in group(step, 0)] + group(step, 0, 0), lambda: 0)
     for step in range(30):
         broken = [replace(one, status="error", stop="reward_raised") for one in group(step, 1, env="slow")]
-        errors.add(broken, lambda: 100)  # those that fail come first
-        errors.add([one for _ in range(9) for one in group(step, 1, env="often")] + group(step, 0, env="often"))  # it may earn that
+        errors.add("slow", broken, lambda: 100)  # those that fail come first
+        errors.add(
+            "often", [one for _ in range(9) for one in group(step, 1, env="often")] + group(step, 0, env="often")
+        )
     never = [replace(one, status="timeout", stop="timeout", error="it hangs") for step in range(9) for one in group(step, 0, env="never")]
-    errors.add(never[:8])
+    errors.add("never", never[:8])
     with pytest.raises(RolloutsFailed, match=r"environment never: 9 of its latest 9 .*: 9 × timeout: it hangs"):
-        errors.add(never[8:])
+        errors.add("never", never[8:])
     everything = [one for step in range(70) for one in group(step, 1, env="b")]
     with pytest.raises(RolloutsFailed, match=r"environment b: 64 of its latest 64 .*max_error_rate=0.5\): 64 × reward_raised: exact"):
-        errors.add(everything)
+        errors.add("b", everything)

@@ -6,7 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from test_rollout_runner import outcome
 
 from rlx.config.load import compose
 from rlx.config.roots import EVAL, SYNTHESIZE
@@ -18,9 +20,7 @@ from rlx.launch import sweep
 from rlx.launch.sweep import Element
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths
-from rlx.policy.transcript import Transcript
-from rlx.rollout.selection import Candidate
-from rlx.rollout.synthesis import Synthesis
+from rlx.rollout.sft_export import export
 from rlx.runs.claim import create
 from rlx.runs.status import Status
 
@@ -52,12 +52,11 @@ def synthesized(root: Path, **changes: Any) -> SynthesizeRoot:
     """A synthesis that has completed: the keys with which it wrote its data."""
     cfg = synthesis(root, **changes)
     paths = completed(cfg)
-    done = Synthesis(cfg, paths)
-    said = Transcript(prompt=[{"role": "user", "content": "1+1?"}], completion=[{"role": "assistant", "content": "2"}])
-    about = {"example_id": 0, "rewards": "{}", "stop": "done", "num_tokens": 1, "policy_version": 0}
-    keys = {"env": "sums", "index": 0, "member": 0, "reward": 1.0, "failed": False, "truncated": False, "about": about}
-    done.finished.add(Candidate(**keys, transcripts=(said,)))
-    done.write()
+    one, said = outcome(0, 0), [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    one.env, one.nodes = "sums", [{"parent": n - 1, "message": said[n], "sampled": bool(n)} for n in (0, 1)]
+    paths.finished.parent.mkdir(exist_ok=True)
+    paths.finished.write_bytes(msgspec.json.encode(one) + b"\n")
+    export(cfg, paths)
     return cfg
 
 
@@ -123,7 +122,6 @@ def test_a_synthesis_is_done_if_its_data_are_those_of_the_same_keys(
 
 def test_a_synthesis_that_only_chose_again_has_not_played_what_is_asked_for(tmp_path: Path) -> None:
     cfg = synthesized(tmp_path / "run")
-    done = Synthesis(replace(cfg, num_examples=3, play=False), RunPaths(tmp_path / "run"))
-    done.write()
+    export(replace(cfg, num_examples=3, play=False), RunPaths(tmp_path / "run"))
     assert state_of(replace(cfg, num_examples=3)) == "again"
     assert state_of(replace(cfg, num_examples=3, play=False)) == "done"

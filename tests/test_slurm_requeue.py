@@ -17,7 +17,6 @@ from slurm_job import EVAL, SFT, TRAIN, SlurmJob, slurm, train
 
 from rlx.config.schema import WarmStartConfig
 from rlx.models import tiny
-from rlx.rollout.evaluation import PLAYED
 
 pytestmark = [pytest.mark.slurm]
 STEPS = 18  # the run must still be training when SLURM has carried out what a test asks for after step 4
@@ -108,7 +107,7 @@ def test_an_evaluation_that_was_requeued_half_way_has_the_table_of_one_that_was_
     done = train(*keys, f"run.dir={tmp_path / 'whole'}", cwd=tmp_path, cache=model_cache, command=EVAL)
     assert done.returncode == 0, done.stdout + done.stderr
     job = submit("job", *keys, "orchestrator.max_concurrent=1", command=EVAL)
-    played = job.run_dir / "eval" / "reverse_text--tiny" / "step_0" / PLAYED
+    played = job.run_dir / "eval" / "finished.jsonl"
     job.until(lambda: played.exists() and played.read_bytes().count(b"\n") >= 8, "8 rollouts")
     signal_before_the_time_limit(job)
     assert job.until_over() == "completed", job.text()

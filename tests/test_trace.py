@@ -11,8 +11,8 @@ import pytest
 from traces import turns_of
 
 from rlx import codec
-from rlx.policy.transcript import transcripts_of
 from rlx.rollout.record import nodes_of
+from rlx.rollout.rejection_sampling import transcripts_of
 from rlx.rollout.samples import samples_of
 from rlx.trace import Node, Trace, TraceBuilder, Turn
 from rlx.types import Group, Rollout, Task

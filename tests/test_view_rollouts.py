@@ -7,20 +7,18 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import zstandard
-from test_rollout_play import outcome
+from test_rollout_runner import outcome
 from traces import turns_of
 from view_run import rollout, write_run, write_step
 
 from rlx.cli import main
 from rlx.config.errors import ConfigError
 from rlx.paths import RunPaths
-from rlx.rollout.play import Job, Records
-from rlx.rollout.results import write_results
-from rlx.rollout.selection import Candidate
-from rlx.rollout.synthesis import candidate_of
+from rlx.rollout.eval_results import outcome_of, write_results
 from rlx.runs.rollouts import Rollouts, Row, same_example
 from rlx.runs.selection import select, sort
 from rlx.runs.tokens import REPLAY_SUMMARY, REPLAY_TOKENS, texts_of, tokens_of
@@ -229,13 +227,15 @@ def test_every_rollout_of_a_synthesis_is_listed(tmp_path: Path, capsys: pytest.C
     paths = RunPaths(tmp_path)
     paths.config.touch()
     task = Task(env="sums", example_id=7, index=3, row={})
-    records = Records(paths.finished, Candidate)
+    records = []
     for member, stop in ((0, "max_turns_reached"), (1, "boom")):
         played = rollout(task, member, 0, stop=stop, status="error" if member else "ok")
         said = TraceBuilder()
         said.add(0, [{"role": "user", "content": "3+4?"}], None, {"role": "assistant", "content": "seven"}, turns_of(played)[0])
-        records.add(candidate_of(Job("sums", task, (member,)), replace(played, trace=said.trace())))
-    records.close()
+        shown = replace(played, trace=said.trace(), completion=[{"role": "assistant", "content": "seven"}])
+        records.append(msgspec.json.encode(outcome_of(shown, env="sums")))
+    paths.finished.parent.mkdir()
+    paths.finished.write_bytes(b"\n".join([*records, b""]))
     assert main(["view", str(tmp_path), "filter=set=synthesis"]) == 0
     assert "2 rollouts" in (out := capsys.readouterr().out)
     assert "1 failed" in out

@@ -10,8 +10,8 @@ import numpy as np
 from traces import trace_of
 
 from rlx.paths import RunPaths
+from rlx.rollout.eval_results import outcome_of, write_results
 from rlx.rollout.record import record_batch, write_rollouts
-from rlx.rollout.results import outcome_of, write_results
 from rlx.rollout.samples import samples_of
 from rlx.trace import Trace, Turn
 from rlx.types import Group, Rollout, StepBatch, Task
@@ -95,7 +95,7 @@ def write_run(root: Path, steps: int = 3) -> RunPaths:
         write_step(paths, step)
     for version in (0, 2):
         tasks = [Task(env="sums", example_id=example, index=example, row={"answer": "three"}) for example in (0, 1)]
-        examples = [[outcome_of(rollout(task, member, version)) for member in (0, 1)] for task in tasks]
+        examples = [[outcome_of(rollout(task, member, version), env="sums") for member in (0, 1)] for task in tasks]
         write_results(paths.evaluation_of("sums", "org/model", version), examples, {"env_id": "sums", "model": "org/model"}, 0.5)
     write_tokenizer(paths.weights_of(2))
     return paths

@@ -1,7 +1,7 @@
 """`rlx env check`: plays a few rollouts of an environment and says whether it is worth training on.
 
 It is an evaluation (`rlx eval`) of the initial model on training examples, without retries, whose rollouts are then judged
-(`rlx.rollout.worth`). So it plays on servers of its own, on servers that run already, or on any OpenAI-compatible endpoint.
+(`rlx.rollout.env_report`). So it plays on servers of its own, on servers that run already, or on any OpenAI-compatible endpoint.
 """
 
 from __future__ import annotations
@@ -14,10 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from rlx.rollout.worth import Assessment
+from typing import Any
 
 WORTH, NOT_PLAYABLE, NOT_WORTH = 0, 1, 3  # exit codes
 DEFAULTS = {  # of a check; the user's own values win
@@ -36,8 +33,8 @@ def run(name: str, given: Sequence[str], as_json: bool) -> int:
     from rlx.config.load import compose
     from rlx.paths import RunPaths
     from rlx.preflight.probes import environments_of
-    from rlx.rollout.results import RESULTS, read_results
-    from rlx.rollout.worth import assess, judge
+    from rlx.rollout.env_report import diagnose
+    from rlx.rollout.eval_results import RESULTS, read_results
     from rlx.runs.status import read_status
 
     env, arguments = overrides(name, given)
@@ -64,14 +61,13 @@ def run(name: str, given: Sequence[str], as_json: bool) -> int:
         return code
     file = paths.evaluation_of(env, str(cfg.model.name), 0) / RESULTS
     if code == 0 and file.is_file():
-        facts = assess(read_results(file))
         own = cfg.envs[env]
-        verdict = judge(facts, own.sampling.max_tokens or cfg.sampling.max_tokens)
-        answer |= asdict(verdict) | {"facts": asdict(facts), "results": str(file)}
+        verdict = diagnose(read_results(file), own.sampling.max_tokens or cfg.sampling.max_tokens)
+        answer |= asdict(verdict) | {"results": str(file)}
         code = WORTH if verdict.worth else NOT_WORTH if verdict.playable else NOT_PLAYABLE
         head = "worth training on" if verdict.worth else "not worth training on as it is" if verdict.playable else "not playable"
         notes = [*verdict.reasons, *(f"note: {note}" for note in verdict.notes)]
-        said = [f"\n{own.id} with {cfg.model.name}", *in_words(facts), f"  {head}:", *(f"    {note}" for note in notes)]
+        said = [f"\n{own.id} with {cfg.model.name}", *in_words(verdict.facts), f"  {head}:", *(f"    {note}" for note in notes)]
         said += [f"  next       {next_commands(own.id)[1]}"] if verdict.worth else []
         print("\n".join([*said, f"  results    {file}"]), file=sys.stderr if as_json else sys.stdout)
     if as_json:
@@ -92,18 +88,13 @@ def overrides(name: str, given: Sequence[str]) -> tuple[str, list[str]]:
     return env, [*(f"{key}={value}" for key, value in defaults.items() if key not in keys), *given]
 
 
-def in_words(facts: Assessment) -> list[str]:
+def in_words(facts: dict[str, Any]) -> list[str]:
     """One line for each kind of fact."""
-    lines = [f"  rollouts   {facts.examples} examples × {facts.per_example}, {facts.failed:.0%} failed, {facts.truncated:.0%} truncated"]
-    lines += [f"             {one.count} {one.cause}: {one.first}" for one in facts.failures]
-    if facts.baseline is None:
-        return lines
-    base, (low, high) = facts.baseline, facts.scale
-    lines.append(f"  baseline   {base.mean:.3f}, 95 % interval {base.low:.3f} to {base.high:.3f}")
-    lines.append(f"  functions  {' · '.join(f'{name} {value:.3g}' for name, value in facts.by_function.items())}")
-    ends = f"{facts.equal_low:.0%} all {low:g}, {facts.equal_high:.0%} all {high:g}"
-    lines.append(f"  groups     rewards differ in {facts.differing:.0%} of {facts.groups} (mean deviation {facts.spread:.3f}); {ends}")
-    if facts.reward_errors:
-        lines.append(f"  rewards    a function raised in {facts.reward_errors:.0%}: {facts.first_reward_error}")
-    lines += [f"  turn {one.turn:<6} {one.prompt:.0f} tokens of prompt, {one.sampled:.1f} sampled" for one in facts.turns]
-    return [*lines, "  seconds    " + " · ".join(f"{part} {seconds:.3g}" for part, seconds in facts.seconds.items())]
+    lines = [f"  rollouts   {facts['examples']} examples × {facts['rollouts_per_example']}, {facts['failed']:.0%} failed"]
+    lines += [f"             {count} {cause}" for cause, count in facts["causes"].items()]
+    if "baseline" in facts:
+        interval = f"95 % interval {facts['baseline_low']:.3f} to {facts['baseline_high']:.3f}"
+        lines.append(f"  baseline   {facts['baseline']:.3f}, {interval}; rewards differ in {facts['differing']:.0%} of the groups")
+        lines.append(f"  functions  {' · '.join(f'{name} {value:.3g}' for name, value in facts['functions'].items())}")
+        lines.append(f"  a rollout  {facts['tokens']:.0f} tokens sampled, {facts['seconds']:.3g} s; {facts['truncated']:.0%} truncated")
+    return lines

@@ -13,7 +13,7 @@ from typing import Any
 from rlx.cli.display import SLOW_LINES, Display, Progress, count
 from rlx.plan.explain import table
 from rlx.rollout.failures import in_words
-from rlx.rollout.synthesized import METADATA
+from rlx.rollout.sft_export import METADATA
 from rlx.started import program
 from rlx.terminal import clock
 
@@ -46,7 +46,7 @@ class PlayDisplay(Display):
         rows, root = [], self.paths.root
         if (summary := self._read(root / "summary.json")) is not None:
             rows += [("scores", line) for line in table(*eval_table(summary["rows"]))]
-            files = [name for name in ("summary.json", "summary.csv", "scores.png") if (root / name).is_file()]
+            files = [name for name in ("summary.json", "summary.csv") if (root / name).is_file()]
             rows += [("table", ", ".join(str(root / name) for name in files)), ("rollouts", f"{root / 'eval'}/")]
         if (metadata := self._data()) is not None:
             rows += kept(metadata)

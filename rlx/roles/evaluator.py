@@ -2,7 +2,7 @@
 
     for version in versions:                 0 is the initial model; an endpoint has one version
         bring the version to the servers, which compare its checksums
-        play every rollout that has no record yet, and append its record
+        sample every rollout that is not finished yet, and append it to eval/finished.jsonl
         scores → results in verifiers' layout → a record of source `eval` → summary.json, summary.csv
 
 A killed evaluation continues after the last record. The seeds follow from seed, environment, example and member, so the rollouts that it
@@ -39,12 +39,13 @@ from rlx.metrics import MetricsWriter, read_metrics
 from rlx.paths import RunPaths, listed, write_text
 from rlx.policy.base import PolicyError
 from rlx.policy.chat import Chat
+from rlx.rollout.eval_summary import write_summary
 from rlx.rollout.evaluate import Evaluations
-from rlx.rollout.evaluation import PLAYED, Evaluation
+from rlx.rollout.evaluation import Evaluation
+from rlx.rollout.failures import ErrorRate, RolloutsFailed
 from rlx.rollout.models import Model, connect_servers, connected
-from rlx.rollout.play import Hopeless, NothingWorks, Player
 from rlx.rollout.role import begin, end, load, run_until_stopped
-from rlx.rollout.scoring import rows_of, write_summary
+from rlx.rollout.rollout_runner import RolloutRunner
 from rlx.rollout.stalls import explainer
 from rlx.rollout.tasks import keep_digests
 from rlx.rollout.updates import WeightUpdates
@@ -64,13 +65,12 @@ class Evaluator:
         self.config, self.paths, self.model, self.heartbeat = config, paths, model, heartbeat
         self.envs = envs
         self.metrics = MetricsWriter(paths.metrics, "eval")
-        self.now: Evaluation | None = None
-        self.player: Player | None = None
+        self.now: tuple[Evaluation, RolloutRunner] | None = None
         self.phase = "starting"
 
     async def run(self) -> None:
         """Evaluate every version that has no record yet. Raises the first error of any part."""
-        waiting = lambda: self.player.waiting() if self.player is not None else []  # noqa: E731
+        waiting = lambda: self.now[1].waiting() if self.now is not None else []  # noqa: E731
         explain_with(explainer(waiting, {env.name: env for env in self.envs.values()}, asyncio.get_running_loop()))
         try:
             await first_failure(self._work(), forever=[self._beat()])
@@ -87,40 +87,33 @@ class Evaluator:
             await asyncio.to_thread(self._summarize)
 
     async def _evaluate(self, version: int) -> None:
-        """Evaluate the version that the model has now, and write its record. Raises NothingWorks, or what `Model.check` raises."""
-        config, now = self.config, Evaluation(self.config, self.paths, self.envs, version)
-        now.keep_records((await self.model.origin()).digest)
-        if before := now.played:
-            log.info("version %d: %d rollouts are done already", version, before)
-        hopeless = Hopeless("evaluation", config.orchestrator.max_error_rate)
-        hopeless.succeeded = {name for name, outcomes in now.outcomes.items() if outcomes}
-        self.player = Player(
+        """Evaluate the version that the model has now, and write its record. Raises RolloutsFailed, or what `Model.check` raises."""
+        config, digest, file = self.config, (await self.model.origin()).digest, finished_file(self.paths)
+        now = await asyncio.to_thread(Evaluation, config, self.paths, self.envs, version, file, digest)
+        if now.before:
+            log.info("version %d: %d rollouts are done already", version, now.before)
+        runner = RolloutRunner(
             self.envs,
             max_retries=config.orchestrator.max_retries,
             max_concurrent=config.concurrency,
-            played=now.add,
+            on_end=now.add,
             check=self.model.check,
             away=self.model.away,
-            hopeless=hopeless,
+            errors=ErrorRate(config.orchestrator.max_error_rate),
         )
-        self.player.begun = self.player.finished = self.before = before
-        self.now = now
-        await first_failure(self.player.play(now.jobs()), forever=[self.model.follow(self.player)])
-        for name in now.specs:
-            if name not in hopeless.succeeded:
-                hopeless.stop(name)
-            now.record(name)
+        self.now = now, runner
+        await first_failure(runner.run(now.jobs()), forever=[self.model.follow(runner)])
+        now.check_success()
         origin = await self.model.origin()
         facts = {"served_model": origin.model, "weights": origin.weights, "attested": origin.attested}
         if config.client.base_url:
             facts["base_url"] = config.client.base_url
-        values = await asyncio.to_thread(now.write, config.pass_threshold, facts)
+        values = await asyncio.to_thread(now.write, config.pass_threshold, facts, time.monotonic() - now.began)
         self.metrics.write(version, values | ({} if origin.attested is None else {"eval/attested": origin.attested}))
-        now.forget_records()
+        file.unlink()  # the version has its record now
 
     def _summarize(self) -> None:
         """Write the summary of what is evaluated so far."""
-        rows = rows_of(self.paths, list(self.config.envs))
         facts = {
             "model": self.config.model.name,
             "weights_dir": self.config.weights_dir,
@@ -128,27 +121,18 @@ class Evaluator:
             "seed": self.config.seed,
             "pass_threshold": self.config.pass_threshold,
         }
-        write_summary(self.paths.root, rows, facts)
+        write_summary(self.paths, list(self.config.envs), facts)
 
     async def _beat(self) -> None:
         """Report the current phase and the progress."""
         while True:
-            now, player = self.now, self.player
-            if now is not None and player is not None:
-                self.phase = f"{EVALUATING} version {now.version}, rollouts {player.finished}/{now.total}"
+            if self.now is not None:
+                now, runner = self.now
+                self.phase = f"{EVALUATING} version {now.version}, rollouts {len(now.outcomes)}/{now.total}"
                 self.heartbeat.progress = now.tokens
-                progress = {
-                    "what": "model" if self.config.weights_dir is None else f"step_{now.version}" if now.version else "base",
-                    "done": player.finished,
-                    "total": now.total,
-                    "before": self.before,
-                    "tokens": now.tokens,
-                    "failed": now.failed,
-                    "seconds": time.monotonic() - now.began,
-                    **player.now(),
-                }
-                write_text(self.paths.progress, json.dumps(progress))
-            self.heartbeat.beat(self.phase, step=now.version if now is not None else None)
+                what = "model" if self.config.weights_dir is None else f"step_{now.version}" if now.version else "base"
+                write_text(self.paths.progress, json.dumps(now.progress(what, runner)))
+            self.heartbeat.beat(self.phase, step=self.now[0].version if self.now is not None else None)
             if listed(self.paths.preempt):
                 raise Preempted
             await asyncio.sleep(INTERVAL)
@@ -234,11 +218,16 @@ async def last_metrics(config: SftRoot, paths: RunPaths, heartbeat: Heartbeat) -
         await asyncio.sleep(INTERVAL / 2)
 
 
+def finished_file(paths: RunPaths) -> Path:
+    """The finished rollouts of the version that is being evaluated."""
+    return paths.evaluations / "finished.jsonl"
+
+
 def has_finished(paths: RunPaths) -> bool:
     """Whether earlier attempts left the record of a version, or of a rollout."""
     if any(record["source"] == "eval" for record, _ in read_metrics(paths.metrics)):
         return True
-    return any(file.stat().st_size for file in paths.evaluations.glob(f"*/step_*/{PLAYED}"))
+    return finished_file(paths).is_file() and finished_file(paths).stat().st_size > 0
 
 
 def main() -> int:
@@ -260,4 +249,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    end(main, "evaluator", plain=(NothingWorks, PolicyError))  # their own sentence says it all
+    end(main, "evaluator", plain=(RolloutsFailed, PolicyError))  # their own sentence says it all

@@ -46,7 +46,7 @@ from rlx.rollout.evaluate import Evaluations
 from rlx.rollout.filters import reason_to_drop
 from rlx.rollout.groups import compared
 from rlx.rollout.models import connect_servers
-from rlx.rollout.recorder import StepRecorder
+from rlx.rollout.record import StepRecorder
 from rlx.rollout.role import begin, end, load, run_until_stopped
 from rlx.rollout.stalls import explainer
 from rlx.rollout.state import OrchestratorState

@@ -15,8 +15,8 @@ from rlx.config.load import instantiate
 from rlx.config.objectives import loss_of, scored_by
 from rlx.config.schema import Config
 from rlx.envs.base import sampling_of
+from rlx.rollout.eval_results import means
 from rlx.rollout.groups import episodes
-from rlx.rollout.results import means
 from rlx.rollout.samples import samples_of
 from rlx.rollout.state import Tally
 from rlx.types import Group, Rollout, StepBatch, TrainingSample

@@ -277,7 +277,8 @@ class Collector:
         def member_ended(rollouts: Sequence[Rollout]) -> None:
             pending.left -= 1
             try:
-                self.errors.add(rollouts, lambda: sum(one.left for one, _ in self._playing.values() if one.task.env == task.env))
+                in_flight = lambda: sum(one.left for one, _ in self._playing.values() if one.task.env == task.env)  # noqa: E731
+                self.errors.add(task.env, rollouts, in_flight)
             except RolloutsFailed as error:
                 self._broken = error
             self._advance()

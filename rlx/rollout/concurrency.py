@@ -23,7 +23,7 @@ from rlx.inference.wire import InferenceError
 
 if TYPE_CHECKING:
     from rlx.rollout.collector import Collector
-    from rlx.rollout.play import Player
+    from rlx.rollout.rollout_runner import RolloutRunner
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Controller:
         self.limit = min(max(self.limit, LEAST * slots), MOST * slots)
 
 
-async def follow(config: PlayRoot, engines: Fleet, playing: Collector | Player) -> None:
+async def follow(config: PlayRoot, engines: Fleet, playing: Collector | RolloutRunner) -> None:
     """Adapt the limit for ever, if the configuration leaves it open. While a server does not answer, the limit stays."""
     if not config.follows_engines:
         return

@@ -29,7 +29,7 @@ from rlx.metrics import MetricsWriter, read_metrics
 from rlx.paths import RunPaths, listed
 from rlx.rollout.evaluation import Evaluation
 from rlx.rollout.models import check_version
-from rlx.rollout.play import GLANCE, Job, Player
+from rlx.rollout.rollout_runner import POLL, Job, RolloutRunner
 from rlx.types import Rollout, Task
 from rlx.weights.subscribe import Subscriber
 
@@ -60,16 +60,19 @@ class Evaluations:
         self.specs: dict[str, ScoredEnvConfig] = evaluated(config)
         self.envs = {name: envs[PREFIX + name] for name in self.specs}
         self._pins = pins(config)
-        if empty := [name for name, env in self.envs.items() if not len(env.rows)]:
-            raise ValueError(f"there is nothing to evaluate: no examples in {', '.join(empty)}")
         self.servers = servers or (lambda: len(config.inference.base_url) or config.hardware.inference_replicas)
         self.metrics = MetricsWriter(paths.metrics, "eval")
         self._missed = self._find_missed(max(0, oldest)) if self.specs else []
         self.gave_up = False  # whether `finish` ended without the last evaluation
         self._now: Evaluation | None = None
-        retries = config.orchestrator.max_retries
-        most, check = self._room, self._check
-        self._player = Player(self.envs, max_retries=retries, max_concurrent=most, played=self._played, check=check, away=away)
+        self._runner = RolloutRunner(
+            self.envs,
+            max_retries=config.orchestrator.max_retries,
+            max_concurrent=self._room,
+            on_end=self._on_end,
+            check=self._check,
+            away=away,
+        )
         self._playing: asyncio.Task[dict[str, float]] | None = None
 
     # -- which versions
@@ -129,7 +132,7 @@ class Evaluations:
         leaving = asyncio.ensure_future(self.leave())
         try:
             while not leaving.done() and not listed(self.paths.preempt):
-                await asyncio.wait({leaving}, timeout=GLANCE)
+                await asyncio.wait({leaving}, timeout=POLL)
             if leaving.done() or self._now is None:
                 await leaving
             else:
@@ -143,16 +146,16 @@ class Evaluations:
         now = self._now
         if now is None or not phase.startswith("waiting for weights"):
             return phase
-        return f"{EVALUATING} version {now.version}, rollouts {now.played}/{now.total}"
+        return f"{EVALUATING} version {now.version}, rollouts {len(now.outcomes)}/{now.total}"
 
     @property
     def played(self) -> int:
         """Rollouts finished so far, of all evaluations."""
-        return self._player.finished
+        return self._runner.finished
 
     def waiting(self) -> list[tuple[Task, int, float]]:
         """The rollouts in flight, for `rlx.rollout.stalls`: task, number of members and seconds of each request."""
-        return self._player.waiting()
+        return self._runner.waiting()
 
     async def close(self) -> None:
         """Cancel an evaluation in progress."""
@@ -161,18 +164,19 @@ class Evaluations:
             await asyncio.gather(self._playing, return_exceptions=True)
 
     async def _evaluate(self, now: Evaluation) -> dict[str, float]:
-        """Play all jobs and write their results. Returns the metrics. Cancels everything if one of them raises."""
-        await self._player.play(now.jobs())
+        """Run all jobs and write their results. Returns the metrics. Cancels everything if one of them raises."""
+        await self._runner.run(now.jobs())
         newest = {} if self._pins else {f"eval/{name}/newest_version": float(now.newest) for name in self.specs}
         facts = {} if self._pins else {"newest_policy_version": now.newest}
-        return newest | await asyncio.to_thread(now.write, self.config.eval.pass_threshold, facts)
+        seconds = time.monotonic() - now.began
+        return newest | await asyncio.to_thread(now.write, self.config.eval.pass_threshold, facts, seconds)
 
     def _room(self) -> int:
         """How many rollouts may be in flight: the evaluation's share of the servers, or what training leaves of them."""
         capacity = max(1, self.servers()) * self.config.inference.max_num_seqs
         return max(math.ceil(self.config.eval.share * capacity), capacity - self.busy())
 
-    def _played(self, job: Job, rollouts: Sequence[Rollout]) -> None:
+    def _on_end(self, job: Job, rollouts: Sequence[Rollout]) -> None:
         assert self._now is not None
         self._now.add(job, rollouts)
 

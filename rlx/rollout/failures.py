@@ -46,12 +46,12 @@ class ErrorRate:
             lambda: deque(maxlen=KEPT)
         )  # whether scored, and what went wrong
 
-    def add(self, rollouts: Iterable[Rollout], in_flight: Callable[[], int] = lambda: 0) -> None:
-        """Count rollouts that have ended. `in_flight`: how many of their environment have not. Raises RolloutsFailed."""
+    def add(self, env: str, rollouts: Iterable[Rollout], in_flight: Callable[[], int] = lambda: 0) -> None:
+        """Count rollouts of an environment that have ended. `in_flight`: how many of them have not. Raises RolloutsFailed."""
         for rollout in rollouts:
             if rollout.status == "cancelled":  # another member of its group has failed
                 continue
-            env, scored, raised = rollout.task.env, rollout.status == "ok", bool(rollout.metrics.get(REWARD_ERROR))
+            scored, raised = rollout.status == "ok", bool(rollout.metrics.get(REWARD_ERROR))
             ended = self._ended[env]
             ended.append((scored, f"{RAISED if raised else rollout.stop}: {rollout.error}" if raised or not scored else ""))
             if ended[-1][1] and self.most < 1:

@@ -55,31 +55,14 @@ def record_of(line: bytes, env: str = "") -> dict[str, Any]:
     record = decoded(line)
     if not isinstance(record, dict):
         raise ValueError("it is no object")
-    if record.get("about"):
-        record = _of_synthesis(record)
-    elif "num_tokens" not in record:
+    if "num_tokens" not in record:
         record = _of_results(record)
     status = "ok" if record.get("error") is None else "error"
     return {**record, "env": record.get("env") or env, "status": record.get("status") or status}
 
 
-def _of_synthesis(record: Mapping[str, Any]) -> dict[str, Any]:
-    """`rlx.rollout.selection.Candidate`. The transcripts after the first continue its completion."""
-    first, *more = record["transcripts"] or [{}]
-    said = first.get("completion")
-    for part in (one[name] for one in more for name in ("prompt", "completion")):
-        said = [*_messages(said), *_messages(part)]
-    outcome = {"status": "error", "reward": None} if record["failed"] else {"status": "ok"}
-    return {**record, **record["about"], **outcome, "prompt": first.get("prompt"), "completion": said}
-
-
-def _messages(said: Any) -> list[Any]:
-    """The messages of a part of a transcript, which is a `str` for raw text."""
-    return said if isinstance(said, list) else [] if said is None else [said]
-
-
 def _of_results(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A line of `results.jsonl` in verifiers' layout."""
+    """A line of `results.jsonl` in verifiers' layout, or of `rlx synthesize` (`rlx.rollout.eval_results.Outcome`)."""
     error = record.get("error")
     usage, timing = (found if isinstance(found := record.get(name), Mapping) else {} for name in ("token_usage", "timing"))
     return {

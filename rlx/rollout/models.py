@@ -33,7 +33,7 @@ from rlx.policy.chat import Chat
 from rlx.policy.openai import UNKNOWN_VERSION, OpenAIPolicy
 from rlx.policy.spec import EndpointSpec, PolicySpec, policy_of
 from rlx.rollout import concurrency
-from rlx.rollout.play import Player
+from rlx.rollout.rollout_runner import RolloutRunner
 from rlx.types import Rollout
 from rlx.weights.subscribe import Subscriber, digest_at, saved
 
@@ -70,7 +70,7 @@ class Model:
         """Seconds so far in which nothing could play, because no server took requests."""
         return 0.0
 
-    async def follow(self, player: Player) -> None:
+    async def follow(self, runner: RolloutRunner) -> None:
         """Adapt how many rollouts are in flight to the engines, for ever, if they say how busy they are and no key says how many."""
 
     def check(self, rollout: Rollout) -> None:
@@ -109,8 +109,8 @@ class Served(Model):
     def away(self) -> float:
         return away(self.sampler, self.envs)
 
-    async def follow(self, player: Player) -> None:
-        await concurrency.follow(self.config, self.fleet, player)
+    async def follow(self, runner: RolloutRunner) -> None:
+        await concurrency.follow(self.config, self.fleet, runner)
 
     def check(self, rollout: Rollout) -> None:
         check_version(rollout, self.version)

@@ -19,8 +19,8 @@ import zstandard
 
 from rlx.config.errors import ConfigError, may_read
 from rlx.paths import RunPaths
+from rlx.rollout.eval_results import RESULTS
 from rlx.rollout.lines import lines_of, record_of
-from rlx.rollout.results import RESULTS
 
 TRAIN, EVAL, SYNTHESIS = "train", "eval", "synthesis"
 NONE = -1  # the step of a file whose path names none

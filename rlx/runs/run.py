@@ -233,7 +233,7 @@ def has_done(paths: RunPaths, status: Status | None, cfg: CommandConfig) -> bool
 
 def _written(paths: RunPaths, cfg: SynthesizeRoot) -> object:
     """What was asked for when the data of a synthesis were written; None if that is not known."""
-    from rlx.rollout.synthesized import METADATA  # it loads numpy
+    from rlx.rollout.sft_export import METADATA  # it loads numpy
 
     try:
         return json.loads(paths.synthesized(cfg.format).with_name(METADATA).read_text()).get("asked")

@@ -1,4 +1,4 @@
-"""What `rlx eval` plays: jobs with bounded concurrency and retries, records that survive a kill, failures."""
+"""What `rlx eval` samples: jobs with bounded concurrency and retries, records that survive a kill, failures."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from rlx.heartbeat import Heartbeat
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths
 from rlx.roles.evaluator import Evaluator
-from rlx.rollout import concurrency, play
-from rlx.rollout.evaluation import PLAYED
+from rlx.rollout import concurrency
+from rlx.rollout.eval_results import METADATA, Outcome, Usage, outcome_of
+from rlx.rollout.failures import RolloutsFailed
 from rlx.rollout.models import Origin
-from rlx.rollout.play import PLAYED_BY, NothingWorks, Player, Records, jobs_of
-from rlx.rollout.results import METADATA, Outcome, Usage, outcome_of
+from rlx.rollout.rollout_runner import RolloutRunner
+from rlx.rollout.rollout_set import RolloutSet, read_finished
 from rlx.trace import Trace
 from rlx.types import Rollout, Task
 
@@ -33,22 +34,9 @@ def outcome(place: int, rollout: int, reward: float = 1.0, **fields: Any) -> Out
     texts: dict[str, Any] = {"prompt": "", "completion": "", "status": "ok", "stop": "stop"}
     scores: dict[str, Any] = {"reward": reward, "rewards": {}, "metrics": {}}
     task = Task(env="e", example_id=place, index=place, row={"info": info})
-    one = outcome_of(Rollout(**{**texts, **scores, **fields}, task=task, member=rollout, trace=Trace()))
+    one = outcome_of(Rollout(**{**texts, **scores, **fields}, task=task, member=rollout, trace=Trace()), env="e")
     one.token_usage = Usage(sum(prompt for prompt, _ in turns), sum(sampled for _, sampled in turns), turns) if turns else Usage()
     return one
-
-
-def test_records_survive_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> None:
-    file = tmp_path / "records.jsonl"
-    records = Records(file, Outcome)
-    for rollout in range(3):
-        records.add(outcome(0, rollout))
-    records.close()
-    file.write_bytes(file.read_bytes()[:-20])
-    again = Records(file, Outcome)
-    assert [one.rollout for one in again.read()] == [0, 1]
-    again.add(outcome(0, 2, info={"of": {1, 2}}))
-    assert [one.rollout for one in Records(file, Outcome).read()] == [0, 1, 2]
 
 
 class Env:
@@ -80,39 +68,49 @@ class Env:
         pass
 
 
-def test_jobs_are_played_with_bounded_concurrency_and_retries() -> None:
+def wanted(env: Env, rollouts: int, examples: int | None = None, file: Path | None = None) -> RolloutSet:
+    return RolloutSet({"x": env}, {"x": (examples, rollouts)}, file=file)
+
+
+def test_jobs_are_run_with_bounded_concurrency_and_retries() -> None:
     env, found = Env(failing=1), []
-    player = Player(
-        {"x": env}, max_retries=2, max_concurrent=3, played=lambda job, rollouts: found.append((job.task.index, rollouts[0].status))
+    runner = RolloutRunner(
+        {"x": env}, max_retries=2, max_concurrent=3, on_end=lambda job, rollouts: found.append((job.task.index, rollouts[0].status))
     )
-    asyncio.run(player.play(jobs_of("x", env, range(10), 2)))
+    asyncio.run(runner.run(wanted(env, 2).jobs()))
     assert sorted(found) == [(place, "ok") for place in range(10) for _ in range(2)]
-    assert (env.most, player.finished, player.in_flight) == (3, 20, 0)
+    assert (env.most, runner.finished, runner.in_flight) == (3, 20, 0)
     assert len(env.asked) == 40, "each was played twice"
 
 
 @pytest.mark.parametrize("turns", range(6))
 def test_a_cancellation_that_comes_as_a_rollout_ends_is_not_lost(turns: int) -> None:
     async def cancel_at_an_end() -> None:
-        ended = asyncio.Event()
-        player = Player({"x": Env()}, max_retries=0, max_concurrent=1, played=lambda job, rollouts: ended.set())
-        playing = asyncio.create_task(player.play(jobs_of("x", Env(), range(10), 1)))
+        ended, env = asyncio.Event(), Env()
+        runner = RolloutRunner({"x": env}, max_retries=0, max_concurrent=1, on_end=lambda job, rollouts: ended.set())
+        running = asyncio.create_task(runner.run(wanted(env, 1).jobs()))
         await ended.wait()
         for _ in range(turns):
             await asyncio.sleep(0)
-        playing.cancel()
+        running.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await playing
-        assert player.finished < 10
+            await running
+        assert runner.finished < 10
 
     asyncio.run(cancel_at_an_end())
 
 
-def test_finished_rollouts_are_not_played_again_and_groups_stay_whole() -> None:
-    done = {(0, 0), (0, 1), (1, 1)}
-    jobs = [(job.task.index, job.members) for job in jobs_of("x", Env(), range(3), 2, done.__contains__)]
-    assert jobs == [(1, (0,)), (2, (0,)), (2, (1,))]
-    jobs = [(job.task.index, job.members) for job in jobs_of("x", Env(scores_groups=True), range(3), 2, done.__contains__)]
+@pytest.mark.parametrize("cut", [0, 20], ids=["whole lines", "killed in the middle of a line"])
+def test_finished_rollouts_are_not_played_again_and_groups_stay_whole(tmp_path: Path, cut: int) -> None:
+    file, env = tmp_path / "finished.jsonl", Env(failing=1, only=1)
+    earlier = wanted(env, 2, 2, file)
+    runner = RolloutRunner({"x": env}, max_retries=0, max_concurrent=1, on_end=earlier.add)
+    asyncio.run(runner.run(earlier.jobs()))
+    assert [one.status for one in read_finished(file)] == ["ok", "ok", "error", "error"], "those of example 1 failed"
+    file.write_bytes(file.read_bytes()[: -cut or None])
+    jobs = [(job.task.index, job.members) for job in wanted(env, 2, 3, file).jobs()]
+    assert jobs == [(1, (0,)), (1, (1,)), (2, (0,)), (2, (1,))], "what failed is played again"
+    jobs = [(job.task.index, job.members) for job in wanted(Env(scores_groups=True), 2, 3, file).jobs()]
     assert jobs == [(1, (0, 1)), (2, (0, 1))]
 
 
@@ -154,7 +152,7 @@ def record_of(root: Path) -> dict[str, Any]:
 
 
 def test_an_environment_whose_every_rollout_fails_ends_the_evaluation_and_nothing_of_it_is_recorded(tmp_path: Path) -> None:
-    with pytest.raises(NothingWorks, match=r"16 rollouts of sums in a row failed.*boom: boom"):
+    with pytest.raises(RolloutsFailed, match=r"environment sums: \d+ of its latest \d+ rollouts failed .*boom: boom"):
         asyncio.run(evaluator(tmp_path, Env(failing=1)).run())
     again = Env()
     asyncio.run(evaluator(tmp_path, again).run())
@@ -162,32 +160,7 @@ def test_an_environment_whose_every_rollout_fails_ends_the_evaluation_and_nothin
     assert (record_of(tmp_path)["eval/sums/avg@2"], record_of(tmp_path)["eval/sums/error_frac"]) == (0.5, 0)
     folder = tmp_path / "eval" / "sums--tiny" / "step_28"
     assert len((folder / "results.jsonl").read_text().splitlines()) == 20
-    assert not (folder / PLAYED).exists()
-
-
-def test_a_kill_while_the_records_of_other_weights_are_put_aside_does_not_make_them_those_of_the_new_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def records(digest: str) -> int:
-        found = Records(tmp_path / PLAYED, Outcome)
-        found.belong_to(digest, "it")
-        return len(found.read())
-
-    assert records("a") == 0
-    Records(tmp_path / PLAYED, Outcome).add(outcome(0, 0))
-    for where, name in ((Path, "rename"), (play, "write_text")):
-        with monkeypatch.context() as killed:
-            killed.setattr(where, name, kill)
-            with pytest.raises(KeyboardInterrupt):
-                records("b")
-        assert (tmp_path / PLAYED_BY).read_text() == "a\n"
-    assert records("b") == 0
-    assert len((tmp_path / "played_1.jsonl").read_text().splitlines()) == 1, "nothing that was played is deleted"
-    assert (tmp_path / PLAYED_BY).read_text() == "b\n"
-
-
-def kill(*args: Any, **keys: Any) -> None:
-    raise KeyboardInterrupt
+    assert not list(tmp_path.rglob("finished.jsonl"))
 
 
 def test_a_rollout_that_fails_for_good_scores_0_and_is_counted(tmp_path: Path) -> None:
@@ -205,12 +178,12 @@ def test_an_evaluation_follows_its_engines(monkeypatch: pytest.MonkeyPatch) -> N
     cfg = compose(["dry_run=true", "env=sums", "inference.max_num_seqs=4"], {}, EVAL).cfg
     assert isinstance(cfg, EvalRoot)
     env, found = Env(), []
-    player = Player({"e": env}, max_retries=0, max_concurrent=cfg.concurrency, played=lambda job, _: found.append(job.task.index))
+    runner = RolloutRunner({"e": env}, max_retries=0, max_concurrent=cfg.concurrency, on_end=lambda job, _: found.append(job.task.index))
     seen = []
 
     class Engines:
         async def stats(self) -> dict[str, float]:
-            seen.append(player.max_concurrent)
+            seen.append(runner.max_concurrent)
             preempted = 1000.0 * max(0, len(seen) - 40)
             return {
                 "perf/servers": 1,
@@ -222,9 +195,9 @@ def test_an_evaluation_follows_its_engines(monkeypatch: pytest.MonkeyPatch) -> N
             }
 
     async def main() -> None:
-        following = asyncio.create_task(concurrency.follow(cfg, Engines(), player))  # type: ignore[arg-type]
+        following = asyncio.create_task(concurrency.follow(cfg, Engines(), runner))  # type: ignore[arg-type]
         while len(seen) < 80:
-            await player.play(jobs_of("e", env, range(10), 20))
+            await runner.run(RolloutSet({"e": env}, {"e": (None, 20)}).jobs())
         following.cancel()
 
     asyncio.run(main())

@@ -1,4 +1,4 @@
-"""`rlx.policy.transcript`: transcripts hold what the policy was asked and answered, each answer once, in all kinds of environments."""
+"""Transcripts hold what the policy was asked and answered, each answer once, in all kinds of environments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from policy_stand_in import SAMPLING, InTurn, StandIn, load, policy_of, task_of,
 from traces import turns_of
 
 from rlx.policy.base import Reply
-from rlx.policy.transcript import Transcript, transcripts_of
+from rlx.rollout.rejection_sampling import Transcript, transcripts_of
 from rlx.trace import Trace, TraceBuilder
 from rlx.types import Rollout
 

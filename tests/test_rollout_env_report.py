@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_rollout_play import outcome as made
+from test_rollout_runner import outcome as made
 
-from rlx.rollout.results import RESULTS, Outcome, read_results, write_results
-from rlx.rollout.worth import Assessment, Verdict, assess, judge
+from rlx.rollout.env_report import EnvReport, diagnose
+from rlx.rollout.eval_results import RESULTS, Outcome, read_results, write_results
 
 
 def outcome(reward: float, **fields: Any) -> Outcome:
@@ -18,9 +18,8 @@ def outcome(reward: float, **fields: Any) -> Outcome:
     return made(fields.pop("place", 0), fields.pop("rollout", 0), reward, **{**defaults, **fields})
 
 
-def judged(*examples: list[Outcome]) -> tuple[Assessment, Verdict]:
-    facts = assess(examples)
-    return facts, judge(facts, max_tokens=12)
+def judged(*examples: list[Outcome]) -> EnvReport:
+    return diagnose(examples, max_tokens=12)
 
 
 def rewards(*groups: list[float]) -> list[list[Outcome]]:
@@ -34,20 +33,14 @@ def test_facts_are_those_of_the_rollouts() -> None:
     examples = rewards([1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0])
     examples[0][1] = outcome(0, turns=[(3, 4), (9, 6)], is_truncated=True)
     examples[0][3] = outcome(0, **FAILED)
-    facts, verdict = judged(*examples)
-    assert (facts.examples, facts.rollouts, facts.per_example, facts.scored, facts.groups) == (3, 12, 4, 11, 3)
-    assert facts.baseline is not None
-    assert facts.baseline.mean == pytest.approx((1 / 3 + 1 + 0) / 3)  # the failed rollout has no reward
-    assert facts.baseline.low < facts.baseline.mean < facts.baseline.high
-    assert (facts.differing, facts.equal_low, facts.equal_high) == pytest.approx((1 / 3, 1 / 3, 1 / 3))
-    assert facts.spread == pytest.approx((2 / 9) ** 0.5 / 3)
-    assert facts.failed == pytest.approx(1 / 12)
-    assert (facts.failures[0].cause, facts.failures[0].count) == ("environment_error", 1)
-    assert facts.truncated == pytest.approx(1 / 11)
-    assert [(turn.turn, turn.rollouts, turn.prompt) for turn in facts.turns] == [(1, 11, 3.0), (2, 1, 9.0)]
-    assert facts.turns[0].sampled == pytest.approx((10 * 2 + 4) / 11)
-    assert facts.seconds == pytest.approx({"generation": 0.7, "environment": 0.2, "scoring": 0.1})
-    assert facts.by_function == pytest.approx({"right": 5 / 11, "length": 2.0})
+    verdict = judged(*examples)
+    facts = verdict.facts
+    assert (facts["examples"], facts["rollouts_per_example"], facts["causes"]) == (3, 4, {"environment_error": 1})
+    assert facts["baseline"] == pytest.approx((1 / 3 + 1 + 0) / 3)  # the failed rollout has no reward
+    assert facts["baseline_low"] < facts["baseline"] < facts["baseline_high"]
+    assert (facts["failed"], facts["differing"], facts["truncated"]) == pytest.approx((1 / 12, 1 / 3, 1 / 11))
+    assert (facts["tokens"], facts["seconds"]) == pytest.approx((30 / 11, 1.0))
+    assert facts["functions"] == pytest.approx({"right": 5 / 11, "length": 2.0})
     assert verdict.worth
     assert any("my_env.py:4" in note for note in verdict.notes)
 
@@ -68,25 +61,23 @@ def test_facts_are_those_of_the_rollouts() -> None:
     ],
 )
 def test_what_is_not_worth_training_on_says_why(examples: list[list[Outcome]], says: str) -> None:
-    _, verdict = judged(*examples)
+    verdict = judged(*examples)
     assert (verdict.playable, verdict.worth) == (True, False)
     assert any(says in reason for reason in verdict.reasons), verdict.reasons
 
 
 def test_what_never_ends_is_not_playable() -> None:
-    facts, verdict = judged([outcome(0, **FAILED), outcome(0, **FAILED)])
-    assert (facts.baseline, verdict.playable, verdict.worth) == (None, False, False)
+    verdict = judged([outcome(0, **FAILED), outcome(0, **FAILED)])
+    assert ("baseline" in verdict.facts, verdict.playable, verdict.worth) == (False, False, False)
     assert "environment_error; the first: ValueError: no; at /my_env.py:4" in verdict.reasons[1]
 
 
 def test_rewards_of_another_scale_are_compared_with_those_seen() -> None:
-    facts, verdict = judged(*rewards([-1, 1], [1, -1], [-1, -1]))
-    assert (facts.scale, facts.level) == ((-1, 1), pytest.approx(1 / 3))
-    assert verdict.worth
+    assert judged(*rewards([-1, 1], [1, -1], [-1, -1])).worth
 
 
 def test_cut_rollouts_are_named_and_do_not_decide() -> None:
-    _, verdict = judged([outcome(1, is_truncated=True), outcome(0, is_truncated=True)])
+    verdict = judged([outcome(1, is_truncated=True), outcome(0, is_truncated=True)])
     assert verdict.worth
     assert any("sampling.max_tokens=12" in note for note in verdict.notes)
 
@@ -97,10 +88,9 @@ def test_the_file_of_an_evaluation_can_be_read_again(tmp_path: Path) -> None:
         [outcome(1, place=9), outcome(0, place=9, rollout=1)],
     ]
     write_results(tmp_path, examples, {}, 0.5)
-    found = assess(read_results(tmp_path / RESULTS))
-    assert found == assess(examples)
+    assert judged(*read_results(tmp_path / RESULTS)) == judged(*examples)
 
 
 def test_the_members_that_a_failed_group_takes_with_it_are_no_cause() -> None:
-    facts, _ = judged([outcome(0, **FAILED), outcome(0, status="cancelled", stop="group_failed", error="another failed")])
-    assert [(one.cause, one.count) for one in facts.failures] == [("environment_error", 1)]
+    verdict = judged([outcome(0, **FAILED), outcome(0, status="cancelled", stop="group_failed", error="another failed")])
+    assert verdict.facts["causes"] == {"environment_error": 1}

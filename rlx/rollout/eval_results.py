@@ -1,4 +1,4 @@
-"""The files of an evaluation, in the layout of verifiers' own, which existing viewers read.
+"""The rollouts of an evaluation as records, and its files, in the layout of verifiers' own, which existing viewers read.
 
     eval/<name>--<model>/step_20/results.jsonl     one rollout a line, by example
     eval/<name>--<model>/step_20/traces.jsonl      the same as episodes of verifiers' v1, for its viewers and `replay`
@@ -19,8 +19,8 @@ import numpy as np
 
 from rlx.envs.base import finite
 from rlx.paths import atomic
-from rlx.rollout.scores import FAILED, passes
-from rlx.trace import START, Trace
+from rlx.rollout.eval_stats import FAILED, passes
+from rlx.trace import START
 from rlx.types import Rollout, Status
 
 RESULTS, TRACES, METADATA = "results.jsonl", "traces.jsonl", "metadata.json"
@@ -35,11 +35,15 @@ class Usage(msgspec.Struct):
 
 
 class Outcome(msgspec.Struct, kw_only=True):
-    """A rollout of an evaluation without its tokens: one line of `results.jsonl`, by verifiers' names."""
+    """A finished rollout of `rlx eval` or `rlx synthesize` without its tokens: one line of `results.jsonl`, by verifiers' names."""
 
+    env: str  # the caller's name of the environment
     example_id: int
     place: int  # of the example in the data set
     rollout: int  # its number among the rollouts of the example
+    version: int  # of the policy that was asked for
+    weights: str | None  # digest of the weights; None: not known
+    versions: list[int]  # the policy versions that sampled its tokens
     prompt: Any
     completion: Any
     answer: Any
@@ -54,20 +58,29 @@ class Outcome(msgspec.Struct, kw_only=True):
     is_truncated: bool
     stop_condition: str
     token_usage: Usage
-    nodes: list[dict[str, Any]] | msgspec.UnsetType = msgspec.UNSET  # its messages as a tree, for `traces.jsonl`
+    nodes: list[dict[str, Any]] | msgspec.UnsetType = msgspec.UNSET  # its trace without tokens; `results.jsonl` leaves it out
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """Which rollout it is: environment, place of the example, number."""
+        return self.env, self.place, self.rollout
 
 
-def outcome_of(rollout: Rollout) -> Outcome:
-    """The outcome of a rollout."""
-    row, sizes, ok = rollout.task.row, rollout.trace.sizes(), rollout.status == "ok"
+def outcome_of(rollout: Rollout, *, env: str, version: int = 0, weights: str | None = None) -> Outcome:
+    """The record of a rollout."""
+    row, nodes, sizes, ok = rollout.task.row, rollout.trace.nodes, rollout.trace.sizes(), rollout.status == "ok"
     error = None
     if rollout.error is not None:
         text = f"{rollout.stop}: {rollout.error}"
         error = {"error": rollout.stop, "message": rollout.error, "error_chain_repr": text, "error_chain_str": text}
     return Outcome(
+        env=env,
         example_id=rollout.task.example_id,
         place=rollout.task.index,
         rollout=rollout.member,
+        version=version,
+        weights=weights,
+        versions=rollout.trace.versions,
         prompt=rollout.prompt,
         completion=rollout.completion,
         answer=row.get("answer", ""),
@@ -82,7 +95,7 @@ def outcome_of(rollout: Rollout) -> Outcome:
         is_truncated=rollout.is_truncated,
         stop_condition=rollout.stop,
         token_usage=Usage(sum(prompt for prompt, _ in sizes), rollout.trace.num_sampled, sizes) if sizes else Usage(),
-        nodes=nodes_in(rollout.trace),
+        nodes=[{field: getattr(node, field) for field in ("parent", "message", "sampled", "tools", "finish_reason")} for node in nodes],
     )
 
 
@@ -137,17 +150,6 @@ def means(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: float(np.mean([one[name] for one in values if name in one])) for name in names}
 
 
-# verifiers' v1
-
-
-def nodes_in(trace: Trace) -> list[dict[str, Any]]:
-    """The messages of a trace by verifiers' names."""
-    return [
-        {"parent": None if node.parent == START else node.parent, "message": message_of(node.message), "sampled": node.sampled}
-        for node in trace.nodes
-    ]
-
-
 def message_of(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as verifiers' v1 writes it: calls are flat, and a raw text prompt is the user's."""
     kept = {name: value for name, value in message.items() if value is not None}
@@ -174,7 +176,10 @@ def episode_of(outcome: Outcome, facts: Mapping[str, Any]) -> dict[str, Any]:
     prompt = [message_of(one) for one in outcome.prompt] if isinstance(outcome.prompt, list) else outcome.prompt
     data = {"idx": outcome.place, "id": str(outcome.example_id), "prompt": prompt}
     data |= {name: value for name, value in (("answer", outcome.answer), ("info", outcome.info)) if value not in (None, "", {})}
-    nodes = outcome.nodes or []
+    nodes = [
+        {"parent": None if node["parent"] == START else node["parent"], "message": message_of(node["message"]), "sampled": node["sampled"]}
+        for node in outcome.nodes or []
+    ]
     answers = [place for place, node in enumerate(nodes) if node["sampled"]]
     sizes: Sequence[Any] = outcome.token_usage.turns or [None] * len(answers)
     errors = [] if outcome.error is None else [{"type": outcome.stop_condition, "message": outcome.error["message"]}]

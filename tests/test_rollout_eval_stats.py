@@ -8,11 +8,11 @@ import random
 import statistics
 
 import pytest
-from test_rollout_play import outcome
+from test_rollout_runner import outcome
 
+from rlx.rollout.eval_results import attempts
+from rlx.rollout.eval_stats import average, estimate, pass_at_k, passes, wilson
 from rlx.rollout.evaluation import score_metrics
-from rlx.rollout.results import attempts
-from rlx.rollout.scores import average, estimate, pass_at_k, passes, wilson
 
 
 @pytest.mark.parametrize("rollouts", [1, 2, 5, 8])
@@ -21,12 +21,6 @@ def test_pass_at_k_is_the_share_of_k_subsets_with_a_rollout_that_passes(rollouts
         outcomes = [True] * passed + [False] * (rollouts - passed)
         subsets = list(itertools.combinations(outcomes, k))
         assert pass_at_k(rollouts, passed, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
-
-
-@pytest.mark.parametrize(("rollouts", "passed", "k"), [(4, 2, 5), (4, 5, 1), (4, 2, 0)])
-def test_pass_at_k_refuses_what_cannot_be_estimated(rollouts: int, passed: int, k: int) -> None:
-    with pytest.raises(ValueError, match=f"pass@{k} cannot be estimated from {rollouts} rollouts of which {passed} passed"):
-        pass_at_k(rollouts, passed, k)
 
 
 def test_a_rollout_that_failed_passes_no_threshold() -> None:
@@ -71,5 +65,3 @@ def test_rewards_outside_0_to_1_get_the_usual_interval_and_one_example_gets_none
     half = 1.959963984540054 * statistics.stdev(scores) / 2
     assert (found.low, found.high) == pytest.approx((found.mean - half, found.mean + half))
     assert math.isnan(average([[2.0, 3.0]]).low)
-    with pytest.raises(ValueError, match="no examples"):
-        estimate([], 0)

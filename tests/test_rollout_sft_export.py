@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_rollout_rejection_sampling import candidate as made
 from written_rows import read_rows
 
-from rlx.policy.transcript import Transcript
-from rlx.rollout.selection import Candidate
-from rlx.rollout.synthesized import COLUMNS, rows_of, write_rows
+from rlx.rollout.rejection_sampling import Candidate, Transcript
+from rlx.rollout.sft_export import COLUMNS, rows_of, write_rows
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "é", "parameters": {"type": "object", "properties": {"x": {}}}}}
 CALLED = [
@@ -27,10 +27,8 @@ CALLED = [
 FACTS = {"sums": {"env_id": "rlx-sums", "model": "tiny", "seed": 3, "sampling": '{"temperature": 1.0}', "run": "mine"}}
 
 
-def candidate(*transcripts: Transcript, **facts: Any) -> Candidate:
-    about = {"example_id": 7, "rewards": '{"right": 1.0}', "stop": "done", "num_tokens": 12, "policy_version": 0}
-    keys = {"env": "sums", "index": 2, "member": 1, "reward": 1.0, "failed": False, "truncated": False, "about": about}
-    return Candidate(**{**keys, **facts}, transcripts=transcripts)
+def candidate(*transcripts: Transcript, member: int = 1, env: str = "sums") -> Candidate:
+    return made(2, member, env=env, transcripts=transcripts, example_id=7, rewards={"right": 1.0}, stop_condition="done", versions=[0])
 
 
 def rows() -> list[dict[str, Any]]:
@@ -71,7 +69,7 @@ def test_raw_text_is_prompt_and_completion(tmp_path: Path, kind: str):
 
 def test_parquet_refuses_raw_text_beside_conversations(tmp_path: Path):
     raw = rows_of([candidate(Transcript(prompt="once upon", completion=" a time"), env="story")], {"story": {}})
-    with pytest.raises(ValueError, match=r"prompts of story are raw text, those of sums conversations.*format=jsonl"):
+    with pytest.raises(ValueError, match=r"(?s)prompts of story are raw text, those of sums conversations.*format=jsonl"):
         write_rows(tmp_path / "train.parquet", [*rows(), *raw], "parquet")
     assert list(tmp_path.iterdir()) == []
 
