@@ -13,16 +13,16 @@ import pytest
 from aiohttp import web
 from policy_stand_in import load, tiny_chat
 from test_orchestrator_run import StandInServers, StandInTrainer, config_of, metrics
-from test_policy_teacher import StandIn, expected, served, status
+from test_policy_teacher_client import StandIn, expected, served, status
 
 from rlx.concurrent import first_failure
 from rlx.envs.load import give_policy
 from rlx.heartbeat import Heartbeat
 from rlx.paths import RunPaths
-from rlx.policy import teacher as teacher_module
-from rlx.policy.teacher import Teacher, TeacherError
+from rlx.policy import teacher_client
+from rlx.policy.teacher_client import TeacherClient, TeacherError
 from rlx.roles.orchestrator import Orchestrator
-from rlx.rollout.teaching import Teaching
+from rlx.rollout.teacher_logprobs import TeacherLogprobs
 
 STEPS = 3
 Answer = Callable[[int], Awaitable[web.Response | None]]
@@ -37,8 +37,8 @@ def run(root: Path, first: Answer, unscored: str = "fail", **keys: Any) -> tuple
     trainer = StandInTrainer(paths, config)
 
     async def main() -> None:
-        async with served(teacher) as url, Teacher([url], **{"model": "big", "batch_size": 3, "max_concurrent": 2, **keys}) as one:
-            teaching = Teaching({"e": one}, unscored)
+        async with served(teacher) as url, TeacherClient([url], **{"model": "big", "batch_size": 3, "max_concurrent": 2, **keys}) as one:
+            teaching = TeacherLogprobs({"e": one}, unscored)
             orchestrator = Orchestrator(config, paths, envs, servers, servers, Heartbeat(paths, "orchestrator"), teaching=teaching)
             await asyncio.wait_for(first_failure(orchestrator.run(), trainer.run()), 120)
 
@@ -48,7 +48,7 @@ def run(root: Path, first: Answer, unscored: str = "fail", **keys: Any) -> tuple
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(teacher_module, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(teacher_client, "FIRST_WAIT", 0.01)
 
 
 def test_an_overloaded_slow_or_absent_teacher_is_borne_and_every_sample_gets_its_scores(tmp_path: Path) -> None:

@@ -149,45 +149,6 @@ def test_all_addresses_of_a_teacher_play_and_a_failed_rollout_goes_to_another_on
         assert asyncio.run(play()) == ["cba"] * 8
 
 
-def test_an_address_that_hangs_is_left_after_a_timeout_and_rests_while_another_one_works(monkeypatch: pytest.MonkeyPatch):
-    asked: list[str] = []
-
-    class Endpoint:
-        def __init__(self, base_url: str) -> None:
-            self.base_url, self.replies, self.hangs = base_url, [], base_url == "hung"
-
-        def episode(self, task: Task, member: int, attempt: int) -> Endpoint:
-            return self
-
-        async def respond(self, messages: Any, tools: Any = None, sampling: Any = None, *, trained: bool = True) -> Reply:
-            asked.append(self.base_url)
-            await asyncio.sleep(60 if self.hangs else 0)
-            return Reply("cba", request_id="r")
-
-    hung, good = Endpoint("hung"), Endpoint("good")
-    policy: Any = TeacherPolicy([hung, good], tiny_chat(), lambda: 7, 200, timeout=0.05)  # type: ignore[list-item]
-    tasks = [Task(env="e", example_id=0, index=index, row={}) for index in range(40)]
-
-    async def play(tasks: list[Task] = tasks) -> list[str]:
-        failures = []
-        for task in tasks:
-            try:
-                await policy.episode(task, 0, 0).respond([USER])
-            except PolicyError as error:
-                failures.append(str(error))
-        return failures
-
-    assert asyncio.run(play()) == ["hung did not answer in 0.05 s, retries included"], "it is asked once a minute"
-    assert asked.count("hung") == 1
-    monkeypatch.setattr("rlx.policy.teacher_policy.REST", 0.0)
-    hung.hangs = False
-    assert asyncio.run(play()) == []
-    assert asked.count("hung") > 10, "it plays again"
-    good.hangs = hung.hangs = True
-    monkeypatch.setattr("rlx.policy.teacher_policy.REST", 60.0)
-    assert {text.split()[0] for text in asyncio.run(play(tasks[:10]))} == {"hung", "good"}, "while all fail, all are asked"
-
-
 def learned(template: str, reply: Reply, eos: str = "<|im_end|>") -> str:
     """What the policy learns of one answer, as text."""
     chat = Chat(small_tokenizer(template, eos))

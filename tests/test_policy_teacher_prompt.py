@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from policy_stand_in import SAMPLING, StandIn, load, policy_of, tiny_chat
 from test_orchestrator_run import StandInServers, StandInTrainer, config_of, metrics
-from test_policy_teacher import StandIn as TeacherStandIn
-from test_policy_teacher import served
+from test_policy_teacher_client import StandIn as TeacherStandIn
+from test_policy_teacher_client import served
 from traces import turns_of
 
 from rlx.concurrent import first_failure
@@ -25,7 +25,7 @@ from rlx.paths import RunPaths
 from rlx.policy.base import PolicyError
 from rlx.policy.teacher_prompt import Demonstrated
 from rlx.roles.orchestrator import Orchestrator
-from rlx.rollout.teaching import Teaching
+from rlx.rollout.teacher_logprobs import TeacherLogprobs
 from rlx.types import Task
 
 HOW = Demonstrated("info.solution", "{prompt} as in {demonstration}")
@@ -109,7 +109,7 @@ def test_a_run_of_self_distillation_sends_the_trainer_the_teachers_numbers_for_e
     async def main() -> None:
         async with served(teacher) as url:
             own = [Endpoint(url, "key")]
-            async with Teaching.of(config, tiny_chat().tokenizer, lambda _: None, lambda: own, lambda: servers.version) as teaching:
+            async with TeacherLogprobs.of(config, tiny_chat().tokenizer, lambda _: None, lambda: own, lambda: servers.version) as teaching:
                 everything: Any = servers
                 run = Orchestrator(config, paths, envs, everything, everything, Heartbeat(paths, "orchestrator"), None, teaching).run()
                 await asyncio.wait_for(first_failure(run, trainer.run()), 120)

@@ -205,9 +205,7 @@ def test_examples_that_cannot_be_scored_do_not_end_the_run_and_a_broken_environm
     for step in range(30):
         broken = [replace(one, status="error", stop="reward_raised") for one in group(step, 1, env="slow")]
         errors.add("slow", broken, lambda: 100)  # those that fail come first
-        errors.add(
-            "often", [one for _ in range(9) for one in group(step, 1, env="often")] + group(step, 0, env="often")
-        )
+        errors.add("often", [one for _ in range(9) for one in group(step, 1, env="often")] + group(step, 0, env="often"))
     never = [replace(one, status="timeout", stop="timeout", error="it hangs") for step in range(9) for one in group(step, 0, env="never")]
     errors.add("never", never[:8])
     with pytest.raises(RolloutsFailed, match=r"environment never: 9 of its latest 9 .*: 9 × timeout: it hangs"):

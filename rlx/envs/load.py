@@ -164,7 +164,8 @@ def teachers_of(config: Config) -> list[EndpointSpec]:
 
     t = config.teacher
     addresses = [url.rstrip("/").removesuffix("/v1") for url in t.base_url]
-    return [EndpointSpec(f"{address}/v1", t.api_key or "none", str(t.model), timeout=t.timeout) for address in addresses]
+    retries = 4 if len(addresses) == 1 else 1  # the next attempt at a rollout asks another address
+    return [EndpointSpec(f"{one}/v1", t.api_key or "none", str(t.model), timeout=t.timeout, max_retries=retries) for one in addresses]
 
 
 def check_chat(envs: Mapping[str, Environment], config: PlayRoot, chat: Chat) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,19 +35,15 @@ _WINDOW = 16  # tokens decoded together to learn the text of the last
 
 
 class ObservationRecorder(Episode):
-    """A `Episode` that marks its traces. Which requests belong to them is known only at the end.
+    """An `Episode` that marks its traces. Which requests belong to them is known only at the end."""
 
-    A prompt is marked when it is answered, as if all requests so far were kept, and anew at the end if they are not.
-    """
-
-    __slots__ = ("_early", "_how", "_marked")
+    __slots__ = ("_how", "_marked")
 
     def __init__(self, chat: Chat, roles: Collection[str], env: str) -> None:
         """`roles`: which to mark; none: nothing is marked."""
         super().__init__()
         self._how = chat, roles, env
-        self._marked: dict[int, Int | None] = {}  # of each kept request, by its number
-        self._early: dict[int, tuple[list[int], Int | None]] = {}  # of each request: the messages that were marked, and the marks
+        self._marked: dict[int, Int | None] = {}  # [P] marks of the prompt of each kept request, by its number
 
     @property
     def trace(self) -> Trace:
@@ -57,49 +53,35 @@ class ObservationRecorder(Episode):
         return self._trace(self.said.requests(request_ids), self._marked)  # of an episode's rollouts, one marks a message
 
     def _trace(self, numbers: Sequence[int], marked: dict[int, Int | None]) -> Trace:
-        """The trace of these requests. `marked`: [P] marks of the prompts that are kept already; those of these are added.
+        """The trace of these requests. `marked`: the prompts that are kept already; those of these are added.
 
         A message is marked in the first request that has it.
         """
-        said = [each for number in marked for each in self._conversations(number)]
-        for number in numbers if self._how[1] else ():
+        chat, roles, env = self._how
+        for number in numbers if roles else ():
             if number not in marked:
-                marked[number] = self._marks(number, said)[1]
-                said += self._conversations(number)
+                prompt, _, tools, ids = self.said.request(number)
+                new = [] if raw_text(prompt) is not None else self._new(number, prompt, marked)
+                marked[number] = observation_mask(chat, ids.tolist(), prompt, new, tools or None, env)
         return self.said.trace(numbers, {number: marks for number in numbers if (marks := marked.get(number)) is not None})
 
-    def answered(self, number: int) -> None:
-        """Mark the prompt of a request that was just answered."""
-        if self._how[1]:
-            self._early[number] = self._marks(number, self._before(number))
+    def _new(self, number: int, prompt: Sequence[Message], marked: Iterable[int]) -> list[int]:
+        """The messages of a prompt that are new since those of the requests in `marked`.
 
-    def _marks(self, number: int, said: Iterable[Sequence[Message]]) -> tuple[list[int], Int | None]:
-        """(new messages of a prompt, [P] their marks), after the conversations `said`."""
-        chat, _, env = self._how
-        prompt, _, tools, ids = self.said.request(number)
-        places = [] if raw_text(prompt) is not None else self._places(prompt, said, self._before(number))
-        early = self._early.get(number)
-        if early is not None and early[0] == places:
-            return early
-        return places, observation_mask(chat, ids.tolist(), prompt, places, tools or None, env)
-
-    def _before(self, number: int) -> list[list[Message]]:
-        """The conversations of the requests that were asked before."""
-        return [each for other in self.said.numbers() if other < number for each in self._conversations(other)]
-
-    def _conversations(self, number: int) -> list[list[Message]]:
-        """The messages of a request, without and with its answer."""
-        prompt, answer, *_ = self.said.request(number)
-        return [prompt, [*prompt, answer]]
-
-    def _places(self, prompt: Sequence[Message], said: Iterable[Sequence[Message]], before: Iterable[Sequence[Message]]) -> list[int]:
-        """The messages of a prompt that are new. `said`: conversations whose messages are marked; a prompt that continues none of them
-        is new from the end of the first prompt on, among those `before`.
+        A prompt that continues none of them is new from the end of the first prompt on that it continues.
         """
-        known = [len(messages) for messages in said if prompt[: len(messages)] == messages]
-        first = [len(messages) for messages in before if prompt[: len(messages)] == messages]
+        known, first = ([len(one) for one in self._conversations(numbers) if prompt[: len(one)] == one] for numbers in (
+            marked, (other for other in self.said.numbers() if other < number),
+        ))  # fmt: skip
         begin = max(known) if known else min(first, default=len(prompt))
         return [place for place in range(begin, len(prompt)) if prompt[place]["role"] in self._how[1]]
+
+    def _conversations(self, numbers: Iterable[int]) -> Iterator[list[Message]]:
+        """The messages of requests, without and with their answers."""
+        for number in numbers:
+            prompt, answer, *_ = self.said.request(number)
+            yield prompt
+            yield [*prompt, answer]
 
 
 def observation_mask(

@@ -104,5 +104,4 @@ def policy_of(spec: PolicySpec, chat: Chat | None, generator: Any) -> Policy:
         return players[0]
     from rlx.policy.teacher_policy import TeacherPolicy
 
-    timeout = spec.endpoints[0].timeout
-    return TeacherPolicy(players, chat, lambda: int(generator.version), spec.context_length, timeout, frozenset(spec.learn))
+    return TeacherPolicy(players, chat, lambda: int(generator.version), spec.context_length, frozenset(spec.learn))

@@ -1,4 +1,4 @@
-"""A teacher that plays in the policy's place: an OpenAI-compatible endpoint answers, and its text is tokenized as the policy writes it.
+"""A teacher in the policy's place: an OpenAI-compatible endpoint answers, and its text is tokenized as the policy writes it.
 
 The turns have no log-probabilities and belong to no policy version (they carry the current one, so that they are never too old), so only
 cross-entropy may train on them: `rlx.config.checks.objective` refuses everything else.
@@ -6,11 +6,8 @@ cross-entropy may train on them: `rlx.config.checks.objective` refuses everythin
 
 from __future__ import annotations
 
-import asyncio
-import math
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 from zlib import crc32
 
@@ -26,59 +23,36 @@ from rlx.policy.sampling_params import raw_text
 from rlx.trace import Turn
 from rlx.types import Task
 
-REST = 60.0  # seconds without new rollouts for an endpoint that failed, while another one has not
-
 
 @dataclass(frozen=True, slots=True)
 class TeacherPolicy:
     """See `rlx.policy.base.Policy`.
 
-    The groups are spread over the endpoints. One endpoint answers a whole group, whose members share a prompt, and another one plays the
-    next attempt at a rollout that failed. An endpoint that failed gets no new rollouts for `REST` seconds while another one has not.
+    The groups are spread over the endpoints. One endpoint answers a whole group, whose members share a prompt, and the next one answers
+    the next attempt at a rollout that failed.
     """
 
     endpoints: Sequence[OpenAIPolicy]  # the same model at every address
     chat: Chat  # of the policy that learns
     version: Callable[[], int]  # the version that its servers have
     context_length: int  # of the policy that learns
-    timeout: float | None = None  # seconds for a request with its retries if there are several endpoints; None: no such bound
     learn: frozenset[str] = frozenset()  # roles of the environment's messages that the policy learns, too
-    _failed: dict[int, float] = field(default_factory=dict)  # monotonic seconds of an endpoint's last failure, by its place
 
     def episode(self, task: Task, member: int, attempt: int) -> TeacherEpisode:
-        first = crc32(f"{task.env} {task.index}".encode()) + attempt  # indices alone have a pattern: the environments of a mix take turns
-        places = [(first + more) % len(self.endpoints) for more in range(len(self.endpoints))]
-        now = time.monotonic()
-        place = next((each for each in places if now - self._failed.get(each, -math.inf) >= REST), places[0])
-        return TeacherEpisode(self, self.endpoints[place].episode(task, member, attempt), place, task.env)
-
-    async def ask(self, place: int, request: Callable[[], Awaitable[Reply]]) -> Reply:
-        """The answer to a request to the endpoint at this place. Raises PolicyError, also if it takes too long while there are others."""
-        bound = self.timeout if len(self.endpoints) > 1 else None
-        try:
-            async with asyncio.timeout(bound):
-                reply = await request()
-        except PromptTooLong:
-            raise
-        except (PolicyError, TimeoutError) as error:
-            self._failed[place] = time.monotonic()
-            if isinstance(error, PolicyError):
-                raise
-            raise PolicyError(f"{self.endpoints[place].base_url} did not answer in {bound:g} s, retries included") from error
-        self._failed.pop(place, None)
-        return reply
+        first = crc32(f"{task.env} {task.index}".encode())  # indices alone have a pattern: the environments of a mix take turns
+        endpoint = self.endpoints[(first + attempt) % len(self.endpoints)]
+        return TeacherEpisode(self, endpoint.episode(task, member, attempt), task.env)
 
 
 class TeacherEpisode(ObservationRecorder):
     """See `rlx.policy.base.Episode`."""
 
-    __slots__ = ("_num_answers", "env", "inner", "place", "policy")
+    __slots__ = ("inner", "num_answers", "policy")
 
-    def __init__(self, policy: TeacherPolicy, inner: OpenAIEpisode, place: int = 0, env: str = "") -> None:
+    def __init__(self, policy: TeacherPolicy, inner: OpenAIEpisode, env: str = "") -> None:
         super().__init__(policy.chat, policy.learn, env)
         self.policy, self.inner, self.replies = policy, inner, inner.replies
-        self.place, self.env = place, env  # of its endpoint among the policy's; of the environment
-        self._num_answers = 0
+        self.num_answers = 0
 
     @property
     def waits_for(self) -> str:
@@ -93,14 +67,13 @@ class TeacherEpisode(ObservationRecorder):
         trained: bool = True,
     ) -> Reply:
         """The teacher's answer. Raises PromptTooLong if the policy's context cannot hold it, PolicyError if its template cannot show it."""
-        reply = await self.policy.ask(self.place, lambda: self.inner.respond(messages, tools, sampling, trained=trained))
+        reply = await self.inner.respond(messages, tools, sampling, trained=trained)
         if not trained:
             return reply
         functions = [dict(tool) for tool in tools] if tools else None
         turn = self._turn(list(messages), reply, functions)
-        self.said.add(self._num_answers, list(messages), functions, reply.message, turn, request_id=reply.request_id)
-        self.answered(self._num_answers)
-        self._num_answers += 1
+        self.said.add(self.num_answers, list(messages), functions, reply.message, turn, request_id=reply.request_id)
+        self.num_answers += 1
         return replace(reply, turn=turn)
 
     def _turn(self, messages: list[Message], reply: Reply, tools: list[dict] | None) -> Turn:

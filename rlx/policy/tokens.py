@@ -127,8 +127,6 @@ class TokenEpisode(ObservationRecorder):
         named = request_id if trained else ""
         whole = content == said.content  # a later prompt does not have a stop string that was cut off
         self.said.add(number, prompt, functions, message, turn, request_id=named, counts=trained and not biased, continues=whole)
-        if trained:
-            self.answered(number)
         return reply
 
     def count(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> int:

@@ -51,7 +51,7 @@ from rlx.rollout.role import begin, end, load, run_until_stopped
 from rlx.rollout.stalls import explainer
 from rlx.rollout.state import OrchestratorState
 from rlx.rollout.tasks import goes_on, keep_digests, other_examples, started_over
-from rlx.rollout.teaching import Teaching
+from rlx.rollout.teacher_logprobs import TeacherLogprobs
 from rlx.rollout.updates import WeightUpdates
 from rlx.shared.membership import Member, PutOut
 from rlx.stacks import explain_with
@@ -74,7 +74,7 @@ class Orchestrator:
         fleet: Fleet,
         heartbeat: Heartbeat,
         tracker: Tracker | None = None,
-        teaching: Teaching | None = None,
+        teaching: TeacherLogprobs | None = None,
         member: Member | None = None,
     ) -> None:
         """`member`: of a shared trainer; None: the run has a trainer of its own."""
@@ -83,7 +83,7 @@ class Orchestrator:
         self.sampler, self.fleet = sampler, fleet
         self.heartbeat = heartbeat
         self.tracker = tracker
-        self.teaching = teaching or Teaching()
+        self.teaching = teaching or TeacherLogprobs()
         self.envs, self.member = envs, member
         self.advantage = advantages_of(config)
         self._max_tokens = max_tokens_of(config)
@@ -261,7 +261,7 @@ async def orchestrate(
     """Connect to the run's servers and run to the end."""
     async with (
         connect_servers(config, paths, envs, chat, heartbeat.beat) as (fleet, sampler),
-        Teaching.of(
+        TeacherLogprobs.of(
             *(config, chat.tokenizer, heartbeat.beat, lambda: sampler.servers().endpoints),
             version=lambda: sampler.version,
             adapter=lambda: fleet.adapter(sampler.version),

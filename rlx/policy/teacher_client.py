@@ -1,6 +1,6 @@
 """A teacher behind endpoints: given token sequences, it returns the log-probability of every token under the teacher.
 
-    sequences ─► requests of `batch_size` ─► POST /v1/completions {prompt: [ids, …], prompt_logprobs: 0} ─► float32 [L] each
+    sequences ─► POST /v1/completions {prompt: [ids, …], prompt_logprobs: 0} ─► float32 [L] each
 
 Any server with vLLM's route serves: vLLM's own, or rlx's. The numbers are at temperature 1, whatever the request says. A server that is
 overloaded (429), fails (5xx), does not answer or is gone is tried again with growing waits, at another address if there is one, until the
@@ -17,8 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import aiohttp
@@ -26,7 +25,6 @@ import msgspec
 import numpy as np
 
 from rlx.arrays import Float, Int
-from rlx.concurrent import first_failure
 from rlx.inference import wire
 from rlx.inference.client import CONNECT
 from rlx.inference.endpoints import Endpoint
@@ -36,6 +34,7 @@ log = logging.getLogger(__name__)
 FIRST_WAIT, LONGEST_WAIT = 0.25, 15.0  # seconds before the second attempt at a request, doubled for each further one up to the longest
 LOWEST = -100.0  # nats; lower ones (vLLM reports -9999 for an impossible token) would be the only thing that a gradient sees
 PROBED = 256  # tokens of the vocabulary whose text is tokenized by both
+AGAIN = (404, 408, 409, 425, 429)  # 404: a server that has restarted does not have the adapter yet
 
 
 class TeacherError(RuntimeError):
@@ -48,23 +47,14 @@ class _Entry(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     index: int
-    prompt_logprobs: list[dict[str, _Entry] | None] | None = None
+    prompt_logprobs: list[dict[str, _Entry] | None]
 
 
 class _Completion(msgspec.Struct):
     choices: list[_Choice]
 
 
-@dataclass(slots=True)
-class Scores:
-    """What a call has returned so far."""
-
-    logprobs: list[Float | None]  # [L] of each sequence, 0 for its first token; None: not scored
-    retries: int = 0  # attempts that failed and were made again
-    trouble: list[str] = field(default_factory=list)  # the different failures
-
-
-class Teacher:
+class TeacherClient:
     """See the module's text. An async context manager. Belongs to one event loop."""
 
     def __init__(
@@ -90,12 +80,14 @@ class Teacher:
         self.servers = own or (lambda: fixed)
         self.model, self.batch_size, self.timeout, self.deadline = model, batch_size, timeout, deadline
         self.context: int | None = None  # tokens that every server takes; None: not known
+        self.trouble: list[str] = []  # the different failures so far
+        self._retries = 0
         self._version, self._adapter = version if own is not None else None, adapter
         self._free = asyncio.Semaphore(max_concurrent * len(self.servers()))
         self._session: aiohttp.ClientSession | None = None
         self._turn = 0
 
-    async def __aenter__(self) -> Teacher:
+    async def __aenter__(self) -> TeacherClient:
         connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=self.timeout, sock_connect=CONNECT)
         self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
         return self
@@ -104,35 +96,36 @@ class Teacher:
         assert self._session is not None
         await self._session.close()
 
+    def take_retries(self) -> int:
+        """How many attempts have failed and were made again since the last call."""
+        retries, self._retries = self._retries, 0
+        return retries
+
     # -- scoring
 
-    async def score(self, sequences: Sequence[Int], scores: Scores | None = None) -> Scores:
-        """The log-probabilities of these sequences [L]. Raises TeacherError for a refusal; other failures are tried again without end.
+    async def score(self, sequences: Sequence[Int]) -> list[Float]:
+        """The log-probabilities [L] of these sequences, by one request; 0 for the first token of each.
 
-        `scores`: where they are noted as they arrive, for a caller who gives up by cancelling.
+        Raises TeacherError for a refusal; other failures are tried again without end.
         """
-        scores = scores or Scores([None] * len(sequences))
-        # Sequences of similar length share a request, so that no short one waits for a long one.
-        order = sorted(range(len(sequences)), key=lambda place: len(sequences[place]))
-        parts = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
-        await first_failure(*(self._score_part(part, sequences, scores) for part in parts))
-        return scores
-
-    async def _score_part(self, part: Sequence[int], sequences: Sequence[Int], scores: Scores) -> None:
-        body = {
-            "model": self._adapter() or self.model,
-            "prompt": [sequences[place].tolist() for place in part],
-            "prompt_logprobs": 0,
-            "max_tokens": 1,
-            "temperature": 1.0,
-            "add_special_tokens": False,
-        }
+        body = _request([ids.tolist() for ids in sequences], self._adapter() or self.model)
         async with self._free:
-            answer, address = await self._ask("/v1/completions", body, scores)
-        for place, logprobs in zip(part, _read(answer, [sequences[place] for place in part], address), strict=True):
-            scores.logprobs[place] = logprobs
+            answer, address = await self._ask("/v1/completions", body)
+        found = []
+        for ids, entries in zip(sequences, _entries(answer, len(sequences), address), strict=True):
+            if len(entries) != len(ids):
+                raise TeacherError(f"{address} returned {len(entries)} log-probabilities for {len(ids)} tokens")
+            logprobs = np.zeros(len(ids), dtype=np.float32)
+            for place in range(1, len(ids)):
+                entry = (entries[place] or {}).get(str(ids[place]))
+                if entry is None or entry.logprob != entry.logprob:
+                    what = "no log-probability of" if entry is None else "NaN for"
+                    raise TeacherError(f"{address} returned {what} token {ids[place]} at place {place}")
+                logprobs[place] = max(entry.logprob, LOWEST)
+            found.append(logprobs)
+        return found
 
-    async def _ask(self, path: str, body: Any, scores: Scores, only: Endpoint | None = None) -> tuple[bytes, str]:
+    async def _ask(self, path: str, body: Any, only: Endpoint | None = None) -> tuple[bytes, str]:
         """(the answer, the address that gave it), after retries without end: the caller has the deadline."""
         wait = FIRST_WAIT
         while True:
@@ -140,49 +133,45 @@ class Teacher:
             server = servers[self._turn % len(servers)].refreshed()
             self._turn += 1
             try:
-                trouble = await self._late(server) if self._version is not None else ""
+                trouble = await self._stale(server)
                 if not trouble:
-                    async with self._request(server, path, body) as answer:
-                        content = await answer.read()
-                    if answer.status < 400:
+                    status, content = await self._send(server, path, body)
+                    if status < 400:
                         return content, server.url
-                    trouble = f"{server.url}{path} ({answer.status}): {_said(content)}"
-                    if answer.status not in (408, 409, 425, 429) and answer.status < 500:
+                    trouble = f"{server.url}{path} ({status}): {content[:300].decode(errors='replace').strip()}"
+                    if status not in AGAIN and status < 500:
                         raise TeacherError(f"the teacher refused a request: {trouble}")
             except (TimeoutError, aiohttp.ClientError) as error:
                 slow = isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError)
                 what = f"did not answer in {self.timeout:g} s (teacher.timeout)" if slow else f"cannot be reached: {error}"
                 trouble = f"{server.url} {what}"
-            if trouble not in scores.trouble:
-                scores.trouble.append(trouble)
+            if trouble not in self.trouble:
+                self.trouble.append(trouble)
                 log.warning("the teacher: %s; trying again", trouble)
-            scores.retries += 1
+            self._retries += 1
             await asyncio.sleep(wait * random.uniform(0.5, 1.0))
             wait = min(2 * wait, LONGEST_WAIT)
 
-    async def _late(self, server: Endpoint) -> str:
-        """Why one of the run's servers must not be asked yet: after a restart it has the initial weights for a while. Empty: it may."""
-        assert self._version is not None
-        if (name := self._adapter()) is not None:
-            async with self._request(server, wire.MODELS, None) as answer:
-                loaded = [found for found, *_ in wire.models_of(await answer.read())] if answer.status == 200 else []
-            return "" if name in loaded else f"{server.url} does not have the adapter {name}"
-        async with self._request(server, wire.LABEL, None) as answer:
-            label = (
-                str(_decoded(await answer.read(), dict, server.url).get("weight_version"))
-                if answer.status == 200
-                else f"? ({answer.status})"
-            )
+    async def _stale(self, server: Endpoint) -> str:
+        """Why one of the run's servers must not be asked yet: after a restart it has the initial weights for a while. Empty: it may.
+
+        An adapter has its version in its name, so a server without it refuses the request.
+        """
+        if self._version is None or self._adapter() is not None:
+            return ""
+        status, content = await self._send(server, wire.LABEL, None)
+        label = str(_decoded(content, dict, server.url).get("weight_version")) if status == 200 else f"? ({status})"
         has = wire.parse_label(label)
         late = has is None or has[0] < self._version()
         return f"{server.url} has version {label}, the run has {self._version()}" if late else ""
 
-    def _request(self, server: Endpoint, path: str, body: Any) -> Any:
+    async def _send(self, server: Endpoint, path: str, body: Any) -> tuple[int, bytes]:
+        """(status, content) of one request; `body` of None: GET."""
         assert self._session is not None, "used outside `async with`"
-        headers = server.headers if server.api_key else {}
-        if body is None:
-            return self._session.get(server.url + path, headers=headers)
-        return self._session.post(server.url + path, data=msgspec.json.encode(body), headers=headers | {"Content-Type": "application/json"})
+        headers = {**(server.headers if server.api_key else {}), "Content-Type": "application/json"}
+        data = None if body is None else msgspec.json.encode(body)
+        async with self._session.request("GET" if body is None else "POST", server.url + path, data=data, headers=headers) as answer:
+            return answer.status, await answer.read()
 
     # -- before any work
 
@@ -191,44 +180,43 @@ class Teacher:
 
         `tokenizer`: the policy's. `longest`: tokens of the longest sequence. Raises TeacherError that says what does not fit.
         """
-        scores = Scores([])
         try:
             async with asyncio.timeout(self.deadline):
                 for server in self.servers():
-                    await self._check_one(server, tokenizer, longest, scores)
+                    await self._check_one(server, tokenizer, longest)
         except TimeoutError:
-            trouble = "; ".join(scores.trouble[-3:]) or "no answer"
+            trouble = "; ".join(self.trouble[-3:]) or "no answer"
             raise TeacherError(f"the teacher could not be checked in {self.deadline:g} s (teacher.deadline): {trouble}") from None
 
-    async def _check_one(self, server: Endpoint, tokenizer: Any, longest: int, scores: Scores) -> None:
-        answer, address = await self._ask("/v1/models", None, scores, server)
+    async def _check_one(self, server: Endpoint, tokenizer: Any, longest: int) -> None:
+        answer, address = await self._ask("/v1/models", None, server)
         contexts = {name: context for name, _, context in wire.models_of(answer)}
         names = list(contexts) if self._version is None else list(contexts)[:1]  # the run's own servers list their adapters behind it
-        if self.model is None:
-            if len(names) != 1:
-                raise TeacherError(f"{address} serves {len(names)} models ({', '.join(names[:5])}); name the teacher: teacher.model=NAME")
+        if self.model is None and len(names) == 1:
             self.model = names[0]
         if self.model not in names:
-            raise TeacherError(f"{address} has no model {self.model} (teacher.model); it serves {', '.join(names[:5])}")
+            raise TeacherError(
+                f"{address} serves {', '.join(names[:5])}, and teacher.model={self.model or 'null'} is not the one of them.\n"
+                "  fix: name the teacher: teacher.model=NAME"
+            )
         context = contexts[self.model]  # 0: not known
         if 0 < context <= longest:
             raise TeacherError(
                 f"the teacher's context is too short: samples have up to seq_len={longest} tokens and a request needs one more, but "
-                f"{address} takes {context}. Serve it with --max-model-len {longest + 1} or more, or lower seq_len"
+                f"{address} takes {context}.\n  fix: serve it with --max-model-len {longest + 1} or more, or lower seq_len"
             )
         if context:
             self.context = min(context, self.context or context)
         texts = probe_texts(tokenizer, longest)
-        body = {"model": self.model, "prompt": texts, "prompt_logprobs": 0, "max_tokens": 1, "add_special_tokens": False}
-        answer, _ = await self._ask("/v1/completions", body, scores, server)
+        answer, _ = await self._ask("/v1/completions", _request(texts, self.model), server)
         for text, entries in zip(texts, _entries(answer, len(texts), address), strict=True):
             ours = [str(token) for token in tokenizer.encode(text, add_special_tokens=False)]
             theirs = [next(iter(entry)) for entry in entries[1:] if entry]
             if len(entries) != len(ours) or theirs != ours[1:]:
                 raise TeacherError(
                     f"the teacher at {address} has another tokenizer than the policy, so its log-probabilities would be of other tokens: "
-                    f"{text[:40]!r} is the tokens {', '.join(ours[1:8])} … here and {', '.join(theirs[:7])} … there. "
-                    "Use a teacher with the policy's vocabulary"
+                    f"{text[:40]!r} is the tokens {', '.join(ours[1:8])} … here and {', '.join(theirs[:7])} … there.\n"
+                    "  fix: use a teacher with the policy's vocabulary"
                 )
 
 
@@ -249,39 +237,24 @@ def probe_texts(tokenizer: Any, longest: int) -> list[str]:
     return texts
 
 
-def _read(answer: bytes, sequences: Sequence[Int], address: str) -> Iterable[Float]:
-    """[L] of each sequence. Raises TeacherError if the answer is about other tokens."""
-    for ids, entries in zip(sequences, _entries(answer, len(sequences), address), strict=True):
-        if len(entries) != len(ids):
-            raise TeacherError(f"{address} returned {len(entries)} log-probabilities for {len(ids)} tokens")
-        logprobs = np.zeros(len(ids), dtype=np.float32)
-        for place in range(1, len(ids)):
-            entry = (entries[place] or {}).get(str(ids[place]))
-            if entry is None:
-                raise TeacherError(f"{address} returned no log-probability of token {ids[place]} at place {place}; it scored other tokens")
-            if entry.logprob != entry.logprob:
-                raise TeacherError(f"{address} returned NaN for token {ids[place]} at place {place}")
-            logprobs[place] = max(entry.logprob, LOWEST)
-        yield logprobs
+def _request(prompts: Sequence[Any], model: str | None) -> dict[str, Any]:
+    fixed = {"prompt_logprobs": 0, "max_tokens": 1, "temperature": 1.0, "add_special_tokens": False}
+    return {"model": model, "prompt": prompts, **fixed}
 
 
 def _entries(answer: bytes, count: int, address: str) -> list[list[dict[str, _Entry] | None]]:
     """Prompt log-probabilities by sequence, in the order of the request."""
     choices = sorted(_decoded(answer, _Completion, address).choices, key=lambda choice: choice.index)
-    if len(choices) != count or any(choice.prompt_logprobs is None for choice in choices):
-        raise TeacherError(
-            f"{address} returns no prompt log-probabilities ({len(choices)} choices for {count} prompts); a teacher must know "
-            "`prompt_logprobs` in a request, as vLLM does"
-        )
-    return [choice.prompt_logprobs or [] for choice in choices]
+    if len(choices) != count:
+        raise TeacherError(f"{address} returned {len(choices)} choices for {count} prompts")
+    return [choice.prompt_logprobs for choice in choices]
 
 
 def _decoded(answer: bytes, kind: Any, address: str) -> Any:
     try:
         return msgspec.json.decode(answer, type=kind)
     except msgspec.MsgspecError as error:
-        raise TeacherError(f"{address} gave an answer that cannot be read: {error}; it begins with {answer[:100]!r}") from error
-
-
-def _said(content: bytes) -> str:
-    return content[:300].decode(errors="replace").strip()
+        raise TeacherError(
+            f"{address} gave an answer that cannot be read ({error}); it begins with {answer[:100]!r}.\n"
+            "  fix: a teacher must know `prompt_logprobs` in a request, as vLLM does"
+        ) from error

@@ -19,9 +19,9 @@ from trainer_examples import make_samples, step_batch
 
 from rlx.inference.endpoints import Endpoint
 from rlx.models.tiny import build_tokenizer
-from rlx.policy import teacher as teacher_module
-from rlx.policy.teacher import LOWEST, Scores, Teacher, TeacherError, probe_texts
-from rlx.rollout.teaching import Teaching
+from rlx.policy import teacher_client
+from rlx.policy.teacher_client import LOWEST, TeacherClient, TeacherError, probe_texts
+from rlx.rollout.teacher_logprobs import TeacherLogprobs
 from rlx.trace import Turn
 from rlx.types import Rollout, Task, TrainingSample
 
@@ -88,9 +88,9 @@ def status(code: int, text: str = "no", **headers: str) -> web.Response:
     return web.Response(status=code, text=text, headers=headers)
 
 
-def talk(stand_in: StandIn, conversation: Callable[[Teacher], Awaitable[Any]], more: tuple[str, ...] = (), **keys: Any) -> Any:
+def talk(stand_in: StandIn, conversation: Callable[[TeacherClient], Awaitable[Any]], more: tuple[str, ...] = (), **keys: Any) -> Any:
     async def whole() -> Any:
-        async with served(stand_in) as url, Teacher([*more, f"{url}/v1/"], **{"model": "big", "deadline": 60.0, **keys}) as teacher:
+        async with served(stand_in) as url, TeacherClient([*more, f"{url}/v1/"], **{"model": "big", "deadline": 60.0, **keys}) as teacher:
             return await conversation(teacher)
 
     return asyncio.run(whole())
@@ -98,68 +98,48 @@ def talk(stand_in: StandIn, conversation: Callable[[Teacher], Awaitable[Any]], m
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(teacher_module, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(teacher_client, "FIRST_WAIT", 0.01)
 
 
-async def hurried(teacher: Teacher, deadline: float) -> Scores:
-    """What is scored by the deadline."""
-    scores = Scores([None] * len(SEQUENCES))
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(deadline):
-            await teacher.score(SEQUENCES, scores)
-    return scores
+async def tried(teacher: TeacherClient) -> tuple[list[np.ndarray], int, list[str]]:
+    """(what is scored, attempts that failed, why)."""
+    return await teacher.score(SEQUENCES), teacher.take_retries(), teacher.trouble
 
 
-def same(scores: Any) -> bool:
-    return all(np.allclose(found, expected(ids)) for found, ids in zip(scores.logprobs, SEQUENCES, strict=True))
+def same(found: list[np.ndarray]) -> bool:
+    return all(np.allclose(one, expected(ids)) for one, ids in zip(found, SEQUENCES, strict=True))
 
 
-def test_every_sequence_gets_its_own_log_probabilities_in_few_requests():
+def test_every_sequence_gets_its_own_log_probabilities():
     server = StandIn()
-    scores = talk(server, lambda teacher: teacher.score(SEQUENCES), batch_size=2, max_concurrent=1, api_key="secret")
-    assert same(scores)
-    assert scores.retries == 0
-    assert [len(body["prompt"]) for body in server.asked] == [2, 2]
-    assert server.most == 1
-    assert {body["key"] for body in server.asked} == {"Bearer secret"}
-    assert talk(StandIn(), lambda teacher: teacher.score([])).logprobs == []
+    found, retries, _ = talk(server, tried, api_key="secret")
+    assert same(found)
+    assert (retries, [body["key"] for body in server.asked]) == (0, ["Bearer secret"])
 
 
-def test_an_overloaded_or_failing_teacher_is_asked_again():
+def test_an_overloaded_or_failing_teacher_is_asked_again_and_a_dead_server_is_borne_while_another_lives():
     async def first(number: int) -> web.Response | None:
         return {1: status(429, "slow down"), 2: status(503), 3: status(500)}.get(number)
 
-    scores = talk(StandIn(first), lambda teacher: teacher.score(SEQUENCES))
-    assert same(scores)
-    assert scores.retries == 3
-    assert "(429): slow down" in scores.trouble[0]
-
-
-def test_a_dead_server_is_borne_while_another_lives():
-    scores = talk(StandIn(), lambda teacher: teacher.score(SEQUENCES), more=("http://127.0.0.1:9",), batch_size=1)
-    assert same(scores)
-    assert "http://127.0.0.1:9 cannot be reached" in scores.trouble[0]
-
-
-def test_what_is_not_scored_by_the_deadline_is_missing_and_nothing_waits_longer():
-    async def first(number: int) -> web.Response | None:
-        return status(429) if number > 1 else None
-
-    server = StandIn(first)
-    scores = talk(server, lambda teacher: hurried(teacher, 0.5), batch_size=1, max_concurrent=1)
-    assert [one is None for one in scores.logprobs] == [True, False, True, True]  # the shortest is asked for first
+    found, retries, trouble = talk(StandIn(first), tried)
+    assert same(found)
+    assert retries == 3
+    assert "(429): slow down" in trouble[0]
+    found, _, trouble = talk(StandIn(), tried, more=("http://127.0.0.1:9",))
+    assert same(found)
+    assert "http://127.0.0.1:9 cannot be reached" in trouble[0]
 
 
 @pytest.mark.parametrize(("answer", "text"), [
     (status(400, "maximum context length is 3"), r"the teacher refused a request: .*\(400\): maximum context length is 3"),
     (status(401, "who are you"), r"refused a request: .*\(401\)"),
-    (web.json_response({"choices": [{"index": n} for n in range(4)]}), "returns no prompt log-probabilities"),
-    (web.json_response({"choices": []}), "returns no prompt log-probabilities"),
+    (web.json_response({"choices": [{"index": n} for n in range(4)]}), "missing required field `prompt_logprobs`"),
+    (web.json_response({"choices": []}), "returned 0 choices for 4 prompts"),
     (web.Response(text="<html>"), "gave an answer that cannot be read"),
     (web.json_response({"choices": [{"index": n, "prompt_logprobs": [None]} for n in range(4)]}),
-     "returned 1 log-probabilities for 2 tokens"),
+     "returned 1 log-probabilities for 3 tokens"),
     (web.json_response({"choices": [{"index": n, "prompt_logprobs": [None, *([{"99": {"logprob": -1}}] * (len(ids) - 1))]}
-                                    for n, ids in enumerate(sorted(SEQUENCES, key=len))]}), "no log-probability of token 9 at place 1"),
+                                    for n, ids in enumerate(SEQUENCES)]}), "no log-probability of token 6 at place 1"),
 ])  # fmt: skip
 def test_an_answer_that_is_none_is_named_at_once(answer: web.Response, text: str):
     async def first(_: int) -> web.Response:
@@ -173,7 +153,7 @@ def test_an_answer_that_is_none_is_named_at_once(answer: web.Response, text: str
 
 def test_an_impossible_token_has_a_bounded_log_probability():
     ids = np.array([3, 100_000], dtype=np.int32)
-    assert talk(StandIn(), lambda teacher: teacher.score([ids])).logprobs[0].tolist() == [0, LOWEST]
+    assert talk(StandIn(), lambda teacher: teacher.score([ids]))[0].tolist() == [0, LOWEST]
 
 
 def test_the_probe_has_the_whole_vocabulary_in_short_texts():
@@ -186,9 +166,9 @@ def test_the_probe_has_the_whole_vocabulary_in_short_texts():
 
 @pytest.mark.parametrize(("server", "keys", "text"), [
     (StandIn(shift=1), {}, "has another tokenizer than the policy"),
-    (StandIn(models=("small", "large")), {"model": None}, r"serves 2 models \(small, large\); name the teacher: teacher\.model=NAME"),
-    (StandIn(models=("small",)), {"model": "large"}, r"has no model large \(teacher\.model\); it serves small"),
-    (StandIn(context=64), {}, r"context is too short: .* seq_len=64 .* takes 64\. Serve it with --max-model-len 65"),
+    (StandIn(models=("small", "large")), {"model": None}, r"serves small, large, and teacher\.model=null .*\n  fix: name the teacher"),
+    (StandIn(models=("small",)), {"model": "large"}, r"serves small, and teacher\.model=large is not"),
+    (StandIn(context=64), {}, r"context is too short: .* seq_len=64 .* takes 64\.\n  fix: serve it with --max-model-len 65"),
 ])  # fmt: skip
 def test_a_teacher_that_does_not_fit_is_refused_before_any_work(server: StandIn, keys: dict[str, Any], text: str):
     with pytest.raises(TeacherError, match=text):
@@ -196,7 +176,7 @@ def test_a_teacher_that_does_not_fit_is_refused_before_any_work(server: StandIn,
 
 
 def test_a_teacher_that_fits_is_found_and_one_that_is_not_there_is_named():
-    async def name(teacher: Teacher) -> str | None:
+    async def name(teacher: TeacherClient) -> str | None:
         await teacher.check(TOKENIZER, 64)
         return teacher.model
 
@@ -239,8 +219,8 @@ def groups_of(samples: list[TrainingSample], shown: list[int] | None = None) -> 
     return list(groups.values())
 
 
-async def scored(teachers: dict[str, Teacher], samples: list[TrainingSample], unscored: str = "fail") -> Any:
-    return await Teaching(teachers, unscored).score(step_batch(3, [samples]), groups_of(samples))
+async def scored(teachers: dict[str, TeacherClient], samples: list[TrainingSample], unscored: str = "fail") -> Any:
+    return await TeacherLogprobs(teachers, unscored).score(step_batch(3, [samples]), groups_of(samples))
 
 
 def test_the_samples_of_an_environment_with_a_teacher_get_scores_where_the_policy_sampled():
@@ -271,7 +251,7 @@ def test_a_sample_without_scores_is_left_out_and_counted_or_ends_the_run():
     assert values["teacher/unscored"] == len(samples) - 1
     left = int(batch.mini_batches[0][0].loss_mask.sum())
     assert values["teacher/unscored_tokens"] == sum(int(sample.loss_mask.sum()) for sample in samples) - left
-    with pytest.raises(TeacherError, match=r"not score \d+ of \d+ samples of step 3 in 0\.5 s .*\(503\): broken\. teacher\.unscored=drop"):
+    with pytest.raises(TeacherError, match=r"not score \d+ of \d+ samples of step 3 in 0\.5 s .*\(503\): broken\.\n  fix: teacher"):
         score("fail")
 
 
@@ -280,7 +260,7 @@ def test_tokens_that_an_environment_sampled_at_another_temperature_are_refused()
         return talk(StandIn(), lambda teacher: scored({"test": teacher}, samples))
 
     samples = make_samples(groups=2)
-    with pytest.raises(TeacherError, match=r"environment test sampled \d+ tokens of rollout 1/0 at temperature 0\.7.*ref_kl_weights"):
+    with pytest.raises(TeacherError, match=r"environment test sampled \d+ tokens of rollout 1/0 at temperature 0\.7.*\n.*ref_kl_weights"):
         score(samples)
     without = [replace(s, ref_kl_weights=np.where(s.temperature == 1, 1, 0).astype(np.float32)) for s in samples]
     assert len(score(without)[0].mini_batches[0]) == len(samples)
@@ -291,8 +271,8 @@ def test_groups_are_scored_as_they_finish_and_once() -> None:
     groups = groups_of(samples)
     server = StandIn()
 
-    async def conversation(teacher: Teacher) -> Any:
-        teaching = Teaching({"test": teacher})
+    async def conversation(teacher: TeacherClient) -> Any:
+        teaching = TeacherLogprobs({"test": teacher})
         for group in groups[:-1]:  # the last one is of a checkpoint
             teaching.begin(group)
             teaching.begin(group)  # a second time changes nothing
@@ -305,18 +285,18 @@ def test_groups_are_scored_as_they_finish_and_once() -> None:
     assert sorted(len(body["prompt"]) for body in server.asked) == [3] * 6
     assert all(sample.teacher_logprobs is not None for sample in batch.mini_batches[0])
     assert values["teacher/unscored"] == 0
-    assert not teaching._asked, "what a batch has taken is forgotten"
+    assert not teaching._requests, "what a batch has taken is forgotten"
 
 
 def test_the_teacher_of_self_distillation_reads_the_demonstration_and_its_numbers_belong_to_the_policys_tokens():
     samples = [sample for sample in at_temperature_1(make_samples(groups=2, members=1)) if sample.member == 0]
     server, shown = StandIn(), [9, 8, 7, 6, 5, 4, 3, 9, 8, 7, 6, 5]
 
-    async def conversation(teacher: Teacher) -> Any:
-        teaching = Teaching({"test": teacher})
+    async def conversation(teacher: TeacherClient) -> Any:
+        teaching = TeacherLogprobs({"test": teacher})
         done = await teaching.score(step_batch(0, [samples]), groups_of(samples, shown))
         teacher.context = 12
-        with pytest.raises(TeacherError, match=r"has \d+ tokens with what the teacher reads; .* take 12\. .*inference\.max_model_len"):
+        with pytest.raises(TeacherError, match=r"has \d+ tokens with what the teacher reads; .* take 12\.\n.*inference\.max_model_len"):
             teaching.begin(groups_of(samples, shown)[0])
         return done
 
@@ -328,23 +308,27 @@ def test_the_teacher_of_self_distillation_reads_the_demonstration_and_its_number
 
 
 @pytest.mark.parametrize("adapters", [False, True])
-def test_a_server_of_the_run_that_restarted_is_not_asked_before_it_has_the_runs_version(adapters: bool):
-    server, name = StandIn(models=("policy", "2@run")), "3@run" if adapters else None
+def test_a_server_of_the_run_that_restarted_does_not_score_before_it_has_the_runs_version(adapters: bool):
+    async def first(_: int) -> web.Response | None:
+        return status(404, "The model `3@run` does not exist.") if server.version < 3 and adapters else None
+
+    server, name = StandIn(first, models=("policy", "2@run")), "3@run" if adapters else None
 
     async def whole() -> Any:
         async with served(server) as url:
             server.version = 2
             own = [Endpoint(url, "key")]
-            async with Teacher([], own=lambda: own, version=lambda: 3, adapter=lambda: name) as teacher:
-                early = await hurried(teacher, 0.4)
-                asked, server.version, server.models = len(server.asked), 3, ("policy", "2@run", "3@run")
+            async with TeacherClient([], own=lambda: own, version=lambda: 3, adapter=lambda: name) as teacher:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(0.4):
+                        raise AssertionError(await teacher.score(SEQUENCES))
+                server.version, server.models = 3, ("policy", "2@run", "3@run")
                 await teacher.check(TOKENIZER, 100)
-                return early, asked, await teacher.score(SEQUENCES)
+                return teacher.trouble, await teacher.score(SEQUENCES)
 
-    early, asked, scores = asyncio.run(whole())
-    assert (early.logprobs, asked) == ([None] * len(SEQUENCES), 0)
-    assert ("not have the adapter 3@run" if adapters else "has version 2@run, the run has 3") in early.trouble[0]
-    assert same(scores)
+    trouble, found = asyncio.run(whole())
+    assert ("(404): The model `3@run`" if adapters else "has version 2@run, the run has 3") in trouble[0]
+    assert same(found)
     assert server.asked[-1]["model"] == (name or "policy")
 
 
@@ -360,7 +344,7 @@ def test_vllm_scores_as_hugging_face_does_and_its_tokenizer_is_the_policys(tmp_p
         (endpoint,) = run.ready()
 
         async def whole() -> Any:
-            async with Teacher([endpoint.url], api_key=endpoint.api_key, batch_size=3) as teacher:
+            async with TeacherClient([endpoint.url], api_key=endpoint.api_key, batch_size=3) as teacher:
                 await teacher.check(TOKENIZER, CONTEXT - 1)
                 with pytest.raises(TeacherError, match="context is too short"):
                     await teacher.check(TOKENIZER, CONTEXT)
@@ -368,7 +352,7 @@ def test_vllm_scores_as_hugging_face_does_and_its_tokenizer_is_the_policys(tmp_p
 
         sequences = [ids[: 5 + 4 * n] for n, ids in enumerate(prompts(8))]
         scores = asyncio.run(whole())
-        for ids, found in zip(sequences, scores.logprobs, strict=True):
+        for ids, found in zip(sequences, scores, strict=True):
             with torch.no_grad():
                 logits = run.models[0](torch.tensor([ids])).logits[0, :-1].double()
             wanted = torch.log_softmax(logits, -1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
