@@ -21,7 +21,7 @@ from rlx.metrics import MetricsWriter
 from rlx.paths import COMPLETE, RunPaths
 from rlx.plan.make import make_plan
 from rlx.roles.evaluator import Evaluator, finished_file, has_finished
-from rlx.rollout.models import Served
+from rlx.rollout.policy_backend import ServerBackend
 from rlx.rollout.rollout_set import RolloutSet, read_finished
 from rlx.rollout.tasks import keep_digests
 from rlx.runs.claim import create
@@ -111,8 +111,8 @@ def test_the_digest_of_served_weights_is_that_of_their_manifest_and_of_version_0
         fleet = SimpleNamespace(version=version, compared=1.0, states=lambda: asyncio.sleep(0, [state]))
         config = config_of("env=sums")
         config.weights_dir = str(weights_dir)
-        served = Served(config, fleet, None, {})  # type: ignore[arg-type]
-        return asyncio.run(served.origin()).digest
+        served = ServerBackend(config, fleet, None, {})  # type: ignore[arg-type]
+        return asyncio.run(served.info()).digest
 
     folder = tmp_path / "step_28"
     folder.mkdir()

@@ -21,7 +21,7 @@ from rlx.roles.evaluator import Evaluator
 from rlx.rollout import concurrency
 from rlx.rollout.eval_results import METADATA, Outcome, Usage, outcome_of
 from rlx.rollout.failures import RolloutsFailed
-from rlx.rollout.models import Origin
+from rlx.rollout.policy_backend import ModelInfo
 from rlx.rollout.rollout_runner import RolloutRunner
 from rlx.rollout.rollout_set import RolloutSet, read_finished
 from rlx.trace import Trace
@@ -117,7 +117,7 @@ def test_finished_rollouts_are_not_played_again_and_groups_stay_whole(tmp_path: 
 class Model:
     """A model of one version that finds nothing wrong, whose weights have a digest."""
 
-    def __init__(self, digest: str | None = None, origin: Origin | None = None) -> None:
+    def __init__(self, digest: str | None = None, origin: ModelInfo | None = None) -> None:
         self.digest, self._origin = digest, origin
 
     async def versions(self, wanted: Sequence[int]) -> Sequence[int]:
@@ -126,8 +126,8 @@ class Model:
     async def reach(self, version: int) -> None:
         pass
 
-    async def origin(self) -> Origin:
-        return self._origin or Origin("m", "weights/step_28", 1.0, self.digest)
+    async def info(self) -> ModelInfo:
+        return self._origin or ModelInfo("m", "weights/step_28", 1.0, self.digest)
 
     def away(self) -> float:
         return 0.0

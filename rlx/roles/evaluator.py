@@ -43,7 +43,7 @@ from rlx.rollout.eval_summary import write_summary
 from rlx.rollout.evaluate import Evaluations
 from rlx.rollout.evaluation import Evaluation
 from rlx.rollout.failures import ErrorRate, RolloutsFailed
-from rlx.rollout.models import Model, connect_servers, connected
+from rlx.rollout.policy_backend import Backend, connect_servers, connected
 from rlx.rollout.role import begin, end, load, run_until_stopped
 from rlx.rollout.rollout_runner import RolloutRunner
 from rlx.rollout.stalls import explainer
@@ -60,7 +60,7 @@ LAST = 600.0  # seconds to wait for the last metrics of the trainer, which may b
 class Evaluator:
     """The main loop of `rlx eval`."""
 
-    def __init__(self, config: EvalRoot, paths: RunPaths, envs: Mapping[str, Local], model: Model, heartbeat: Heartbeat) -> None:
+    def __init__(self, config: EvalRoot, paths: RunPaths, envs: Mapping[str, Local], model: Backend, heartbeat: Heartbeat) -> None:
         """`envs`: by their names in `config.envs`."""
         self.config, self.paths, self.model, self.heartbeat = config, paths, model, heartbeat
         self.envs = envs
@@ -88,7 +88,7 @@ class Evaluator:
 
     async def _evaluate(self, version: int) -> None:
         """Evaluate the version that the model has now, and write its record. Raises RolloutsFailed, or what `Model.check` raises."""
-        config, digest, file = self.config, (await self.model.origin()).digest, finished_file(self.paths)
+        config, digest, file = self.config, (await self.model.info()).digest, finished_file(self.paths)
         now = await asyncio.to_thread(Evaluation, config, self.paths, self.envs, version, file, digest)
         if now.before:
             log.info("version %d: %d rollouts are done already", version, now.before)
@@ -104,7 +104,7 @@ class Evaluator:
         self.now = now, runner
         await first_failure(runner.run(now.jobs()), forever=[self.model.follow(runner)])
         now.check_success()
-        origin = await self.model.origin()
+        origin = await self.model.info()
         facts = {"served_model": origin.model, "weights": origin.weights, "attested": origin.attested}
         if config.client.base_url:
             facts["base_url"] = config.client.base_url

@@ -35,7 +35,7 @@ from rlx.inference.wire import ServerUnreachable
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths, listed
 from rlx.policy.source import fake_rollouts
-from rlx.rollout.models import connect_servers
+from rlx.rollout.policy_backend import connect_servers
 from rlx.rollout.role import begin, end, run_until_stopped
 from rlx.tracking import tracked
 from rlx.types import TrainingSample

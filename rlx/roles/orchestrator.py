@@ -45,7 +45,7 @@ from rlx.rollout.collector import Collector
 from rlx.rollout.evaluate import Evaluations
 from rlx.rollout.filters import reason_to_drop
 from rlx.rollout.groups import compared
-from rlx.rollout.models import connect_servers
+from rlx.rollout.policy_backend import connect_servers
 from rlx.rollout.record import StepRecorder
 from rlx.rollout.role import begin, end, load, run_until_stopped
 from rlx.rollout.stalls import explainer

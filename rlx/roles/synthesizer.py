@@ -24,7 +24,7 @@ from rlx.paths import RunPaths, listed, write_text
 from rlx.policy.base import PolicyError
 from rlx.policy.chat import Chat
 from rlx.rollout.failures import ErrorRate, Failures, RolloutsFailed
-from rlx.rollout.models import Model, connected
+from rlx.rollout.policy_backend import Backend, connected
 from rlx.rollout.role import begin, end, load, run_until_stopped
 from rlx.rollout.rollout_runner import Job, RolloutRunner
 from rlx.rollout.rollout_set import RolloutSet
@@ -41,7 +41,7 @@ log = logging.getLogger("rlx.synthesizer")
 class Synthesizer:
     """Samples the rollouts that a synthesis lacks."""
 
-    def __init__(self, config: SynthesizeRoot, paths: RunPaths, envs: Mapping[str, Local], model: Model, heartbeat: Heartbeat) -> None:
+    def __init__(self, config: SynthesizeRoot, paths: RunPaths, envs: Mapping[str, Local], model: Backend, heartbeat: Heartbeat) -> None:
         """`envs`: with the policies of `model`."""
         self.config, self.paths, self.envs, self.model, self.heartbeat = config, paths, envs, model, heartbeat
         self.failures = Failures()
@@ -70,7 +70,7 @@ class Synthesizer:
         (version,) = await self.model.versions([self.config.step or 0])
         self.phase = f"loading version {version} into the servers"
         await self.model.reach(version)
-        digest = (await self.model.origin()).digest
+        digest = (await self.model.info()).digest
         wanted = wanted_of(self.config)
         self.rollouts = RolloutSet(self.envs, wanted, version=version, file=self.paths.finished, digest=digest)
         await first_failure(self.runner.run(self.rollouts.jobs()), forever=[self.model.follow(self.runner)])

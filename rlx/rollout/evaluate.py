@@ -28,7 +28,7 @@ from rlx.heartbeat import EVALUATING
 from rlx.metrics import MetricsWriter, read_metrics
 from rlx.paths import RunPaths, listed
 from rlx.rollout.evaluation import Evaluation
-from rlx.rollout.models import check_version
+from rlx.rollout.policy_backend import check_version
 from rlx.rollout.rollout_runner import POLL, Job, RolloutRunner
 from rlx.types import Rollout, Task
 from rlx.weights.subscribe import Subscriber

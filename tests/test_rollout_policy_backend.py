@@ -12,8 +12,8 @@ from server_stand_in import Stand
 from rlx.config.schema import Config, PlayRoot, SftRoot
 from rlx.inference.wire import InferenceError
 from rlx.paths import RunPaths
-from rlx.rollout import models
-from rlx.rollout.models import check_model, connect_servers
+from rlx.rollout import policy_backend
+from rlx.rollout.policy_backend import check_model, connect_servers
 
 
 def test_servers_of_another_model_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -26,7 +26,7 @@ def test_servers_of_another_model_are_refused(tmp_path: Path, caplog: pytest.Log
     check_model(str(tmp_path / "weights" / "step_2"), [a], str(tmp_path / "weights"))
     assert not caplog.records
     for wanted, served in ((a, str(tmp_path / "b")), ("some/other", cached)):
-        with pytest.raises(InferenceError, match=f"have the model {served}, and this run is to play {wanted}: "):
+        with pytest.raises(InferenceError, match=f"have the model {served}, and this run is to play {wanted}.\n  fix: "):
             check_model(wanted, [served], None)
     check_model("some/name", ["/elsewhere/name"], None)
     assert "have the model /elsewhere/name; whether that is some/name is not known" in caplog.text
@@ -34,7 +34,7 @@ def test_servers_of_another_model_are_refused(tmp_path: Path, caplog: pytest.Log
 
 @pytest.mark.parametrize("root", [Config, SftRoot])
 def test_no_run_trains_on_servers_of_another_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: type[PlayRoot]) -> None:
-    monkeypatch.setattr(models, "give_policy", lambda *_: None)
+    monkeypatch.setattr(policy_backend, "give_policy", lambda *_: None)
     paths, config = RunPaths(tmp_path), root(max_steps=1, seq_len=8)
     nobody: Any = None
 
@@ -46,5 +46,5 @@ def test_no_run_trains_on_servers_of_another_model(tmp_path: Path, monkeypatch: 
                 pass
 
     asyncio.run(connect("model"))
-    with pytest.raises(InferenceError, match="have the model model, and this run is to play some/other: "):
+    with pytest.raises(InferenceError, match=r"have the model model, and this run is to play some/other\."):
         asyncio.run(connect("some/other"))

@@ -1,6 +1,6 @@
-"""The model that a command plays with: rlx's servers (`connect_servers`), or also an endpoint of others (`connected`).
+"""The model that a command samples with: rlx's servers (`connect_servers`), or also an endpoint of others (`connected`).
 
-A command that does not train sees a `Model`: `Served` has any version of the weights, `ApiModel` has one version.
+A command that does not train sees a `Backend`: `ServerBackend` has any version of the weights, `ApiBackend` has one version.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from rlx.config.schema import PlayRoot
 from rlx.config.schema_eval import PlayWithModel
 from rlx.envs.base import Local, sampling_of
 from rlx.envs.load import give_policy, let_play
-from rlx.envs.pool import WorkerPool
 from rlx.envs.pools import away
 from rlx.inference.endpoints import find_servers, present_servers
 from rlx.inference.fleet import Fleet
@@ -30,7 +29,7 @@ from rlx.inference.wire import InferenceError
 from rlx.paths import RunPaths
 from rlx.policy.base import PolicyError
 from rlx.policy.chat import Chat
-from rlx.policy.openai import UNKNOWN_VERSION, OpenAIPolicy
+from rlx.policy.openai import REFUSES, UNKNOWN_VERSION, OpenAIPolicy
 from rlx.policy.spec import EndpointSpec, PolicySpec, policy_of
 from rlx.rollout import concurrency
 from rlx.rollout.rollout_runner import RolloutRunner
@@ -43,8 +42,8 @@ NO_KEY = "none"  # sent to endpoints that ask for no key
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
-    """What answered, in its own words."""
+class ModelInfo:
+    """What answers, in its own words."""
 
     model: str | None = None  # the servers' model (a folder, several joined with commas), or the endpoint's name for what it served
     weights: str | None = None  # the folder of the served version; None: an endpoint
@@ -52,88 +51,81 @@ class Origin:
     digest: str | None = None  # tells these weights from others of the same version; None: an endpoint, or servers that do not say
 
 
-class Model:
-    """What plays: any model of one version that cannot be changed."""
-
-    async def versions(self, wanted: Sequence[int]) -> Sequence[int]:
-        """The versions to play, of those wanted. A model that cannot be changed has one version, whatever was wanted."""
-        return [0]
-
-    async def reach(self, version: int) -> None:
-        """Play this version from now on."""
-
-    async def origin(self) -> Origin:
-        """What plays this version. Ask again when it has been played: an endpoint says its model with its answers."""
-        return Origin()
-
-    def away(self) -> float:
-        """Seconds so far in which nothing could play, because no server took requests."""
-        return 0.0
-
-    async def follow(self, runner: RolloutRunner) -> None:
-        """Adapt how many rollouts are in flight to the engines, for ever, if they say how busy they are and no key says how many."""
-
-    def check(self, rollout: Rollout) -> None:
-        """Raises an error that ends everything if this rollout shows that the model is not what it should be."""
-
-
-class Served(Model):
+class ServerBackend:
     """Servers of rlx: the command's own, or servers that already run (`inference.base_url`)."""
 
     def __init__(self, config: PlayWithModel, fleet: Fleet, sampler: Sampler, envs: Mapping[str, Local]) -> None:
         self.config, self.fleet, self.sampler, self.envs = config, fleet, sampler, envs
-        self.version = 0
 
     async def versions(self, wanted: Sequence[int]) -> Sequence[int]:
-        if self.config.weights_dir is not None or not self.config.inference.base_url:
-            return wanted
-        return [self.fleet.version]  # of servers that somebody else updates
+        """The versions to play, of those wanted: one of servers that somebody else updates."""
+        others = self.config.weights_dir is None and self.config.inference.base_url
+        return [self.fleet.version] if others else wanted
 
     async def reach(self, version: int) -> None:
+        """Serve this version from now on."""
         if version != self.fleet.version:
             assert self.config.weights_dir is not None
             weights = saved(self.config.weights_dir, version)
             await self.fleet.update(weights, self.config.weight_broadcast.timeout)
-            log.info(
-                "version %d is served; %.1f %% of its weights were compared with %s", version, 100 * self.fleet.compared, weights.where
-            )
-        self.version = self.sampler.version = version
+            log.info("version %d is served; %.1f %% of its weights were compared", version, 100 * self.fleet.compared)
+        self.sampler.version = version
 
-    async def origin(self) -> Origin:
+    async def info(self) -> ModelInfo:
+        """What serves this version. Ask again when it has been played: an endpoint says its model with its answers."""
         states = await self.fleet.states()
         model, version = ", ".join(sorted({state.model for state in states})), self.fleet.version
-        weights = saved(self.config.weights_dir, version).where if version and self.config.weights_dir is not None else model
-        compared = self.fleet.compared if version and self.config.weights_dir is not None else None
-        return Origin(model, weights, compared, await asyncio.to_thread(_digest_of, states, weights, version))
+        weights, compared = model, None
+        if version and self.config.weights_dir is not None:
+            weights, compared = saved(self.config.weights_dir, version).where, self.fleet.compared
+        return ModelInfo(model, weights, compared, await asyncio.to_thread(_digest_of, states, weights, version))
 
     def away(self) -> float:
+        """Seconds so far in which nothing could be sampled, because no server took requests."""
         return away(self.sampler, self.envs)
 
     async def follow(self, runner: RolloutRunner) -> None:
+        """Adapt how many rollouts are in flight to the engines, for ever, if no key says how many."""
         await concurrency.follow(self.config, self.fleet, runner)
 
     def check(self, rollout: Rollout) -> None:
-        check_version(rollout, self.version)
+        """Raise an error that ends everything if this rollout shows that the model is not what it should be."""
+        check_version(rollout, self.sampler.version)
 
 
-class ApiModel(Model):
-    """An OpenAI-compatible endpoint. It does not say which weights it serves."""
+class ApiBackend:
+    """An OpenAI-compatible endpoint: one version, whatever is wanted. It does not say which weights it serves, nor how busy it is."""
 
     def __init__(self, policy: OpenAIPolicy) -> None:
         self.policy = policy
 
-    async def origin(self) -> Origin:
-        return Origin(", ".join(sorted(self.policy.standing.models)) or None)
+    async def versions(self, wanted: Sequence[int]) -> Sequence[int]:
+        return [0]
+
+    async def reach(self, version: int) -> None:
+        pass
+
+    async def info(self) -> ModelInfo:
+        return ModelInfo(self.policy.served_model)
+
+    def away(self) -> float:
+        return 0.0
+
+    async def follow(self, runner: RolloutRunner) -> None:
+        pass
 
     def check(self, rollout: Rollout) -> None:
-        if self.policy.standing.refusal is not None:
-            raise PolicyError(self.policy.standing.refusal)
+        if REFUSES in (rollout.error or ""):
+            raise PolicyError(rollout.error)
+
+
+Backend = ServerBackend | ApiBackend
 
 
 @asynccontextmanager
 async def connected(
     config: PlayWithModel, paths: RunPaths, envs: Mapping[str, Local], chat: Chat | None, beat: Callable[[str], None]
-) -> AsyncIterator[Model]:
+) -> AsyncIterator[Backend]:
     """The model of a command, with which the environments play. `chat`: None for an endpoint, which has its own."""
     if chat is None:
         async with AsyncExitStack() as stack:
@@ -141,7 +133,7 @@ async def connected(
         return
     others = bool(config.inference.base_url) and config.weights_dir is None
     async with connect_servers(config, paths, envs, chat, beat, adopt=others) as (fleet, sampler):
-        yield Served(config, fleet, sampler, envs)
+        yield ServerBackend(config, fleet, sampler, envs)
 
 
 @asynccontextmanager
@@ -199,7 +191,7 @@ async def connect_servers(
 
 async def connect_endpoint(
     stack: AsyncExitStack, config: PlayWithModel, envs: Mapping[str, Local], beat: Callable[[str], None]
-) -> ApiModel:
+) -> ApiBackend:
     """Let the environments play at `client.base_url`. `stack` closes the connections.
 
     Raises PolicyError if the endpoint cannot be reached, refuses the key or the model, takes no tools although an environment has some,
@@ -221,18 +213,12 @@ async def connect_endpoint(
     try:
         await first.check(tools=any(env.tools for env in envs.values()))
     except PolicyError as error:
-        if first.standing.refusal is None:
-            raise
         raise PolicyError(f"{error}; its key is ${client.api_key_var} (client.api_key_var)") from error
     for name, spec in specs.items():
         let_play(envs[name], spec, None, None)
-        env = envs[name]
-        if isinstance(env, WorkerPool):
-            env.heard = first.standing.hear
-        elif isinstance(env.policy, OpenAIPolicy):
-            stack.push_async_callback(env.policy.close)
-            env.policy.standing = first.standing  # all ask the same endpoint, with the same key
-    return ApiModel(first)
+        if isinstance(own := getattr(envs[name], "policy", None), OpenAIPolicy):  # it plays in this process
+            stack.push_async_callback(own.close)
+    return ApiBackend(first)
 
 
 def _digest_of(states: Sequence[ServerState], weights: str, version: int) -> str | None:
@@ -255,32 +241,25 @@ def check_model(wanted: str, served: Sequence[str], weights_dir: str | None) -> 
     if weights_dir is not None and Path(wanted).is_relative_to(weights_dir):
         return  # the run's initial model is gone: these weights have its shape only
     for found in sorted(set(served)):
-        same = _same_model(wanted, found)
-        if same is False:
+        one, other = _identity(wanted), _identity(found)
+        if wanted == found or (one == other and one[1] is not None):
+            continue
+        if one[0] == other[0] and None not in (one[1], other[1]):
             raise InferenceError(
-                f"the servers of inference.base_url have the model {found}, and this run is to play {wanted}: "
-                f"name the servers' model (model.name={found}), or servers of {wanted}"
+                f"the servers of inference.base_url have the model {found}, and this run is to play {wanted}.\n"
+                f"  fix: name the servers' model (model.name={found}), or servers of {wanted}"
             )
-        if same is None:
-            log.warning("the servers of inference.base_url have the model %s; whether that is %s is not known", found, wanted)
+        log.warning("the servers of inference.base_url have the model %s; whether that is %s is not known", found, wanted)
 
 
-def _same_model(one: str, other: str) -> bool | None:
-    """Whether two folders or hub names are one model; None if that cannot be decided."""
-    if one == other:
-        return True
-    if Path(one).is_dir() and Path(other).is_dir():
-        return Path(one).resolve() == Path(other).resolve()
-    names = [_hub_name(text) for text in (one, other)]
-    return None if None in names else names[0] == names[1]
-
-
-def _hub_name(text: str) -> str | None:
-    """The hub name that `text` is, or whose folder in the hub's cache it is; None for other folders."""
-    folders = [part for part in Path(text).parts if part.startswith("models--")]
-    if folders:
-        return folders[-1].removeprefix("models--").replace("--", "/")
-    return None if text.startswith("/") else text
+def _identity(text: str) -> tuple[str, str | None]:
+    """Kind and name of a model: a hub name, also of a folder in the hub's cache; or a folder, None if it is on another machine."""
+    cached = [part for part in Path(text).parts if part.startswith("models--")]
+    if cached:
+        return "hub", cached[-1].removeprefix("models--").replace("--", "/")
+    if Path(text).is_dir():
+        return "folder", str(Path(text).resolve())
+    return ("folder", None) if text.startswith("/") else ("hub", text)
 
 
 def check_version(rollout: Rollout, version: int) -> None:
