@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from rlx.config.schema import EnvConfig, ModelConfig
 from rlx.models.tiny import build_tokenizer
 from rlx.policy.chat import Chat, load_chat
+from rlx.policy.spec import PolicySpec
 from rlx.policy.tokens import TokenPolicy
 from rlx.trace import Turn
 from rlx.types import Rollout, Task
@@ -70,8 +71,8 @@ def tiny_chat() -> Chat:
     return _chat
 
 
-def policy_of(generator: Any, seed: int = 0, context_length: int = CONTEXT, sampling: Mapping[str, Any] = {}) -> TokenPolicy:
-    return TokenPolicy(generator=generator, chat=tiny_chat(), context_length=context_length, seed=seed, sampling=sampling)
+def policy_of(generator: Any, chat: Chat | None = None, *, seed: int = 0, context_length: int = CONTEXT, **spec: Any) -> TokenPolicy:
+    return TokenPolicy(PolicySpec(seed=seed, context_length=context_length, **spec), chat or tiny_chat(), generator)
 
 
 SAMPLING = {"max_tokens": 96, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_tokens": 0}

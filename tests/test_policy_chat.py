@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chat_templates import CLOSING, HERMES, LLAMA, OPENING, PLAIN, RETAINING, STRIPPING, small_tokenizer, spelled
+from policy_stand_in import policy_of
 from traces import merge, tokens_of
 
 from rlx.config.schema import ModelConfig
@@ -25,7 +26,6 @@ from rlx.paths import RunPaths, write_text
 from rlx.policy.base import Message, PolicyError
 from rlx.policy.chat import Chat, load_chat
 from rlx.policy.templates import REMEDIES, ends_of, problems, refusal
-from rlx.policy.tokens import TokenPolicy
 from rlx.trace import Turn
 from rlx.types import Task
 
@@ -84,7 +84,7 @@ class Sampled:
 def converse(chat: Chat, state: random.Random, format: str, *, turns: int = 4, users: bool = True, thinks: bool = True) -> tuple[Any, list]:
     """An episode: answers get tool results if they call, otherwise another question (`users`). Returns it and all of its requests."""
     sampled = Sampled(chat, state, format, thinks=thinks)
-    policy = TokenPolicy(generator=sampled, chat=chat, context_length=10_000, seed=0)
+    policy = policy_of(sampled, chat, context_length=10_000)
     episode = policy.episode(TASK, 0, 0)
     messages: list[Message] = [{"role": "user", "content": "add two and three"}]
     replies = []
@@ -158,7 +158,7 @@ def test_a_template_that_strips_reasoning_begins_a_sample_when_a_user_speaks_aga
 
     state = random.Random(2)
     state.random = lambda: 1.0  # type: ignore[method-assign]  # no answer is cut
-    episode = TokenPolicy(generator=Script(chat, state, "hermes"), chat=chat, context_length=10_000, seed=0).episode(TASK, 0, 0)
+    episode = policy_of(Script(chat, state, "hermes"), chat, context_length=10_000).episode(TASK, 0, 0)
     messages: list[Message] = [{"role": "user", "content": "add two and three"}]
     counts = []
     turns = []
@@ -211,7 +211,7 @@ def test_tools_that_change_are_shown_anew(form: str) -> None:
 
     state = random.Random(0)
     state.random = lambda: 1.0  # type: ignore[method-assign]  # no answer is cut
-    episode = TokenPolicy(generator=Calls(chat, state, "hermes"), chat=chat, context_length=10_000, seed=0).episode(TASK, 0, 0)
+    episode = policy_of(Calls(chat, state, "hermes"), chat, context_length=10_000).episode(TASK, 0, 0)
     messages: list[Message] = [{"role": "user", "content": "add"}]
     turns = []
     for tools in ([ADD], [ADD], [other], None):
@@ -238,7 +238,7 @@ def test_calls_have_ids_of_their_own_in_all_of_a_rollout() -> None:
 
     state = random.Random(0)
     state.random = lambda: 1.0  # type: ignore[method-assign]
-    episode = TokenPolicy(generator=Calls(chat, state, "hermes"), chat=chat, context_length=10_000, seed=0).episode(TASK, 0, 0)
+    episode = policy_of(Calls(chat, state, "hermes"), chat, context_length=10_000).episode(TASK, 0, 0)
     ids = []
     for _ in range(3):
         ids += [call.id for call in asyncio.run(episode.respond([{"role": "user", "content": "add"}], [ADD])).calls]

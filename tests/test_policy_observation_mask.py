@@ -21,6 +21,7 @@ from rlx.rollout.samples import samples_of
 from rlx.trace import Turn
 from rlx.types import Group, Rollout, Task, TrainingSample
 
+SAMPLING = {"max_tokens": 40, "temperature": 1.0}
 TASK = Task(env="e", example_id=0, index=0, row={})
 SAID = [  # what the environment says, some of it like the template's own words
     ("user", "now add two"),
@@ -34,9 +35,7 @@ SAID = [  # what the environment says, some of it like the template's own words
 
 def play(chat: Chat, said: list[tuple[str, str]], roles: frozenset[str] = frozenset(ROLES), system: bool = True) -> tuple[Turn, ...]:
     """An episode in which the environment answers with `said`, one message a turn."""
-    policy = replace(
-        policy_of(StandIn(chat, error=0.0), sampling={"max_tokens": 40, "temperature": 1.0}, context_length=2000), chat=chat, learn=roles
-    )
+    policy = policy_of(StandIn(chat, error=0.0), chat, sampling=SAMPLING, context_length=2000, learn=sorted(roles))
     episode = policy.episode(TASK, 0, 0)
 
     async def whole() -> None:
@@ -124,9 +123,7 @@ def test_each_answer_is_learned_once_with_its_roles_weight(strategy: str):
 
 def asked_twice(generator: StandIn, chat: Chat) -> tuple[TokenEpisode, list[list[str]]]:
     """An episode whose second and third prompts are each asked twice, at the same time; and the ids of the requests of each prompt."""
-    policy = replace(
-        policy_of(generator, sampling={"max_tokens": 40, "temperature": 1.0}, context_length=2000), chat=chat, learn=frozenset({"user"})
-    )
+    policy = policy_of(generator, chat, sampling=SAMPLING, context_length=2000, learn=["user"])
     episode, ids = policy.episode(TASK, 0, 0), []
 
     async def whole() -> None:
@@ -171,11 +168,7 @@ class Stopped(StandIn):
 
 def test_answers_that_a_stop_string_ended_hide_nothing_and_two_requests_of_one_prompt_learn_it_once():
     chat = tiny_chat()
-    policy = replace(
-        policy_of(Stopped(chat, error=0.0), sampling={"max_tokens": 40, "temperature": 1.0, "stop": ["a"]}, context_length=2000),
-        chat=chat,
-        learn=frozenset({"user"}),
-    )
+    policy = policy_of(Stopped(chat, error=0.0), chat, sampling={**SAMPLING, "stop": ["a"]}, context_length=2000, learn=["user"])
     episode = policy.episode(TASK, 0, 0)
 
     async def whole() -> None:

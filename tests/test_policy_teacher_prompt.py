@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +33,7 @@ ROW = {"prompt": "", "info": {"solution": "a {prompt} b"}}
 
 def episode_of(how: Demonstrated = HOW, row: dict[str, Any] = ROW) -> tuple[Any, StandIn]:
     generator = StandIn(tiny_chat(), error=0.0)
-    policy = replace(policy_of(generator, context_length=400, sampling=SAMPLING), demonstrated=how)
+    policy = policy_of(generator, context_length=400, sampling=SAMPLING, demonstrated=how)
     return policy.episode(Task(env="e", example_id=0, index=0, row=row), 0, 0), generator
 
 
@@ -91,7 +90,7 @@ def test_a_column_that_the_rows_do_not_have_is_refused_before_the_first_rollout(
         give_policy(envs, config, tiny_chat(), StandInServers())
     config.teacher.demonstration = "answer"
     give_policy(envs, config, tiny_chat(), StandInServers())
-    assert envs["e"].policy.demonstrated.column == "answer"
+    assert envs["e"].policy.spec.demonstrated.column == "answer"
 
 
 def test_a_run_of_self_distillation_sends_the_trainer_the_teachers_numbers_for_every_sampled_token(tmp_path: Path):
@@ -127,3 +126,12 @@ def test_a_run_of_self_distillation_sends_the_trainer_the_teachers_numbers_for_e
     for step in range(4):
         for sample in trainer.samples(step):
             assert np.allclose(sample.teacher_logprobs, np.where(sample.loss_mask, -sample.token_ids / 10, np.nan), equal_nan=True)
+
+
+@pytest.mark.parametrize(("rule", "deadline"), [("drop", None), ("score", 90.0)])
+def test_a_rollout_that_is_to_be_scored_late_gets_its_deadline_before_the_timeout(rule: str, deadline: float | None):
+    config = config_of(orchestrator__rollout_timeout=100.0)
+    config.envs["e"].on_timeout, config.envs["e"].turn_timeout = rule, 7.0
+    envs: Any = {"e": SimpleNamespace(rows=[])}
+    give_policy(envs, config, tiny_chat(), StandInServers())
+    assert (envs["e"].policy.spec.deadline, envs["e"].policy.spec.turn_timeout) == (deadline, 7.0)

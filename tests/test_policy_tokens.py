@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from policy_stand_in import StandIn, policy_of, tiny_chat
+from policy_stand_in import StandIn, load, policy_of, task_of, tiny_chat
 from traces import plain, same, turns_of
 
 from rlx.policy import tokens
@@ -84,9 +84,8 @@ def test_tokens_of_another_distribution_are_not_trained_where_ratios_need_the_po
 ) -> None:
     tokens._say_biased.cache_clear()
     run = {"max_tokens": 20, "temperature": 1.0}
-    policy = replace(policy_of(StandIn(tiny_chat(), error=0.0), sampling=run), exact=True)
     for exact in (True, False):
-        episode = replace(policy, exact=exact).episode(TASK, 0, 0)
+        episode = policy_of(StandIn(tiny_chat(), error=0.0), sampling=run, exact=exact).episode(TASK, 0, 0)
         replies = [ask(episode, [user("abc")], own), ask(episode, [user("abc")], own), ask(episode, [user("abc")])]
         assert [reply.content for reply in replies] == ["cba"] * 3, "every request is answered"
         kept = episode.keep([reply.request_id for reply in replies])
@@ -181,7 +180,7 @@ def test_a_conversation_that_goes_on_extends_the_tokens_of_the_turn_that_it_answ
             extended.append((asked.tolist(), answer.tolist(), list(new)))
             return [*asked.tolist(), *answer.tolist(), 9]
 
-    policy = replace(policy_of(StandIn(chat, error=0.0), sampling=RUN), chat=Extending())
+    policy = policy_of(StandIn(chat, error=0.0), Extending(), sampling=RUN)
     episode = policy.episode(TASK, 0, 0)
     first = ask(episode, [user("abc")])
     ask(episode, [user("abc"), first.message, user("again")])
@@ -204,3 +203,29 @@ def test_what_leaves_no_room_and_what_is_aborted_are_errors() -> None:
     with pytest.raises(PolicyError, match="aborted"):
         ask(aborted, [user("abc")])
     assert (turns_of(aborted.trace), aborted.replies) == ((), [])
+
+
+class Slow(StandIn):
+    """Takes a minute for each answer after the first."""
+
+    async def generate(self, *given: Any) -> Turn:
+        self.delay = 60.0 if self.requests else 0.0
+        return await super().generate(*given)
+
+
+@pytest.mark.parametrize(
+    ("spec", "ended", "error"),
+    [
+        ({"turn_timeout": 0.1}, ("timeout", "turn_timeout", False), "no answer after 0.1 s (turn_timeout)"),
+        ({"deadline": 0.3}, ("ok", "prompt_too_long", True), None),
+        ({"deadline": 60.0, "turn_timeout": 0.1}, ("ok", "prompt_too_long", True), None),
+    ],
+    ids=["a turn", "the rollout, which is scored", "a turn of a rollout that is scored"],
+)
+def test_a_deadline_ends_a_rollout_as_a_timeout_or_leaves_its_score_to_the_environment(spec: dict, ended: tuple, error: str | None) -> None:
+    env = load("rlx_test_multi")
+    env.policy = policy_of(Slow(tiny_chat(), error=1.0), context_length=4000, **spec)
+    (rollout,) = asyncio.run(asyncio.wait_for(env.play(task_of(env), [0], 0), 10))
+    assert (rollout.status, rollout.stop, rollout.is_truncated) == ended
+    assert (rollout.error, len(turns_of(rollout))) == (error, 1), "the first turn is kept"
+    assert rollout.rewards == ({} if error else {"solved": 0.0}), "scored or not"

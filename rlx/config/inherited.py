@@ -23,7 +23,7 @@ An entry of `envs` without `id` says how an environment of the run differs.
 """
 OF_ENV = (  # not its split, weight and group size, nor how many runs of an episode train
     *("id", "args", "agents", "num_tasks"),
-    *("rollout_timeout", "reward_raises", "workers", "python", "sampling", "sandbox", "box", "harness"),
+    *("rollout_timeout", "turn_timeout", "reward_raises", "workers", "python", "sampling", "sandbox", "box", "harness"),
 )
 ENDPOINT = ("base_url", "api_key_var", "model")  # keys of an entry in a file of endpoints
 

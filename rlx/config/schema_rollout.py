@@ -92,6 +92,7 @@ class EnvConfig:
         "`-column`: largest first); later epochs are shuffled; null: all are shuffled",
     )
     rollout_timeout: float | None = key(None, "seconds for one rollout; null: `orchestrator.rollout_timeout`", above=0)
+    turn_timeout: float | None = key(None, "seconds for one answer of the policy, after which the rollout has run out of time", above=0)
     reward_raises: str = key(
         "fail",
         "what a reward function that raises means: `fail`: the rollout has no reward, so it has failed and is played again; `zero`: the "
@@ -101,8 +102,9 @@ class EnvConfig:
     on_timeout: str = key(
         "drop",
         "what a rollout that ran out of time is worth in training: `drop`: nothing, so only those that were in time are compared, and slow "
-        "ways of answering are not punished; `zero`: what was sampled has the reward 0, which punishes slowness, the machine's too",
-        choices=("drop", "zero"),
+        "ways of answering are not punished; `zero`: what was sampled has the reward 0, which punishes slowness, the machine's too; "
+        "`score`: after 90 % of `rollout_timeout` the policy answers no more, and the environment scores what there is by then",
+        choices=("drop", "zero", "score"),
     )
     workers: int | None = key(None, "processes that play this environment; null: `orchestrator.env_workers`", low=0)
     python: str | None = key(

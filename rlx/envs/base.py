@@ -58,6 +58,8 @@ def filled(policy: Policy | None) -> str:
 
 def failed(task: Task, member: int, episode: Episode | None, status: Status, stop: str, error: str, timing: dict[str, float]) -> Rollout:
     """The rollout of an episode that failed, with its turns and answers so far. `episode`: None if there was none."""
+    if episode is not None and episode.timed_out:  # whatever the environment made of the policy's error
+        status, stop, error = "timeout", "turn_timeout", episode.timed_out
     return Rollout(
         task=task,
         member=member,

@@ -69,7 +69,7 @@ def workers_of(config: PlayRoot, env: EnvConfig) -> tuple[int, int]:
 def settings_of(config: PlayRoot, env: EnvConfig) -> Settings:
     """What the environment needs to know of the run."""
     timeout = config.orchestrator.rollout_timeout if env.rollout_timeout is None else env.rollout_timeout
-    return Settings(sampling_of(config, env), timeout, config.concurrency, env.on_timeout != "drop")
+    return Settings(sampling_of(config, env), timeout, config.concurrency, env.on_timeout == "zero")
 
 
 def load_environments(config: PlayRoot, beat: Callable[[str], None], logs: Path | None = None) -> dict[str, Local]:
@@ -122,6 +122,8 @@ def give_policy(envs: Mapping[str, Local], config: PlayRoot, chat: Chat, generat
             demonstrated=demonstrated(own, name, env.rows) if own is not None else None,
             label=label,
             endpoints=teachers_of(own) if own is not None and own.envs[name].played_by == "teacher" else [],
+            turn_timeout=configs[name].turn_timeout,
+            deadline=0.9 * settings_of(config, configs[name]).timeout if own is not None and configs[name].on_timeout == "score" else None,
         )
         let_play(env, spec, chat if own is not None or config.chat.thinking is not None else chat.plain, generator)
 

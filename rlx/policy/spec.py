@@ -44,14 +44,16 @@ class EndpointSpec(msgspec.Struct):
 class PolicySpec(msgspec.Struct, kw_only=True):
     """A `TokenPolicy`; with endpoints an `OpenAIPolicy`, or, if a `chat` is to learn what they say, a `TeacherPolicy`."""
 
-    seed: int
-    sampling: dict[str, Any]
+    seed: int  # the run's
+    sampling: dict[str, Any] = {}  # default parameters of requests, by vLLM's names
     chat: ChatSpec | None = None
-    context_length: int = 0
-    exact: bool = False
-    learn: list[str] = []
-    demonstrated: Demonstrated | None = None
-    label: str = ""
+    context_length: int = 0  # limit of prompt and completion tokens together
+    exact: bool = False  # do not train on tokens that a request sampled from another distribution than the policy's (`rlx.config.sampling`)
+    learn: list[str] = []  # roles of the environment's messages whose tokens are marked, for cross-entropy
+    demonstrated: Demonstrated | None = None  # what a teacher reads in addition; its prompts are kept in the trace
+    label: str = ""  # prefix of every request id, so that two runs may share a server
+    turn_timeout: float | None = None  # seconds for one answer
+    deadline: float | None = None  # seconds after which an episode gets no more answers, and is scored as it is; None: no such end
     endpoints: list[EndpointSpec] = []
 
 
@@ -85,17 +87,7 @@ def policy_of(spec: PolicySpec, chat: Chat | None, generator: Any) -> Policy:
 
     if not spec.endpoints:
         assert chat is not None
-        return TokenPolicy(
-            generator=generator,
-            chat=chat,
-            context_length=spec.context_length,
-            seed=spec.seed,
-            sampling=spec.sampling,
-            exact=spec.exact,
-            learn=frozenset(spec.learn),
-            demonstrated=spec.demonstrated,
-            label=spec.label,
-        )
+        return TokenPolicy(spec, chat, generator)
     from rlx.policy.openai import OpenAIPolicy
 
     given: dict[str, Any] = {"seed": spec.seed, "sampling": spec.sampling}

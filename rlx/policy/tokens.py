@@ -5,10 +5,13 @@ messages → prompt ids (an earlier turn's, extended, if that is provably right)
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
+import math
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +21,7 @@ from rlx.policy.base import Call, Message, PolicyError, PromptTooLong, Reply, re
 from rlx.policy.chat import Chat, continued
 from rlx.policy.observation_mask import ObservationRecorder
 from rlx.policy.sampling_params import before_stop, parameters_of, raw_text
+from rlx.policy.spec import PolicySpec
 from rlx.policy.teacher_prompt import Demonstrated
 from rlx.trace import Trace, Turn
 from rlx.types import Task
@@ -33,19 +37,17 @@ class Generator(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TokenPolicy:
     """See `rlx.policy.base.Policy`."""
 
-    generator: Generator
+    spec: PolicySpec
     chat: Chat  # messages to tokens and back
-    context_length: int  # limit of prompt and completion tokens together
-    seed: int  # the run's seed
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # default parameters of requests, by vLLM's names
-    exact: bool = False  # do not train on tokens that a request sampled from another distribution than the policy's (`rlx.config.sampling`)
-    learn: frozenset[str] = frozenset()  # roles of the environment's messages whose tokens are marked, for cross-entropy
-    demonstrated: Demonstrated | None = None  # what a teacher reads in addition; its prompts are kept in the trace
-    label: str = ""  # prefix of every request id, so that two runs may share a server
+    generator: Generator
+
+    @property
+    def context_length(self) -> int:
+        return self.spec.context_length
 
     def episode(self, task: Task, member: int, attempt: int) -> TokenEpisode:
         return TokenEpisode(self, task, member, attempt)
@@ -54,13 +56,14 @@ class TokenPolicy:
 class TokenEpisode(ObservationRecorder):
     """See `rlx.policy.base.Episode`."""
 
-    __slots__ = ("_biased", "_call_ids", "_num_requests", "attempt", "member", "policy", "task")
+    __slots__ = ("_began", "_biased", "_call_ids", "_num_requests", "attempt", "member", "policy", "task")
 
     def __init__(self, policy: TokenPolicy, task: Task, member: int, attempt: int) -> None:
-        super().__init__(policy.chat, policy.learn, task.env)
+        super().__init__(policy.chat, policy.spec.learn, task.env)
         self.policy = policy
         self.task, self.member, self.attempt = task, member, attempt
         self._num_requests = 0
+        self._began = time.monotonic()
         self._biased: dict[str, list[str]] = {}  # what each request that cannot be trained asked for, by its id
         self._call_ids: set[str] = set()
 
@@ -73,7 +76,7 @@ class TokenEpisode(ObservationRecorder):
         trained: bool = True,
     ) -> Reply:
         """One request. Raises PromptTooLong if the prompt fills the context, PolicyError, or an error of the generator."""
-        policy, number, prompt = self.policy, self._num_requests, list(messages)
+        policy, spec, number, prompt = self.policy, self.policy.spec, self._num_requests, list(messages)
         functions = [dict(tool) for tool in tools] if tools else None
         self._num_requests += 1
         raw = raw_text(prompt)
@@ -83,18 +86,16 @@ class TokenEpisode(ObservationRecorder):
             raise PolicyError("a raw text prompt cannot offer tools; use a conversation")
         else:
             ids = policy.chat.raw(raw)
-        room = policy.context_length - len(ids)
+        room = spec.context_length - len(ids)
         if room <= 0:
-            raise PromptTooLong(f"{len(ids)} prompt tokens, but the context is {policy.context_length}")
-        parameters = parameters_of(policy.sampling, sampling, policy.chat.stop_token_ids, room)
-        parameters["seed"] = request_seed(policy.seed, self.task, self.member, self.attempt, number)
-        request_id = f"{policy.label}{self.task.env}-{self.task.index}-{self.member}-{self.attempt}-{number}"
+            raise PromptTooLong(f"{len(ids)} prompt tokens, but the context is {spec.context_length}")
+        parameters = parameters_of(spec.sampling, sampling, policy.chat.stop_token_ids, room)
+        parameters["seed"] = request_seed(spec.seed, self.task, self.member, self.attempt, number)
+        request_id = f"{spec.label}{self.task.env}-{self.task.index}-{self.member}-{self.attempt}-{number}"
         shown = None
-        if policy.demonstrated is not None and trained:  # before sampling: a row without a demonstration costs no request
-            shown = np.asarray(self._shown(ids, prompt, functions, raw, policy.demonstrated), dtype=np.int32)
-        turn = await policy.generator.generate(ids, parameters, request_id, self.task.index)
-        if turn.finish_reason == "abort":
-            raise PolicyError("the server aborted the request")
+        if spec.demonstrated is not None and trained:  # before sampling: a row without a demonstration costs no request
+            shown = np.asarray(self._shown(ids, prompt, functions, raw, spec.demonstrated), dtype=np.int32)
+        turn = await self._sampled(ids, parameters, request_id)
         if shown is not None:
             turn = replace(turn, teacher_prompt_ids=shown)
         if raw is None:
@@ -119,7 +120,7 @@ class TokenEpisode(ObservationRecorder):
             num_tokens=len(turn.completion_ids),
             turn=turn,
         )
-        message, biased = reply.message, biases(parameters) if policy.exact and trained else []
+        message, biased = reply.message, biases(parameters) if spec.exact and trained else []
         if trained:
             self.replies.append(message)
         if biased:
@@ -128,6 +129,25 @@ class TokenEpisode(ObservationRecorder):
         whole = content == said.content  # a later prompt does not have a stop string that was cut off
         self.said.add(number, prompt, functions, message, turn, request_id=named, counts=trained and not biased, continues=whole)
         return reply
+
+    async def _sampled(self, ids: list[int], parameters: dict[str, Any], request_id: str) -> Turn:
+        """The turn. A deadline that passes ends the episode: as a full context does if it is to be scored, otherwise with an error."""
+        spec, seconds, late = self.policy.spec, math.inf, ""
+        if spec.turn_timeout is not None:
+            seconds, late = spec.turn_timeout, f"no answer after {spec.turn_timeout:g} s (turn_timeout)"
+        if spec.deadline is not None and (left := self._began + spec.deadline - time.monotonic()) < seconds:
+            seconds, late = left, f"no more answers after {spec.deadline:g} s (90 % of rollout_timeout)"
+        try:
+            async with asyncio.timeout(seconds if late else None) as bound:
+                turn = await self.policy.generator.generate(ids, parameters, request_id, self.task.index)
+        except TimeoutError:
+            if not bound.expired():
+                raise
+            self.timed_out = late
+            raise (PolicyError if spec.deadline is None else PromptTooLong)(late) from None
+        if turn.finish_reason == "abort":
+            raise PolicyError("the server aborted the request")
+        return turn
 
     def count(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> int:
         """How many tokens the prompt of a request has."""

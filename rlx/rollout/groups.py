@@ -193,7 +193,7 @@ def _count(rollout: Rollout, tally: Tally) -> Rollout:
 
 def settled(rollout: Rollout, on_timeout: str) -> Rollout:
     """A rollout that ran out of time, under the rule of `envs.NAME.on_timeout`: with `zero`, what was sampled of it has the reward 0."""
-    if on_timeout == "drop" or rollout.status != "timeout" or not rollout.trace.has_tokens:
+    if on_timeout != "zero" or rollout.status != "timeout" or not rollout.trace.has_tokens:
         return rollout
     return replace(rollout, status="ok", reward=0.0, is_truncated=True, metrics={**rollout.metrics, TIMED_OUT: 1.0})
 
