@@ -42,8 +42,9 @@ class Task:
 
     env: str  # the environment's name in the run (key of the `envs` section)
     example_id: int  # the example's id in its environment's data set
-    index: int  # its number in the run; follows from the environment and the example's place in its order (`rlx.rollout.tasks`)
+    index: int  # its number in the run; follows from the environment and the example's place in its order (`rlx.rollout.task_sampler`)
     row: dict[str, Any]  # the data set's row, as verifiers needs it (prompt, answer, info, …)
+    place: int = -1  # of the row in the data set, from 0; -1: it is not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

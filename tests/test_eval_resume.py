@@ -23,7 +23,7 @@ from rlx.plan.make import make_plan
 from rlx.roles.evaluator import Evaluator, finished_file, has_finished
 from rlx.rollout.policy_backend import ServerBackend
 from rlx.rollout.rollout_set import RolloutSet, read_finished
-from rlx.rollout.tasks import keep_digests
+from rlx.rollout.task_sampler import keep_digests
 from rlx.runs.claim import create
 from rlx.types import Rollout, Task
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 from test_data_rows import write
 from test_data_supervised import samples_of
 from test_orchestrator_run import StandInServers, config_of, play
-from test_rollout_tasks import draw, envs
+from test_rollout_task_sampler import draw
 from test_runs_rewind import ended, make, settled
 from trainer_examples import Samples
 
@@ -29,8 +28,7 @@ from rlx.heartbeat import Heartbeat
 from rlx.paths import RunPaths
 from rlx.policy.source import keep_digests
 from rlx.roles.orchestrator import Orchestrator
-from rlx.rollout import tasks
-from rlx.rollout.tasks import TaskSequence, other_examples, started_over
+from rlx.rollout.task_sampler import TaskSampler
 from rlx.runs.rewind import source_of
 from rlx.runs.run import Run
 
@@ -153,59 +151,19 @@ def test_the_step_at_which_the_data_begin_has_the_first_rows() -> None:
     assert here.report(41)["data/epoch"] == there.report(1)["data/epoch"]
 
 
-def examples(*numbers: int) -> Any:
-    return SimpleNamespace(rows=[{"example_id": number} for number in numbers])
-
-
 def config(*overrides: str) -> Config:
     return compose(["env=[sums,reverse_text]", "dry_run=true", *overrides], {}).cfg
 
 
-@pytest.mark.parametrize("change", ["nothing", "rows", "seed", "a later checkpoint"])
-def test_environments_with_other_examples_begin_at_their_beginning(tmp_path: Path, change: str) -> None:
-    first, both = RunPaths(tmp_path / "first"), {"sums": examples(*range(9)), "reverse_text": examples(*range(8))}
-    first.root.mkdir()
-    tasks.keep_digests(first, both)
-    before = TaskSequence(both, {"sums": 1, "reverse_text": 1}, seed=0)
+def test_an_environment_with_other_examples_starts_over_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    both: Any = {name: SimpleNamespace(rows=[{"example_id": n} for n in range(9)]) for name in ("sums", "reverse_text")}
+    before, after = (TaskSampler(both, {"sums": 1, "reverse_text": 1}, 0, digests={"sums": which}) for which in "ab")
     draw(before, 7)
-    forked = fork(first, "fork", 40, config())
-    cfg = config("seed=3") if change == "seed" else config()
-    if change in ("rows", "a later checkpoint"):
-        both["sums"] = examples(*range(20, 29))
-    tasks.keep_digests(forked, both)
-    others = other_examples(cfg, forked, 50 if change == "a later checkpoint" else 40)
-    expected = {"rows": {"sums": "other examples"}, "seed": dict.fromkeys(both, "seed: 0 → 3")}
-    assert others == expected.get(change, {})
-    after = TaskSequence(both, {"sums": 1, "reverse_text": 1}, seed=cfg.seed)
-    after.restore(started_over(before.state(), others))
-    used = {name: 0 if name in others else count for name, count in before.state().used.items()}
-    assert after.state().used == used
-    assert (after.carried(before.next("sums"), started_over(before.state(), others)) is None) == ("sums" in others), "in flight, or played"
-
-
-def test_a_run_that_goes_on_with_other_examples_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    first, both = RunPaths(tmp_path / "first"), {"sums": examples(*range(9)), "reverse_text": examples(*range(8))}
-    first.root.mkdir()
-
-    def said(paths: RunPaths, begin: int) -> list[str]:
-        caplog.clear()
-        both["sums"] = examples(*range(begin, begin + 9))
-        tasks.keep_digests(paths, both, trained=tasks.goes_on(paths))
-        return [record.getMessage() for record in caplog.records]
-
-    assert not said(first, 0)
-    assert not said(first, 1), "without a checkpoint it starts from step 0"
-    write_start(first, Start(step=40, checkpoint=first.checkpoint_of(40)))
-    assert not said(first, 1)
-    (line,) = said(first, 2)
-    assert re.search(r"envs.sums has other examples .*: 9 examples \(xxh3 \w+\) → 9 examples \(xxh3 \w+\)\. Training goes on", line)
-    assert not said(first, 2), "once"
-    forked = fork(first, "fork", 40, config())
-    for begin in (3, 4):  # the fork begins at their first example, also if its first attempt ended before it had a checkpoint of its own
-        write_start(forked, Start(step=40, checkpoint=first.checkpoint_of(40)))
-        assert not said(forked, begin)
-    write_start(forked, Start(step=50, checkpoint=forked.checkpoint_of(50)))
-    assert len(said(forked, 5)) == 1
+    in_flight = [before.next(env) for env in ("sums", "reverse_text")]
+    after.restore(before.state())
+    assert after.state().used == {"sums": 0, "reverse_text": before.state().used["reverse_text"]}
+    assert "envs.sums starts over: its examples are not those of the checkpoint (a, now b)" in caplog.text
+    assert [after.remap_task(replace(task, row={}), before.state()) for task in in_flight] == [None, in_flight[1]]
 
 
 @pytest.mark.slow
@@ -213,33 +171,23 @@ def test_a_run_that_goes_on_with_other_examples_says_so(tmp_path: Path, caplog: 
 def test_the_orchestrator_of_a_fork_begins_with_other_examples(tmp_path: Path, caplog: pytest.LogCaptureFixture, same: bool) -> None:
     cfg = config_of(max_steps=2, ckpt=CkptConfig(interval=2))
     envs: dict[str, Any] = {}
-    paths, _ = play(tmp_path / "first", cfg, envs=envs)
+    paths, _ = play(tmp_path / "first", cfg, envs=envs, digests={"e": "first"})
     (written,) = being_written(paths)
     checkpoint = written[1].rename(paths.checkpoint_of(2))
-    tasks.keep_digests(paths, envs)
     forked = fork(paths, "fork", 2, cfg)
     write_start(forked, Start(step=2, checkpoint=checkpoint))
-    if not same:
-        envs["e"].rows = [row | {"answer": "other"} for row in envs["e"].rows]
-    tasks.keep_digests(forked, envs)
+    digests = {"e": "first" if same else "other"}
 
     async def began() -> dict[str, int]:
         servers: Any = StandInServers()
-        orchestrator = Orchestrator(replace(cfg, max_steps=4), forked, envs, servers, servers, Heartbeat(forked, "orchestrator"))
+        orchestrator = Orchestrator(
+            replace(cfg, max_steps=4), forked, envs, servers, servers, Heartbeat(forked, "orchestrator"), digests=digests
+        )
         return orchestrator.collector.tasks.state().used
 
     used = asyncio.run(began())
     assert (used["e"] > 0) == same
-    assert (f"envs.e begins at its first example, not where {checkpoint} was: other examples" in caplog.text) != same
-
-
-def test_a_fork_of_a_run_that_recorded_no_digests_goes_on_by_the_number_of_examples(tmp_path: Path) -> None:
-    paths = RunPaths(tmp_path / "fork")
-    paths.root.mkdir()
-    tasks.keep_digests(paths, envs(sums=5))
-    assert other_examples(config(), paths, 40) == {}
-    forked = fork(RunPaths(tmp_path / "older"), "other", 40, None)
-    assert other_examples(config(), forked, 40) == {}
+    assert ("envs.e starts over: its examples are not those of the checkpoint" in caplog.text) != same
 
 
 def test_a_new_fork_says_that_its_data_are_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

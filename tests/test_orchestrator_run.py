@@ -132,7 +132,7 @@ class StandInTrainer:
 
 
 def play(
-    root: Path, config: Config, servers: StandInServers | None = None, envs: Any = None, **of_trainer: float
+    root: Path, config: Config, servers: StandInServers | None = None, envs: Any = None, digests: Any = None, **of_trainer: float
 ) -> tuple[RunPaths, StandInTrainer]:
     paths = RunPaths(root)
     envs = {} if envs is None else envs
@@ -153,7 +153,7 @@ def play(
                 sampler = await stack.enter_async_context(served(stand_in))
                 stand_in.servers, stand_in.listeners = sampler.servers, sampler.listeners
             give_policy(envs, config, tiny_chat(), stand_in)
-            orchestrator = Orchestrator(config, paths, envs, stand_in, stand_in, heartbeat)
+            orchestrator = Orchestrator(config, paths, envs, stand_in, stand_in, heartbeat, digests=digests)
             await asyncio.wait_for(first_failure(orchestrator.run(), trainer.run()), 300)
 
     asyncio.run(main())

@@ -184,7 +184,7 @@ def test_a_group_of_several_agents_is_compared_agent_by_agent_and_task_by_task()
     from rlx.advantages.mix import AdvantageMix
     from rlx.rollout.batch import make_groups
     from rlx.rollout.groups import Tally, compared, play_group
-    from rlx.rollout.tasks import TaskSequence
+    from rlx.rollout.task_sampler import TaskSampler
 
     class Game(FakeEnv):
         """Each episode has a proposer and three solvers of its problem; the second proposer's problem has one."""
@@ -195,7 +195,7 @@ def test_a_group_of_several_agents_is_compared_agent_by_agent_and_task_by_task()
             return replace(one, others=tuple(solvers))
 
     env = Game()
-    task = TaskSequence({"e": env}, {"e": 1.0}, 0).next()  # type: ignore[dict-item]
+    task = TaskSampler({"e": env}, {"e": 1.0}, 0).next()  # type: ignore[dict-item]
     rollouts = run(lambda: play_group(env, task, 2, 0, Tally()))
     assert [(one.member, one.episode, one.others) for one in rollouts] == [(n, int(n > 3), ()) for n in range(6)]
     parts = compared(rollouts)

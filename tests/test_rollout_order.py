@@ -21,7 +21,7 @@ from rlx.rollout.collector import Collector
 from rlx.rollout.failures import ErrorRate, RolloutsFailed
 from rlx.rollout.record import read_rollouts
 from rlx.rollout.state import OrchestratorState
-from rlx.rollout.tasks import TaskSequence, mixed
+from rlx.rollout.task_sampler import TaskSampler, interleave_envs
 from rlx.trace import Trace
 from rlx.types import Rollout, Task
 
@@ -99,9 +99,9 @@ def test_batches_are_equal_whatever_ends_first_with_failures_and_filters_in_a_mi
 def test_an_index_is_used_once_and_follows_from_the_environments_own_order() -> None:
     drawn = [index for batch, left_out, _ in batches(random.Random(0), max_retries=2) for _, _, index in (*batch, *left_out)]
     assert len(set(drawn)) == len(drawn)
-    sequence = TaskSequence(environments(None), WEIGHTS, 0)  # type: ignore[arg-type]
+    sequence = TaskSampler(environments(None), WEIGHTS, 0)  # type: ignore[arg-type]
     own = [sequence.next("b") for _ in range(4)]
-    other = TaskSequence(environments(None), WEIGHTS, 0)  # type: ignore[arg-type]
+    other = TaskSampler(environments(None), WEIGHTS, 0)  # type: ignore[arg-type]
     for name in "acca":
         other.next(name)
     assert [other.next("b") for _ in range(4)] == own
@@ -111,10 +111,10 @@ def test_a_batch_spreads_its_environments_evenly() -> None:
     tasks = [Task(env="a", example_id=0, index=2 * n, row={}) for n in (7, 9, 4, 20)] + [
         Task(env="b", example_id=0, index=n, row={}) for n in (1, 3)
     ]
-    in_order = mixed(tasks)
+    in_order = interleave_envs(tasks)
     assert "".join(task.env for task in in_order) == "abaaba"
     assert [task.index // 2 for task in in_order if task.env == "a"] == [4, 7, 9, 20]
-    assert mixed(tasks[::-1]) == in_order
+    assert interleave_envs(tasks[::-1]) == in_order
 
 
 def test_an_environment_that_is_always_left_out_leaves_the_others_their_groups() -> None:
@@ -160,7 +160,7 @@ def test_groups_in_flight_keep_their_place_in_a_run_with_another_mix_and_indices
     went_on = seen(run(go_on))
     assert len({index for _, _, index in went_on}) == 12
     own = [example for env, example, _ in went_on if env == "a"]
-    expected = TaskSequence(first, even, 0)
+    expected = TaskSampler(first, even, 0)
     assert own == [expected.next("a").example_id for _ in own], "the groups of a that were in flight, in their order, then the next ones"
 
 

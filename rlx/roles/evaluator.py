@@ -47,7 +47,7 @@ from rlx.rollout.policy_backend import Backend, connect_servers, connected
 from rlx.rollout.role import begin, end, load, run_until_stopped
 from rlx.rollout.rollout_runner import RolloutRunner
 from rlx.rollout.stalls import explainer
-from rlx.rollout.tasks import keep_digests
+from rlx.rollout.task_sampler import keep_digests
 from rlx.rollout.updates import WeightUpdates
 from rlx.stacks import explain_with
 from rlx.tracking import tracked

@@ -15,8 +15,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rlx.advantages.base import GroupScores
 from rlx.advantages.shaping import shape
@@ -50,7 +50,7 @@ from rlx.rollout.record import StepRecorder
 from rlx.rollout.role import begin, end, load, run_until_stopped
 from rlx.rollout.stalls import explainer
 from rlx.rollout.state import OrchestratorState
-from rlx.rollout.tasks import goes_on, keep_digests, other_examples, started_over
+from rlx.rollout.task_sampler import keep_digests
 from rlx.rollout.teacher_logprobs import TeacherLogprobs
 from rlx.rollout.updates import WeightUpdates
 from rlx.shared.membership import Member, PutOut
@@ -76,8 +76,9 @@ class Orchestrator:
         tracker: Tracker | None = None,
         teaching: TeacherLogprobs | None = None,
         member: Member | None = None,
+        digests: Mapping[str, Any] | None = None,
     ) -> None:
-        """`member`: of a shared trainer; None: the run has a trainer of its own."""
+        """`member`: of a shared trainer; None: the run has a trainer of its own. `digests`: of the environments' examples."""
         self.config = config
         self.paths = paths
         self.sampler, self.fleet = sampler, fleet
@@ -87,7 +88,7 @@ class Orchestrator:
         self.envs, self.member = envs, member
         self.advantage = advantages_of(config)
         self._max_tokens = max_tokens_of(config)
-        self.collector = Collector(config, envs, self._left_out, lambda: away(sampler, envs), self.teaching.begin)
+        self.collector = Collector(config, envs, self._left_out, lambda: away(sampler, envs), self.teaching.begin, digests)
         self.rules = config.orchestrator.difficulty_filter.rules
         self.metrics = MetricsWriter(paths.metrics, "orchestrator")
         self.inference_metrics = MetricsWriter(paths.metrics, "inference")
@@ -113,10 +114,7 @@ class Orchestrator:
         state = read_state(start.checkpoint, OrchestratorState)
         self.step = self.first_step = start.step
         self.recorder.saved = start.step - 1
-        others = other_examples(self.config, self.paths, start.step)
-        for name, why in others.items():
-            log.warning("envs.%s begins at its first example, not where %s was: %s", name, start.checkpoint, why)
-        self.collector.restore(replace(state.collector, tasks=started_over(state.collector.tasks, others)))
+        self.collector.restore(state.collector)
         if state.advantage is not None:
             self.advantage.load_state_dict(state.advantage)
         log.info("resuming after %d steps, from %s", start.step, start.checkpoint)
@@ -256,7 +254,13 @@ class Orchestrator:
 
 
 async def orchestrate(
-    config: Config, paths: RunPaths, envs: Mapping[str, Local], chat: Chat, heartbeat: Heartbeat, member: Member | None
+    config: Config,
+    paths: RunPaths,
+    envs: Mapping[str, Local],
+    chat: Chat,
+    heartbeat: Heartbeat,
+    member: Member | None,
+    digests: Mapping[str, Any],
 ) -> None:
     """Connect to the run's servers and run to the end."""
     async with (
@@ -268,7 +272,7 @@ async def orchestrate(
         ) as teaching,
     ):
         tracker = await asyncio.to_thread(open_tracker, config, paths)
-        await Orchestrator(config, paths, envs, sampler, fleet, heartbeat, tracker, teaching, member).run()
+        await Orchestrator(config, paths, envs, sampler, fleet, heartbeat, tracker, teaching, member, digests).run()
 
 
 def main() -> int:
@@ -280,8 +284,8 @@ def main() -> int:
         member.wait(lambda: heartbeat.beat(f"waiting for the shared trainer in {config.trainer.shared}"))
     envs, chat = load(config, paths, heartbeat)
     assert chat is not None
-    keep_digests(paths, envs, trained=goes_on(paths))
-    return run_until_stopped(orchestrate(config, paths, envs, chat, heartbeat, member), paths)
+    digests = keep_digests(paths, envs)
+    return run_until_stopped(orchestrate(config, paths, envs, chat, heartbeat, member, digests), paths)
 
 
 if __name__ == "__main__":

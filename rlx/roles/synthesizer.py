@@ -30,7 +30,7 @@ from rlx.rollout.rollout_runner import Job, RolloutRunner
 from rlx.rollout.rollout_set import RolloutSet
 from rlx.rollout.sft_export import NothingKept, export, wanted_of
 from rlx.rollout.stalls import explainer
-from rlx.rollout.tasks import keep_digests
+from rlx.rollout.task_sampler import keep_digests
 from rlx.stacks import explain_with
 from rlx.types import Rollout
 from rlx.waiting import Preempted

@@ -20,17 +20,18 @@ import contextlib
 import logging
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rlx.config.schema import Config
 from rlx.envs.base import Environment
 from rlx.envs.errors import FailureLog
 from rlx.rollout.failures import ErrorRate, RolloutsFailed
 from rlx.rollout.groups import GroupFailed, episodes, play_group
-from rlx.rollout.state import CollectorState, PlayedGroup, Tally, packed, played_group, unpacked
-from rlx.rollout.tasks import TaskSequence, mixed
+from rlx.rollout.state import CollectorState, PlayedGroup, Tally, without_rows
+from rlx.rollout.task_sampler import TaskSampler, interleave_envs
 from rlx.types import Rollout, Task
 
 log = logging.getLogger(__name__)
@@ -62,17 +63,18 @@ class Collector:
         left_out: Callable[[Sequence[Rollout]], str | None] = lambda _: None,
         away: Callable[[], float] = lambda: 0.0,
         kept: Callable[[Sequence[Rollout]], None] = lambda _: None,
+        digests: Mapping[str, Any] | None = None,
     ) -> None:
         """`left_out`: returns the filter rule that a finished group breaks, or None. Filtered groups of an environment are replaced until
         their number is `difficulty_filter.max_rounds` times the environment's groups in a batch; after that the batch stays smaller.
 
         `away`: see `play_through`. `kept`: called with each finished group that no filter drops, for work on it that need not wait for the
-        batch. Raises ValueError for data that does not suit the run.
+        batch. `digests`: of the examples. Raises ValueError for data that does not suit the run.
         """
         self.config, self.left_out, self.away, self.kept = config, left_out, away, kept
         self.envs = {name: envs[name] for name in config.envs}  # without those that are only evaluated
         weights, curricula = ({name: getattr(env, key) for name, env in config.envs.items()} for key in ("weight", "curriculum"))
-        self.tasks = tasks = TaskSequence(self.envs, weights, config.seed, config.orchestrator.buffer, curricula)
+        self.tasks = tasks = TaskSampler(self.envs, weights, config.seed, config.orchestrator.buffer, curricula, digests)
         self.sizes = {name: config.group_size(name) for name in config.envs}  # rollouts of a group
         self.num_groups, self.max_concurrent = config.num_groups, config.concurrency
         self.errors = ErrorRate(config.orchestrator.max_error_rate)
@@ -126,7 +128,7 @@ class Collector:
             if idle:
                 self.waited_for_weights += time.monotonic() - began
         expiring_first = sorted(self._finished.values(), key=lambda pending: (pending.version, pending.number))
-        tasks = mixed([pending.task for pending in expiring_first[: self.num_groups]])
+        tasks = interleave_envs([pending.task for pending in expiring_first[: self.num_groups]])
         batch = [self._finished.pop(task.index).rollouts for task in tasks]
         self.taken += 1
         self.filtered, self._filtered = sorted(self._filtered, key=lambda left_out: left_out[1][0].task.index), []
@@ -145,16 +147,21 @@ class Collector:
 
     def state(self) -> CollectorState:
         """The state between two batches. It has no rollouts of unfinished groups."""
-        playing = [pending.task for pending, _ in self._playing.values()]
         finished = sorted(self._finished.values(), key=lambda pending: pending.number)
+        begun = [*(pending.task for pending, _ in self._playing.values()), *self._again]
         return CollectorState(
             taken=self.taken,
             tasks=self.tasks.state(),
-            tally=self.tally.stored(packed),
-            finished=tuple(played_group(pending.rollouts, version=pending.version) for pending in finished),
-            filtered=tuple(played_group(rollouts, rule=rule) for rule, rollouts in self._filtered),
+            tally=replace(
+                self.tally,
+                failed=Counter(self.tally.failed),
+                dropped=Counter(self.tally.dropped),
+                failures=list(without_rows(self.tally.failures)),
+            ),
+            finished=tuple(PlayedGroup(rollouts=without_rows(one.rollouts), version=one.version) for one in finished),
+            filtered=tuple(PlayedGroup(rollouts=without_rows(rollouts), rule=rule) for rule, rollouts in self._filtered),
             missing=self._missing,
-            begun=tuple(map(packed, [*playing, *self._again])),
+            begun=tuple(replace(task, row={}) for task in begun),
             owed=tuple(self._owed),
             durations=tuple(self._durations),
         )
@@ -167,25 +174,27 @@ class Collector:
         """
         self.taken = state.taken
         self.tasks.restore(state.tasks)
-        self.tally = state.tally.stored(unpacked)
+        self._missing = state.missing if set(state.tasks.envs) <= set(self.envs) else 0
 
-        def carried(group: PlayedGroup) -> list[Rollout]:
-            """The group's rollouts with their index in this run; empty if the group does not fit."""
-            task = self.tasks.carried(unpacked(group.task), state.tasks)
-            if task is None:
-                return []
-            size = self.sizes[task.env]
-            fits = min(self.config.orchestrator.min_group, size) <= episodes(group.rollouts) <= size
-            return [replace(one, task=task) for one in group.rollouts] if fits else []
+        def remapped(rollouts: Sequence[Rollout]) -> list[Rollout]:
+            """Rollouts of one task with their index in this run; empty if there is no such task here."""
+            task = self.tasks.remap_task(rollouts[0].task, state.tasks)
+            return [] if task is None else [replace(one, task=task) for one in rollouts]
 
-        for group in state.finished:
-            if rollouts := carried(group):
+        failures = [found for one in state.tally.failures for found in remapped([one])]
+        self.tally = replace(state.tally, failed=Counter(state.tally.failed), dropped=Counter(state.tally.dropped), failures=failures)
+        for group in (*state.finished, *state.filtered):
+            rollouts = remapped(group.rollouts)
+            size = self.sizes[rollouts[0].task.env] if rollouts else 0
+            if not min(self.config.orchestrator.min_group, size) <= episodes(rollouts) <= size or not rollouts:
+                continue
+            if group.rule is not None:
+                self._filtered.append((group.rule, rollouts))
+            else:
                 task = rollouts[0].task
                 self._finished[task.index] = Pending(task, self._begun, group.version, 0, time.monotonic(), rollouts)
                 self._begun += 1
-        self._filtered = [(str(group.rule), rollouts) for group in state.filtered if (rollouts := carried(group))]
-        self._missing = state.missing if set(state.tasks.envs) <= set(self.envs) else 0
-        again = [self.tasks.carried(unpacked(task), state.tasks) for task in state.begun]
+        again = [self.tasks.remap_task(task, state.tasks) for task in state.begun]
         self._again.extend(task for task in again if task is not None)
         self._owed.extend(env for env in state.owed if env in self.tasks.envs)
         self._durations.extend(state.durations)

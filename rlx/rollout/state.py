@@ -7,18 +7,17 @@ change later, and is linear in the messages that wait.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from rlx.arrays import Int
-from rlx.plain import from_json, to_json
 from rlx.types import Rollout, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolState:
-    """The position in the examples of one environment (`rlx.rollout.pools`)."""
+    """The position in the examples of one environment (`rlx.rollout.example_sampler`)."""
 
     pools: Int  # [examples] the pool of each; empty without pools
     places: list[int]  # by pool: where its next example is searched
@@ -26,21 +25,20 @@ class PoolState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceState:
-    """The position in the sequence of tasks (`rlx.rollout.tasks`), by environment."""
+class SamplerState:
+    """The position in the sequence of tasks (`rlx.rollout.task_sampler`), by environment."""
 
     envs: tuple[str, ...]  # in the order that numbers the tasks' indices
     credit: dict[str, float]  # of the weighted round-robin
     used: dict[str, int]  # tasks returned so far
-    sizes: dict[str, int]  # number of examples
+    digests: dict[str, Any]  # of the examples
     pools: tuple[PoolState, ...]  # in the order of `envs`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayedGroup:
-    """A group that was played but is not in a batch yet. `task` holds the row of its example; its rollouts' tasks have an empty row."""
+    """A group that was played but is not in a batch yet. Its tasks have an empty row."""
 
-    task: Task
     rollouts: tuple[Rollout, ...]  # min_group … G
     version: int = 0  # oldest version of its tokens
     rule: str | None = None  # the filter rule that dropped it; None: it waits for a batch
@@ -61,18 +59,13 @@ class Tally:
         self.failed[rollout.stop] += 1
         self.failures.append(rollout)
 
-    def stored(self, as_stored: Callable[[Task], Task]) -> Tally:
-        """A copy for a checkpoint, with `packed` tasks; or from one, with `unpacked` tasks."""
-        failures = [replace(one, task=as_stored(one.task)) for one in self.failures]
-        return replace(self, failed=Counter(self.failed), dropped=Counter(self.dropped), failures=failures)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectorState:
     """A collector between two batches."""
 
     taken: int  # batches returned
-    tasks: SequenceState
+    tasks: SamplerState
     tally: Tally
     finished: tuple[PlayedGroup, ...]  # in the order in which they began
     filtered: tuple[PlayedGroup, ...]
@@ -86,24 +79,12 @@ class CollectorState:
 class OrchestratorState:
     """The orchestrator's part of a checkpoint."""
 
-    SCHEMA: ClassVar[str] = "rlx.OrchestratorState/5"
+    SCHEMA: ClassVar[str] = "rlx.OrchestratorState/6"
 
     collector: CollectorState
     advantage: Any = None  # `state_dict()` of an advantage that keeps state; else None
 
 
-def played_group(rollouts: Sequence[Rollout], *, version: int = 0, rule: str | None = None) -> PlayedGroup:
-    """The group as a checkpoint record."""
-    task = rollouts[0].task
-    kept = tuple(replace(rollout, task=replace(task, row={})) for rollout in rollouts)
-    return PlayedGroup(task=packed(task), rollouts=kept, version=version, rule=rule)
-
-
-def packed(task: Task) -> Task:
-    """The task as a checkpoint holds it: its environment gets back the row that it gave. Raises CodecError if that cannot be."""
-    return replace(task, row=to_json(task.row))
-
-
-def unpacked(task: Task) -> Task:
-    """The task behind a `packed` one."""
-    return replace(task, row=from_json(task.row))
+def without_rows(rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
+    """The rollouts as a checkpoint holds them: an environment has its rows."""
+    return tuple(replace(rollout, task=replace(rollout.task, row={})) for rollout in rollouts)

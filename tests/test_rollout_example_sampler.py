@@ -13,74 +13,67 @@ from test_rollout_state import through_a_file
 
 from rlx.config.schema import BufferConfig
 from rlx.rollout.collector import Collector
-from rlx.rollout.pools import CHUNK, Examples
-from rlx.rollout.tasks import TaskSequence
+from rlx.rollout.example_sampler import CHUNK, ExampleSampler
+from rlx.rollout.task_sampler import TaskSampler
 
 ROWS = [{"example_id": 100 + number, "info": {"level": number % 7}, "name": f"n{number:03}"} for number in range(40)]
 POOLS = BufferConfig(easy_threshold=0.8, hard_threshold=0.2, easy_fraction=0.25, hard_fraction=0.25)
 
 
-def drawn(examples: Examples, count: int) -> list[int]:
+def drawn(examples: ExampleSampler, count: int) -> list[int]:
     return [examples.draw() for _ in range(count)]
 
 
 def test_a_first_epoch_follows_its_column_and_the_next_is_shuffled() -> None:
     for column, sign in (("info.level", 1), ("-info.level", -1)):
-        levels = [ROWS[row]["info"]["level"] for row in drawn(Examples("e", ROWS, 0, BufferConfig(), column), 80)]  # type: ignore[index]
+        levels = [ROWS[row]["info"]["level"] for row in drawn(ExampleSampler("e", ROWS, 0, BufferConfig(), column), 80)]  # type: ignore[index]
         assert levels[:40] == sorted(levels[:40], key=lambda level: sign * level)
         assert levels[40:] != levels[:40]
-    ties = drawn(Examples("e", ROWS, 0, BufferConfig(), "info.level"), 6)
+    ties = drawn(ExampleSampler("e", ROWS, 0, BufferConfig(), "info.level"), 6)
     assert ties != sorted(ties), "examples of one level are shuffled"
-    assert drawn(Examples("e", ROWS, 0, BufferConfig(), "name"), 40) == list(range(40))
+    assert drawn(ExampleSampler("e", ROWS, 0, BufferConfig(), "name"), 40) == list(range(40))
 
 
 def test_a_curriculum_that_the_examples_do_not_have_is_refused() -> None:
     odd: list[dict[str, Any]] = [{"example_id": 1, "x": float("nan")}, {"example_id": 1, "x": "b"}]
     for rows, column in ((ROWS, "info.age"), *(([{"example_id": 0, "x": 1.0}, one], "x") for one in odd)):
         with pytest.raises(ValueError, match=rf"envs\.e\.curriculum={column}: the examples cannot be sorted by this column"):
-            Examples("e", rows, 0, BufferConfig(), column)
-
-
-def test_examples_that_share_an_id_are_refused_where_pools_would_confuse_them() -> None:
-    rows = [*ROWS, {"example_id": 103}]
-    Examples("e", rows, 0, BufferConfig())
-    with pytest.raises(ValueError, match=r"envs\.e: rows 3 and 40 of its data have one example_id, 103.*easy_threshold"):
-        Examples("e", rows, 0, POOLS)
+            ExampleSampler("e", rows, 0, BufferConfig(), column)
 
 
 def test_examples_move_between_pools_and_are_drawn_by_their_shares() -> None:
-    examples = Examples("e", ROWS, 0, POOLS)
+    examples = ExampleSampler("e", ROWS, 0, POOLS)
     assert len(set(drawn(examples, 40))) == 40, "empty pools leave their turns to the normal one"
     for row in range(40):
-        examples.played(100 + row, 1.0 if row < 10 else 0.0 if row < 20 else 0.5)
+        examples.played(row, 1.0 if row < 10 else 0.0 if row < 20 else 0.5)
     assert examples.counts() == {"normal": 20, "easy": 10, "hard": 10}
     rows = drawn(examples, 80)
     assert [sum(low <= row < low + 10 for row in rows) for low in (0, 10)] == [20, 20]
     assert sum(row >= 20 for row in rows) == 40
     assert sorted(row for row in rows if row < 10) == sorted([*range(10)] * 2), "every example of a pool once an epoch"
-    examples.played(100, 0.5)
+    examples.played(0, 0.5)
     assert examples.counts() == {"normal": 21, "easy": 9, "hard": 10}
 
 
 def test_pools_do_not_mix_the_agents_of_a_game() -> None:
     env = FakeEnv()
     env.agents = ("left", "right")
-    with pytest.raises(ValueError, match=r"envs\.e trains several agents in turn \(left, right\), and .*agents=\[left\]"):
-        TaskSequence({"e": env}, {"e": 1.0}, 0, POOLS)  # type: ignore[dict-item]
-    TaskSequence({"e": env}, {"e": 1.0}, 0, BufferConfig())  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match=r"(?s)envs\.e trains several agents in turn \(left, right\), and .*agents=\[left\]"):
+        TaskSampler({"e": env}, {"e": 1.0}, 0, POOLS)  # type: ignore[dict-item]
+    TaskSampler({"e": env}, {"e": 1.0}, 0, BufferConfig())  # type: ignore[dict-item]
 
 
 def test_pools_that_took_everything_still_give_examples() -> None:
-    examples = Examples("e", ROWS, 0, BufferConfig(easy_threshold=0.5))
+    examples = ExampleSampler("e", ROWS, 0, BufferConfig(easy_threshold=0.5))
     for row in range(40):
-        examples.played(100 + row, 1.0)
+        examples.played(row, 1.0)
     assert examples.counts() == {"normal": 0, "easy": 40, "hard": 0}
     assert sorted(drawn(examples, 40)) == list(range(40))
 
 
 def test_the_one_normal_example_of_many_is_found() -> None:
     rows = [{"example_id": number} for number in range(3 * CHUNK)]
-    examples = Examples("e", rows, 0, BufferConfig(easy_threshold=0.5))
+    examples = ExampleSampler("e", rows, 0, BufferConfig(easy_threshold=0.5))
     for number in range(3 * CHUNK):
         if number != 7777:
             examples.played(number, 1.0)
@@ -88,20 +81,20 @@ def test_the_one_normal_example_of_many_is_found() -> None:
 
 
 def test_a_position_in_pools_goes_through_a_checkpoint() -> None:
-    def begun() -> Examples:
-        examples = Examples("e", ROWS, 0, POOLS)
+    def begun() -> ExampleSampler:
+        examples = ExampleSampler("e", ROWS, 0, POOLS)
         for row in drawn(examples, 33):
-            examples.played(100 + row, row / 40)
+            examples.played(row, row / 40)
         return examples
 
-    first, second = begun(), Examples("e", ROWS, 0, POOLS)
+    first, second = begun(), ExampleSampler("e", ROWS, 0, POOLS)
     state = first.state()
     after = drawn(first, 50)
     assert state.pools.sum() > 0, "the state is a copy"
     second.restore(state)
     assert second.counts() == begun().counts()
     assert drawn(second, 50) == after
-    plain = Examples("e", ROWS, 0, BufferConfig())
+    plain = ExampleSampler("e", ROWS, 0, BufferConfig())
     plain.restore(state)
     assert plain.counts() == {}
 

@@ -28,15 +28,13 @@ CHUNK = 4096  # examples looked at together when the next one of a pool is searc
 KEPT = 3  # epochs whose order is kept: each pool is at an epoch of its own
 
 
-class Examples:
+class ExampleSampler:
     """The examples of one environment, in the order in which they are played."""
 
     def __init__(
         self, name: str, rows: Sequence[Mapping[str, Any]], seed: int, buffer: BufferConfig, curriculum: str | None = None
     ) -> None:
-        """`curriculum`: see `EnvConfig`. Raises ValueError if an example lacks that column, if its values cannot be sorted, or if examples
-        that are pooled cannot be told apart.
-        """
+        """`curriculum`: see `EnvConfig`. Raises ValueError if an example lacks that column, or if its values cannot be sorted."""
         self.name, self.rows, self.seed, self.buffer = name, rows, seed, buffer
         self.pooled = buffer.easy_threshold is not None or buffer.hard_threshold is not None
         self.size = len(rows)
@@ -46,17 +44,6 @@ class Examples:
         self._counts = [self.size, 0, 0]
         self._places = [0, 0, 0]  # by pool: where its next example is searched, counted over all epochs
         self._credit = [0.0, 0.0, 0.0]
-        self._row_of = self._rows_by_id() if self.pooled else {}
-
-    def _rows_by_id(self) -> dict[int, int]:
-        found: dict[int, int] = {}
-        for number, row in enumerate(self.rows):
-            if (first := found.setdefault(int(row["example_id"]), number)) != number:
-                raise ValueError(
-                    f"envs.{self.name}: rows {first} and {number} of its data have one example_id, {row['example_id']}, so a reward would "
-                    "put the wrong row into a pool. Number the rows apart, or unset orchestrator.buffer.easy_threshold and hard_threshold"
-                )
-        return found
 
     def draw(self) -> int:
         """The row of the next example to play."""
@@ -71,16 +58,15 @@ class Examples:
                 return int(order[start + int(found[0])])
             place = min(place + CHUNK, (epoch + 1) * self.size)
 
-    def played(self, example_id: int, reward: float) -> None:
-        """The group of this example had this mean reward: put the example into its pool."""
-        row = self._row_of.get(example_id)
-        if row is None:
+    def played(self, place: int, reward: float) -> None:
+        """The group of the example at this place had this mean reward: put the example into its pool."""
+        if not self.pooled:
             return
         easy, hard = self.buffer.easy_threshold, self.buffer.hard_threshold
         pool = EASY if easy is not None and reward >= easy else HARD if hard is not None and reward <= hard else NORMAL
-        self._counts[self._pool[row]] -= 1
+        self._counts[self._pool[place]] -= 1
         self._counts[pool] += 1
-        self._pool[row] = pool
+        self._pool[place] = pool
 
     def counts(self) -> dict[str, int]:
         """Examples in each pool; empty without pools."""
@@ -91,9 +77,9 @@ class Examples:
         return PoolState(pools=self._pool.copy(), places=list(self._places), credit=list(self._credit))
 
     def restore(self, state: PoolState) -> None:
-        """Continue from a position. Pools of a run without pools, and for a run without pools, are ignored."""
+        """Continue from a position in the same examples. Pools of a run without pools, and for a run without pools, are ignored."""
         self._places, self._credit = list(state.places), list(state.credit)
-        if self.pooled and len(state.pools) == self.size:
+        if self.pooled and len(state.pools):
             self._pool = state.pools.copy()
             self._counts = [int((self._pool == pool).sum()) for pool in range(len(NAMES))]
 
