@@ -190,16 +190,17 @@ def test_each_proposed_problem_has_its_own_group_of_solvers_and_the_proposers_ar
         finally:
             await env.close()
 
-    parts = compared(asyncio.run(group()))
-    groups = make_groups(parts, scores_of(parts), AdvantageMix([group_mean], {}))
-    assert sorted(len(each.rollouts) for each in groups) == [3, 4, 4, 4]
-    for each in groups:
-        assert len({(one.agent, one.compared) for one in each.rollouts}) == 1
-        assert len({one.episode for one in each.rollouts}) == (3 if each.rollouts[0].agent == "proposer" else 1)
-        rewards = [one.reward for one in each.rollouts]
-        assert each.advantages.tolist() == pytest.approx([reward - sum(rewards) / len(rewards) for reward in rewards])
-    solved = {each.rollouts[0].episode: sum(one.reward for one in each.rollouts) / 4 for each in groups if len(each.rollouts) == 4}
-    (proposers,) = (each.rollouts for each in groups if each.rollouts[0].agent == "proposer")
+    rollouts = asyncio.run(group())
+    (made,) = make_groups([rollouts], scores_of([rollouts]), AdvantageMix([group_mean], {}))
+    parts = [[rollouts[place] for place in places] for places in compared(rollouts)]
+    assert sorted(map(len, parts)) == [3, 4, 4, 4]
+    for places, part in zip(compared(rollouts), parts, strict=True):
+        assert len({(one.agent, one.compared) for one in part}) == 1
+        assert len({one.episode for one in part}) == (3 if part[0].agent == "proposer" else 1)
+        rewards = [one.reward for one in part]
+        assert made.advantages[places].tolist() == pytest.approx([reward - sum(rewards) / len(rewards) for reward in rewards])
+    solved = {part[0].episode: sum(one.reward for one in part) / 4 for part in parts if len(part) == 4}
+    (proposers,) = (part for part in parts if part[0].agent == "proposer")
     assert {one.episode: one.reward for one in proposers} == {episode: 4 * p * (1 - p) for episode, p in solved.items()}
 
 

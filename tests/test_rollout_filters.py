@@ -183,7 +183,7 @@ def test_a_group_of_several_agents_is_compared_agent_by_agent_and_task_by_task()
     from rlx.advantages.group import group_mean
     from rlx.advantages.mix import AdvantageMix
     from rlx.rollout.batch import make_groups
-    from rlx.rollout.groups import Tally, compared, play_group
+    from rlx.rollout.groups import Tally, play_group
     from rlx.rollout.task_sampler import TaskSampler
 
     class Game(FakeEnv):
@@ -198,7 +198,7 @@ def test_a_group_of_several_agents_is_compared_agent_by_agent_and_task_by_task()
     task = TaskSampler({"e": env}, {"e": 1.0}, 0).next()  # type: ignore[dict-item]
     rollouts = run(lambda: play_group(env, task, 2, 0, Tally()))
     assert [(one.member, one.episode, one.others) for one in rollouts] == [(n, int(n > 3), ()) for n in range(6)]
-    parts = compared(rollouts)
-    groups = make_groups(parts, scores_of(parts), AdvantageMix([group_mean], {}))
-    assert [[one.agent for one in group.rollouts] for group in groups] == [["proposer"] * 2, ["solver"] * 3, ["solver"]]
-    assert [group.advantages.tolist() for group in groups] == [[-0.5, 0.5], [-10.0, 0.0, 10.0], [0.0]]
+    (group,) = make_groups([rollouts], scores_of([rollouts]), AdvantageMix([group_mean], {}))
+    agents = [one.agent for one in group.rollouts]
+    assert agents == ["proposer", *["solver"] * 3, "proposer", "solver"]
+    assert group.advantages.tolist() == [-0.5, -10.0, 0.0, 10.0, 0.5, 0.0]

@@ -44,7 +44,6 @@ from rlx.rollout.clock import StepClock
 from rlx.rollout.collector import Collector
 from rlx.rollout.evaluate import Evaluations
 from rlx.rollout.filters import reason_to_drop
-from rlx.rollout.groups import compared
 from rlx.rollout.policy_backend import connect_servers
 from rlx.rollout.record import StepRecorder
 from rlx.rollout.role import begin, end, load, run_until_stopped
@@ -188,12 +187,11 @@ class Orchestrator:
         for step in range(self.first_step, self.config.max_steps):
             self.step, collected = step, await self.collector.collect()
             clock.collected()
-            rollouts = [part for group in collected for part in compared(group)]
-            scores, filtered = self._scores(rollouts), self.collector.filtered
-            groups = make_groups(rollouts, scores, self.advantage)
+            scores, filtered = self._scores(collected), self.collector.filtered
+            groups = make_groups(collected, scores, self.advantage)
             self.advantage.update(scores)
             batch = await asyncio.to_thread(make_batch, step, groups, self.config)  # 0.1 s for thousands of long rollouts
-            batch, taught = await self.teaching.score(batch, rollouts)
+            batch, taught = await self.teaching.score(batch, collected)
             values = (
                 step_metrics(groups, batch, self.collector.tally, filtered, self.rules, taught, self.collector.sizes)
                 | self.collector.tasks.pool_sizes()
@@ -220,7 +218,7 @@ class Orchestrator:
     def _left_out(self, rollouts: Sequence[Rollout]) -> str | None:
         """The filter rule that a finished group breaks; None if it is trained on."""
         filters = self.config.orchestrator.difficulty_filter
-        return reason_to_drop(rollouts, filters, lambda group: self.advantage(self._scores(compared(group))))
+        return reason_to_drop(rollouts, filters, lambda group: self.advantage(self._scores([group])))
 
     def _in_words(self, groups: Sequence[Group], clock: StepClock) -> str:
         versions = (version for group in groups for rollout in group.rollouts for version in rollout.trace.versions)

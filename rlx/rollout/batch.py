@@ -16,7 +16,7 @@ from rlx.config.objectives import loss_of, scored_by
 from rlx.config.schema import Config
 from rlx.envs.base import sampling_of
 from rlx.rollout.eval_results import means
-from rlx.rollout.groups import episodes
+from rlx.rollout.groups import compared, episodes
 from rlx.rollout.samples import samples_of
 from rlx.rollout.state import Tally
 from rlx.types import Group, Rollout, StepBatch, TrainingSample
@@ -30,13 +30,14 @@ def advantages_of(config: Config) -> AdvantageMix:
 
 
 def scores_of(batch: Sequence[Sequence[Rollout]]) -> GroupScores:
-    """The input of the advantage function for these groups."""
+    """The input of the advantage function for these groups. The parts of a group that are compared by themselves are groups here."""
+    parts = [[rollouts[place] for place in places] for rollouts in batch for places in compared(rollouts)]
     return GroupScores(
-        rewards=[np.array([rollout.reward for rollout in rollouts], dtype=np.float64) for rollouts in batch],
-        lengths=[np.array([rollout.trace.num_sampled for rollout in rollouts], dtype=np.int32) for rollouts in batch],
-        longest_turns=[np.array([rollout.trace.longest_answer for rollout in rollouts], dtype=np.int32) for rollouts in batch],
-        envs=[rollouts[0].task.env for rollouts in batch],
-        agents=[rollouts[0].agent for rollouts in batch],
+        rewards=[np.array([rollout.reward for rollout in rollouts], dtype=np.float64) for rollouts in parts],
+        lengths=[np.array([rollout.trace.num_sampled for rollout in rollouts], dtype=np.int32) for rollouts in parts],
+        longest_turns=[np.array([rollout.trace.longest_answer for rollout in rollouts], dtype=np.int32) for rollouts in parts],
+        envs=[rollouts[0].task.env for rollouts in parts],
+        agents=[rollouts[0].agent for rollouts in parts],
     )
 
 
@@ -47,29 +48,26 @@ def max_tokens_of(config: Config) -> dict[str, int]:
 
 def make_groups(batch: Sequence[Sequence[Rollout]], scores: GroupScores, advantage: Advantage) -> list[Group]:
     """Groups with their advantages. Raises ValueError when an advantage is not finite."""
+    values = iter(advantage(scores) if batch else ())
     groups: list[Group] = []
-    if not batch:
-        return groups
-    for rollouts, values in zip(batch, advantage(scores), strict=True):
-        task = rollouts[0].task
-        values = np.asarray(values, dtype=np.float32)
-        if values.shape != (len(rollouts),) or not np.isfinite(values).all():
-            raise ValueError(
-                f"the advantages of {task.env}, example {task.example_id}, are {values}: expected {len(rollouts)} finite numbers"
-            )
-        groups.append(Group(id=task.index, task=task, rollouts=tuple(rollouts), advantages=values))
+    for rollouts in batch:
+        task, advantages = rollouts[0].task, np.zeros(len(rollouts), dtype=np.float32)
+        for places in compared(rollouts):
+            own = np.asarray(next(values), dtype=np.float32)
+            if own.shape != (len(places),) or not np.isfinite(own).all():
+                what = f"the advantages of {task.env}, example {task.example_id}, are {own}"
+                raise ValueError(f"{what}: expected {len(places)} finite numbers")
+            advantages[places] = own
+        groups.append(Group(id=task.index, task=task, rollouts=tuple(rollouts), advantages=advantages))
     return groups
 
 
 def make_batch(step: int, groups: Sequence[Group], config: Config) -> StepBatch:
-    """The training samples, split into `trainer.num_minibatches` mini-batches of consecutive groups. The parts of one stay together."""
-    parts: dict[int, list[Group]] = {}  # one per group; several with `agents_per_group=all`
-    for group in groups:
-        parts.setdefault(group.id, []).append(group)
+    """The training samples, split into `trainer.num_minibatches` mini-batches of consecutive groups."""
     mini_batches = []
-    for ids in np.array_split(np.array(list(parts), dtype=np.int64), config.trainer.num_minibatches):
+    for places in np.array_split(np.arange(len(groups)), config.trainer.num_minibatches):
         samples: list[TrainingSample] = []
-        for group in (one for number in ids for one in parts[int(number)]):
+        for group in (groups[place] for place in places):
             samples += samples_of(
                 group,
                 strategy=config.orchestrator.trajectory_strategy,
@@ -111,7 +109,7 @@ def step_metrics(
         "reward/std": rewards.std(),
         "batch/groups": len(groups),
         "batch/rollouts": sum(len(group.rollouts) for group in groups),
-        "batch/short_groups": sum(episodes(parts) < (sizes or {}).get(env, 0) for env, parts in _parts(groups)),
+        "batch/short_groups": sum(episodes(group.rollouts) < (sizes or {}).get(group.task.env, 0) for group in groups),
         "batch/samples": len(samples),
         "batch/loss_tokens": trained,
         "batch/overlong_frac": 1 - (trained + unscored) / sampled if sampled else 0.0,
@@ -128,21 +126,11 @@ def step_metrics(
         values |= {f"reward/{name}/{key}": mean for key, mean in means([rollout.rewards for rollout in own]).items()}
         values |= {f"env/{name}/{key}": mean for key, mean in means([rollout.metrics for rollout in own]).items()}
         # Behind those of the environment, whose functions may have any name: these names mean what `rlx.metrics` says.
-        begun = {group[0].task.index: group[0].task.env for group in played}  # the parts of a group (`compared`) are one
-        values[f"env/{name}/share"] = sum(env == name for env in begun.values()) / len(begun)
-        trained_on = {group.id: group.task.env for group in groups}
-        values[f"env/{name}/trained_share"] = sum(env == name for env in trained_on.values()) / max(len(trained_on), 1)
+        values[f"env/{name}/share"] = sum(group[0].task.env == name for group in played) / len(played)
+        values[f"env/{name}/trained_share"] = sum(group.task.env == name for group in groups) / max(len(groups), 1)
         values[f"reward/{name}/mean"] = np.mean([rollout.reward for rollout in own])
     values |= {f"filter/{rule}": sum(broken == rule for broken, _ in filtered) for rule in rules}
     values["rollouts/dropped_off_policy"] = 0
     values |= {f"rollouts/dropped_{cause}": count for cause, count in sorted(tally.dropped.items())}
     values |= {f"rollouts/failed_{cause}": count for cause, count in sorted(tally.failed.items())}
     return {name: float(value) for name, value in values.items()}
-
-
-def _parts(groups: Sequence[Group]) -> list[tuple[str, list[Rollout]]]:
-    """Environment and rollouts of each group; its parts that are compared by themselves are one."""
-    found: dict[int, tuple[str, list[Rollout]]] = {}
-    for group in groups:
-        found.setdefault(group.id, (group.task.env, []))[1].extend(group.rollouts)
-    return list(found.values())

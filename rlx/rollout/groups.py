@@ -30,11 +30,11 @@ DIFFER = "tasks_differ"  # metric: 1 if the rollout is compared with others of i
 LARGEST = (2 - 2**-23) * 2.0**127  # largest float32; advantages go to the trainer in float32
 
 
-def compared(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
-    """The parts of a group whose rewards are compared with each other, in the order of their first rollouts."""
-    parts: dict[str | None, list[Rollout]] = {}
-    for rollout in rollouts:
-        parts.setdefault(rollout.compared, []).append(rollout)
+def compared(rollouts: Sequence[Rollout]) -> list[list[int]]:
+    """The parts of a group whose rewards are compared with each other, as places in it, in the order of their first rollouts."""
+    parts: dict[str | None, list[int]] = {}
+    for place, rollout in enumerate(rollouts):
+        parts.setdefault(rollout.compared, []).append(place)
     return list(parts.values())
 
 
