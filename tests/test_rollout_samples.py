@@ -56,20 +56,15 @@ def test_a_single_turn_is_prompt_and_completion() -> None:
     assert [str(a.dtype) for a in (sample.token_ids, sample.advantages, sample.versions)] == ["int32", "float32", "int32"]
 
 
-def test_the_parts_of_a_group_with_several_agents_are_in_one_mini_batch() -> None:
+def test_mini_batches_have_whole_groups_in_their_order() -> None:
     config = Config(envs={"e": TrainedEnvConfig(id="x")}, trainer=TrainerConfig(num_minibatches=2))
-
-    def part(index: int, member: int) -> Group:
+    groups = []
+    for index in (3, 1, 2):
         task = replace(TASK, index=index)
-        rollouts = (replace(rollout(turn([1], [2, 3]), member=member), task=task),)
-        return Group(id=index, task=task, rollouts=rollouts, advantages=np.ones(1, dtype=np.float32))
-
-    def found(groups: list[Group]) -> list[list[tuple[int, int]]]:
-        return [[(sample.group, sample.member) for sample in part] for part in make_batch(0, groups, config).mini_batches]
-
-    parts = [part(9, 0), part(5, 0), part(5, 1), part(5, 2)]
-    assert found(parts) == [[(9, 0)], [(5, 0), (5, 1), (5, 2)]]
-    assert found([part(index, 0) for index in (3, 1, 2)]) == [[(3, 0), (1, 0)], [(2, 0)]]
+        rollouts = tuple(replace(rollout(turn([1], [2, 3]), member=member), task=task) for member in range(2))
+        groups.append(Group(id=index, task=task, rollouts=rollouts, advantages=np.ones(2, dtype=np.float32)))
+    found = [[(sample.group, sample.member) for sample in part] for part in make_batch(0, groups, config).mini_batches]
+    assert found == [[(3, 0), (3, 1), (1, 0), (1, 1)], [(2, 0), (2, 1)]]
 
 
 def test_the_weights_of_an_environment_in_the_losses_reach_its_sampled_tokens_alone() -> None:
