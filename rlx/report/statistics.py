@@ -1,6 +1,6 @@
 """Statistics over the runs of a sweep: interquartile means with stratified bootstrap intervals, and bands over seeds.
 
-Pure functions of numbers. The intervals of an evaluation, over its examples, are in `rlx.rollout.scores`.
+Pure functions of numbers. The intervals of an evaluation, over its examples, are in `rlx.rollout.eval_stats`.
 
 The *runs* are the sample here: another seed is another draw of the whole training. Following Agarwal et al. 2021 ("Deep Reinforcement
 Learning at the Edge of the Statistical Precipice", arXiv 2108.13264):
