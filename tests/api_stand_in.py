@@ -22,7 +22,6 @@ class Api:
     """`mode`: `flaky` answers every third request 429 with Retry-After and every fifth 500, each request only once; `down` fails; `slow`
     takes half a second.
 
-    `tokens` answers with token ids and log-probabilities when they are asked for, as vLLM does.
     """
 
     def __init__(self, mode: str) -> None:
@@ -47,14 +46,7 @@ class Api:
             return web.json_response({"error": {"message": "overloaded"}}, status=500, headers={"retry-after-ms": "20"})
         if self.mode == "slow":
             await asyncio.sleep(0.5)
-        said = completion(asked["messages"][-1]["content"][::-1])
-        if self.mode == "tokens" and asked.get("return_token_ids") and asked.get("logprobs"):
-            said["prompt_token_ids"] = [1] * 7
-            said["choices"][0] |= {
-                "token_ids": [1, 2, 3],
-                "logprobs": {"content": [{"token": "a", "logprob": -0.5, "top_logprobs": []}] * 3},
-            }
-        return web.json_response(said)
+        return web.json_response(completion(asked["messages"][-1]["content"][::-1]))
 
 
 async def serve(file: Path, mode: str) -> None:

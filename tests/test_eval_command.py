@@ -219,31 +219,16 @@ def test_an_endpoint_that_is_full_or_fails_is_asked_again_and_one_that_is_slow_s
     assert holds == [], "no file has the key"
 
 
-@pytest.mark.long
-def test_an_endpoint_that_returns_tokens_has_them_counted_and_one_that_does_not_is_refused_before_it_plays(api, tmp_path: Path) -> None:
-    counted = Command(tmp_path / "counted", *KEYS, *api("tokens"), "client.tokens=true")
-    assert counted.process.wait(600) == 0, counted.text
-    (row,) = json.loads((tmp_path / "counted/summary.json").read_text())["rows"]
-    assert (row["avg@2"], row["completion_mean"]) == (1.0, 3.0)
-    refused = Command(tmp_path / "refused", *KEYS, *api("slow"), "client.tokens=true")
-    assert refused.process.wait(600) == 1
-    assert "does not return token ids with log-probabilities (client.tokens)" in refused.text, refused.text
-    assert not (tmp_path / "refused/eval").exists()
-
-
 @pytest.mark.nightly
-def test_an_endpoint_synthesizes_data_with_its_tokens_if_it_returns_them(api, tmp_path: Path) -> None:
-    keys = [*KEYS, "format=jsonl", "duplicates=keep"]
-    for mode, tokens in (("flaky", False), ("tokens", True)):
-        made = Command(tmp_path / mode, *keys, *api(mode), f"client.tokens={str(tokens).lower()}", command="synthesize")
-        assert made.process.wait(600) == 0, made.text
-        rows = [json.loads(line) for line in (made.root / "data" / "train.jsonl").read_text().splitlines()]
-        assert len(rows) == 24, "two answers to each of 12 examples"
-        for row in rows:
-            asked, answered = row["prompt"][-1]["content"], row["completion"][-1]["content"]
-            assert (answered, row["reward"]) == (asked[::-1], 1.0)
-        holds = [file for file in made.root.rglob("*") if file.is_file() and KEY.encode() in file.read_bytes()]
-        assert holds == [], "no file has the key"
+def test_an_endpoint_synthesizes_data(api, tmp_path: Path) -> None:
+    made = Command(tmp_path / "made", *KEYS, "format=jsonl", "duplicates=keep", *api("flaky"), command="synthesize")
+    assert made.process.wait(600) == 0, made.text
+    rows = [json.loads(line) for line in (made.root / "data" / "train.jsonl").read_text().splitlines()]
+    assert len(rows) == 24, "two answers to each of 12 examples"
+    for row in rows:
+        asked, answered = row["prompt"][-1]["content"], row["completion"][-1]["content"]
+        assert (answered, row["reward"]) == (asked[::-1], 1.0)
+    assert [file for file in made.root.rglob("*") if file.is_file() and KEY.encode() in file.read_bytes()] == [], "no file has the key"
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from policy_stand_in import load, task_of
-from traces import plain, turns_of
+from traces import turns_of
 
 from rlx.cli.playing import eval_table
 from rlx.policy.base import PolicyError, PromptTooLong
@@ -225,60 +225,19 @@ def test_an_environment_is_played_and_scored_without_tokens() -> None:
     assert "bad key" in bad.error
 
 
-def with_tokens(content: str, count: int = 2, values: int = 2, **left_out: Any) -> dict[str, Any]:
-    """A completion with token ids and log-probabilities, as vLLM gives it."""
-    answer = completion(content) | {"prompt_token_ids": [1, 2, 3]}
-    tokens = [{"token": "x", "logprob": -0.5 - n, "bytes": None, "top_logprobs": []} for n in range(values)]
-    answer["choices"][0] |= {"token_ids": list(range(7, 7 + count)), "logprobs": {"content": tokens}}
-    for name in left_out:
-        (answer if name in answer else answer["choices"][0]).pop(name)
-    return answer
-
-
-def test_an_endpoint_that_returns_tokens_gives_turns_which_an_environment_keeps() -> None:
-    env = load("rlx_reverse_text", num_examples=4)
-    endpoint = Endpoint(*[(200, with_tokens(env.rows[0]["answer"]))] * 2)
-
-    async def scene(policy: OpenAIPolicy) -> Any:
-        episode = policy.episode(TASK, 0, 0)
-        reply = await episode.respond([{"role": "user", "content": "abc"}])
-        env.policy = policy
-        return reply, episode, (await env.play(task_of(env), [0], 0))[0]
-
-    reply, episode, rollout = play(endpoint, scene, tokens=True, sampling={"top_k": 5})
-    assert endpoint.asked[0]["logprobs"] is True
-    assert (endpoint.asked[0]["return_token_ids"], endpoint.asked[0]["top_k"]) == (True, 5)
-    assert plain(turns_of(episode.trace)) == plain(turns_of(episode.keep([reply.request_id]))) == plain([reply.turn])
-    assert turns_of(episode.keep(["another"])) == ()
-    assert reply.turn.prompt_ids.tolist() == [1, 2, 3]
-    assert reply.turn.completion_ids.tolist() == [7, 8]
-    assert reply.turn.logprobs.tolist() == [-0.5, -1.5]
-    assert reply.turn.versions.tolist() == [-1, -1]
-    assert rollout.reward == 1.0
-    assert rollout.trace.num_sampled == 2
-
-
 @pytest.mark.parametrize(
-    ("answer", "needs", "says"),
+    ("answer", "tools", "says"),
     [
-        ((200, completion("yes")), {"tokens": True}, "/v1 does not return token ids with log-probabilities"),
-        ((200, with_tokens("yes", token_ids=None)), {"tokens": True}, "does not return token ids"),
-        ((200, with_tokens("yes", logprobs=None)), {"tokens": True}, "does not return token ids with log-probabilities"),
-        ((200, with_tokens("yes", values=0)), {"tokens": True}, "does not return token ids with log-probabilities"),
-        ((400, {"error": {"message": "tool choice needs a parser"}}), {"tools": True}, "tool choice needs a parser"),
-        ((401, {"error": {"message": "bad key"}}), {}, r"\(401\): .*bad key"),
-        ((200, with_tokens("yes")), {"tokens": True, "tools": True}, None),
+        ((400, {"error": {"message": "tool choice needs a parser"}}), True, "tool choice needs a parser"),
+        ((401, {"error": {"message": "bad key"}}), False, r"\(401\): .*bad key"),
+        ((200, completion("yes")), True, None),
     ],
 )
-def test_what_an_endpoint_can_do_is_known_before_any_work(answer: Any, needs: dict[str, bool], says: str | None) -> None:
+def test_what_an_endpoint_can_do_is_known_before_any_work(answer: Any, tools: bool, says: str | None) -> None:
     endpoint = Endpoint(answer)
-
-    async def scene(policy: OpenAIPolicy) -> None:
-        await policy.check(tools=needs.get("tools", False))
-
     with pytest.raises(PolicyError, match=says) if says else contextlib.nullcontext():
-        play(endpoint, scene, max_retries=0, tokens=needs.get("tokens", False))
-    assert ("tools" in endpoint.asked[0]) == needs.get("tools", False)
+        play(endpoint, lambda policy: policy.check(tools=tools), max_retries=0)
+    assert ("tools" in endpoint.asked[0]) == tools
 
 
 def test_parameters_that_an_endpoint_does_not_take_are_left_out_or_renamed() -> None:

@@ -37,11 +37,6 @@ class ClientConfig:
         "request parameters that the endpoint does not take: null leaves one out, a text is its name there: "
         "{seed: null, max_tokens: max_completion_tokens}",
     )
-    tokens: bool = key(
-        False,
-        "ask for token ids and log-probabilities, which vLLM's servers return, so that the results count tokens; an endpoint that does not "
-        "return them is refused before anything is played",
-    )
     timeout: float = key(600.0, "seconds for one attempt at a request", above=0)
     max_retries: int = key(
         8,

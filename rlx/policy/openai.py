@@ -1,4 +1,4 @@
-"""The policy at any OpenAI-compatible endpoint: messages in, a message out. Its tokens are known if the endpoint returns them.
+"""The policy at any OpenAI-compatible endpoint: messages in, a message out. Its tokens are not known.
 
 It serves evaluation, data synthesis and teachers. Training needs rlx's own servers: an endpoint does not say which weights sampled
 a token, and reports log-probabilities that usually ignore the sampling temperature. The `openai` package retries a request if the server is
@@ -10,18 +10,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from rlx.plain import utf8
 from rlx.policy.base import Call, Episode, Message, PolicyError, PromptTooLong, Reply, request_seed
 from rlx.policy.sampling_params import raw_text
-from rlx.trace import Turn
 from rlx.types import Task
 
-UNKNOWN_VERSION = -1  # the endpoint does not say which weights it serves
 NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_tokens": 0, "stop_token_ids": []}  # what these values ask for is what OpenAI does
 OWN = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias")
 CUT = ("length", "model_length", "max_tokens")  # finish reasons of an answer that a length limit cut
@@ -55,7 +50,6 @@ class OpenAIPolicy:
         context_length: int = 0,
         timeout: float = 600.0,
         max_retries: int = 4,
-        tokens: bool = False,
         names: Mapping[str, str | None] | None = None,
     ) -> None:
         """`base_url`: the URL before `/chat/completions`, as in `https://api.openai.com/v1`. `model`: its name there.
@@ -63,15 +57,13 @@ class OpenAIPolicy:
         `sampling`: default parameters of requests, by vLLM's names. `timeout`: seconds for one attempt at a request.
         `max_retries`: further attempts if the endpoint does not answer, is overloaded (429) or fails (5xx).
         `names`: the endpoint's names for parameters; None leaves one out (`client.parameters`).
-        `tokens`: ask for token ids and log-probabilities, so that every answer has a `Turn`. An endpoint that does not return them fails
-        every request; `check` finds out before.
         """
         from openai import AsyncOpenAI  # takes a second
 
         self.base_url, self.model, self.seed = base_url, model, seed
         self.sampling = dict(sampling or {})
         self.context_length = context_length
-        self.timeout, self.max_retries, self.tokens = timeout, max_retries, tokens
+        self.timeout, self.max_retries = timeout, max_retries
         self.names = dict(names or {})
         self.served_model: str | None = None  # the endpoint's name for what answered last, as `gpt-4.1-mini-2025-04-14`
         self._own_defaults: bool | None = None
@@ -142,24 +134,18 @@ class OpenAIEpisode(Episode):
             parameters = parameters_of(asked, policy.names, send_neutral=await policy.has_own_defaults())
             if tools:
                 parameters["tools"] = [dict(tool) for tool in tools]
-            if policy.tokens:
-                parameters |= {"logprobs": True, "extra_body": {**parameters.get("extra_body", {}), "return_token_ids": True}}
             if raw is None:
                 messages_there = [for_endpoint(message) for message in messages]
                 answer = await self._ask(policy.client.chat.completions, parameters | {"messages": messages_there})
-            elif policy.tokens:
-                raise PolicyError("an endpoint whose tokens are known answers conversations only, not raw text prompts")
             else:
                 answer = await self._ask(policy.client.completions, parameters | {"prompt": raw})
         finally:
             self._in_flight -= 1
         reply = reply_of(answer, policy.base_url, is_text=raw is not None)
-        if policy.tokens:
-            reply = replace(reply, turn=turn_of(answer, policy.base_url))
         if trained:
             self.replies.append(reply.message)
             how = "length" if reply.truncated else "stop"
-            self.said.add(number, messages, tools, reply.message, reply.turn, request_id=reply.request_id, finish_reason=how)
+            self.said.add(number, messages, tools, reply.message, None, request_id=reply.request_id, finish_reason=how)
         return reply
 
     async def _ask(self, completions: Any, parameters: dict[str, Any]) -> Any:
@@ -239,23 +225,3 @@ def _call(call: Any, number: int, base_url: str) -> Call:
     arguments = getattr(function, "arguments", None)
     text = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
     return Call(str(getattr(call, "id", None) or f"call_{number}"), utf8(function.name), utf8(text))  # type: ignore[union-attr]
-
-
-def turn_of(answer: Any, base_url: str) -> Turn:
-    """The tokens of a chat completion. Raises PolicyError if the endpoint left out token ids or log-probabilities."""
-    choice = answer.choices[0]
-    prompt: Any = getattr(answer, "prompt_token_ids", None)
-    completion: Any = getattr(choice, "token_ids", None)
-    content = choice.logprobs.content if choice.logprobs is not None else None
-    if prompt is None or completion is None or content is None or len(content) != len(completion):
-        raise PolicyError(
-            f"{base_url} does not return token ids with log-probabilities (client.tokens); vLLM does, for `return_token_ids` and `logprobs`"
-        )
-    return Turn(
-        prompt_ids=np.asarray(prompt, dtype=np.int32),
-        completion_ids=np.asarray(completion, dtype=np.int32),
-        logprobs=np.asarray([token.logprob for token in content], dtype=np.float32),
-        versions=np.full(len(completion), UNKNOWN_VERSION, dtype=np.int32),
-        temperature=1.0,  # what most servers report, whatever the temperature was
-        finish_reason=choice.finish_reason or "stop",
-    )

@@ -38,7 +38,6 @@ class EndpointSpec(msgspec.Struct):
     timeout: float = 600.0
     max_retries: int = 4
     names: dict[str, str | None] = {}
-    tokens: bool = False
 
 
 class PolicySpec(msgspec.Struct, kw_only=True):

@@ -29,7 +29,7 @@ from rlx.inference.wire import InferenceError
 from rlx.paths import RunPaths
 from rlx.policy.base import PolicyError
 from rlx.policy.chat import Chat
-from rlx.policy.openai import REFUSES, UNKNOWN_VERSION, OpenAIPolicy
+from rlx.policy.openai import REFUSES, OpenAIPolicy
 from rlx.policy.spec import EndpointSpec, PolicySpec, policy_of
 from rlx.rollout import concurrency
 from rlx.rollout.rollout_runner import RolloutRunner
@@ -194,15 +194,13 @@ async def connect_endpoint(
 ) -> ApiBackend:
     """Let the environments play at `client.base_url`. `stack` closes the connections.
 
-    Raises PolicyError if the endpoint cannot be reached, refuses the key or the model, takes no tools although an environment has some,
-    or returns no tokens although `client.tokens` asks for them.
+    Raises PolicyError if the endpoint cannot be reached, refuses the key or the model, or takes no tools although an environment has
+    some.
     """
     client = config.client
     assert client.base_url is not None
     key = os.environ.get(client.api_key_var, "") if client.api_key_var else NO_KEY
-    endpoint = EndpointSpec(
-        client.base_url, key, config.model.name, client.timeout, client.max_retries, dict(client.parameters), client.tokens
-    )
+    endpoint = EndpointSpec(client.base_url, key, config.model.name, client.timeout, client.max_retries, dict(client.parameters))
     specs = {
         name: PolicySpec(seed=config.seed, sampling=sampling_of(config, env), endpoints=[endpoint]) for name, env in played(config).items()
     }
@@ -264,7 +262,7 @@ def _identity(text: str) -> tuple[str, str | None]:
 
 def check_version(rollout: Rollout, version: int) -> None:
     """Raise RuntimeError if a token of the rollout is not of this policy version."""
-    if others := [one for one in rollout.trace.versions if one not in (version, UNKNOWN_VERSION)]:
+    if others := [one for one in rollout.trace.versions if one != version]:
         found = ", ".join(map(str, others))
         raise RuntimeError(
             f"the evaluation of version {version} has tokens of version {found}: rollout {rollout.member} of "

@@ -140,7 +140,7 @@ def rows_of(kept: Iterable[Candidate], facts: Mapping[str, Mapping[str, Any]]) -
     """The rows of the rollouts, in their order. `facts`: for each environment, values of further columns."""
     for candidate in kept:
         rollout = candidate.rollout
-        version = rollout.versions[0] if len(rollout.versions) == 1 and rollout.versions[0] >= 0 else None
+        version = rollout.versions[0] if len(rollout.versions) == 1 else None
         for part, one in enumerate(candidate.transcripts):
             known = {
                 **facts[rollout.env],
