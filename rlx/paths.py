@@ -63,6 +63,7 @@ class RunPaths:
     failures = _At("failures.json")  # what failed since the run's last start, by cause (`rlx.rollout.failures`); absent if nothing did
     rollouts = _At("rollouts")
     finished = _At("rollouts/finished.jsonl")  # every finished rollout of `rlx synthesize`, one a line (`rlx.rollout.eval_results.Outcome`)
+    synthesized = _At("data/train.jsonl")  # the data that `rlx synthesize` writes; its `metadata.json` is in the same folder
     evaluations = _At("eval")  # results of evaluations, in verifiers' layout
     progress = _At("progress.json")  # how far a command that plays has come (`Scored.progress`), rewritten twice a second
     weights = _At("weights")
@@ -109,10 +110,6 @@ class RunPaths:
 
     def rollouts_of(self, step: int) -> Path:
         return self.rollouts / f"step_{step:06d}.jsonl.zst"
-
-    def synthesized(self, kind: str) -> Path:
-        """The data that `rlx synthesize` writes, as `parquet` or `jsonl`; its `metadata.json` is beside it."""
-        return self.root / "data" / f"train.{kind}"
 
     def evaluation_of(self, name: str, model: str, version: int) -> Path:
         """The results of one environment at a policy version."""

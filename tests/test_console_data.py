@@ -48,11 +48,11 @@ def test_an_evaluation_shows_its_rollouts_the_time_left_and_what_is_in_flight(tm
 
 def test_synthesized_data_is_counted_and_the_next_command_trains_on_it(tmp_path: Path):
     display = PlayDisplay(tmp_path, compose(["env=sums"], {}, SYNTHESIZE).cfg)
-    metadata = display.paths.synthesized("parquet").with_name("metadata.json")
+    metadata = display.paths.synthesized.with_name("metadata.json")
     metadata.parent.mkdir()
     counts = {"played": 8, "kept": 2}
     found = {"rollouts": counts | {"dropped": {"reward": 6}}, "examples": counts, "reward": {"played": 0.25, "kept": 1.0}}
     metadata.write_text(json.dumps(found | {"file": str(metadata), "rows": 2, "raw_text_rows": 0}))
     text = display.summary(0)
     assert "  kept      2 rollouts of 2 examples, mean reward 1.000\n  dropped   6 reward\n" in text
-    assert f"sft data.name={tmp_path}/data/train.parquet model=… seq_len=" in text
+    assert f"sft data.name={tmp_path}/data/train.jsonl model=… seq_len=" in text

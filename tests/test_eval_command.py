@@ -221,7 +221,7 @@ def test_an_endpoint_that_is_full_or_fails_is_asked_again_and_one_that_is_slow_s
 
 @pytest.mark.nightly
 def test_an_endpoint_synthesizes_data(api, tmp_path: Path) -> None:
-    made = Command(tmp_path / "made", *KEYS, "format=jsonl", "duplicates=keep", *api("flaky"), command="synthesize")
+    made = Command(tmp_path / "made", *KEYS, "duplicates=keep", *api("flaky"), command="synthesize")
     assert made.process.wait(600) == 0, made.text
     rows = [json.loads(line) for line in (made.root / "data" / "train.jsonl").read_text().splitlines()]
     assert len(rows) == 24, "two answers to each of 12 examples"

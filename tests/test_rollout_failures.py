@@ -23,7 +23,6 @@ def test_failures_are_counted_by_cause_and_said_with_the_users_line(tmp_path):
     failures.add([timeout, timeout])
     failures.write(tmp_path / "failures.json")
     assert in_words(json.loads((tmp_path / "failures.json").read_text())) == [
-        "e: a reward function raised in 53.8% of 13 rollouts",
         "6 × e, reward raised: exact raised KeyError: no key 'a0'; at /my/env.py:41 in exact",
         "2 × e, timeout: no result after 3 s (rollout_timeout)",
         "1 × e, reward raised: exact raised OSError",

@@ -1,17 +1,14 @@
-"""The files of `rlx synthesize`: what is read back is what was written, in both formats."""
+"""The rows of `rlx synthesize`."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
-import pytest
 from test_rollout_rejection_sampling import candidate as made
-from written_rows import read_rows
 
 from rlx.rollout.rejection_sampling import Candidate, Transcript
-from rlx.rollout.sft_export import COLUMNS, rows_of, write_rows
+from rlx.rollout.sft_export import COLUMNS, rows_of, to_json
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "é", "parameters": {"type": "object", "properties": {"x": {}}}}}
 CALLED = [
@@ -44,40 +41,11 @@ def test_a_row_says_where_it_comes_from():
     assert (first["reward"], json.loads(first["rewards"]), first["run"], first["seed"]) == (1.0, {"right": 1.0}, "mine", 3)
     assert (first["tools"], json.loads(second["tools"])) == (None, [TOOL])
     assert [row["part"] for row in (first, second, third)] == [0, 0, 1]
+    assert all(len(to_json(row).splitlines()) == 1 for row in rows()), "some readers end a line at U+2028"
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-def test_what_is_read_is_what_was_written(tmp_path: Path, kind: str):
-    path = tmp_path / f"train.{kind}"
-    write_rows(path, rows(), kind)
-    assert read_rows(path) == rows()
-    before = path.read_bytes()
-    if kind == "jsonl":
-        assert len(path.read_text(encoding="utf-8").splitlines()) == len(rows())
-    write_rows(path, rows(), kind)
-    assert path.read_bytes() == before, "the same rows are the same bytes"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-def test_raw_text_is_prompt_and_completion(tmp_path: Path, kind: str):
-    path = tmp_path / f"train.{kind}"
-    said = list(rows_of([candidate(Transcript(prompt="once upon", completion=" a time"))], FACTS))
-    write_rows(path, said, kind)
-    assert [(row["prompt"], row["completion"]) for row in read_rows(path)] == [("once upon", " a time")]
-
-
-def test_parquet_refuses_raw_text_beside_conversations(tmp_path: Path):
-    raw = rows_of([candidate(Transcript(prompt="once upon", completion=" a time"), env="story")], {"story": {}})
-    with pytest.raises(ValueError, match=r"(?s)prompts of story are raw text, those of sums conversations.*format=jsonl"):
-        write_rows(tmp_path / "train.parquet", [*rows(), *raw], "parquet")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-def test_supervised_training_marks_exactly_the_answers(tmp_path: Path, kind: str):
+def test_supervised_training_marks_exactly_the_answers():
     """The reader of `rlx sft` takes the files as they are: answers and calls are trained, prompts and tool results are not."""
-    import pyarrow.parquet as pq
     from policy_stand_in import tiny_chat
 
     from rlx.data.conversations import read_conversation
@@ -87,13 +55,10 @@ def test_supervised_training_marks_exactly_the_answers(tmp_path: Path, kind: str
     plain = Transcript(prompt=shown, completion=[{"role": "assistant", "content": "4"}])
     call = {key: value for key, value in CALLED[0].items() if key != "reasoning_content"}  # the tiny model's format does not show it
     called = Transcript(prompt=shown[:1], completion=[call, CALLED[1], {"role": "assistant", "content": "It is 4."}], tools=(TOOL,))
-    path = tmp_path / f"train.{kind}"
-    write_rows(path, list(rows_of([candidate(plain), candidate(called, member=2)], FACTS)), kind)
-    parquet = kind == "parquet"
-    found = pq.read_table(path).to_pylist() if parquet else [json.loads(line) for line in path.read_text().splitlines()]
+    lines = [to_json(row) for row in rows_of([candidate(plain), candidate(called, member=2)], FACTS)]
     texts = []
-    for row in found:
-        (marked,) = mark(read_conversation(row, fills=parquet), tiny_chat())
+    for line in lines:
+        (marked,) = mark(read_conversation(json.loads(line)), tiny_chat())
         trained = [token for token, is_trained in zip(marked.token_ids, marked.trained, strict=True) if is_trained]
         texts.append(tiny_chat().tokenizer.decode(trained))
     assert texts[0] == "4<|im_end|>", "the example in the prompt is context"

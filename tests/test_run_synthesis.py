@@ -14,15 +14,18 @@ from typing import Any
 import pytest
 from main_job import ROOT, MainJob
 from test_run_resume import kill_everything
-from written_rows import read_rows
 
 pytestmark = [pytest.mark.slow]
 MIX = (
     *("env=[sums,tool_math,word_guess]", "seq_len=256", "envs.tool_math.args.level=1", "envs.tool_math.args.max_turns=3"),
     *("envs.tool_math.sampling.max_tokens=80", "envs.word_guess.args.alphabet=abc", "envs.word_guess.args.length=3"),
     *("model.warm_start.steps=40", "model.warm_start.batch_size=16", "model.warm_start.teacher_error=0.3"),
-    *("num_examples=16", "rollouts_per_example=4", "duplicates=keep", "run.name=mine", "format=jsonl", "orchestrator.max_concurrent=4"),
+    *("num_examples=16", "rollouts_per_example=4", "duplicates=keep", "run.name=mine", "orchestrator.max_concurrent=4"),
 )
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 class Synthesis(MainJob):
@@ -84,16 +87,15 @@ def test_a_killed_synthesis_writes_the_same_data_and_plays_nothing_twice(synthes
     again = synthesize("killed", *MIX, "resume=latest")
     assert again.wait() == 0, again.text()
     assert again.finished[: len(before)] == before
-    assert len({(one["env"], one["index"], one["member"]) for one in map(json.loads, again.finished)}) == len(again.finished) == 192
+    assert len({(one["env"], one["place"], one["rollout"]) for one in map(json.loads, again.finished)}) == len(again.finished) == 192
     one, other = ((job.run_dir / "data" / "train.jsonl").read_bytes() for job in (whole, again))
     assert one == other
 
-    chosen = synthesize("killed", *MIX[:-2], "format=parquet", MIX[-1], "resume=latest", "play=false", "per_example=1", "prefer=best")
+    chosen = synthesize("killed", *MIX, "resume=latest", "play=false", "per_example=1", "prefer=best")
     assert chosen.wait() == 0, chosen.text()
     assert again.finished == chosen.finished
     assert "inference_0" not in chosen.text()
-    kept = read_rows(chosen.run_dir / "data" / "train.parquet")
-    assert not (chosen.run_dir / "data" / "train.jsonl").exists()
+    kept = read_rows(chosen.run_dir / "data" / "train.jsonl")
     best: dict[tuple[str, int], float] = {}
     for one_row in rows:
         place = (one_row["env"], one_row["index"])
@@ -115,7 +117,7 @@ def test_an_interrupted_synthesis_says_how_to_go_on(synthesize: Callable[..., Sy
 def supervised_training_takes_the_file_as_it_is(run: Synthesis) -> None:
     model = (run.run_dir / "initial_model.txt").read_text().strip()
     keys = ["model=tiny_trained", f"model.name={model}", "seq_len=256", "data.batch_size=16", "max_steps=3"]
-    file, other = run.run_dir / "data" / "train.parquet", run.run_dir.with_name("trained")
+    file, other = run.run_dir / "data" / "train.jsonl", run.run_dir.with_name("trained")
     trained = subprocess.run(
         [sys.executable, "-m", "rlx.cli", "sft", f"run.dir={other}", f"data.name={file}", *keys],
         cwd=run.run_dir.parent,

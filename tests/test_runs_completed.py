@@ -44,7 +44,7 @@ def evaluation(root: Path, **changes: Any) -> EvalRoot:
 
 
 def synthesis(root: Path, **changes: Any) -> SynthesizeRoot:
-    cfg = compose(["env=sums", "model=tiny", "num_examples=2", "rollouts_per_example=1", "format=jsonl"], {}, SYNTHESIZE).cfg
+    cfg = compose(["env=sums", "model=tiny", "num_examples=2", "rollouts_per_example=1"], {}, SYNTHESIZE).cfg
     return replace(cfg, run=RunConfig(name=root.name, dir=str(root)), **changes)
 
 
@@ -106,7 +106,6 @@ def test_an_evaluation_of_anothers_servers_is_done_with_the_version_that_they_ha
         ({"num_examples": 3}, "again"),
         ({"rollouts_per_example": 2}, "again"),
         ({"min_reward": 0.5}, "again"),
-        ({"format": "parquet"}, "again"),
         ({"play": False}, "done"),
     ],
 )

@@ -161,12 +161,12 @@ SYNTHESIZE = Command(
   rlx synthesize --config-dir outputs/mine --config-name config resume=latest play=false min_reward=0.5
                                                         choose again from what was played; starts no server
 
-The data is `data/train.parquet` of the run directory, or `train.jsonl` with format=jsonl; `data/metadata.json` says where it comes from.
+The data is `data/train.jsonl` of the run directory; `data/metadata.json` says where it comes from.
 `rlx sft` reads it. docs/synthesis.md has the columns and the rules.
 """,
     (
         *("num_examples", "rollouts_per_example", "min_reward", "max_reward", "prefer", "per_example", "exactly", "duplicates"),
-        *("drop_failed", "drop_truncated", "format", "play", "weights_dir", "step", *OF_PLAYING, *OF_A_RUN),
+        *("drop_failed", "drop_truncated", "play", "weights_dir", "step", *OF_PLAYING, *OF_A_RUN),
     ),
     resolves="rlx.runs.weights:resolve_step",
 )

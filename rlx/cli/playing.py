@@ -56,14 +56,13 @@ class PlayDisplay(Display):
 
     def _data(self) -> Any:
         """What `rlx synthesize` says of its data."""
-        form = getattr(self.cfg, "format", None)
-        return self._read(self.paths.synthesized(form).with_name(METADATA)) if form is not None else None
+        return self._read(self.paths.synthesized.with_name(METADATA))
 
     def suggestions(self) -> list[str]:
         if self._data() is None:
             return []
         again = f"{program('synthesize')} --config-dir {short(self.paths.root)} --config-name config resume=latest"
-        data = short(self.paths.synthesized(self.cfg.format))
+        data = short(self.paths.synthesized)
         return [
             f"{program('sft')} data.name={data} model=… seq_len={self.cfg.seq_len}   # train on it",
             f"{again} play=false min_reward=…   # choose again; plays nothing",

@@ -49,14 +49,13 @@ class SynthesizeRoot(SelectionConfig, PlayWithModel):
     may_change: ClassVar[tuple[str, ...]] = (
         *PlayWithModel.may_change,
         *(field.name for field in fields(SelectionConfig)),
-        *("num_examples", "rollouts_per_example", "format", "play"),
+        *("num_examples", "rollouts_per_example", "play"),
     )
 
     envs: dict[str, SynthesizedEnvConfig] = key({}, "the environments to play, by name")  # type: ignore[assignment]
     num_examples: int | None = key(200, "how many of the first examples of an environment to play; null: all", low=1)
     rollouts_per_example: int = key(4, "rollouts of each example", low=1)
     step: int | None = key(None, "which `step_N` of `weights_dir` to play with; null: the newest that is complete", low=0)
-    format: str = key("parquet", "the file to write: `parquet` or `jsonl`", choices=("parquet", "jsonl"))
     play: bool = key(
         True, "play what is missing; false: only choose again from the finished rollouts of the run, with resume=latest; starts no server"
     )

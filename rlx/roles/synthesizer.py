@@ -2,7 +2,7 @@
 
     for job in what is not finished:
         play it with the model, keep its transcripts and rewards        rollouts/finished.jsonl
-    choose among all finished rollouts, write rows                      data/train.parquet, data/metadata.json
+    choose among all finished rollouts, write rows                      data/train.jsonl, data/metadata.json
 
 With play=false only the last line. It is one asyncio loop. The model answers on servers of the run, on others, or at an endpoint.
 """

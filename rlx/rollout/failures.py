@@ -1,7 +1,7 @@
 """Counts what failed in a run, by cause: for the closing lines, and to end a run in which too much fails (`ErrorRate`).
 
 `failures.json` of the run, written after every step since the run's last start:
-`{"scored": {env: rollouts}, "raised": {env: rollouts}, "causes": [{"env": …, "what": "environment_error", "count": 38, "first": text}]}`.
+`{"causes": [{"env": …, "what": "environment_error", "count": 38, "first": text}]}`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -70,26 +69,20 @@ class ErrorRate:
                 )
 
 
-@dataclass
 class Failures:
     """The counts since the run's last start."""
 
-    scored: Counter[str] = field(default_factory=Counter)  # rollouts that were played to their end, by environment
-    raised: Counter[str] = field(default_factory=Counter)  # of these, the rollouts in which a reward function raised
-    causes: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # by environment, cause and kind of text
-    first: dict[tuple[str, str, str], str] = field(default_factory=dict)  # the first text of each
+    def __init__(self) -> None:
+        self.causes: Counter[tuple[str, str, str]] = Counter()  # by environment, cause and kind of text
+        self.first: dict[tuple[str, str, str], str] = {}  # the first text of each
 
     def add(self, rollouts: Iterable[Rollout]) -> None:
-        """Count rollouts, scored or failed."""
+        """Count those that failed, or whose reward function raised."""
         for rollout in rollouts:
-            env = rollout.task.env
             raised = rollout.stop == RAISED or bool(rollout.metrics.get(REWARD_ERROR))
-            if rollout.status == "ok" or raised:
-                self.scored[env] += 1
-                self.raised[env] += raised
             if rollout.status == "ok" and not raised:
                 continue
-            what, text = RAISED if raised else rollout.stop, rollout.error or ""
+            env, what, text = rollout.task.env, RAISED if raised else rollout.stop, rollout.error or ""
             cause = (env, what, kind_of_text(text))
             if cause not in self.causes and len(self.causes) >= MOST:
                 cause, text = (env, what, OTHERS), OTHERS
@@ -98,24 +91,16 @@ class Failures:
 
     def write(self, path: Path) -> None:
         """Write the counts, if anything failed."""
-        if not self.causes:
-            return
         causes = [
             {"env": cause[0], "what": cause[1], "count": count, "first": self.first[cause]}
             for cause, count in self.causes.most_common(SHOWN)
         ]
-        write_text(path, json.dumps({"scored": self.scored, "raised": self.raised, "causes": causes}, indent=1) + "\n")
+        if causes:
+            write_text(path, json.dumps({"causes": causes}, indent=1) + "\n")
 
 
 def in_words(found: Mapping[str, Any], most: int = 3) -> list[str]:
-    """The content of `failures.json` for people: the share of rewards that raised, and the most frequent causes."""
-    lines = [
-        f"{env}: a reward function raised in {count / found['scored'][env]:.1%} of {found['scored'][env]:,} rollouts"
-        for env, count in found["raised"].items()
-        if count
-    ]
-    for cause in found["causes"][:most]:
-        lines.append(f"{cause['count']:,} × {cause['env']}, {cause['what'].replace('_', ' ')}: {cause['first']}")
-    if len(found["causes"]) > most:
-        lines.append(f"and {len(found['causes']) - most} other causes")
-    return lines
+    """The content of `failures.json` for people: the most frequent causes."""
+    causes = found["causes"]
+    lines = [f"{one['count']:,} × {one['env']}, {one['what'].replace('_', ' ')}: {one['first']}" for one in causes[:most]]
+    return [*lines, f"and {len(causes) - most} other causes"] if len(causes) > most else lines

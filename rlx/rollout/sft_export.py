@@ -1,8 +1,8 @@
 """Writes the finished rollouts of `rlx synthesize` as training data that `rlx sft` reads, and where it came from.
 
-    rollouts/finished.jsonl  →  rejection_sampling.select  →  data/train.parquet, data/metadata.json
+    rollouts/finished.jsonl  →  rejection_sampling.select  →  data/train.jsonl, data/metadata.json
 
-    data/train.parquet    (or train.jsonl) one row for each transcript of each kept rollout
+    data/train.jsonl      one row for each transcript of each kept rollout
     data/metadata.json    what was played, kept and dropped; written last
 
 A row has `prompt`, `completion` and `tools`, and the provenance of its rollout. The assistant's messages in `completion` are those to
@@ -16,7 +16,6 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,29 +30,28 @@ from rlx.rollout.rejection_sampling import CAUSES, Candidate, select
 from rlx.rollout.rollout_set import of_weights, read_finished
 
 METADATA = "metadata.json"
-FORMATS = ("parquet", "jsonl")
 LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}  # JSON may hold them, but some readers end a line there
-COLUMNS = {  # besides `prompt` and `completion`; Parquet's types by their Arrow names
-    "tools": "string",
-    "env": "string",  # name in the configuration
-    "env_id": "string",
-    "env_version": "string",  # of its package
-    "example_id": "int64",
-    "index": "int64",  # place of the example in the environment's data
-    "member": "int64",  # number of the rollout among those of the example
-    "part": "int64",  # number of the transcript in the rollout: above 0 only where the history was rewritten, or with several agents
-    "reward": "float64",
-    "rewards": "string",  # JSON: reward functions by name, unweighted
-    "stop": "string",
-    "num_tokens": "int64",  # sampled, over the whole rollout
-    "model": "string",
-    "policy_version": "int64",  # 0: the model itself; otherwise the step of its weights
-    "endpoint": "string",  # of another's server
-    "seed": "int64",  # of the run
-    "sampling": "string",  # JSON
-    "run": "string",
-    "commit": "string",  # of rlx's code
-}
+COLUMNS = (  # besides `prompt` and `completion`
+    "tools",
+    "env",  # name in the configuration
+    "env_id",
+    "env_version",  # of its package
+    "example_id",
+    "index",  # place of the example in the environment's data
+    "member",  # number of the rollout among those of the example
+    "part",  # number of the transcript in the rollout: above 0 only where the history was rewritten, or with several agents
+    "reward",
+    "rewards",  # JSON: reward functions by name, unweighted
+    "stop",
+    "num_tokens",  # sampled, over the whole rollout
+    "model",
+    "policy_version",  # 0: the model itself; otherwise the step of its weights
+    "endpoint",  # of another's server
+    "seed",  # of the run
+    "sampling",  # JSON
+    "run",
+    "commit",  # of rlx's code
+)
 
 
 class NothingKept(ValueError):
@@ -71,7 +69,7 @@ def wanted_of(config: SynthesizeRoot) -> dict[str, tuple[int | None, int]]:
 def export(config: SynthesizeRoot, paths: RunPaths) -> dict[str, Any]:
     """Choose among the finished rollouts, write the data and its metadata, and return the metadata.
 
-    Raises NothingKept if no rollout is left; the metadata then says why, and there is no data. Raises ValueError as `write_rows`.
+    Raises NothingKept if no rollout is left; the metadata then says why, and there is no data.
     """
     finished, wanted = read_finished(paths.finished), wanted_of(config)
     if finished:  # only what the latest weights have sampled
@@ -81,16 +79,14 @@ def export(config: SynthesizeRoot, paths: RunPaths) -> dict[str, Any]:
     kept, dropped = select(map(Candidate.of, outcomes), config, config.seed)
     facts = _facts(config, paths)
     rows = list(rows_of(kept, facts))
-    path = paths.synthesized(config.format)
-    for kind in FORMATS:
-        if kind != config.format or not rows:
-            paths.synthesized(kind).unlink(missing_ok=True)  # of an earlier choice
+    path = paths.synthesized
+    path.unlink(missing_ok=True)  # of an earlier choice
     if rows:
-        write_rows(path, rows, config.format)
+        with atomic(path) as temporary:
+            temporary.write_text("".join(to_json(row) + "\n" for row in rows), encoding="utf-8")
     rewards = [one.reward for one in outcomes if one.is_completed]
     metadata = {
         "file": str(path) if rows else None,
-        "format": config.format,
         "rows": len(rows),
         "raw_text_rows": sum(isinstance(row["prompt"], str) for row in rows),
         "rollouts": {
@@ -156,33 +152,8 @@ def rows_of(kept: Iterable[Candidate], facts: Mapping[str, Mapping[str, Any]]) -
                 "policy_version": version,
                 "tools": to_json(list(one.tools)) if one.tools else None,
             }
-            assert known.keys() <= COLUMNS.keys(), known.keys() - COLUMNS.keys()
+            assert known.keys() <= set(COLUMNS), known.keys() - set(COLUMNS)
             yield {"prompt": one.prompt, "completion": one.completion} | {name: known.get(name) for name in COLUMNS}
-
-
-def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], kind: str) -> None:
-    """Write the rows atomically, as `kind`: one of FORMATS.
-
-    Raises ValueError if a Parquet file would have conversations and raw text prompts in one column.
-    """
-    if kind == "jsonl":
-        with atomic(path) as temporary:
-            temporary.write_text("".join(to_json(row) + "\n" for row in rows), encoding="utf-8")
-        return
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    raw = {row["env"] for row in rows if isinstance(row["prompt"], str)}
-    others = {row["env"] for row in rows if not isinstance(row["prompt"], str)}
-    if raw and others:
-        raise ValueError(
-            f"the prompts of {', '.join(sorted(raw))} are raw text, those of {', '.join(sorted(others))} conversations, and a Parquet "
-            "column has one type.\n  fix: write JSONL (format=jsonl), or synthesize the environments separately"
-        )
-    content = pa.string() if raw else pa.list_(_message_type(pa))
-    schema = pa.schema([("prompt", content), ("completion", content), *((name, getattr(pa, kind)()) for name, kind in COLUMNS.items())])
-    with atomic(path) as temporary:
-        pq.write_table(pa.Table.from_pylist(list(rows), schema=schema), temporary, compression="zstd")
 
 
 def to_json(value: Any) -> str:
@@ -217,11 +188,3 @@ def _facts(config: SynthesizeRoot, paths: RunPaths) -> dict[str, dict[str, Any]]
 def _provenance(paths: RunPaths) -> dict[str, Any]:
     """The run's provenance record; empty without one."""
     return json.loads(paths.provenance.read_text()) if paths.provenance.is_file() else {}
-
-
-def _message_type(pa: Any) -> Any:
-    """A message in OpenAI's form, as an Arrow type. Keys that a message lacks are null."""
-    function = pa.struct([("name", pa.string()), ("arguments", pa.string())])
-    call = pa.struct([("type", pa.string()), ("id", pa.string()), ("function", function)])
-    texts = ("role", "content", "reasoning_content", "tool_call_id", "name")
-    return pa.struct([*((name, pa.string()) for name in texts), ("tool_calls", pa.list_(call))])

@@ -236,6 +236,6 @@ def _written(paths: RunPaths, cfg: SynthesizeRoot) -> object:
     from rlx.rollout.sft_export import METADATA  # it loads numpy
 
     try:
-        return json.loads(paths.synthesized(cfg.format).with_name(METADATA).read_text()).get("asked")
+        return json.loads(paths.synthesized.with_name(METADATA).read_text()).get("asked")
     except (OSError, ValueError):
         return None
