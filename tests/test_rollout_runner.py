@@ -18,7 +18,6 @@ from rlx.heartbeat import Heartbeat
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths
 from rlx.roles.evaluator import Evaluator
-from rlx.rollout import concurrency
 from rlx.rollout.eval_results import METADATA, Outcome, Usage, outcome_of
 from rlx.rollout.failures import RolloutsFailed
 from rlx.rollout.policy_backend import ModelInfo
@@ -172,40 +171,20 @@ def test_a_rollout_that_fails_for_good_scores_0_and_is_counted(tmp_path: Path) -
     assert (metadata["served_model"], metadata["weights"], metadata["attested"]) == ("m", "weights/step_28", 1.0)
 
 
-def test_an_evaluation_follows_its_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each look finds room, so more and more rollouts are played at once, until the engines say that their caches are too small."""
-    monkeypatch.setattr(concurrency, "LOOK", 0.002)
-    cfg = compose(["dry_run=true", "env=sums", "inference.max_num_seqs=4"], {}, EVAL).cfg
+def test_a_limit_that_changes_holds_from_then_on() -> None:
+    env, seen = Env(), list[int]()
+
+    def ended(job: Any, rollouts: list[Rollout]) -> None:
+        seen.append(env.now)
+        runner.set_max_concurrent(8)
+
+    runner = RolloutRunner({"x": env}, max_retries=0, max_concurrent=2, on_end=ended)
+    asyncio.run(runner.run(wanted(env, 8).jobs()))
+    assert (max(seen[:2]) <= 2, env.most, runner.finished) == (True, 8, 80)
+
+
+@pytest.mark.parametrize("others", ["", "orchestrator.max_concurrent=4", "inference.base_url=[http://127.0.0.1:9]"])
+def test_an_evaluation_follows_its_own_engines_if_no_number_is_fixed(others: str) -> None:
+    cfg = compose(["dry_run=true", "env=sums", *filter(None, [others])], {}, EVAL).cfg
     assert isinstance(cfg, EvalRoot)
-    env, found = Env(), []
-    runner = RolloutRunner({"e": env}, max_retries=0, max_concurrent=cfg.concurrency, on_end=lambda job, _: found.append(job.task.index))
-    seen = []
-
-    class Engines:
-        async def stats(self) -> dict[str, float]:
-            seen.append(runner.max_concurrent)
-            preempted = 1000.0 * max(0, len(seen) - 40)
-            return {
-                "perf/servers": 1,
-                "perf/running": 4,
-                "perf/waiting": 0,
-                "perf/preemptions": preempted,
-                "perf/answered": 0,
-                "perf/kv_cache_usage": 0.5,
-            }
-
-    async def main() -> None:
-        following = asyncio.create_task(concurrency.follow(cfg, Engines(), runner))  # type: ignore[arg-type]
-        while len(seen) < 80:
-            await runner.run(RolloutSet({"e": env}, {"e": (None, 20)}).jobs())
-        following.cancel()
-
-    asyncio.run(main())
-    assert (seen[0], found[:4]) == (4, [0, 0, 0, 0])
-    assert max(seen) > 8, "there was room"
-    assert seen[-1] < max(seen), "then there was not"
-    assert env.most > 8
-    for others in ("orchestrator.max_concurrent=4", "inference.base_url=[http://127.0.0.1:9]"):
-        other = compose(["dry_run=true", "env=sums", others], {}, EVAL).cfg
-        assert isinstance(other, EvalRoot)
-        assert not other.follows_engines, "a fixed number, or engines that others use too"
+    assert cfg.follows_engines == (not others)

@@ -151,5 +151,9 @@ def read_finished(path: Path) -> list[Outcome]:
 
 
 def of_weights(outcomes: Sequence[Outcome], digest: str | None) -> list[Outcome]:
-    """The rollouts that these weights have sampled. Weights that are not known are taken to be the same."""
-    return [one for one in outcomes if digest is None or one.weights in (None, digest)]
+    """The rollouts that these weights have sampled, or if they are not known, the latest weights that are.
+
+    Where a record does not name its weights they are taken to be the same.
+    """
+    wanted = digest or next((one.weights for one in reversed(outcomes) if one.weights is not None), None)
+    return [one for one in outcomes if one.weights in (None, wanted)]
