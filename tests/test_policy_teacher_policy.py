@@ -32,7 +32,6 @@ class Says:
 
     def __init__(self, *replies: Reply) -> None:
         self.left = list(replies)
-        self.replies: list[Message] = []
 
     async def respond(self, messages: Any, tools: Any = None, sampling: Any = None, *, trained: bool = True) -> Reply:
         return self.left.pop(0)

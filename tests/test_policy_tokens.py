@@ -147,7 +147,7 @@ def test_a_request_beside_the_trajectory_is_answered_and_is_no_turn() -> None:
     ask(episode, [user("xyz")])
     assert judged.turn is not None
     assert [tiny_chat().parse(turn).content for turn in turns_of(episode.trace)] == ["cba", "zyx"]
-    assert [message["content"] for message in episode.replies] == ["cba", "zyx"]
+    assert [episode.trace.nodes[place].message["content"] for place in episode.trace.answers] == ["cba", "zyx"]
     seeds = [request["sampling"]["seed"] for request in stand_in.requests]
     assert len(set(seeds)) == 3
 
@@ -165,7 +165,6 @@ def test_turns_stand_in_the_order_in_which_they_were_asked_for() -> None:
 
     asyncio.run(both())
     assert [tiny_chat().parse(turn).content for turn in turns_of(episode.trace)] == ["wols", "tsaf"]
-    assert [message["content"] for message in episode.replies] == ["tsaf", "wols"]
 
 
 def test_a_conversation_that_goes_on_extends_the_tokens_of_the_turn_that_it_answers() -> None:
@@ -202,7 +201,7 @@ def test_what_leaves_no_room_and_what_is_aborted_are_errors() -> None:
     aborted = episode_of(Aborting(tiny_chat()))
     with pytest.raises(PolicyError, match="aborted"):
         ask(aborted, [user("abc")])
-    assert (turns_of(aborted.trace), aborted.replies) == ((), [])
+    assert aborted.trace.nodes == ()
 
 
 class Slow(StandIn):
@@ -216,7 +215,7 @@ class Slow(StandIn):
 @pytest.mark.parametrize(
     ("spec", "ended", "error"),
     [
-        ({"turn_timeout": 0.1}, ("timeout", "turn_timeout", False), "no answer after 0.1 s (turn_timeout)"),
+        ({"turn_timeout": 0.1}, ("timeout", "timeout", False), "no answer after 0.1 s (turn_timeout)"),
         ({"deadline": 0.3}, ("ok", "prompt_too_long", True), None),
         ({"deadline": 60.0, "turn_timeout": 0.1}, ("ok", "prompt_too_long", True), None),
     ],

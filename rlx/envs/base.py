@@ -59,13 +59,14 @@ def filled(policy: Policy | None) -> str:
 def failed(task: Task, member: int, episode: Episode | None, status: Status, stop: str, error: str, timing: dict[str, float]) -> Rollout:
     """The rollout of an episode that failed, with its turns and answers so far. `episode`: None if there was none."""
     if episode is not None and episode.timed_out:  # whatever the environment made of the policy's error
-        status, stop, error = "timeout", "turn_timeout", episode.timed_out
+        status, stop, error = "timeout", "timeout", episode.timed_out
+    trace = Trace() if episode is None else episode.trace
     return Rollout(
         task=task,
         member=member,
-        trace=Trace() if episode is None else episode.trace,
+        trace=trace,
         prompt=task.row.get("prompt"),
-        completion=[] if episode is None else list(episode.replies),
+        completion=[trace.nodes[index].message for index in trace.answers],
         reward=0.0,
         rewards={},
         metrics={},

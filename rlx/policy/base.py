@@ -71,11 +71,10 @@ class Reply:
 class Episode(ABC):
     """The policy in one rollout."""
 
-    __slots__ = ("replies", "said", "timed_out")
+    __slots__ = ("said", "timed_out")
 
     def __init__(self) -> None:
         self.timed_out = ""  # why the policy answers no more: a deadline has passed
-        self.replies: list[Message] = []  # the answers so far, in the order in which they arrived
         self.said = TraceBuilder()
 
     @property

@@ -143,7 +143,6 @@ class OpenAIEpisode(Episode):
             self._in_flight -= 1
         reply = reply_of(answer, policy.base_url, is_text=raw is not None)
         if trained:
-            self.replies.append(reply.message)
             how = "length" if reply.truncated else "stop"
             self.said.add(number, messages, tools, reply.message, None, request_id=reply.request_id, finish_reason=how)
         return reply

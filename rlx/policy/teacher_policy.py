@@ -51,7 +51,7 @@ class TeacherEpisode(ObservationRecorder):
 
     def __init__(self, policy: TeacherPolicy, inner: OpenAIEpisode, env: str = "") -> None:
         super().__init__(policy.chat, policy.learn, env)
-        self.policy, self.inner, self.replies = policy, inner, inner.replies
+        self.policy, self.inner = policy, inner
         self.num_answers = 0
 
     @property

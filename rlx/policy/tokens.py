@@ -121,8 +121,6 @@ class TokenEpisode(ObservationRecorder):
             turn=turn,
         )
         message, biased = reply.message, biases(parameters) if spec.exact and trained else []
-        if trained:
-            self.replies.append(message)
         if biased:
             self._biased[request_id] = biased
         named = request_id if trained else ""
