@@ -10,7 +10,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -95,7 +95,10 @@ class TokenEpisode(ObservationRecorder):
         shown = None
         if spec.demonstrated is not None and trained:  # before sampling: a row without a demonstration costs no request
             shown = np.asarray(self._shown(ids, prompt, functions, raw, spec.demonstrated), dtype=np.int32)
-        turn = await self._sampled(ids, parameters, request_id)
+        request = policy.generator.generate(ids, parameters, request_id, self.task.index)
+        turn = await (request if spec.turn_timeout is None and spec.deadline is None else self._in_time(request))
+        if turn.finish_reason == "abort":
+            raise PolicyError("the server aborted the request")
         if shown is not None:
             turn = replace(turn, teacher_prompt_ids=shown)
         if raw is None:
@@ -128,24 +131,20 @@ class TokenEpisode(ObservationRecorder):
         self.said.add(number, prompt, functions, message, turn, request_id=named, counts=trained and not biased, continues=whole)
         return reply
 
-    async def _sampled(self, ids: list[int], parameters: dict[str, Any], request_id: str) -> Turn:
+    async def _in_time(self, request: Coroutine[Any, Any, Turn]) -> Turn:
         """The turn. A deadline that passes ends the episode: as a full context does if it is to be scored, otherwise with an error."""
-        spec, seconds, late = self.policy.spec, math.inf, ""
-        if spec.turn_timeout is not None:
-            seconds, late = spec.turn_timeout, f"no answer after {spec.turn_timeout:g} s (turn_timeout)"
+        spec = self.policy.spec
+        seconds, late = spec.turn_timeout or math.inf, f"no answer after {spec.turn_timeout or 0:g} s (turn_timeout)"
         if spec.deadline is not None and (left := self._began + spec.deadline - time.monotonic()) < seconds:
             seconds, late = left, f"no more answers after {spec.deadline:g} s (90 % of rollout_timeout)"
         try:
-            async with asyncio.timeout(seconds if late else None) as bound:
-                turn = await self.policy.generator.generate(ids, parameters, request_id, self.task.index)
+            async with asyncio.timeout(seconds) as bound:
+                return await request
         except TimeoutError:
             if not bound.expired():
                 raise
             self.timed_out = late
             raise (PolicyError if spec.deadline is None else PromptTooLong)(late) from None
-        if turn.finish_reason == "abort":
-            raise PolicyError("the server aborted the request")
-        return turn
 
     def count(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> int:
         """How many tokens the prompt of a request has."""
