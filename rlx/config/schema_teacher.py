@@ -1,4 +1,4 @@
-"""The configuration keys of a teacher behind an endpoint. `rlx.policy.teacher` asks it."""
+"""The configuration keys of a teacher behind an endpoint. `rlx.policy.teacher_client` asks it."""
 
 # ruff: noqa: RUF009  (key and section return dataclass fields)
 from __future__ import annotations

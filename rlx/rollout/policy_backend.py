@@ -211,7 +211,8 @@ async def connect_endpoint(
     try:
         await first.check(tools=any(env.tools for env in envs.values()))
     except PolicyError as error:
-        raise PolicyError(f"{error}; its key is ${client.api_key_var} (client.api_key_var)") from error
+        hint = f"; its key is ${client.api_key_var} (client.api_key_var)" if REFUSES in str(error) else ""
+        raise PolicyError(f"{error}{hint}") from error
     for name, spec in specs.items():
         let_play(envs[name], spec, None, None)
         if isinstance(own := getattr(envs[name], "policy", None), OpenAIPolicy):  # it plays in this process

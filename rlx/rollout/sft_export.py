@@ -74,7 +74,8 @@ def export(config: SynthesizeRoot, paths: RunPaths) -> dict[str, Any]:
     finished, wanted = read_finished(paths.finished), wanted_of(config)
     if finished:  # only what the latest weights have sampled
         finished = [one for one in of_weights(finished, finished[-1].weights) if one.version == finished[-1].version]
-    later = {one.key: one for one in finished if one.env in wanted}  # of two records of a rollout the later one counts
+    finished.sort(key=lambda one: one.is_completed)  # of two records of a rollout the later one counts, but none that failed
+    later = {one.key: one for one in finished if one.env in wanted}
     outcomes = [one for one in later.values() if one.place < (wanted[one.env][0] or math.inf) and one.rollout < wanted[one.env][1]]
     kept, dropped = select(map(Candidate.of, outcomes), config, config.seed)
     facts = _facts(config, paths)
