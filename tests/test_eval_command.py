@@ -241,7 +241,7 @@ def test_a_wrong_key_stops_at_once_and_an_endpoint_that_breaks_down_can_be_conti
     down = Command(tmp_path / "down", *keys, *api("down"))
     assert down.process.wait(600) == 1
     assert "environment reverse_text:" in down.text
-    assert "rollouts failed (orchestrator.max_error_rate=0.5)" in down.text
+    assert "rollouts failed (orchestrator.max_error_rate=0.5; resume=latest goes on)" in down.text
     assert "resume=latest" in down.text
 
 

@@ -65,7 +65,7 @@ class ErrorRate:
                 often = [f"{count} × {next(t for t in failed if kind_of_text(t) == kind)}" for kind, count in kinds.most_common(3)]
                 raise RolloutsFailed(
                     f"environment {env}: {len(failed)} of its latest {len(latest)} rollouts failed "
-                    f"(orchestrator.max_error_rate={self.most:g}): {'; '.join(often)}"
+                    f"(orchestrator.max_error_rate={self.most:g}; resume=latest goes on): {'; '.join(often)}"
                 )
 
 
