@@ -165,9 +165,8 @@ def test_a_row_that_is_no_conversation_says_why(row: dict[str, Any], reason: str
         read_conversation(row)
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-def test_what_synthesis_writes_is_read_unchanged(tmp_path: Path, kind: str) -> None:
-    from rlx.rollout.synthesized import COLUMNS, write_rows
+def test_what_synthesis_writes_is_read_unchanged(tmp_path: Path) -> None:
+    from rlx.rollout.sft_export import COLUMNS, to_json
 
     call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"x": null, "when": "2024-01-01T00:00:00"}'}}
     said = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "a", "content": "5"}, SAID]
@@ -176,8 +175,8 @@ def test_what_synthesis_writes_is_read_unchanged(tmp_path: Path, kind: str) -> N
         {"prompt": [ASKED], "completion": said, **other, "tools": json.dumps([ADD]), "reward": 1.0},
         {"prompt": [ASKED], "completion": [{**SAID, "reasoning_content": "add them"}], **other},
     ]
-    path = tmp_path / f"train.{kind}"
-    write_rows(path, rows, kind)
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(to_json(row) + "\n" for row in rows))
     found = open_rows(str(path))
     one, two = (read_conversation(found[i], fills=found.fills) for i in range(2))
     assert (one.messages, one.first, one.tools) == ([ASKED, *said], 1, [ADD])

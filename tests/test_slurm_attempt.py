@@ -304,7 +304,7 @@ def test_a_start_that_is_longer_than_the_time_before_the_notice_is_explained_the
 def test_saved_rollouts_are_the_progress_of_a_command_without_checkpoints(job, root, plays):
     limits = ("env=reverse_text", "slurm.time_minutes=3", "slurm.signal_seconds=170")
     leaves = job(LEAVES, argv=limits, root=root)
-    file = leaves.paths.root / ("eval/reverse_text--tiny/step_0/played.jsonl" if root is EVAL else "rollouts/finished.jsonl")
+    file = leaves.paths.root / ("eval/finished.jsonl" if root is EVAL else "rollouts/finished.jsonl")
     file.parent.mkdir(parents=True)
     leaves.notice(f"echo '{{}}' >> '{file}';" if plays else "")
     assert [leaves.run(SLURM_RESTART_COUNT=restart) for restart in "01"] == [75, 75 if plays else 1]
