@@ -211,7 +211,5 @@ def test_examples_that_cannot_be_scored_do_not_end_the_run_and_a_broken_environm
     with pytest.raises(RolloutsFailed, match=r"environment never: 9 of its latest 9 .*: 9 × timeout: it hangs"):
         errors.add("never", never[8:])
     everything = [one for step in range(70) for one in group(step, 1, env="b")]
-    with pytest.raises(
-        RolloutsFailed, match=r"environment b: 64 of its latest 64 .*max_error_rate=0.5; .*\): 64 × reward_raised: exact"
-    ):
+    with pytest.raises(RolloutsFailed, match=r"environment b: 64 of its latest 64 .*max_error_rate=0.5; .*\): 64 × reward_raised: exact"):
         errors.add("b", everything)

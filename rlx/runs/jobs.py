@@ -58,7 +58,7 @@ def saved_of(paths: RunPaths, cfg: CommandConfig) -> int:
     """How much a requeue keeps: steps of the newest checkpoint or, for a command that keeps all its records, bytes of these."""
     if cfg.has_checkpoints:
         return max(steps(paths), default=0)
-    files = (paths.finished, *paths.evaluations.glob("*/step_*/*.jsonl"))
+    files = (paths.finished, *paths.evaluations.rglob("*.jsonl"))
     return sum(file.stat().st_size for file in files if file.exists())
 
 
