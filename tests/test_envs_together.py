@@ -38,7 +38,7 @@ def test_time_in_which_others_compute_does_not_count_as_a_rollouts_own() -> None
         return await asyncio.gather(*(episode(hangs() if number == 3 else reward()) for number in range(10)))
 
     loop, (ours, theirs) = new_loop(), socket.socketpair(type=socket.SOCK_DGRAM)
-    Heart(ours, loop, SimpleNamespace(asking=0, away=0.0)).start()  # type: ignore[arg-type]
+    Heart(ours, loop, SimpleNamespace(sampler=None)).start()  # type: ignore[arg-type]
     found = loop.run_until_complete(main())
     assert found == [number != 3 for number in range(10)], "each reward takes 0.06 s of its 0.3 s; one never ends"
     assert Late.seconds > 0.2

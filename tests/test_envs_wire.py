@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from rlx.envs.playing import Playing, answer
 from rlx.envs.wire import Failed, FromWorker, Link, Loaded, Message, Played, ToWorker, frame
+from rlx.envs.worker_process import InFlight
 from rlx.trace import Node, Trace
 from rlx.types import Rollout, Task
 
@@ -37,18 +37,17 @@ def exchange(*sent: Message) -> list[Any]:
 
     async def main() -> list[Any]:
         ours, theirs = socket.socketpair()
-        got: list[Any] = []
-        here, there = Link(ours, ToWorker, print), Link(theirs, FromWorker, got.append)
+        here, there = Link(ours, ToWorker), Link(theirs, FromWorker)
         here.send(sent[0])
-        await here.attach()
-        await there.attach()
-        for byte in b"".join(frame(message) for message in sent[1:]):
-            here._transport.write(bytes([byte]))
+        listening = asyncio.create_task(anext(here.messages()))
+        got = []
         async with asyncio.timeout(30):
-            while len(got) < len(sent):
-                await asyncio.sleep(0.001)
-        here.close()
-        there.close()
+            arriving = there.messages()
+            got.append(await anext(arriving))
+            for byte in b"".join(frame(message) for message in sent[1:]):
+                here._writer.write(bytes([byte]))  # type: ignore[union-attr]
+            got += [await anext(arriving) for _ in sent[1:]]
+        listening.cancel()
         return got
 
     return asyncio.run(main())
@@ -74,8 +73,8 @@ def test_facts_of_an_environment_that_cannot_be_read_are_a_failure_to_load() -> 
 
 def test_a_request_whose_rollouts_cannot_be_read_has_failed_rollouts_that_say_so() -> None:
     async def main() -> list[Rollout]:
-        playing = Playing(1, TASK, (0, 1), 0, asyncio.get_running_loop().create_future())
-        answer(playing, Played(1, error="it cannot be read"))
+        playing = InFlight(1, TASK, (0, 1), 0, asyncio.get_running_loop().create_future())
+        playing.settle(Played(1, error="it cannot be read"))
         return await playing.answer
 
     found = [(one.member, one.stop, one.error) for one in asyncio.run(main())]

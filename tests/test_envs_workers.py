@@ -25,8 +25,8 @@ from rlx.config.schema import EnvConfig
 from rlx.descendants import start_time
 from rlx.envs import boot
 from rlx.envs.pool import WorkerError, WorkerPool
-from rlx.envs.pools import waiting_for_workers, worker_metrics
 from rlx.envs.wire import Settings
+from rlx.envs.worker_metrics import worker_metrics
 from rlx.types import Rollout
 
 pytestmark = pytest.mark.slow
@@ -344,7 +344,7 @@ def test_a_pool_tells_how_many_rollouts_wait_for_its_busy_worker(pool_of: Any) -
     async def look(pool: WorkerPool) -> None:
         while not seen or not seen[-1] < max(seen):
             await asyncio.sleep(0.05)
-            seen.append(waiting_for_workers({"e": pool}))
+            seen.append(pool.waiting)
 
     pool = pool_of(trouble="cpu", bad=list(range(32)), seconds=0.2)
     assert [one.status for (one,) in play(pool, range(32), meanwhile=look)] == ["ok"] * 32
