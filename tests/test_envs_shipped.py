@@ -25,8 +25,8 @@ from traces import turns_of
 from rlx.config.load import compose
 from rlx.data.conversations import Conversation
 from rlx.data.masks import mark
-from rlx.envs.answers import conversations
 from rlx.envs.base import sampling_of
+from rlx.envs.demonstrations import conversations
 from rlx.models.tiny import build_tokenizer
 from rlx.policy.chat import load_chat
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlx.envs.stacks import read_dump
+from rlx.envs.worker_process import read_dump
 
 MAIN = """Current thread 0x00007fe9d388eb80 (most recent call first):
   File "/v/lib/python3.11/site-packages/sympy/core/power.py", line 1167 in _eval_expand

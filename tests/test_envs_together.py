@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlx.envs.together import Late, abandon, run_for
+from rlx.envs.local import Late, abandon, run_for
 from rlx.envs.worker import Heart, new_loop
 
 pytestmark = pytest.mark.slow

@@ -28,8 +28,7 @@ from typing import Any
 from rlx.config.pythons import python_of
 from rlx.config.schema_rollout import EnvConfig
 from rlx.envs import wire
-from rlx.envs.stacks import read_dump
-from rlx.envs.worker_process import InFlight, Worker, how
+from rlx.envs.worker_process import InFlight, Worker, how, read_dump
 from rlx.heartbeat import ABSENT
 from rlx.inference.sampler import Sampler, Servers
 from rlx.policy.base import Policy

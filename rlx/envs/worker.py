@@ -34,7 +34,7 @@ from typing import Any
 from rlx.config.pythons import sources_of
 from rlx.envs.errors import in_one_line
 from rlx.envs.load import load_one
-from rlx.envs.together import Late
+from rlx.envs.local import Late
 from rlx.envs.wire import (
     Beat,
     CancelPlay,
@@ -137,7 +137,7 @@ def _called(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def named(function: Any, number: int) -> Any:
-    """The function, with its file named after a request: so a dump of stacks says whose code runs (`rlx.envs.stacks`)."""
+    """The function, with its file named after a request: so a dump of stacks says whose code runs (`read_dump`)."""
     return FunctionType(function.__code__.replace(co_filename=f"<request {number}>"), function.__globals__)
 
 

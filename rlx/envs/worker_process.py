@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import secrets
 import signal
 import socket
@@ -21,6 +22,7 @@ from rlx.descendants import WORKER_TOKEN, kill_all, memory_below
 from rlx.envs import boot
 from rlx.envs.base import failed
 from rlx.envs.wire import Beat, Failed, FromWorker, Link, Load, Played, decoder, encode
+from rlx.stacks import own_line
 from rlx.trace import Trace
 from rlx.types import Rollout, Status, Task
 
@@ -29,6 +31,10 @@ CROWDED = 0.2  # seconds of waiting for a turn in a worker's event loop above wh
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 _beat = decoder(Beat)
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x.*$", re.MULTILINE)
+_FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$', re.MULTILINE)
+_REQUEST = re.compile(r'^  File "<request (\d+)>"', re.MULTILINE)
+_RLX = f"{Path(__file__).resolve().parent.parent}/"
 
 
 @dataclass(slots=True, eq=False)
@@ -173,3 +179,19 @@ def how(code: int) -> str:
     """How a process ended, in words."""
     hint = "; the system may have been out of memory" if code == -signal.SIGKILL else ""
     return f"it left with exit code {code}" if code >= 0 else f"{signal.Signals(-code).name} ended it{hint}"
+
+
+def read_dump(dump: str, sources: str) -> tuple[set[int], str]:
+    """The requests that a process computes for, and the innermost line of the environment's code, or of other code, in their threads.
+
+    Current thread 0x00007f… (most recent call first):
+      File "/site-packages/sympy/core/power.py", line 1167 in _eval_expand
+      File "/site-packages/rlx_math/__init__.py", line 40 in correct       ← the environment's: "/…/rlx_math/__init__.py:40 in correct"
+      File "<request 17>", line 3 in _awaited                              ← whose code it is (`rlx.envs.worker.named`)
+
+    `dump`: what `faulthandler` wrote. `sources`: folder or file of the environment's code; empty if it is not known. Without a request, the line is the main thread's.
+    """
+    stacks = _THREAD.split(dump)  # the main thread's comes last
+    found = [stack for stack in stacks if _REQUEST.search(stack)] or stacks[-1:]
+    frames = [f"{file}:{line} in {name}" for file, line, name in _FRAME.findall(found[0]) if not file.startswith((_RLX, "<request"))]
+    return set(map(int, _REQUEST.findall(dump))), own_line(frames, Path(sources) if sources else None)
