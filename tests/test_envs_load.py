@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlx.config.schema import EnvConfig
-from rlx.envs.load import load_one
+from rlx.envs.kinds import load_one
 from rlx.envs.wire import Settings
 from rlx.runs.provenance import snapshot_environment
 

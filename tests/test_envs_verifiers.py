@@ -18,7 +18,7 @@ from policy_stand_in import SAMPLING, StandIn, load, policy_of, task_of, tiny_ch
 from traces import Turn, turns_of
 
 from rlx.config.schema import EnvConfig
-from rlx.envs.load import load_one
+from rlx.envs.kinds import load_one
 from rlx.envs.verifiers_v0 import Player
 from rlx.envs.wire import Settings
 from rlx.policy.base import request_seed

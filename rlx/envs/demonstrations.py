@@ -40,8 +40,8 @@ from rlx.config.pythons import python_of
 from rlx.config.schema import Config, EnvConfig, PlayRoot
 from rlx.data.demonstrations import choose, counts_by_weight
 from rlx.envs import boot
-from rlx.envs.kinds import kind_of
-from rlx.envs.load import load_one, settings_of
+from rlx.envs.base import settings_of
+from rlx.envs.kinds import kind_of, load_one
 from rlx.envs.local import LocalEnvironment
 from rlx.envs.messages import text_of
 from rlx.envs.probe import answer_requests

@@ -27,8 +27,7 @@ from rlx.config.schema import EnvConfig
 from rlx.config.signatures import OWN_KINDS, module_of
 from rlx.envs import about
 from rlx.envs.errors import in_one_line
-from rlx.envs.kinds import kind_of
-from rlx.envs.load import load_one
+from rlx.envs.kinds import kind_of, load_one
 from rlx.envs.probed import FIELDS, Probed, file_digest, packages_digest
 from rlx.envs.wire import Settings
 from rlx.plain import CodecError, to_json

@@ -33,7 +33,7 @@ from typing import Any
 
 from rlx.config.pythons import sources_of
 from rlx.envs.errors import in_one_line
-from rlx.envs.load import load_one
+from rlx.envs.kinds import load_one
 from rlx.envs.local import Late
 from rlx.envs.wire import (
     Beat,

@@ -182,14 +182,15 @@ def how(code: int) -> str:
 
 
 def read_dump(dump: str, sources: str) -> tuple[set[int], str]:
-    """The requests that a process computes for, and the innermost line of the environment's code, or of other code, in their threads.
+    """(requests that a process computes for, innermost line of the environment's code, or of other code, in their threads).
 
     Current thread 0x00007f… (most recent call first):
       File "/site-packages/sympy/core/power.py", line 1167 in _eval_expand
       File "/site-packages/rlx_math/__init__.py", line 40 in correct       ← the environment's: "/…/rlx_math/__init__.py:40 in correct"
       File "<request 17>", line 3 in _awaited                              ← whose code it is (`rlx.envs.worker.named`)
 
-    `dump`: what `faulthandler` wrote. `sources`: folder or file of the environment's code; empty if it is not known. Without a request, the line is the main thread's.
+    `dump`: what `faulthandler` wrote. `sources`: folder or file of the environment's code; empty if it is not known. Without a request, the
+    line is the main thread's.
     """
     stacks = _THREAD.split(dump)  # the main thread's comes last
     found = [stack for stack in stacks if _REQUEST.search(stack)] or stacks[-1:]
