@@ -89,7 +89,7 @@ class TooLong(BaseException):
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raise TooLong if this block takes more seconds of the process's own computing, also where it catches that. In the main thread alone."""
+    """Raise TooLong if this block takes more seconds of the process's computing, also if it catches that. In the main thread alone."""
     late = []
 
     def end(number: int, frame: FrameType | None) -> None:
