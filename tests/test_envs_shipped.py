@@ -166,9 +166,9 @@ def test_reasoning_gym_mixes_data_sets_by_weight_and_scores_with_their_own_rules
     assert not {row["question"] for row in rows} & {row["question"] for row in env.get_eval_dataset()}
     score = env.rubric.rubrics[0].funcs[0] if hasattr(env.rubric, "rubrics") else env.rubric.funcs[0]
     for row in [*rows[:6], env.get_eval_dataset()[0]]:
-        assert score(env.parser, reply(f"Well. <answer>{row['answer']}</answer>"), row["info"]) == 1.0
-        assert score(env.parser, reply(row["answer"]), row["info"]) == 0.0, "without tags"
-        assert score(env.parser, reply("<answer>no</answer>"), row["info"]) < 0.5
+        assert score(env.parser, reply(f"Well. <answer>{row['answer']}</answer>"), row["info"], {}) == 1.0
+        assert score(env.parser, reply(row["answer"]), row["info"], {}) == 0.0, "without tags"
+        assert score(env.parser, reply("<answer>no</answer>"), row["info"], {}) < 0.5
 
 
 @pytest.mark.parametrize(

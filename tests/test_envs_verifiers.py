@@ -329,7 +329,7 @@ def test_a_request_that_fails_is_an_error_that_names_its_cause() -> None:
 
 
 def test_an_episode_that_ignores_its_cancellation_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlx.envs.together.CLEANUP_GRACE", 0.2)
+    monkeypatch.setattr("rlx.envs.local.CLEANUP_GRACE", 0.2)
     env = load("rlx_test_trouble", kind="sleepy", deaf=True, timeout=0.2)
 
     async def main() -> Rollout:
