@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.envs.wire import Failed, FromWorker, Link, Loaded, Message, Played, ToWorker, frame
+from rlx.envs.wire import FromWorker, Link, Loaded, Message, Played, ToWorker, frame
 from rlx.envs.worker_process import InFlight
 from rlx.trace import Node, Trace
 from rlx.types import Rollout, Task
@@ -54,7 +54,12 @@ def exchange(*sent: Message) -> list[Any]:
 
 
 def test_a_rollout_arrives_with_its_tokens_and_one_that_cannot_be_read_as_none_with_the_reason() -> None:
-    first, second, third = exchange(played(1), played(2, "many"), played(3))
+    first, second, third, failed = exchange(
+        played(1),
+        played(2, "many"),
+        played(3),
+        Loaded([], False, False, "", [], "", [5]),  # type: ignore[list-item]
+    )
     ((rollout,),) = first.rollouts
     (node,) = rollout.trace.nodes
     assert (node.token_ids.dtype, node.token_ids.tolist(), node.sampled) == (np.int32, [0, 1, 2, 3], True)
@@ -63,12 +68,7 @@ def test_a_rollout_arrives_with_its_tokens_and_one_that_cannot_be_read_as_none_w
     assert (second.number, second.rollouts) == (2, [])
     assert "Expected `float`, got `str`" in second.error
     assert len(third.rollouts) == 1
-
-
-def test_facts_of_an_environment_that_cannot_be_read_are_a_failure_to_load() -> None:
-    (failed,) = exchange(Loaded([], False, False, "", [], "", [5]))  # type: ignore[list-item]
-    assert isinstance(failed, Failed)
-    assert "Expected `str`, got `int`" in failed.error
+    assert "Expected `str`, got `int`" in failed.error, "facts of an environment that cannot be read are a failure to load"
 
 
 def test_a_request_whose_rollouts_cannot_be_read_has_failed_rollouts_that_say_so() -> None:
