@@ -28,6 +28,7 @@ from typing import Any
 from rlx.config.pythons import python_of
 from rlx.config.schema_rollout import EnvConfig
 from rlx.envs import wire
+from rlx.envs.errors import in_one_line
 from rlx.envs.worker_process import InFlight, Worker, how, read_dump
 from rlx.heartbeat import ABSENT
 from rlx.inference.sampler import Sampler, Servers
@@ -306,7 +307,13 @@ class WorkerPool:
     def _soon(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        """A task has ended. If it raised, its worker is no longer looked after, so requests would wait for ever."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._break(WorkerError(f"envs.{self.name}: its workers cannot be looked after: {in_one_line(error)}"))
 
     # -- when a worker has ended
 
