@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from rlx.envs.wire import FromWorker, Link, Loaded, Message, Played, ToWorker, frame
+from rlx.envs.wire import HEAD, FromWorker, Link, Loaded, Message, Played, ToWorker, frame
+from rlx.envs.worker import Server
 from rlx.envs.worker_process import InFlight
 from rlx.trace import Node, Trace
 from rlx.types import Rollout, Task
@@ -79,3 +80,23 @@ def test_a_request_whose_rollouts_cannot_be_read_has_failed_rollouts_that_say_so
 
     found = [(one.member, one.stop, one.error) for one in asyncio.run(main())]
     assert found == [(0, "environment_error", "it cannot be read"), (1, "group_failed", "another rollout of the group failed")]
+
+
+def test_a_request_that_its_worker_cannot_read_has_failed_and_does_not_wait_for_ever() -> None:
+    async def main() -> Any:
+        ours, theirs = socket.socketpair()
+        here, server = Link(ours, FromWorker), Server(theirs, None, False)
+        serving = asyncio.create_task(server.serve())
+        arriving = here.messages()
+        listening = asyncio.create_task(anext(arriving))
+        await asyncio.sleep(0)
+        ours.send(HEAD.pack(3, 7) + b"???")
+        try:
+            return await asyncio.wait_for(listening, 30)
+        finally:
+            serving.cancel()
+            await arriving.aclose()
+
+    failed = asyncio.run(main())
+    assert isinstance(failed, Played)
+    assert (failed.number, "cannot be read" in failed.error) == (7, True)

@@ -239,6 +239,8 @@ class Server:
                 await self.sampler.__aenter__()
             case Give():
                 self._make(message.policy)
+            case Played():  # of a request that could not be read
+                self.link.send(message)
             case Failed():
                 raise RuntimeError(message.error)
 
