@@ -68,7 +68,12 @@ def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], tim
     it cannot run on this machine (`fit`). Errors of the package's own code are raised as they are.
     """
     where = f"envs.{name}"
-    env, chosen = loaded(where, config)
+    block, chosen = block_of(where, config)
+    for module in (verifiers_v1_boxes, verifiers_v1_client, verifiers_v1_tools):
+        module.install()
+    env = load_v1(block)
+    for noisy in ("verifiers", "aiohttp.access", "httpx", "httpx2", "mcp"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
     if config.reward_raises == "zero" and type(env) is not SingleAgentEnv:
         raise ValueError(f"{where}.reward_raises=zero cannot be met: the agents of {config.id} are judged together; remove the key")
     if config.split == "eval":
@@ -80,17 +85,6 @@ def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], tim
     made = V1Environment(name, env, tasks, agents, config, config.rollout_timeout or timeout)
     made.longest, made.sandbox = sampling.get("max_tokens"), sandbox
     return made
-
-
-def loaded(where: str, config: EnvConfig) -> tuple[vf.Env, frozenset[str]]:
-    """verifiers' environment, and the agents that may run commands on this machine."""
-    block, chosen = block_of(where, config)
-    for module in (verifiers_v1_boxes, verifiers_v1_client, verifiers_v1_tools):
-        module.install()
-    env = load_v1(block)
-    for noisy in ("verifiers", "aiohttp.access", "httpx", "httpx2", "mcp"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-    return env, chosen
 
 
 class V1Environment(LocalEnvironment):
