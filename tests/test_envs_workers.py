@@ -302,6 +302,14 @@ def test_a_defect_of_the_adapter_ends_the_run_with_its_traceback(pool_of: Any) -
         play(pool_of(trouble="bug", bad=[0]), range(1))
 
 
+def test_a_pool_that_can_no_longer_look_after_its_worker_fails_its_requests(pool_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def breaks(pool: WorkerPool) -> None:
+        monkeypatch.setattr(pool, "_look", {}.pop)
+
+    with pytest.raises(WorkerError, match=r"envs.e: its workers cannot be looked after: KeyError"):
+        play(pool_of(), range(2), meanwhile=breaks, generator=answers(60.0))
+
+
 def test_a_request_that_is_given_up_leaves_nothing_behind(pool_of: Any) -> None:
     pool = pool_of()
 
