@@ -41,16 +41,17 @@ def load_environments(config: PlayRoot, beat: Callable[[str], None], logs: Path 
 
     Workers start first, and load while this process does other work; `wait_loaded` waits for them. `logs`: folder of their log files.
     """
-    bound, envs = config.orchestrator.env_worker_memory_gb, dict[str, Any](played(config))
-    for name, env in played(config).items():
+    bound, configs = config.orchestrator.env_worker_memory_gb, played(config)
+    envs: dict[str, Local] = {}
+    for name, env in configs.items():
         least, most = workers_of(config, env)
         if least:
             envs[name] = WorkerPool(name, env, settings_of(config, env), least, most_workers=most, logs=logs, memory_gb=bound)
-    for name, env in played(config).items():
-        if envs[name] is env:
+    for name, env in configs.items():
+        if name not in envs:
             beat(f"loading environment {name}")
             envs[name] = load_one(name, env, settings_of(config, env))
-    return envs
+    return {name: envs[name] for name in configs}
 
 
 def wait_loaded(envs: Mapping[str, Local], beat: Callable[[str], None]) -> None:
