@@ -19,6 +19,7 @@ from pathlib import Path
 
 MOST_CAUSES = 6  # of a chain that are shown
 LONGEST = 400  # characters of one error's message that are shown
+_CLASSES = re.compile(r"(?:^| ← )(\w+)")  # in the text of a chain of causes
 _VARIES = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
 
 
@@ -86,7 +87,9 @@ class FailureLog:
 
         `what`: what failed, for people ("example 12"). `written`: its traceback, if that is not written elsewhere.
         """
-        kind = env, kind_of_text(text)
+        message, mark, place = text.rpartition("; at ")
+        # A message may have the model's own words. The classes and the line say enough where the traceback says the rest.
+        kind = env, f"{_CLASSES.findall(message if mark else text)} {place if mark else ''}" if written else kind_of_text(text)
         self._counts[kind] += 1
         count = self._counts[kind]
         if count == 1:
