@@ -1,7 +1,7 @@
 """The messages between the orchestrator and an environment's worker, and the socket that carries them.
 
     orchestrator                                     worker (a process that has loaded the environment)
-    Load (its standard input), Give, Serve, Play, CancelPlay   →
+    Load (its standard input), Serve, Give, Play, CancelPlay   →
                                                                ←   Loaded, Failed, Scores, Played; Beat (a socket of its own)
 
 A frame is the length of its message, the number of the request that it is about (0: none), and the message in msgpack.
@@ -65,7 +65,7 @@ class Give(Message):
 
 
 class Serve(Message):
-    """The servers that the policy samples on are these now. Before the first `Play`, unless an endpoint plays."""
+    """The servers that the policy samples on are these now. Before `Give`, unless an endpoint plays."""
 
     servers: Servers
 

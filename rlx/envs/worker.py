@@ -1,6 +1,6 @@
 """The server of an environment: a process that loads it, plays what the orchestrator asks for, and asks the inference servers itself.
 
-    Load → load the environment → its rows and facts → Give, Serve → Play … Play → the rollouts go out as Played, with their tokens
+    Load → load the environment → its rows and facts → Serve, Give → Play … Play → the rollouts go out as Played, with their tokens
 
 `rlx.envs.pool` starts it through `rlx/envs/boot.py`, in this or in another Python, so its imports are light: the standard library, numpy,
 msgspec, aiohttp, tokenizers, jinja2, and modules of rlx that need no more. It ends when the orchestrator ends.
