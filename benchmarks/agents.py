@@ -29,7 +29,7 @@ from rlx.agents.box import open_box
 from rlx.agents.images import prepared, problem_of
 from rlx.config.schema import EnvConfig
 from rlx.config.schema_rollout import BoxConfig, HarnessConfig
-from rlx.envs.load import load_one
+from rlx.envs.kinds import load_one
 from rlx.envs.wire import Settings
 
 AT_ONCE = 64

@@ -18,7 +18,7 @@ from served_stand_in import give, served
 from rlx.agents.box import BoxError
 from rlx.config.schema import EnvConfig
 from rlx.config.schema_rollout import BoxConfig, HarnessConfig
-from rlx.envs.load import load_one
+from rlx.envs.kinds import load_one
 from rlx.envs.pool import WorkerPool
 from rlx.envs.wire import Settings
 from rlx.types import Rollout

@@ -14,7 +14,7 @@ from test_gateway import Engine, check
 
 from rlx.config.schema import EnvConfig
 from rlx.config.schema_rollout import HarnessConfig
-from rlx.envs.load import load_one
+from rlx.envs.kinds import load_one
 from rlx.envs.wire import Settings
 from rlx.types import Rollout
 

@@ -12,7 +12,7 @@ from datasets import Dataset
 from verifiers.types import Tool
 
 from rlx.config.schema import EnvConfig
-from rlx.envs.answers import conversations, last_question
+from rlx.envs.demonstrations import conversations, last_question
 from rlx.envs.verifiers_client import function_of
 from rlx.envs.verifiers_v0 import VerifiersEnvironment, load_environment
 

@@ -14,8 +14,8 @@ from policy_stand_in import InTurn, policy_of, task_of
 
 from rlx.cli import main
 from rlx.config.schema import EnvConfig
-from rlx.envs.answers import conversations
-from rlx.envs.load import load_one
+from rlx.envs.demonstrations import conversations
+from rlx.envs.kinds import load_one
 from rlx.envs.wire import Settings
 from rlx.types import Rollout
 

@@ -1,12 +1,18 @@
-"""Which kind of environment a name stands for."""
+"""Which kind of environment a name stands for, and loading one."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 
-from rlx.envs.kinds import kind_of
+from rlx.config.schema import EnvConfig
+from rlx.envs.kinds import kind_of, load_one
+from rlx.envs.wire import Settings
+from rlx.runs.provenance import snapshot_environment
 
 TASKSET = "import verifiers.v1 as vf\nclass MyTaskset(vf.Taskset[vf.Task, vf.TasksetConfig]): pass\n"
 
@@ -58,3 +64,17 @@ def test_a_package_that_is_none_says_what_it_lacks(package):
         kind_of("rlx_none")
     with pytest.raises(ValueError, match="'rlx-nowhere' is not installed: there is no module rlx_nowhere"):
         kind_of("rlx-nowhere")
+
+
+def test_a_script_that_an_environment_starts_in_a_job_imports_the_modules_beside_it(tmp_path, monkeypatch):
+    (tmp_path / "solution.py").write_text("answer = 42\n")
+    (tmp_path / "score.py").write_text("import solution; print(solution.answer)\n")
+
+    def load_environment(*_: object) -> str:
+        return subprocess.run([sys.executable, tmp_path / "score.py"], capture_output=True, text=True, check=False).stdout
+
+    monkeypatch.setattr("rlx.envs.kinds.kind_of", lambda _: "v1")
+    monkeypatch.setitem(sys.modules, "rlx.envs.verifiers_v1", SimpleNamespace(load_environment=load_environment))
+    for name, value in snapshot_environment(tmp_path / "code").items():
+        monkeypatch.setenv(name, value)
+    assert load_one("e", EnvConfig(id="stand_in"), Settings({})) == "42\n"

@@ -201,20 +201,6 @@ def test_what_math_shows_as_solved_is_right_by_its_own_rules(level: int | None) 
     assert [env.parser.parse(message["content"]) for message in said[1::2]] == [row["answer"] for row in shown]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"level": 5}, r"level=5 is not one of 1: one step"),
-        ({"check_workers": 0}, "check_workers=0"),
-        ({"num_examples": 0}, "num_examples=0"),
-        ({"shots": -1}, "shots=-1"),
-    ],
-)
-def test_wrong_arguments_of_math_are_named(arguments: dict, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        rlx_math.load_environment(**arguments)
-
-
 def test_math_scores_a_reply_as_it_is_played() -> None:
     env = load("rlx-math", level=1, num_examples=4)
     answer = env.rows[0]["answer"]

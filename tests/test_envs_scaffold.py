@@ -12,7 +12,7 @@ import pytest
 from rlx.cli import main
 from rlx.config.load import compose
 from rlx.config.schema import EnvConfig
-from rlx.envs import about, catalog
+from rlx.envs import about, kinds
 from rlx.envs.kinds import kind_of
 from rlx.envs.probe import probe
 from rlx.envs.scaffold import FLAVOURS
@@ -101,7 +101,7 @@ def test_environments_are_found_in_packages_and_never_imported(tmp_path: Path, m
     package(tmp_path, "no-environment", "def load_model(): ...\n")
     package(tmp_path, "talks-of-one", "'''See load_environment.'''\n")
     monkeypatch.syspath_prepend(tmp_path)
-    found = {one.name: one for one in catalog.installed() if one.source.startswith(str(tmp_path))}
+    found = {one.name: one for one in kinds.installed() if one.source.startswith(str(tmp_path))}
     assert {name: one.kind for name, one in found.items()} == {"found-one": "classic", "found-two": "v1"}
     assert (found["found-one"].summary, found["found-one"].version) == ("of the package", "1.2")
 

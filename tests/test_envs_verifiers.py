@@ -18,7 +18,7 @@ from policy_stand_in import SAMPLING, StandIn, load, policy_of, task_of, tiny_ch
 from traces import Turn, turns_of
 
 from rlx.config.schema import EnvConfig
-from rlx.envs.load import load_one
+from rlx.envs.kinds import load_one
 from rlx.envs.verifiers_v0 import Player
 from rlx.envs.wire import Settings
 from rlx.policy.base import request_seed
@@ -329,7 +329,7 @@ def test_a_request_that_fails_is_an_error_that_names_its_cause() -> None:
 
 
 def test_an_episode_that_ignores_its_cancellation_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlx.envs.together.CLEANUP_GRACE", 0.2)
+    monkeypatch.setattr("rlx.envs.local.CLEANUP_GRACE", 0.2)
     env = load("rlx_test_trouble", kind="sleepy", deaf=True, timeout=0.2)
 
     async def main() -> Rollout:

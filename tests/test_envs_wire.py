@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from rlx.envs.playing import Playing, answer
-from rlx.envs.wire import Failed, FromWorker, Link, Loaded, Message, Played, ToWorker, frame
+from rlx.envs.wire import HEAD, FromWorker, Link, Loaded, Message, Played, ToWorker, frame
+from rlx.envs.worker import Server
+from rlx.envs.worker_process import InFlight
 from rlx.trace import Node, Trace
 from rlx.types import Rollout, Task
 
@@ -37,25 +38,29 @@ def exchange(*sent: Message) -> list[Any]:
 
     async def main() -> list[Any]:
         ours, theirs = socket.socketpair()
-        got: list[Any] = []
-        here, there = Link(ours, ToWorker, print), Link(theirs, FromWorker, got.append)
+        here, there = Link(ours, ToWorker), Link(theirs, FromWorker)
         here.send(sent[0])
-        await here.attach()
-        await there.attach()
-        for byte in b"".join(frame(message) for message in sent[1:]):
-            here._transport.write(bytes([byte]))
+        listening = asyncio.create_task(anext(here.messages()))
+        got = []
         async with asyncio.timeout(30):
-            while len(got) < len(sent):
-                await asyncio.sleep(0.001)
-        here.close()
-        there.close()
+            arriving = there.messages()
+            got.append(await anext(arriving))
+            for byte in b"".join(frame(message) for message in sent[1:]):
+                here._writer.write(bytes([byte]))  # type: ignore[union-attr]
+            got += [await anext(arriving) for _ in sent[1:]]
+        listening.cancel()
         return got
 
     return asyncio.run(main())
 
 
 def test_a_rollout_arrives_with_its_tokens_and_one_that_cannot_be_read_as_none_with_the_reason() -> None:
-    first, second, third = exchange(played(1), played(2, "many"), played(3))
+    first, second, third, failed = exchange(
+        played(1),
+        played(2, "many"),
+        played(3),
+        Loaded([], False, False, "", [], "", [5]),  # type: ignore[list-item]
+    )
     ((rollout,),) = first.rollouts
     (node,) = rollout.trace.nodes
     assert (node.token_ids.dtype, node.token_ids.tolist(), node.sampled) == (np.int32, [0, 1, 2, 3], True)
@@ -64,19 +69,34 @@ def test_a_rollout_arrives_with_its_tokens_and_one_that_cannot_be_read_as_none_w
     assert (second.number, second.rollouts) == (2, [])
     assert "Expected `float`, got `str`" in second.error
     assert len(third.rollouts) == 1
-
-
-def test_facts_of_an_environment_that_cannot_be_read_are_a_failure_to_load() -> None:
-    (failed,) = exchange(Loaded([], False, False, "", [], "", [5]))  # type: ignore[list-item]
-    assert isinstance(failed, Failed)
-    assert "Expected `str`, got `int`" in failed.error
+    assert "Expected `str`, got `int`" in failed.error, "facts of an environment that cannot be read are a failure to load"
 
 
 def test_a_request_whose_rollouts_cannot_be_read_has_failed_rollouts_that_say_so() -> None:
     async def main() -> list[Rollout]:
-        playing = Playing(1, TASK, (0, 1), 0, asyncio.get_running_loop().create_future())
-        answer(playing, Played(1, error="it cannot be read"))
+        playing = InFlight(1, TASK, (0, 1), 0, asyncio.get_running_loop().create_future())
+        playing.settle(Played(1, error="it cannot be read"))
         return await playing.answer
 
     found = [(one.member, one.stop, one.error) for one in asyncio.run(main())]
     assert found == [(0, "environment_error", "it cannot be read"), (1, "group_failed", "another rollout of the group failed")]
+
+
+def test_a_request_that_its_worker_cannot_read_has_failed_and_does_not_wait_for_ever() -> None:
+    async def main() -> Any:
+        ours, theirs = socket.socketpair()
+        here, server = Link(ours, FromWorker), Server(theirs, None, False)
+        serving = asyncio.create_task(server.serve())
+        arriving = here.messages()
+        listening = asyncio.create_task(anext(arriving))
+        await asyncio.sleep(0)
+        ours.send(HEAD.pack(3, 7) + b"???")
+        try:
+            return await asyncio.wait_for(listening, 30)
+        finally:
+            serving.cancel()
+            await arriving.aclose()
+
+    failed = asyncio.run(main())
+    assert isinstance(failed, Played)
+    assert (failed.number, "cannot be read" in failed.error) == (7, True)

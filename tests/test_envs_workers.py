@@ -7,11 +7,13 @@ import errno
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,9 +26,11 @@ from rlx.concurrent import at_most
 from rlx.config.schema import EnvConfig
 from rlx.descendants import start_time
 from rlx.envs import boot
+from rlx.envs.local import Late, abandon, run_for
 from rlx.envs.pool import WorkerError, WorkerPool
-from rlx.envs.pools import waiting_for_workers, worker_metrics
 from rlx.envs.wire import Settings
+from rlx.envs.worker import Heart, new_loop
+from rlx.envs.worker_metrics import worker_metrics
 from rlx.types import Rollout
 
 pytestmark = pytest.mark.slow
@@ -116,13 +120,14 @@ class Slow(StandIn):
 @pytest.mark.parametrize("trouble", ["c", "thread"])
 def test_a_rollout_that_blocks_its_worker_is_a_timeout_that_names_the_function(pool_of: Any, trouble: str) -> None:
     calm = {one.task.index: facts(one) for (one,) in play(pool_of(), range(8))}
-    pool = pool_of(timeout=TIMEOUT, trouble=trouble, bad=[5])
+    pool = pool_of(timeout=TIMEOUT, trouble=trouble, bad=[5], keeps_late=trouble == "c")
     slow = Slow(tiny_chat(), answer=lambda text: text[::-1], error=0.3)
     played = {one.task.index: one for (one,) in play(pool, range(8), generator=slow)}
     bad = played.pop(5)
     assert (bad.status, bad.stop) == ("timeout", "timeout")
     assert re.search(r"no result after 2.5 s \(rollout_timeout\): .*; at /.*/worker_stand_in.py:\d+ in sleep_in_c", bad.error or "")
     assert {index: facts(one) for index, one in played.items()} == {index: calm[index] for index in played}
+    assert bad.trace.has_tokens is (trouble == "c"), "what was sampled is kept where it counts"
     assert worker_metrics({"e": pool})["workers/replaced_timeout"] == 1
     assert worker_metrics({"e": pool})["workers/replayed"] == pool.replayed == 7
 
@@ -297,6 +302,14 @@ def test_a_defect_of_the_adapter_ends_the_run_with_its_traceback(pool_of: Any) -
         play(pool_of(trouble="bug", bad=[0]), range(1))
 
 
+def test_a_pool_that_can_no_longer_look_after_its_worker_fails_its_requests(pool_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def breaks(pool: WorkerPool) -> None:
+        monkeypatch.setattr(pool, "_look", {}.pop)
+
+    with pytest.raises(WorkerError, match=r"envs.e: its workers cannot be looked after: KeyError"):
+        play(pool_of(), range(2), meanwhile=breaks, generator=answers(60.0))
+
+
 def test_a_request_that_is_given_up_leaves_nothing_behind(pool_of: Any) -> None:
     pool = pool_of()
 
@@ -344,7 +357,7 @@ def test_a_pool_tells_how_many_rollouts_wait_for_its_busy_worker(pool_of: Any) -
     async def look(pool: WorkerPool) -> None:
         while not seen or not seen[-1] < max(seen):
             await asyncio.sleep(0.05)
-            seen.append(waiting_for_workers({"e": pool}))
+            seen.append(pool.waiting)
 
     pool = pool_of(trouble="cpu", bad=list(range(32)), seconds=0.2)
     assert [one.status for (one,) in play(pool, range(32), meanwhile=look)] == ["ok"] * 32
@@ -352,9 +365,52 @@ def test_a_pool_tells_how_many_rollouts_wait_for_its_busy_worker(pool_of: Any) -
     assert pool.replaced == {}
 
 
-def test_what_was_sampled_of_a_rollout_whose_reward_blocks_its_worker_is_kept_where_it_counts(pool_of: Any) -> None:
-    for keeps in (True, False):
-        pool = pool_of(timeout=TIMEOUT, keeps_late=keeps, trouble="c", bad=[1])
-        played = {one.task.index: one for (one,) in play(pool, range(3))}
-        assert [played[index].status for index in range(3)] == ["ok", "timeout", "ok"]
-        assert played[1].trace.has_tokens is keeps
+@pytest.mark.parametrize("trouble", ["", "first"])
+def test_an_environment_whose_rollouts_wait_gets_another_worker_and_goes_on_without_one_that_cannot_load(
+    pool_of: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trouble: str
+) -> None:
+    monkeypatch.setattr("rlx.envs.pool.PATIENCE", 0.3)
+    pids = set()
+
+    async def until_it_has_grown(pool: WorkerPool) -> None:
+        for begin in range(0, 4000, 16):
+            played = await asyncio.gather(*(pool.play(task_of(pool, index), [0], 0) for index in range(begin, begin + 16)))
+            pids.update(one.rewards["pid"] for (one,) in played)
+            assert all(one.status == "ok" for (one,) in played)
+            if len(pids) == 2 or pool._most == 1:
+                return
+
+    only = {"trouble": "first", "bad": [str(tmp_path / "once")]} if trouble else {}
+    pool = pool_of(1, most=2, busy=0.1, **only)
+    play(pool, [], meanwhile=until_it_has_grown)
+    assert (len(pids), pool._most) == ((1, 1) if trouble else (2, 2))
+    assert pool.replaced == {}
+
+
+def test_time_in_which_others_compute_does_not_count_as_a_rollouts_own() -> None:
+    async def reward() -> str:
+        await asyncio.sleep(0.01)
+        end = time.monotonic() + 0.06
+        while time.monotonic() < end:
+            pass
+        return "scored"
+
+    async def hangs() -> str:
+        await asyncio.sleep(3600)
+        return "never"
+
+    async def episode(work: Any) -> bool:
+        playing = await run_for(0.3, work)
+        if not (done := playing.done()):
+            await abandon(playing)
+        return done
+
+    async def main() -> list[bool]:
+        return await asyncio.gather(*(episode(hangs() if number == 3 else reward()) for number in range(10)))
+
+    loop, (ours, theirs) = new_loop(), socket.socketpair(type=socket.SOCK_DGRAM)
+    Heart(ours, loop, SimpleNamespace(sampler=None)).start()  # type: ignore[arg-type]
+    found = loop.run_until_complete(main())
+    assert found == [number != 3 for number in range(10)], "each reward takes 0.06 s of its 0.3 s; one never ends"
+    assert Late.seconds > 0.2
+    theirs.close()

@@ -301,7 +301,7 @@ def test_the_end_of_the_templates_turn_stops_the_model_also_if_the_tokenizers_en
 
 def test_ends_that_only_the_generation_settings_know_end_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = small_tokenizer(LLAMA, "<|eot_id|>")
-    monkeypatch.setattr("rlx.policy.templates.tokenizer_of", lambda source, model: tokenizer)  # transformers takes seconds to load one
+    monkeypatch.setattr("rlx.envs.load.tokenizer_of", lambda source, model: tokenizer)  # transformers takes seconds to load one
     eom, eot = tokenizer.convert_tokens_to_ids(["[INST]", "<|eot_id|>"])
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 3}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [eom, eot]}))

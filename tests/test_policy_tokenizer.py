@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import random
+import re
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import renderers
 from chat_templates import real_template, small_tokenizer
 from policy_stand_in import CONTEXT
 from test_data_masks import random_conversation
@@ -139,3 +143,27 @@ def test_a_template_sees_the_day_on_which_the_run_began(own: bool, monkeypatch: 
     if own:
         tokenizer = WrittenTokenizer(described(tokenizer))
     assert load_chat(tokenizer, model_config()).show([{"role": "user", "content": "hello"}]).startswith("29 Feb 2024")
+
+
+def test_a_renderer_sees_the_day_on_which_the_run_began_or_the_one_that_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of gpt-oss puts the day on which it was made into every prompt, unless its configuration has one."""
+    made: list[Any] = []
+    monkeypatch.setenv("RLX_TODAY", "2024-02-29")
+    monkeypatch.setattr(
+        "renderers.create_renderer", lambda tokenizer, config: made.append(config) or SimpleNamespace(get_stop_token_ids=list)
+    )
+    for given in ({}, {"conversation_start_date": "2025-01-02"}):
+        load_chat(build_tokenizer(64), ModelConfig(name="gpt-oss", renderer="gpt-oss", chat_template_kwargs=given), keeps_tokens=False)
+    assert [config.conversation_start_date for config in made] == ["2024-02-29", "2025-01-02"]
+
+
+def test_no_renderer_asks_the_clock_for_what_its_configuration_does_not_name() -> None:
+    """A new version of the package may read the clock elsewhere: then `load_chat` must pin that, too."""
+    folder = Path(renderers.__file__).parent
+    clock = [
+        (file.name, line.strip())
+        for file in folder.glob("*.py")
+        for line in file.read_text().splitlines()
+        if re.search(r"\b(now|today|strftime|localtime)\(", line)
+    ]
+    assert clock == [("gpt_oss.py", 'self.config.conversation_start_date or datetime.now().strftime("%Y-%m-%d")')]

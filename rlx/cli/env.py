@@ -14,7 +14,7 @@ from rlx.config.shipped import LANGUAGE_MODEL, default_seq_len, shipped_options
 from rlx.started import program
 
 if TYPE_CHECKING:
-    from rlx.envs.catalog import Listed
+    from rlx.envs.kinds import Listed
     from rlx.envs.probed import Entry, Probed
 
 SUMMARY = "environments: list, info, install, init, check"
@@ -80,8 +80,8 @@ def _list(_: argparse.Namespace) -> int:
     import msgspec
 
     from rlx.config import pythons
-    from rlx.envs.catalog import Listed
-    from rlx.envs.catalog import installed as here
+    from rlx.envs.kinds import Listed
+    from rlx.envs.kinds import installed as here
 
     own = [(msgspec.convert(listed, Listed), python.folder) for python in pythons.installed() for listed in python.environments]
     newest = {one.name: folder for one, folder in reversed(own)}

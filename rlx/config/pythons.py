@@ -32,7 +32,7 @@ class OwnPython:
     """One of them."""
 
     folder: Path
-    environments: tuple[Mapping[str, Any], ...]  # with the fields of `rlx.envs.catalog.Listed`
+    environments: tuple[Mapping[str, Any], ...]  # with the fields of `rlx.envs.kinds.Listed`
 
     @property
     def path(self) -> Path:

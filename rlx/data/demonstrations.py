@@ -1,6 +1,6 @@
 """Which rows of the environments the warm start learns from. Pure.
 
-`rlx.envs.answers` gets conversations from these rows; `rlx.data.masks` makes samples of them.
+`rlx.envs.demonstrations` gets conversations from these rows; `rlx.data.masks` makes samples of them.
 """
 
 from __future__ import annotations

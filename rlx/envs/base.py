@@ -13,6 +13,7 @@ from dataclasses import fields, replace
 from typing import Any, Protocol
 
 from rlx.config.schema import Config, EnvConfig, PlayRoot
+from rlx.envs.wire import Settings
 from rlx.policy.base import Episode, Policy
 from rlx.trace import Trace
 from rlx.types import Rollout, Status, Task
@@ -101,3 +102,9 @@ def sampling_of(config: PlayRoot, env: EnvConfig) -> dict[str, Any]:
     if isinstance(config, Config) and config.fixed_answers and getattr(env, "played_by", "policy") == "policy":
         chosen["min_tokens"] = chosen["max_tokens"]
     return chosen
+
+
+def settings_of(config: PlayRoot, env: EnvConfig) -> Settings:
+    """What the environment needs to know of the run."""
+    timeout = config.orchestrator.rollout_timeout if env.rollout_timeout is None else env.rollout_timeout
+    return Settings(sampling_of(config, env), timeout, config.concurrency, env.on_timeout == "zero")

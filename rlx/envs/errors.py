@@ -2,10 +2,8 @@
 
 Imports the standard library alone, so that the process of an environment can use it too.
 
-    failure = failure_of(error, sources_of("my-env"))
-    failure.text        "RewardError: scoring failed ← ValueError: bad digit 'x'; at /…/my_env/scores.py:41 in parse"
-    failure.traceback   the whole traceback, for the log
-    failure.key         equal for failures that differ only in their messages: "RewardError ← ValueError; at /…/scores.py:41 in parse"
+    in_one_line(error, sources_of("my-env"))
+    "RewardError: scoring failed ← ValueError: bad digit 'x'; at /…/my_env/scores.py:41 in parse"
 """
 
 from __future__ import annotations
@@ -17,28 +15,12 @@ import sysconfig
 import traceback
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 MOST_CAUSES = 6  # of a chain that are shown
 LONGEST = 400  # characters of one error's message that are shown
+_CLASSES = re.compile(r"(?:^| ← )(\w+)")  # in the text of a chain of causes
 _VARIES = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """An exception as texts. It can be sent to another process."""
-
-    text: str  # one line: the chain of causes with their messages, then the place
-    traceback: str = ""
-    key: str = ""  # what stays equal when only the messages differ; empty: what `kind_of_text` leaves
-
-
-def failure_of(error: BaseException, sources: Path | None = None) -> Failure:
-    """An exception as texts. `sources`: the environment's own code (`sources_of`)."""
-    names = " ← ".join(type(each).__name__ for each in chain(error))
-    written = "".join(traceback.format_exception(error)).rstrip()
-    return Failure(text=in_one_line(error, sources), key=f"{names}; at {place_of(error, sources)}", traceback=written)
 
 
 def in_one_line(error: BaseException, sources: Path | None = None) -> str:
@@ -94,31 +76,26 @@ def kind_of_text(text: str) -> str:
 
 
 class FailureLog:
-    """Writes each failure with its traceback once, and counts its repetitions."""
+    """Writes each kind of failure with its traceback once, and counts its repetitions."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
         self._counts: Counter[tuple[str, str]] = Counter()  # by environment and kind
 
-    def note(self, env: str, what: str, failure: Failure | str) -> None:
+    def note(self, env: str, what: str, text: str, written: str = "") -> None:
         """Count a failure of environment `env`; write it if it is the first of its kind, or the 10th, 100th, 1000th, …
 
-        `what`: what failed, for people ("example 12"). `failure`: or its text alone, where the traceback is written elsewhere.
+        `what`: what failed, for people ("example 12"). `written`: its traceback, if that is not written elsewhere.
         """
-        failure = Failure(text=failure) if isinstance(failure, str) else failure
-        kind = env, failure.key or kind_of_text(failure.text)
+        message, mark, place = text.rpartition("; at ")
+        # A message may have the model's own words. The classes and the line say enough where the traceback says the rest.
+        kind = env, f"{_CLASSES.findall(message if mark else text)} {place if mark else ''}" if written else kind_of_text(text)
         self._counts[kind] += 1
         count = self._counts[kind]
         if count == 1:
-            self._log.warning("%s: %s failed: %s%s", env, what, failure.text, failure.traceback and f"\n{failure.traceback}")
+            self._log.warning("%s: %s failed: %s%s", env, what, text, written and f"\n{written}")
         elif count == 10 ** (len(str(count)) - 1):
-            self._log.warning("%s: … %d more like it (%d in all): %s", env, count - count // 10, count, failure.text)
-
-    def close(self) -> None:
-        """Write how often each failure came."""
-        for (env, kind), count in self._counts.items():
-            if count > 1:
-                self._log.warning("%s: %d in all: %s", env, count, kind)
+            self._log.warning("%s: … %d more like it (%d in all): %s", env, count - count // 10, count, text)
 
 
 def _message(error: BaseException) -> str:

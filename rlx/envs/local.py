@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
+import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rlx.envs.base import failed, filled
-from rlx.envs.errors import FailureLog, failure_of
-from rlx.envs.stacks import waits_at
-from rlx.envs.together import abandon, raised_by, run_for, together
+from rlx.envs.errors import FailureLog, in_one_line
 from rlx.policy.base import Episode, Policy, PromptTooLong
-from rlx.stacks import rollout_name
+from rlx.stacks import awaits, own_line, rollout_name
 from rlx.trace import Trace
 from rlx.types import Rollout, Task
 
 log = logging.getLogger("rlx.envs")
+
+T = TypeVar("T")
+
+MOST_WAITING = 9.0  # times its limit that an episode may wait for the event loop; then its own time is over as well
+CLEANUP_GRACE = 5.0  # seconds for a cancelled episode to clean up; after that it is abandoned
+
+
+class Late:
+    """Seconds so far in which whatever was ready waited for its turn in the event loop, because other code computed."""
+
+    seconds = 0.0
 
 
 class LocalEnvironment:
@@ -44,11 +55,10 @@ class LocalEnvironment:
         return await together([self._rollout(task, member, attempt) for member in members])
 
     async def close(self) -> None:
-        """Write how often each failure came."""
-        self.failures.close()
+        """Release what the environment holds."""
 
     def demonstration(self, row: Mapping[str, Any], errs: bool, random: Any) -> Any:
-        """What the environment's own teacher says in a row (`rlx.envs.answers`); None: nothing."""
+        """What the environment's own teacher says in a row (`rlx.envs.demonstrations`); None: nothing."""
         return None
 
     def answer_of(self, row: Mapping[str, Any]) -> str | None:
@@ -93,6 +103,57 @@ class LocalEnvironment:
 
     def _noted(self, what: str, error: BaseException) -> str:
         """The error in one line. The log gets its traceback, once for all errors of its kind."""
-        failure = failure_of(error, self.sources)
-        self.failures.note(self.name, what, failure)
-        return failure.text
+        text = in_one_line(error, self.sources)
+        self.failures.note(self.name, what, text, "".join(traceback.format_exception(error)).rstrip())
+        return text
+
+
+async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results of all calls, run concurrently. If it is cancelled, it waits until all of them have cleaned up."""
+    if len(calls) == 1:
+        return [await calls[0]]  # most requests are for one member and need no extra task
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+async def run_for(seconds: float, work: Coroutine[Any, Any, T], name: str | None = None) -> asyncio.Task[T]:
+    """Run an episode, or its scoring, for at most `seconds` as the task `name`, and return the task.
+
+    If it is not done, the caller must `abandon` it. In a worker, time in which the event loop computes does not count (`Late`): rewards
+    that compute wait for each other.
+    """
+    playing = asyncio.create_task(work, name=name)
+    began, before, left = time.monotonic(), Late.seconds, seconds
+    try:
+        while left > 0 and not playing.done():
+            await asyncio.wait({playing}, timeout=left)
+            left = began + seconds + min(Late.seconds - before, MOST_WAITING * seconds) - time.monotonic()
+    except asyncio.CancelledError:
+        await abandon(playing)
+        raise
+    return playing
+
+
+def raised_by(task: asyncio.Task) -> BaseException | None:
+    """What an episode, or its scoring, ended with. One that cancelled its own task (as cancel scopes of libraries can) has failed, too."""
+    return RuntimeError("the environment cancelled the rollout's own task") if task.cancelled() else task.exception()
+
+
+async def abandon(task: asyncio.Task) -> None:
+    """Cancel a task and let it clean up for at most CLEANUP_GRACE seconds."""
+    task.cancel()
+    await asyncio.wait({task}, timeout=CLEANUP_GRACE)
+    if task.done() and not task.cancelled():
+        task.exception()  # retrieve it; otherwise asyncio logs a warning later
+
+
+def waits_at(task: asyncio.Task[Any], sources: Path | None) -> str:
+    """`; at FILE:LINE in FUNCTION`, where a rollout's task waits in the environment's code; empty if it waits elsewhere."""
+    where = own_line(awaits(task), sources)
+    return f"; at {where}" if sources is not None and where.startswith((f"{sources}:", f"{sources}/")) else ""

@@ -3,7 +3,7 @@
     play(task, members, attempt) → the worker with the least to do → asks the inference servers → its rollouts, with their tokens
 
 The workers have the policy (`give`), so prompts are rendered, and answers read, where the environment runs. The pool bounds what an
-environment can do to the run. It looks at its workers a few times a second, and replaces one that
+environment can do to the run. It looks at each worker a few times a second (`_attend`), and replaces one that
 
     computes one step for longer than a rollout may take, or is silent for as long    cause `timeout`
     has died                                                                          cause `died`
@@ -21,17 +21,15 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlx.config.pythons import python_of
 from rlx.config.schema_rollout import EnvConfig
 from rlx.envs import wire
-from rlx.envs.child import Worker, how
-from rlx.envs.playing import Playing, answer, fail
-from rlx.envs.rows import PackedRows
-from rlx.envs.stacks import read_dump
+from rlx.envs.errors import in_one_line
+from rlx.envs.worker_process import InFlight, Worker, how, read_dump
 from rlx.heartbeat import ABSENT
 from rlx.inference.sampler import Sampler, Servers
 from rlx.policy.base import Policy
@@ -40,7 +38,7 @@ from rlx.types import Rollout, Task
 
 log = logging.getLogger(__name__)
 
-LOOK = 0.25  # seconds between two looks at the workers
+LOOK = 0.25  # seconds between two looks at a worker
 GRACE = 2.0  # seconds beyond its time that a rollout may take to end by itself: two beats
 HARD = 1.5  # times the memory bound at which a worker is ended at once
 CLOSING = 6.0  # seconds for a worker to close its environment at the end
@@ -56,6 +54,12 @@ class WorkerError(RuntimeError):
 
 class WorkerPool:
     """See `rlx.envs.base.Environment`. It has its policy (`give`) before the first `play`."""
+
+    policy: Policy | None = None  # the workers have it
+    rows: Sequence[dict[str, Any]] = ()
+    tools: Sequence[Mapping[str, Any]] = ()
+    agents: Sequence[str] = ()
+    scores_groups = False
 
     def __init__(
         self,
@@ -74,12 +78,6 @@ class WorkerPool:
         memory. `memory_gb`: bound of one worker's resident memory, in GiB.
         """
         self.name = name
-        self.policy: Policy | None = None  # the workers have it
-        self.heard: Callable[[Collection[str], str | None], None] = lambda models, refusal: None  # of an endpoint: `Standing.hear`
-        self.rows: Sequence[dict[str, Any]] = ()
-        self.tools: Sequence[Mapping[str, Any]] = ()
-        self.scores_groups = False
-        self.agents: Sequence[str] = ()
         self.replaced: Counter[str] = Counter()  # workers replaced since the pool began, by cause
         self.replayed = 0  # requests played again because their worker ended
         self._config, self._settings, self._logs = config, settings, logs
@@ -89,8 +87,7 @@ class WorkerPool:
         self._numbers = itertools.count(1)
         self._spec: PolicySpec | None = None
         self._servers: Callable[[], Servers] | None = None  # those that the policy samples on; None: an endpoint plays
-        self._waiting: list[Playing] = []  # requests for which no worker is ready
-        self._packed: tuple[Any, bytes] = None, b""  # the latest row that was sent
+        self._waiting: list[InFlight] = []  # requests for which no worker is ready
         self._deadly: set[int] = set()  # tasks of which a request has ended a worker: their retries play alone
         self._warned: set[str] = set()
         self._away = 0.0  # seconds in which no server took requests of workers that have ended
@@ -104,15 +101,15 @@ class WorkerPool:
         name = f"env_{self.name}_{'suspects' if place is None else place}"
         load = wire.Load(self.name, self._config, self._settings, send_rows=place == 0 and not self._digest)
         python = python_of(self._config.id, self._config.python)
-        worker = Worker(name, place, load, python, None if self._logs is None else self._logs / f"{name}.log", self._handle)
+        worker = Worker(name, place, load, python, None if self._logs is None else self._logs / f"{name}.log")
         self._introduce(worker)
         return worker
 
     def _introduce(self, worker: Worker) -> None:
-        if self._spec is not None:
-            worker.link.send(wire.Give(self._spec))
         if self._servers is not None:
             worker.link.send(wire.Serve(self._servers()))
+        if self._spec is not None:
+            worker.link.send(wire.Give(self._spec))
 
     def give(self, policy: PolicySpec, sampler: Sampler | None) -> None:
         """Let the workers play with this policy, on the servers of `sampler` if it samples. Call it in the running loop."""
@@ -128,8 +125,7 @@ class WorkerPool:
     def _begin(self) -> None:
         """Look after the workers in the running loop from now on."""
         for worker in self._workers:
-            self._soon(worker.link.attach())
-        self._soon(self._watch())
+            self._soon(self._attend(worker))
 
     def _tell(self, servers: Servers) -> None:
         for worker in self._workers:
@@ -146,8 +142,6 @@ class WorkerPool:
             while self._broken is None and not all(worker.loaded for worker in self._workers):
                 tick()
                 await asyncio.sleep(0.05)
-            for worker in self._workers:
-                worker.link.close()
 
         asyncio.run(wait())
         self._tasks.clear()  # they have ended with their loop
@@ -156,26 +150,32 @@ class WorkerPool:
                 worker.end()
             raise self._broken
 
-    def _loaded(self, worker: Worker, message: wire.Loaded) -> None:
-        """A worker has loaded. Raises WorkerError if it cannot be used."""
-        worker.loaded, worker.heard, worker.sources = True, time.monotonic(), message.sources
+    def _use(self, worker: Worker, message: wire.Loaded) -> None:
+        """A worker has loaded: use it, or end it if it cannot be used."""
         if message.rows:
-            self.rows = PackedRows(message.rows, message.columns)
+            self.rows = wire.PackedRows(message.rows, message.columns)
         if not self._digest:
             self.tools, self.agents, self.scores_groups = message.tools, message.agents, message.scores_groups
             self._digest = message.digest
             self._loading = max(LOADING, LOADING_TIMES * (time.monotonic() - worker.began))
-        if message.digest != self._digest:
-            raise WorkerError(
-                f"envs.{self.name}: {self._config.id} makes other examples in each process, so a worker cannot score another's; give it a "
-                f"seed in envs.{self.name}.args, or play it in the orchestrator with envs.{self.name}.workers=0"
-            )
         worker.measure()
-        if worker.memory > self._bound:
-            raise WorkerError(
-                f"envs.{self.name}: its worker needs {worker.memory / 2**30:.2f} GiB just after loading, more than "
-                f"orchestrator.env_worker_memory_gb={self._bound / 2**30:g}; raise it"
+        if message.digest != self._digest:
+            self._refuse(
+                worker,
+                f"{self._config.id} makes other examples in each process, so a worker cannot score another's; give it a seed in "
+                f"envs.{self.name}.args, or play it in the orchestrator with envs.{self.name}.workers=0",
             )
+        elif worker.memory > self._bound:
+            bound = f"orchestrator.env_worker_memory_gb={self._bound / 2**30:g}"
+            self._refuse(worker, f"it needs {worker.memory / 2**30:.2f} GiB just after loading, more than {bound}; raise it")
+        else:
+            worker.loaded, worker.heard, worker.sources = True, time.monotonic(), message.sources
+            self._failed_starts = 0
+            self._dispatch_waiting()
+
+    def _refuse(self, worker: Worker, error: str) -> None:
+        worker.error = error
+        worker.process.kill()
 
     # -- playing
 
@@ -183,7 +183,7 @@ class WorkerPool:
         """See `rlx.envs.base.Environment`. Raises WorkerError if the environment has no worker and cannot get one."""
         if self._broken is not None:
             raise self._broken
-        playing = Playing(next(self._numbers), task, tuple(members), attempt, asyncio.get_running_loop().create_future())
+        playing = InFlight(next(self._numbers), task, tuple(members), attempt, asyncio.get_running_loop().create_future())
         playing.crowd = int(task.index in self._deadly)
         self._dispatch(playing)
         try:
@@ -196,7 +196,7 @@ class WorkerPool:
                     worker.link.send(wire.CancelPlay(playing.number))
             raise
 
-    def _dispatch(self, playing: Playing) -> None:
+    def _dispatch(self, playing: InFlight) -> None:
         """Send a request to the worker with the least to do; keep it if none may have it now."""
         able = [one for one in self._workers if one.loaded and not one.retiring and (one.place is None) == bool(playing.crowd)]
         if playing.crowd:
@@ -208,9 +208,7 @@ class WorkerPool:
             return
         worker, task = min(able, key=lambda one: len(one.playing)), playing.task
         worker.playing[playing.number] = playing
-        if self._packed[0] is not task.row:  # the members of a group share theirs
-            self._packed = task.row, wire.pack_row(task.row)
-        asked = playing.number, task.example_id, task.index, self._packed[1], list(playing.members), playing.attempt
+        asked = playing.number, task.example_id, task.index, wire.pack_row(task.row), list(playing.members), playing.attempt
         worker.link.send(wire.Play(*asked))
 
     def _dispatch_waiting(self) -> None:
@@ -218,68 +216,51 @@ class WorkerPool:
         for playing in sorted(waiting, key=lambda one: one.crowd):
             self._dispatch(playing)
 
-    def _handle(self, worker: Worker, message: Any) -> None:
-        """A message of a worker."""
-        playing = worker.playing.get(message.number)
-        match message:
-            case wire.Loaded():
-                self._use(worker, message)
-            case wire.Failed(number=0):
-                log.error("%s", message.trace)
-                worker.error = message.error
-                if worker.loaded:
-                    self._break(WorkerError(f"envs.{self.name}: {message.error}"))
-                worker.process.kill()
-            case wire.Scores() if playing is not None and len(playing.members) == 1:
-                playing.sampled = message.trace
-            case wire.Failed() | wire.Played() if playing is not None:
-                del worker.playing[message.number]
-                answer(playing, message)
-                if isinstance(message, wire.Played) and (message.models or message.refusal):
-                    self.heard(message.models, message.refusal)
-                if worker.place is None:
-                    self._dispatch_waiting()
-
-    def _use(self, worker: Worker, message: wire.Loaded) -> None:
-        try:
-            self._loaded(worker, message)
-        except WorkerError as error:
-            if worker.place is None or worker.place < self._least:
-                self._break(error)
-                return
-            log.warning("%s\nThe workers that there are go on", error)
-            worker.retiring, self._most = True, worker.place
-        self._failed_starts = 0
-        self._dispatch_waiting()
+    async def _hear(self, worker: Worker) -> None:
+        async for message in worker.link.messages():
+            playing = worker.playing.get(message.number)
+            match message:
+                case wire.Loaded():
+                    self._use(worker, message)
+                case wire.Failed(number=0):
+                    log.error("%s", message.trace)
+                    if worker.loaded:
+                        self._break(WorkerError(f"envs.{self.name}: {message.error}"))
+                    self._refuse(worker, message.error)
+                case wire.Scores() if playing is not None and len(playing.members) == 1:
+                    playing.sampled = message.trace
+                case wire.Failed() | wire.Played() if playing is not None:
+                    del worker.playing[message.number]
+                    playing.settle(message)
+                    if worker.place is None:
+                        self._dispatch_waiting()
 
     # -- watching
 
-    async def _watch(self) -> None:
+    async def _attend(self, worker: Worker) -> None:
+        """Hear a worker and look after it until its process has ended; then settle what it had."""
+        self._soon(self._hear(worker))
         looked = time.monotonic()
-        while True:
+        while worker.process.poll() is None:
             await asyncio.sleep(LOOK)
-            for worker in list(self._workers):
-                await asyncio.to_thread(worker.measure)
+            await asyncio.to_thread(worker.measure)
             gap, looked = time.monotonic() - looked, time.monotonic()
-            for worker in list(self._workers):
-                if gap > ABSENT:  # this process was stopped itself, and perhaps they with it
-                    worker.heard, worker.began = worker.heard + gap, worker.began + gap
-                self._look(worker)
+            if gap > ABSENT:  # this process was stopped itself, and perhaps they with it
+                worker.heard, worker.began = worker.heard + gap, worker.began + gap
+            self._look(worker)
             self._grow()
+        await asyncio.sleep(LOOK)  # what it sent before is read
+        self._ended(worker)
 
     def _look(self, worker: Worker) -> None:
-        """Settle a worker that has ended. End one that is stuck, or that needs too much memory."""
+        """End a worker that is stuck, that needs too much memory, or that nobody needs any more."""
         for text in worker.hear():
             if text not in self._warned:  # once, however many workers say it
                 self._warned.add(text)
                 log.warning("%s", text)
         timeout, used = self._settings.timeout, worker.memory
         says = f"its worker {worker.name} has {used / 2**30:.2f} GiB, env_worker_memory_gb is {self._bound / 2**30:g}"
-        if (code := worker.process.poll()) is not None:
-            if worker.gone:
-                self._ended(worker, code)
-            worker.gone = True  # what it sent before is read until the next look
-        elif worker.verdict is not None:
+        if worker.verdict is not None:
             pass
         elif not worker.loaded:
             if time.monotonic() - worker.began > self._loading:
@@ -320,18 +301,28 @@ class WorkerPool:
             log.info("envs.%s: its rollouts wait for its workers, so it gets another one", self.name)
             self._add(1 + max(worker.place or 0 for worker in own))
 
-    def _soon(self, work: Any) -> None:
+    def _soon(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        """A task has ended. If it raised, its worker is no longer looked after, so requests would wait for ever."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._break(WorkerError(f"envs.{self.name}: its workers cannot be looked after: {in_one_line(error)}"))
 
     # -- when a worker has ended
 
-    def _ended(self, worker: Worker, code: int) -> None:
+    def _ended(self, worker: Worker) -> None:
         """A worker's process is gone: replace it, fail what ended it, play the rest again."""
-        said = worker.last_lines()
+        said, code = worker.last_lines(), worker.process.wait()
         cause, text = worker.verdict or ("died", f"{worker.name} (process {worker.process.pid}) died: {how(code)}")
-        text = text if worker.loaded else worker.not_loaded(self.name, self._config.id)
+        if worker.error and not worker.loaded:
+            text = f"envs.{self.name} could not be loaded: {worker.error}"
+        elif not worker.loaded:
+            ended = worker.verdict[1] if worker.verdict else f"its worker ended before it had loaded {self._config.id}: {how(code)}"
+            text = f"envs.{self.name}: {ended}\n{said}"
         worker.end()
         self._workers.remove(worker)
         self._away += worker.beat.away
@@ -360,7 +351,7 @@ class WorkerPool:
             playing.crowd, playing.sampled = max(1, len(suspects) // 2), playing.sampled if cause == "timeout" else None
         if len(suspects) == 1 and (named or worker.place is None):
             self._deadly.add(suspects[0].task.index)
-            fail(suspects[0], cause, f"{text}; at {where}" if where else text)
+            suspects[0].fail(cause, f"{text}; at {where}" if where else text)
         again = [playing for playing in lost if not playing.answer.done()]
         self.replayed += len(again)
         self._waiting += again
@@ -373,7 +364,7 @@ class WorkerPool:
             self._break(WorkerError(f"envs.{self.name}: no other worker can be started: {error}"))
             return
         self._workers.append(worker)
-        self._soon(worker.link.attach())
+        self._soon(self._attend(worker))
 
     def _break(self, error: WorkerError) -> None:
         """No worker can be had: every request fails with this error."""
@@ -409,8 +400,3 @@ class WorkerPool:
     def away(self) -> float:
         """Seconds so far in which no server took the requests of a worker, of all workers in sum."""
         return self._away + sum(worker.beat.away for worker in self._workers)
-
-    @property
-    def memory(self) -> int:
-        """Resident bytes of the largest worker and of the processes that it has started."""
-        return max((worker.memory for worker in self._workers), default=0)

@@ -1,6 +1,6 @@
 """Loads the environments of a configuration in a process of its own and says what they are, before a run starts anything.
 
-    python -m rlx.envs.probe < {"envs": [{"key": "0", "name": "math", "id": "rlx-math", "args": {}, "split": "train"}]}
+    PYTHON rlx/envs/boot.py probe < {"envs": [{"key": "0", "name": "math", "id": "rlx-math", "args": {}, "split": "train"}]}
 
 answers on its standard output, one JSON object a line: `{"loading": "0"}`, then `{"key": "0", "probed": {…}, "files": {…}, "folders": {…}}`
 with the fields of `Probed`, and what the answer depends on. Everything that an environment prints goes to the standard error.
@@ -27,8 +27,7 @@ from rlx.config.schema import EnvConfig
 from rlx.config.signatures import OWN_KINDS, module_of
 from rlx.envs import about
 from rlx.envs.errors import in_one_line
-from rlx.envs.kinds import kind_of
-from rlx.envs.load import load_one
+from rlx.envs.kinds import kind_of, load_one
 from rlx.envs.probed import FIELDS, Probed, file_digest, packages_digest
 from rlx.envs.wire import Settings
 from rlx.plain import CodecError, to_json
@@ -100,14 +99,10 @@ def files_of(env_id: str) -> dict[str, str]:
     return {file: file_digest(file) for file in sorted(found)[:MOST_FILES]}
 
 
-def config_of(entry: Mapping[str, Any]) -> EnvConfig:
-    """The configuration that an entry of a request has."""
-    return msgspec.convert({key: entry[key] for key in FIELDS if key in entry}, EnvConfig)
-
-
 def answer(entry: Mapping[str, Any]) -> dict[str, Any]:
     """The answer to one entry of a request."""
-    probed = probe(entry["name"], config_of(entry))
+    config = msgspec.convert({key: entry[key] for key in FIELDS if key in entry}, EnvConfig)
+    probed = probe(entry["name"], config)
     folders = {path: packages_digest(path) for path in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}}
     return {"key": entry["key"], "probed": asdict(probed), "files": files_of(entry["id"]), "folders": folders}
 
@@ -129,7 +124,3 @@ def answer_requests(answer: Callable[[Mapping[str, Any]], dict[str, Any]]) -> No
 def main() -> None:
     """Answer the request on the standard input."""
     answer_requests(answer)
-
-
-if __name__ == "__main__":
-    main()

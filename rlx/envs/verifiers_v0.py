@@ -28,9 +28,8 @@ from rlx.config.pythons import sources_of
 from rlx.config.schema import EnvConfig
 from rlx.envs.base import REWARD_ERROR, failed, filled, finite, with_raised_reward
 from rlx.envs.errors import snake
-from rlx.envs.local import LocalEnvironment
+from rlx.envs.local import CLEANUP_GRACE, LocalEnvironment, abandon, raised_by, run_for, together
 from rlx.envs.messages import recorded
-from rlx.envs.together import CLEANUP_GRACE, abandon, raised_by, run_for, together
 from rlx.envs.verifiers_client import EpisodeClient, functions_of, info_of
 from rlx.policy.base import Episode
 from rlx.policy.sampling_params import KNOWN, PENALTIES, servers_names

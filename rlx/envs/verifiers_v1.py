@@ -19,6 +19,7 @@ import logging
 import math
 import re
 import socket
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,10 +39,9 @@ from rlx.config.pythons import sources_of
 from rlx.config.schema import EnvConfig
 from rlx.envs import verifiers_v1_boxes, verifiers_v1_client, verifiers_v1_tools
 from rlx.envs.base import RAISED, REWARD_ERROR, failed, filled, finite, with_raised_reward
-from rlx.envs.errors import Failure, failure_of, in_one_line, snake
-from rlx.envs.local import LocalEnvironment
+from rlx.envs.errors import in_one_line, snake
+from rlx.envs.local import CLEANUP_GRACE, LocalEnvironment, abandon
 from rlx.envs.messages import recorded
-from rlx.envs.together import CLEANUP_GRACE, abandon
 from rlx.envs.verifiers_v1_boxes import CommandHarness, fit, runtime_of
 from rlx.envs.verifiers_v1_client import ChatLoop, PolicyClient, PolicyEndpoint, give_clients, mark_of
 from rlx.envs.verifiers_v1_tools import functions_of
@@ -68,7 +68,12 @@ def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], tim
     it cannot run on this machine (`fit`). Errors of the package's own code are raised as they are.
     """
     where = f"envs.{name}"
-    env, chosen = loaded(where, config)
+    block, chosen = block_of(where, config)
+    for module in (verifiers_v1_boxes, verifiers_v1_client, verifiers_v1_tools):
+        module.install()
+    env = load_v1(block)
+    for noisy in ("verifiers", "aiohttp.access", "httpx", "httpx2", "mcp"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
     if config.reward_raises == "zero" and type(env) is not SingleAgentEnv:
         raise ValueError(f"{where}.reward_raises=zero cannot be met: the agents of {config.id} are judged together; remove the key")
     if config.split == "eval":
@@ -80,17 +85,6 @@ def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], tim
     made = V1Environment(name, env, tasks, agents, config, config.rollout_timeout or timeout)
     made.longest, made.sandbox = sampling.get("max_tokens"), sandbox
     return made
-
-
-def loaded(where: str, config: EnvConfig) -> tuple[vf.Env, frozenset[str]]:
-    """verifiers' environment, and the agents that may run commands on this machine."""
-    block, chosen = block_of(where, config)
-    for module in (verifiers_v1_boxes, verifiers_v1_client, verifiers_v1_tools):
-        module.install()
-    env = load_v1(block)
-    for noisy in ("verifiers", "aiohttp.access", "httpx", "httpx2", "mcp"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-    return env, chosen
 
 
 class V1Environment(LocalEnvironment):
@@ -186,10 +180,12 @@ class V1Environment(LocalEnvironment):
             able = asked  # who was never asked has nothing to train
             agent = agent if any(trace.agent.name == agent for trace in able) else able[0].agent.name
         traces = [trace for trace in able if trace.agent.name == agent]
-        stop, failure = ("", None) if played.ok else self._failure(played, client)
-        if failure is not None and not (stop == RAISED and type(self.env) is SingleAgentEnv and traces):
-            late = getattr(played, "is_timeout", False) or "deadline (--env.timeout" in failure.text
-            return fail("timeout" if late else "error", "environment_timeout" if late else stop, self._note(task, failure))
+        stop, said, written = ("", "", "") if played.ok else self._failure(played, client)
+        if said:
+            self.failures.note(self.name, f"example {task.example_id}", said, written)
+        if said and not (stop == RAISED and type(self.env) is SingleAgentEnv and traces):
+            late = getattr(played, "is_timeout", False) or "deadline (--env.timeout" in said
+            return fail("timeout" if late else "error", "environment_timeout" if late else stop, said)
         if not traces:
             return fail("error", "no_turns", f"the agent `{agent}`, which this group trains, did not play or does not train")
         trace = traces[member % len(traces)]
@@ -203,9 +199,9 @@ class V1Environment(LocalEnvironment):
             self._trained(task, member, episode, client, each, shared)
             for each in (trace, *(other for other in able if self.whole and other is not trace))
         ]
-        if failure is not None:
+        if said:
             first = replace(first, reward=0.0, rewards={})  # verifiers keeps what was recorded before the error
-            return with_raised_reward(first, self._note(task, failure), self.reward_raises)
+            return with_raised_reward(first, said, self.reward_raises)
         return replace(first, others=tuple(others))
 
     def _trained(
@@ -245,26 +241,20 @@ class V1Environment(LocalEnvironment):
         context = vf.ModelContext(model=POLICY, client=endpoint, sampling=vf.SamplingConfig())
         return await self.env.run_slot(slot, context)
 
-    def _failure(self, played: vf.Episode, client: PolicyClient) -> tuple[str, Failure]:
-        """(cause, failure) of an episode that is not ok."""
+    def _failure(self, played: vf.Episode, client: PolicyClient) -> tuple[str, str, str]:
+        """(cause, what was raised, its traceback) of an episode that is not ok."""
         for trace in played.traces:
-            if trace.id in client.failures:
-                return "model_error", failure_of(client.failures[trace.id], self.sources)
+            if (raised := client.failures.get(trace.id)) is not None:
+                return "model_error", in_one_line(raised, self.sources), "".join(traceback.format_exception(raised)).rstrip()
         errors = [*played.errors, *(error for trace in played.traces if not trace.ok for error in trace.errors)]
         if not errors:
-            return "environment_error", Failure(text="the episode failed without an error", key="no error", traceback="")
+            return "environment_error", "the episode failed without an error", ""
         error = errors[-1]
-        place = _place(error.traceback or "", self.sources)
-        at = f"; at {place}" if place else ""
-        text = utf8(f"{error.type}: {' '.join(error.message.split())[:400]}{at}")
+        written = error.traceback or ""
+        text = utf8(f"{error.type}: {' '.join(error.message.split())[:400]}{_place(written, self.sources)}")
         bad = [trace for trace in played.traces if not trace.ok]
         scored = bool(bad) and all(trace.timing.scoring.start for trace in bad)  # only a reward or a metric failed
-        failure = Failure(text=text, key=f"{error.type}{at}", traceback=(error.traceback or "").rstrip())
-        return RAISED if scored else snake(error.type), failure
-
-    def _note(self, task: Task, failure: Failure) -> str:
-        self.failures.note(self.name, f"example {task.example_id}", failure)
-        return failure.text
+        return RAISED if scored else snake(error.type), text, written.rstrip()
 
 
 def block_of(where: str, config: EnvConfig) -> tuple[Any, frozenset[str]]:
@@ -345,7 +335,7 @@ def _prompt(data: vf.TaskData) -> list[Message]:
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
 
-def _place(written: str, sources: Path | None) -> str | None:
-    """The innermost line of the environment's own code in a traceback: `/…/my_env.py:42 in ask`."""
+def _place(written: str, sources: Path | None) -> str:
+    """The innermost line of the environment's own code in a traceback: `; at /…/my_env.py:42 in ask`; empty if there is none."""
     own = [each for each in FRAME.finditer(written) if sources is not None and each["file"].startswith(str(sources))]
-    return f"{own[-1]['file']}:{own[-1]['line']} in {own[-1]['function']}" if own else None
+    return f"; at {own[-1]['file']}:{own[-1]['line']} in {own[-1]['function']}" if own else ""

@@ -1,7 +1,7 @@
 """The messages between the orchestrator and an environment's worker, and the socket that carries them.
 
     orchestrator                                     worker (a process that has loaded the environment)
-    Load (its standard input), Give, Serve, Play, CancelPlay   →
+    Load (its standard input), Serve, Give, Play, CancelPlay   →
                                                                ←   Loaded, Failed, Scores, Played; Beat (a socket of its own)
 
 A frame is the length of its message, the number of the request that it is about (0: none), and the message in msgpack.
@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -30,6 +30,7 @@ from rlx.trace import Trace
 from rlx.types import Rollout
 
 HEAD = struct.Struct("<IQ")  # bytes of the message, number of the request
+LARGE = 2**24  # bytes that may wait to be read before the other end is held up
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Give(Message):
 
 
 class Serve(Message):
-    """The servers that the policy samples on are these now. Before the first `Play`, unless an endpoint plays."""
+    """The servers that the policy samples on are these now. Before `Give`, unless an endpoint plays."""
 
     servers: Servers
 
@@ -119,8 +120,6 @@ class Played(Message):
     number: int
     rollouts: list[list[Rollout]] = []  # of each member, with the episode's further runs behind it; without the row of its task
     error: str = "the environment cancelled the rollout's own task"  # why there are none
-    models: list[str] = []  # of an endpoint: what its answers say about it (`rlx.policy.openai.Standing`)
-    refusal: str | None = None
 
 
 class Beat(Message):
@@ -175,62 +174,63 @@ def unpack_row(packed: bytes) -> dict[str, Any]:
     return from_json(msgspec.msgpack.decode(packed))
 
 
+class PackedRows(Sequence[Any]):
+    """The rows of an environment, unpacked when they are read. A slice is a dict of columns if `columns`, as in `datasets`."""
+
+    def __init__(self, packed: list[bytes], columns: bool) -> None:
+        self._packed, self._columns = packed, columns
+
+    def __len__(self) -> int:
+        return len(self._packed)
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, int):
+            return unpack_row(self._packed[place])
+        rows = [unpack_row(row) for row in self._packed[place]]
+        return {name: [row[name] for row in rows] for name in (rows[0] if rows else ())} if self._columns else rows
+
+
 def frame(message: Message) -> bytes:
     """A message as it travels. Raises what encoding raises."""
     body = encode(message)
     return HEAD.pack(len(body), message.number) + body
 
 
-class Link(asyncio.Protocol):
-    """One end of the socket, in a running loop after `attach`. What is sent before leaves then."""
+class Link:
+    """One end of the socket. What is sent before `messages` is read leaves then."""
 
-    def __init__(self, sock: socket.socket, kind: Any, handle: Callable[[Any], None], lost: Callable[[], None] = lambda: None) -> None:
-        """`kind`: the union of the messages that arrive here, for `handle`. `lost` is called when the other end is gone."""
-        self._sock, self._decode, self._handle, self._lost = sock, decoder(kind), handle, lost
-        self._in, self._early = bytearray(), bytearray()
-        self._transport: Any = None
+    def __init__(self, sock: socket.socket, kind: Any) -> None:
+        """`kind`: the union of the messages that arrive here."""
+        self._sock, self._decode = sock, decoder(kind)
+        self._early = bytearray()
+        self._writer: asyncio.StreamWriter | None = None
 
-    async def attach(self) -> None:
-        """Serve it in the running loop from now on. After `close` it may be attached again."""
-        await asyncio.get_running_loop().create_connection(lambda: self, sock=self._sock.dup())
+    async def messages(self) -> AsyncIterator[Any]:
+        """The messages that arrive, until the other end is gone. It may be left, and read again in another loop."""
+        reader, self._writer = await asyncio.open_unix_connection(sock=self._sock.dup(), limit=LARGE)
+        self._writer.transport.set_write_buffer_limits(high=0)  # the loops would collect what is written otherwise
+        self._writer.write(bytes(self._early))
+        self._early.clear()
+        try:
+            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+                while True:
+                    size, number = HEAD.unpack(await reader.readexactly(HEAD.size))
+                    yield self._read(number, await reader.readexactly(size))
+        finally:
+            self._writer.close()
+            self._writer = None
 
     def send(self, message: Message) -> None:
         """Send now: what follows may block the loop. Raises what encoding raises."""
-        if self._transport is None:
+        if self._writer is None:
             self._early += frame(message)
         else:
-            self._transport.write(frame(message))
+            self._writer.write(frame(message))
 
     def finish(self) -> None:
         """Tell the other end that nothing more will come."""
         with contextlib.suppress(OSError):  # it is gone
             self._sock.shutdown(socket.SHUT_WR)
-
-    def close(self) -> None:
-        """Serve it no longer."""
-        if self._transport is not None:
-            self._transport.close()
-            self._transport = None
-
-    def connection_made(self, transport: Any) -> None:
-        self._transport = transport
-        transport.set_write_buffer_limits(high=0)  # the loops would collect what is written otherwise
-        transport.write(bytes(self._early))
-        self._early.clear()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._lost()
-
-    def data_received(self, data: bytes) -> None:
-        self._in += data
-        while len(self._in) >= HEAD.size:
-            size, number = HEAD.unpack_from(self._in)
-            end = HEAD.size + size
-            if len(self._in) < end:
-                return
-            body = bytes(self._in[HEAD.size : end])
-            del self._in[:end]
-            self._handle(self._read(number, body))
 
     def _read(self, number: int, body: bytes) -> Any:
         """The message. One that cannot be read costs its own request, or ends the worker."""

@@ -1,6 +1,6 @@
 """The server of an environment: a process that loads it, plays what the orchestrator asks for, and asks the inference servers itself.
 
-    Load → load the environment → its rows and facts → Give, Serve → Play … Play → the rollouts go out as Played, with their tokens
+    Load → load the environment → its rows and facts → Serve, Give → Play … Play → the rollouts go out as Played, with their tokens
 
 `rlx.envs.pool` starts it through `rlx/envs/boot.py`, in this or in another Python, so its imports are light: the standard library, numpy,
 msgspec, aiohttp, tokenizers, jinja2, and modules of rlx that need no more. It ends when the orchestrator ends.
@@ -33,8 +33,8 @@ from typing import Any
 
 from rlx.config.pythons import sources_of
 from rlx.envs.errors import in_one_line
-from rlx.envs.load import load_one
-from rlx.envs.together import Late
+from rlx.envs.kinds import load_one
+from rlx.envs.local import Late
 from rlx.envs.wire import (
     Beat,
     CancelPlay,
@@ -55,11 +55,9 @@ from rlx.envs.wire import (
     unpack_row,
 )
 from rlx.inference.sampler import Follower
-from rlx.policy.base import Policy
-from rlx.policy.spec import chat_of, policy_of
+from rlx.policy.spec import PolicySpec, chat_of, policy_of
 from rlx.process import die_with_parent, keep_event_loop_free
 from rlx.stacks import answer_in_child, explain_with, where_rollouts_wait
-from rlx.trace import Trace, Turn
 from rlx.types import Task
 
 log = logging.getLogger("rlx.envs.worker")
@@ -139,7 +137,7 @@ def _called(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def named(function: Any, number: int) -> Any:
-    """The function, with its file named after a request: so a dump of stacks says whose code runs (`rlx.envs.stacks`)."""
+    """The function, with its file named after a request: so a dump of stacks says whose code runs (`read_dump`)."""
     return FunctionType(function.__code__.replace(co_filename=f"<request {number}>"), function.__globals__)
 
 
@@ -192,10 +190,11 @@ class Heart(threading.Thread):
                 self.loop.call_soon_threadsafe(self._turn)
             if now - sent >= BEAT:
                 sent = now
-                delay = max(self.delay, now - self.asked if self.asked else 0.0)
+                delay, sampler = max(self.delay, now - self.asked if self.asked else 0.0), self.server.sampler
                 warnings = [self.warnings.get().getMessage() for _ in range(self.warnings.qsize())]
+                servers = (0, 0.0) if sampler is None else (sampler.waiting, sampler.away)
                 with contextlib.suppress(OSError):  # the orchestrator is gone
-                    self.sock.send(encode(Beat(now - since, delay, self.server.asking, self.server.away, warnings)))
+                    self.sock.send(encode(Beat(now - since, delay, *servers, warnings)))
             time.sleep(LOOK)
 
     def _turn(self) -> None:
@@ -205,40 +204,17 @@ class Heart(threading.Thread):
 
 
 class Server:
-    """Plays requests concurrently, and sends each rollout as soon as it is scored. The generator of its policy, too."""
+    """Plays requests concurrently, and sends each rollout as soon as it is scored."""
 
     def __init__(self, link: socket.socket, env: Any, keeps_late: bool) -> None:
-        self.env, self.keeps_late, self.gone = env, keeps_late, asyncio.Event()
-        self.link = Link(link, ToWorker, self._handle, self.gone.set)
-        self.policy: Policy | None = None
+        self.env, self.keeps_late, self.link = env, keeps_late, Link(link, ToWorker)
         self.sampler: Follower | None = None
-        self.asking = 0  # requests to the inference servers in flight
         self._playing: dict[int, asyncio.Task[None]] = {}
-        self._entering: asyncio.Task[Any] | None = None
-
-    @property
-    def away(self) -> float:
-        """Seconds so far in which no server took requests."""
-        return 0.0 if self.sampler is None else self.sampler.away
-
-    @property
-    def version(self) -> int:
-        assert self.sampler is not None
-        return self.sampler.version
-
-    async def generate(self, prompt_ids: Any, sampling: dict[str, Any], request_id: str, affinity: int) -> Turn:
-        """See `rlx.inference.sampler.Sampler.generate`."""
-        assert self.sampler is not None, "a request before the first `Serve`"
-        self.asking += 1
-        try:
-            return await self.sampler.generate(prompt_ids, sampling, request_id, affinity)
-        finally:
-            self.asking -= 1
 
     async def serve(self) -> None:
         """Serve until the orchestrator closes the link; then let the environment release its resources."""
-        await self.link.attach()
-        await self.gone.wait()
+        async for message in self.link.messages():
+            await self._take(message)
         for task in self._playing.values():
             task.cancel()
         await asyncio.gather(*self._playing.values(), return_exceptions=True)
@@ -246,7 +222,7 @@ class Server:
         if self.sampler is not None:
             await self.sampler.__aexit__()
 
-    def _handle(self, message: Any) -> None:
+    async def _take(self, message: Any) -> None:
         match message:
             case Play():
                 token = PLAYING.set(message.number)
@@ -256,43 +232,37 @@ class Server:
             case CancelPlay():
                 if message.number in self._playing:
                     self._playing[message.number].cancel()
+            case Serve() if self.sampler is not None:
+                self.sampler.take(message.servers)
             case Serve():
-                if self.sampler is None:
-                    self.sampler = Follower(message.servers)
-                    self._entering = asyncio.get_running_loop().create_task(self.sampler.__aenter__())  # before a later `Play`
-                else:
-                    self.sampler.take(message.servers)
+                self.sampler = Follower(message.servers)
+                await self.sampler.__aenter__()
             case Give():
-                self._make(message)
+                self._make(message.policy)
+            case Played():  # of a request that could not be read
+                self.link.send(message)
+            case Failed():
+                raise RuntimeError(message.error)
 
-    def _make(self, message: Give) -> None:
-        spec = message.policy
+    def _make(self, spec: PolicySpec) -> None:
         try:
-            self.policy = policy_of(spec, None if spec.chat is None else chat_of(spec.chat), self)
+            policy = policy_of(spec, None if spec.chat is None else chat_of(spec.chat), self.sampler)
         except Exception as error:  # a package that this Python lacks, a template that it cannot read
             log.exception("the policy cannot be made")
             self.link.send(Failed(0, f"its policy cannot be made: {in_one_line(error, None)}", traceback.format_exc()))
             return
-        if (standing := getattr(self.policy, "standing", None)) is not None:
-            standing.answered = True  # the orchestrator's own request, before this
-        self.env.policy = self.policy
+        self.env.policy = policy
         if self.keeps_late:
-            self.env.scores = self._scores
+            self.env.scores = lambda trace: self.link.send(Scores(PLAYING.get(), trace))
         keep_event_loop_free()  # all is loaded
-
-    def _scores(self, trace: Trace) -> None:
-        self.link.send(Scores(PLAYING.get(), trace))
 
     async def _play(self, asked: Play) -> None:
         try:
             task = Task(env=self.env.name, example_id=asked.example_id, index=asked.index, row=unpack_row(asked.row))
             rollouts = await self.env.play(task, asked.members, asked.attempt)
             bare = replace(task, row={})  # the orchestrator has it
-            runs = [[replace(run, task=bare, others=()) for run in (rollout, *rollout.others)] for rollout in rollouts]
-            played = Played(asked.number, runs)
-            if (standing := getattr(self.policy, "standing", None)) is not None:
-                played.models, played.refusal = sorted(standing.models), standing.refusal
-            self.link.send(played)
+            members = [[replace(run, task=bare, others=()) for run in (each, *each.others)] for each in rollouts]
+            self.link.send(Played(asked.number, members))
         except Exception as error:
             self.link.send(Failed(asked.number, f"{type(error).__name__}: {error}", traceback.format_exc()))
 

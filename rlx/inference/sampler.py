@@ -129,7 +129,7 @@ class Sampler:
         self._affinity: OrderedDict[int, _Server] = OrderedDict()
         self._request_timeout, self._restart_timeout = request_timeout, restart_timeout
         self._restore, self._run, self._adapter, self._context = restore, run, adapter, context
-        self._waiting = 0  # requests that wait for their answers
+        self.waiting = 0  # requests that wait for their answers
         self._ended_outages = 0.0  # seconds
         self._outage_since: float | None = None  # monotonic time since which no server takes requests
         self._client = Client()
@@ -206,12 +206,12 @@ class Sampler:
             raise RequestRefused(f"sampling parameters {dict(sampling)}: {error}") from error
         if 0 < (context := self._context()) <= len(prompt):
             raise ContextTooLong(f"the prompt has {len(prompt)} tokens, the servers' context {context}: no room for a new token")
-        self._waiting += 1
+        self.waiting += 1
         try:
             return await self._generate(prompt, parameters, request_id, affinity)
         finally:
-            self._waiting -= 1
-            if not self._waiting:  # whether a server takes requests is not known when there are none
+            self.waiting -= 1
+            if not self.waiting:  # whether a server takes requests is not known when there are none
                 self._end_outage()
 
     async def _generate(self, prompt: Any, parameters: Sampling, request_id: str, affinity: int) -> Turn:

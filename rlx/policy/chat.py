@@ -302,7 +302,9 @@ def load_chat(tokenizer: Any, model: ModelConfig, keeps_tokens: bool = True, end
     assert config is not None, family
     try:
         retention = {"thinking_retention": "all"} if keeps_tokens and keeps_thinking else {}
-        config = type(config)(**model.chat_template_kwargs, **retention)
+        # A renderer would put the day of its own making into every prompt (gpt-oss), so it gets the run's, as templates do.
+        dates = {name: today().date().isoformat() for name in type(config).model_fields if name.endswith("_date")}
+        config = type(config)(**(dates | model.chat_template_kwargs), **retention)
         renderer = create_renderer(tokenizer, config)
     except Exception as error:  # each renderer raises errors of its own if tokens are missing
         given = f" with {model.chat_template_kwargs}" if model.chat_template_kwargs else ""

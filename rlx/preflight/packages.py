@@ -16,9 +16,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 from packaging.requirements import InvalidRequirement, Requirement
 from uv import find_uv_bin
 
@@ -26,8 +27,8 @@ from rlx.config.errors import ConfigError
 from rlx.config.pythons import LOCK, RECORD, home, shipped
 from rlx.config.signatures import module_of
 from rlx.envs import boot
-from rlx.envs.catalog import Listed, from_json
-from rlx.envs.catalog import installed as here
+from rlx.envs.kinds import Listed
+from rlx.envs.kinds import installed as here
 
 CLASSIC = "0.3.1"  # the last verifiers with `load_environment`; it has v1 tasksets, too
 HUB = "https://hub.primeintellect.ai/{owner}/simple/"  # the package index of an owner of the Environments Hub
@@ -99,7 +100,7 @@ def install(what: str) -> Outcome:
         _make(folder, lock)
     # Of a folder that stays where it is, they are those that it has now.
     found = environments_of(str(folder / "bin" / "python")) if asked != SHIPPED else [one for one in here() if shipped(module_of(one.name))]
-    record = {"what": what, "environments": [asdict(one) for one in found]}
+    record = {"what": what, "environments": [msgspec.structs.asdict(one) for one in found]}
     (folder / RECORD).write_text(json.dumps(record, indent=1))  # also if it was there: it is the one that was installed last
     return Outcome(folder, tuple(found), new, len(lock.splitlines()))
 
@@ -166,9 +167,9 @@ def _environment() -> dict[str, str]:
 
 def environments_of(python: str) -> list[Listed]:
     """The environments that are installed in a Python; none if it cannot be asked."""
-    command = [python, boot.__file__, "catalog"]
+    command = [python, boot.__file__, "kinds"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=_plain(), cwd="/")  # no folder here hides a module
-    return from_json(done.stdout) if done.returncode == 0 else []
+    return msgspec.json.decode(done.stdout, type=list[Listed]) if done.returncode == 0 else []
 
 
 def _plain() -> Mapping[str, str]:

@@ -31,7 +31,7 @@ from rlx.config.schema import SftRoot
 from rlx.config.schema_eval import EvalRoot
 from rlx.config.schema_launch import LoggerConfig
 from rlx.envs.base import Local
-from rlx.envs.pools import away
+from rlx.envs.worker_metrics import away
 from rlx.heartbeat import EVALUATING, INTERVAL, AtWork, Heartbeat
 from rlx.inference.fleet import Fleet
 from rlx.inference.sampler import Sampler

@@ -28,7 +28,7 @@ from rlx.config.load import load_run
 from rlx.config.schema import Config
 from rlx.data.source import send
 from rlx.envs.base import Environment, Local
-from rlx.envs.pools import away, worker_metrics
+from rlx.envs.worker_metrics import away, worker_metrics
 from rlx.heartbeat import INTERVAL, Heartbeat
 from rlx.inference.fleet import Fleet
 from rlx.inference.replica import memory_of

@@ -38,7 +38,7 @@ from rlx.train.warm_start import envs_of, model_folder, recipe
 from rlx.waiting import wait_for
 
 if TYPE_CHECKING:
-    from rlx.envs.answers import Conversation
+    from rlx.envs.demonstrations import Conversation
     from rlx.policy.chat import Chat
 
 log = logging.getLogger("rlx.prepare")

@@ -140,7 +140,6 @@ class Collector:
     async def close(self) -> None:
         """Cancel all groups in flight and start no more."""
         self._closed = True
-        self._log.close()
         for _, playing in self._playing.values():
             playing.cancel()
         await asyncio.gather(*(playing for _, playing in self._playing.values()), *self._cancelled, return_exceptions=True)

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rlx.config.schema import PlayRoot
-from rlx.envs.pools import waiting_for_workers
+from rlx.envs.worker_metrics import pools_of
 from rlx.inference.fleet import Fleet
 from rlx.inference.wire import InferenceError
 
@@ -102,7 +102,7 @@ async def follow(config: PlayRoot, engines: Fleet, playing: Collector | RolloutR
             stats = await engines.stats()
         except InferenceError:
             continue
-        playing.set_max_concurrent(controller.look(stats, playing.in_flight, waiting_for_workers(playing.envs)))
+        playing.set_max_concurrent(controller.look(stats, playing.in_flight, sum(pool.waiting for pool in pools_of(playing.envs))))
         if not 0.8 < controller.limit / said < 1.25:
             log.info("at most %d rollouts in flight (before: %d): %s", controller.limit, said, controller.why)
             said = controller.limit

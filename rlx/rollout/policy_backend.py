@@ -20,7 +20,7 @@ from rlx.config.schema import PlayRoot
 from rlx.config.schema_eval import PlayWithModel
 from rlx.envs.base import Local, sampling_of
 from rlx.envs.load import give_policy, let_play
-from rlx.envs.pools import away
+from rlx.envs.worker_metrics import away
 from rlx.inference.endpoints import find_servers, present_servers
 from rlx.inference.fleet import Fleet
 from rlx.inference.replica import ServerState

@@ -12,8 +12,12 @@ from __future__ import annotations
 import ast
 import random
 import re
+import signal
+import threading
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
+from types import FrameType
 from typing import Any
 
 import reasoning_gym
@@ -31,6 +35,7 @@ NUMBERS = {"countdown", "puzzle24"}  # that pass it to sympy, which evaluates it
 FORMULAS = {"intermediate_integration", "polynomial_multiplication", "simple_integration"}  # likewise, with variables and functions
 FUNCTIONS = {"sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan", "sinh", "cosh", "tanh", "exp", "log", "ln", "sqrt", "pi"}
 LONGEST = 400  # characters of an answer that is evaluated
+LIMIT = 10.0  # seconds of computing for the score of a formula, for which sympy may take for ever
 WRONG = "no"  # what no data set may pay for, if it is not the answer
 
 
@@ -76,6 +81,33 @@ def _may(node: ast.AST, name: str) -> bool:
         large = len(constants) > 2 or any(not isinstance(value, int | float) or value > 99 for value in constants)
         return name in FORMULAS and not raised and not large and not any(isinstance(part, ast.Mult) for part in exponent)
     return True
+
+
+class TooLong(BaseException):
+    """A score took longer than LIMIT. Not an Exception, which sympy and the data sets would catch."""
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raise TooLong if this block takes more seconds of the process's computing, also if it catches that. In the main thread alone."""
+    late = []
+
+    def end(number: int, frame: FrameType | None) -> None:
+        late.append(number)
+        raise TooLong
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        signal.signal(signal.SIGVTALRM, before)
+    if late:
+        raise TooLong
 
 
 class Sources:
@@ -124,7 +156,7 @@ class Sources:
         return (self.entry(name, held_out, index) for index in range(len(self._sets[name, held_out])))
 
     def score(self, name: str, held_out: bool, answer: str, entry: dict[str, Any]) -> float:
-        """The data set's score of an answer, 0 to 1; 0 for one that its code fails at or must not evaluate."""
+        """The data set's score of an answer, 0 to 1; 0 for one that its code fails at or must not evaluate. May raise TooLong."""
         if name == "gsm_symbolic":  # it would read `1,234` as 1
             answer = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", answer)
         source = entry.get("metadata", {}).get("source_dataset", name)  # of `composite` the one that the entry is from
@@ -134,7 +166,10 @@ class Sources:
         ):
             return 0.0
         try:
-            return self._score(name, held_out, answer, entry)
+            if source not in NUMBERS | FORMULAS:
+                return self._score(name, held_out, answer, entry)
+            with limited(LIMIT):
+                return self._score(name, held_out, answer, entry)
         except Exception:  # of any kind: some data sets do not expect other forms than their own
             return 0.0
 
@@ -212,17 +247,26 @@ def load_environment(
     rows = build_rows(sources, weights, num_examples, seed)
     parser = AnswerParser()
 
-    def score(parser: vf.Parser, completion: vf.Messages, info: dict[str, Any]) -> float:
+    def score(parser: vf.Parser, completion: vf.Messages, info: dict[str, Any], state: vf.State) -> float:
         """The data set's own score of the answer, 0 to 1."""
+        state["score_timed_out"] = False
         answer = parser.parse_answer(completion)
         if not answer:
             return 0.0
         name, held_out = info["source"], bool(info["held_out"])
-        return sources.score(name, held_out, answer.strip(), sources.entry(name, held_out, info["index"]))
+        try:
+            return sources.score(name, held_out, answer.strip(), sources.entry(name, held_out, info["index"]))
+        except TooLong:
+            state["score_timed_out"] = True
+            return 0.0
 
     def answered(parser: vf.Parser, completion: vf.Messages) -> float:
         """1.0 if the reply has an answer in tags. Not part of the reward."""
         return float(bool(parser.parse_answer(completion)))
+
+    def score_timed_out(state: vf.State) -> float:
+        """1.0 if the score reached its limit; it is 0 then. Not part of the reward."""
+        return float(state["score_timed_out"])
 
     return vf.SingleTurnEnv(
         dataset=Dataset.from_list(rows),
@@ -231,5 +275,5 @@ def load_environment(
         ),
         system_prompt=system_prompt,
         parser=parser,
-        rubric=vf.Rubric(funcs=[score, answered], weights=[1.0, 0.0], parser=parser),
+        rubric=vf.Rubric(funcs=[score, answered, score_timed_out], weights=[1.0, 0.0, 0.0], parser=parser),
     )
