@@ -28,7 +28,7 @@ def batch() -> StepBatch:
 def as_if_trained(row: MicroBatch) -> Scored:
     """A model that is 0.25 nat less certain than the engine, and whose entropy is a hundredth of the token's id."""
     mask = row.loss_mask
-    return row, (row.inference_logprobs[mask] - 0.25).astype(np.float32), (row.labels[mask] / 100).astype(np.float32)
+    return row, (row.inference_logp[mask] - 0.25).astype(np.float32), (row.labels[mask] / 100).astype(np.float32)
 
 
 def write(paths: RunPaths, rank: int) -> None:

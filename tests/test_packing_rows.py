@@ -13,7 +13,7 @@ from traces import trace_of
 from trainer_examples import make_sample, make_samples, step_batch
 
 from rlx.data import packing
-from rlx.data.packing import ONE, pack, pack_together
+from rlx.data.packing import LOSSES_NAME, ONE, pack, pack_together
 from rlx.rollout.samples import samples_of
 from rlx.trace import Turn
 from rlx.types import STREAMS, Group, MicroBatch, MiniBatch, RankBatch, Rollout, Task, TrainingSample
@@ -57,7 +57,7 @@ def packed_tokens(mini_batch: Everybody) -> list[tuple]:
         starts = np.repeat(row.cu_seqlens[:-1], np.diff(row.cu_seqlens))
         for t in np.flatnonzero(row.loss_mask):
             prefix = tuple(row.token_ids[starts[t] : t + 1].tolist())
-            found.append((prefix, int(row.labels[t]), float(row.inference_logprobs[t]), float(row.advantages[t]), int(row.versions[t]),
+            found.append((prefix, int(row.labels[t]), float(row.inference_logp[t]), float(row.advantages[t]), int(row.versions[t]),
                           row.temperature[t]))  # fmt: skip
     return sorted(found)
 
@@ -93,7 +93,6 @@ def test_rollouts_stay_whole_and_rows_short_and_ranks_equally_busy(ranks, tokens
         assert (np.diff(row.rollout_ids) >= 0).all()
         assert np.bincount(row.rollout_ids[row.loss_mask], minlength=len(row.rollout_lengths)).tolist() == row.rollout_lengths.tolist()
         for start, end in zip(row.cu_seqlens[:-1], row.cu_seqlens[1:], strict=True):
-            assert row.position_ids[start:end].tolist() == list(range(end - start))
             assert row.labels[start : end - 1].tolist() == row.token_ids[start + 1 : end].tolist()
             assert not row.loss_mask[end - 1]
             assert row.versions[end - 1] == -1
@@ -225,8 +224,9 @@ def test_streams_are_shifted_with_their_labels_and_filled_where_a_sample_has_non
             seen.add(own)
             for k, name in enumerate(("ce_weights", "teacher_logprobs")):
                 wanted = row.labels[start : end - 1] + k / 8 if own % 2 else np.full(end - start - 1, STREAMS[name])
-                assert np.array_equal(getattr(row, name)[start : end - 1], wanted, equal_nan=True)
-                assert np.array_equal(getattr(row, name)[end - 1], STREAMS[name], equal_nan=True)
+                stream = getattr(row, LOSSES_NAME.get(name, name))
+                assert np.array_equal(stream[start : end - 1], wanted, equal_nan=True)
+                assert np.array_equal(stream[end - 1], STREAMS[name], equal_nan=True)
     assert len(seen) == len(samples)
 
 
@@ -275,7 +275,6 @@ def test_the_case_that_the_records_docstring_works_out():
     assert np.flatnonzero(row.loss_mask).tolist() == [2, 3, 6, 9]
     assert row.versions.tolist() == [-1, -1, 4, 4, -1, -1, 5, -1, -1, 4, -1]
     assert row.temperature.tolist() == [1, 1, 1, 1, 1, 1, 0.5, 1, 1, 1, 1]
-    assert row.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2]
     assert row.rollout_ids.tolist() == [0] * 8 + [1] * 3
     assert row.rollout_lengths.tolist() == [3, 1]
     assert row.cu_seqlens.tolist() == [0, 8, 11]

@@ -315,7 +315,7 @@ def test_bounds_on_sequences_that_are_tighter_than_the_measured_mismatch_are_tol
         logp, _ = trainer.score(row)
         reported = np.zeros(len(row.token_ids), dtype=np.float32)
         reported[row.loss_mask] = logp.numpy() + gap
-        row = dataclasses.replace(row, inference_logprobs=reported, versions=np.where(row.loss_mask, versions, -1).astype(np.int32))
+        row = dataclasses.replace(row, inference_logp=reported, versions=np.where(row.loss_mask, versions, -1).astype(np.int32))
         trainer.train_batch(RankBatch(step=2, mini_batches=(dataclasses.replace(mini_batch, micro_batches=(row,)),) * 2, num_tokens=1))
         return trainer.warning
 

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -113,6 +114,7 @@ def shard(
     offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if cpu_offload else OffloadPolicy()
     how: dict[str, Any] = {"mesh": mesh.fsdp, "mp_policy": precision, "offload_policy": offload}
     embedding, head = model.hf.get_input_embeddings(), model.head[0]
+    layers: Any = model.layers
     # A tied matrix is needed from the beginning to the end of both passes, so it stays in the root, which is gathered all that time.
     own = [embedding, head] if head.weight is not embedding.weight else []
     if own:
@@ -127,6 +129,13 @@ def shard(
     for module in (*model.layers, *own):
         fully_shard(module, reshard_after_forward=reshard_after_forward, **how | {"shard_placement_fn": placed})
     fully_shard(model, **how)
+    if own:
+        embedding.set_unshard_in_backward(False)  # its gradient needs the ids alone
+        head.set_reshard_after_forward(False)  # its backward comes next
+    if mesh.expert is not None:  # the exchange of tokens waits for the device, so a gather that begins after it would be late
+        for one, other in pairwise(layers):
+            one.set_modules_to_forward_prefetch([other])
+            other.set_modules_to_backward_prefetch([one])
     for module in model.modules():
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups if exact else ():
