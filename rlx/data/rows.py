@@ -82,7 +82,9 @@ def files_of(name: str) -> list[Path] | None:
             raise ValueError(f"the folder {name} has no files that end in {known}")
         _check_splits(path, files)
         return files
-    if glob.has_magic(name):
+    if path.is_file():  # also one with brackets in its name
+        files = [path]
+    elif glob.has_magic(name):
         files = sorted(Path(found) for found in glob.glob(str(path), recursive=True))
         if not files:
             raise ValueError(f"no file matches {name}")
