@@ -18,8 +18,8 @@ from transformers.models.qwen3 import Qwen3Config
 
 from rlx.config.rows import ACTIVATION
 from rlx.config.schema import AcConfig
-from rlx.models import bounded
-from rlx.models.bounded import attend_bounded
+from rlx.models import attention as bounded
+from rlx.models.attention import attend_bounded
 from rlx.models.layout import build_layout
 from rlx.models.policy import PolicyModel
 from rlx.models.shard import checkpoint_activations

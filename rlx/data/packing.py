@@ -12,7 +12,7 @@ trainer passes the count of its model's operations (`rlx.train.flops.Flops.work`
 measures what is left (`RankBatch.imbalance`). A single rank waits for nobody: its rows are filled by tokens.
 
 A model that computes samples beside each other, `padded` to the longest of the row, gets rows in which the padding counts, too
-(`rlx.data.padding`). Groups are not kept together there, because such a model cannot compute a common prompt once.
+(`rlx.data.units`). Groups are not kept together there, because such a model cannot compute a common prompt once.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from itertools import chain
 
 import numpy as np
 
-from rlx.data.padding import fill_padded
-from rlx.data.units import Cost, Unit, counts_of, groups_of, split, streams_of, trained
+from rlx.data.units import Cost, Unit, counts_of, fill_padded, groups_of, split, streams_of, trained
 from rlx.types import STREAMS, LossOf, MicroBatch, MiniBatch, RankBatch, StepBatch, TrainingSample, check_streams
 
 LOSSES_NAME = {"teacher_logprobs": "teacher_logp"}  # of a sample's stream, where losses call it otherwise

@@ -21,8 +21,7 @@ from rlx.config.schema import AcConfig, LoraConfig
 from rlx.kernels.logprob import choose_backend
 from rlx.kernels.toolchain import check_triton
 from rlx.models.attention import watched
-from rlx.models.exact import keep_exact
-from rlx.models.experts import split_experts
+from rlx.models.families import keep_exact
 from rlx.models.flash import LONG, cudnn_agrees, install_flash_attention_3, remove_flash_attention_3
 from rlx.models.layout import build_layout
 from rlx.models.liger import apply_liger, may_patch
@@ -31,7 +30,7 @@ from rlx.models.policy import PolicyModel, head_widths
 from rlx.models.read import different_from_first, empty_weights, read_weights, unties
 from rlx.models.shard import checkpoint_activations, compile_layers, free_gathered, shard
 from rlx.models.slots import add_slots
-from rlx.models.split import split_layers
+from rlx.models.split import split_experts, split_layers
 from rlx.parallel.mesh import Mesh
 from rlx.process import freed_memory_returned
 

@@ -19,7 +19,7 @@ from torch.fx.experimental import _config as symbols
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from rlx.config.schema import AcConfig
-from rlx.models.exact import kept_exact
+from rlx.models.families import kept_exact
 from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import Mesh
 
@@ -101,7 +101,7 @@ def shard(
 ) -> None:
     """Shard in place over the mesh's `fsdp` axis.
 
-    Parameters keep their dtype and are gathered in `compute_dtype`, or in float32 if their family wants that (`rlx.models.exact`);
+    Parameters keep their dtype and are gathered in `compute_dtype`, or in float32 if their family wants that (`rlx.models.families`);
     gradients are summed in `reduce_dtype`.
     `cpu_offload` keeps shards and gradients in host memory. Without `reshard_after_forward`, parameters stay gathered until backward.
     """
