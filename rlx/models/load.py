@@ -29,7 +29,6 @@ from rlx.models.lora import PARAMETERS, add_adapters, digest, draw_adapters
 from rlx.models.policy import PolicyModel, head_widths
 from rlx.models.read import different_from_first, empty_weights, read_weights, unties
 from rlx.models.shard import checkpoint_activations, compile_layers, free_gathered, shard
-from rlx.models.slots import add_slots
 from rlx.models.split import split_experts, split_layers
 from rlx.parallel.mesh import Mesh
 from rlx.process import freed_memory_returned
@@ -100,9 +99,7 @@ def load_policy(
         with torch.device("meta"):
             hf = AutoModelForCausalLM.from_config(whole, dtype=frozen, trust_remote_code=trust_remote_code)
             keep_exact(hf)
-            here = add_slots(hf, lora, slots, master) if lora is not None and slots is not None else None
-            if lora is not None and here is None:
-                add_adapters(hf, lora, master)
+            here = None if lora is None else add_adapters(hf, lora, master, slots)
         model = PolicyModel(hf, attention=attention, compute_dtype=compute, row=mesh.row)
         model.slots, model.context = here, context
         head = model.head[0]
