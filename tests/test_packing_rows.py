@@ -12,8 +12,7 @@ import pytest
 from traces import trace_of
 from trainer_examples import make_sample, make_samples, step_batch
 
-from rlx.data import packing
-from rlx.data.packing import LOSSES_NAME, ONE, pack, pack_together
+from rlx.data.packing import LOSSES_NAME, pack
 from rlx.rollout.samples import samples_of
 from rlx.trace import Turn
 from rlx.types import STREAMS, Group, MicroBatch, MiniBatch, RankBatch, Rollout, Task, TrainingSample
@@ -126,31 +125,6 @@ def imbalance_of(packed: Sequence[RankBatch], cost: Callable[[Sequence[int]], fl
     return float(turns.max(1).sum() / turns.mean(1).sum())
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("cost", [sum, work])
-def test_the_imbalance_is_that_of_rows_that_run_at_the_same_time(ranks, cost):
-    batch = step_batch(3, [make_samples(groups=7), make_samples(groups=2, seed=1)])
-    packed = [pack(batch, rank=rank, ranks=ranks, tokens=60, cost=cost) for rank in range(ranks)]
-    ((imbalance, attention),) = {(own.imbalance, own.attention_imbalance) for own in packed}
-    assert imbalance == pytest.approx(imbalance_of(packed, cost))
-    assert attention == pytest.approx(imbalance_of(packed, lambda lengths: sum(n * n for n in lengths)))
-    assert ((imbalance, attention) == (1.0, 1.0)) == (ranks == 1)
-
-
-def test_of_runs_packed_together_each_has_the_imbalance_of_the_common_rows():
-    batches = {slot: step_batch(3, [make_samples(groups=groups, seed=slot)]) for slot, groups in ((0, 7), (2, 2))}
-    loss_of = dict.fromkeys(batches, lambda env: ONE)
-    packed = [pack_together(batches, rank=rank, ranks=3, tokens=60, loss_of=loss_of, cost=work) for rank in range(3)]
-    ((imbalance, attention),) = {(part.imbalance, part.attention_imbalance) for own in packed for part in own.values()}
-    for found, cost in ((imbalance, work), (attention, lambda lengths: sum(n * n for n in lengths))):
-        costs = np.zeros((3, len(packed[0][0].mini_batches[0].micro_batches)))  # [ranks, turns]
-        for rank, own in enumerate(packed):
-            for turn, parts in enumerate(zip(*(part.mini_batches[0].micro_batches for part in own.values()), strict=True)):
-                costs[rank, turn] = cost([n for part in parts if part.loss_mask.any() for n in np.diff(part.cu_seqlens).tolist()])
-        assert found == pytest.approx(costs.max(0).sum() / costs.mean(0).sum())
-    assert imbalance > 1
-
-
 def of_skewed_lengths(seed: int = 0) -> list[TrainingSample]:
     """Rollouts of about 60 tokens, a few of 600, as reasoning makes them."""
     rng = np.random.default_rng(seed)
@@ -176,15 +150,6 @@ def test_samples_of_unequal_length_are_balanced_by_their_work(ranks, goal):
     assert max(len(row.token_ids) for row in rows[1]) <= 800
     assert packed_tokens(Everybody([own.mini_batches[0] for own in by_work])) == tokens_of(samples)
     assert all(own.mini_batches[0].counts == by_tokens[0].mini_batches[0].counts for own in by_work)
-
-
-def test_a_single_rank_fills_its_rows_by_tokens_whatever_they_cost():
-    batch = step_batch(0, [of_skewed_lengths(), make_samples(groups=20)])
-    plain, costly = (pack(batch, rank=0, ranks=1, tokens=800, cost=cost) for cost in (sum, work))
-    for one, two in zip(plain.mini_batches, costly.mini_batches, strict=True):
-        for a, b in zip(one.micro_batches, two.micro_batches, strict=True):
-            for field in MicroBatch.__slots__:
-                assert np.array_equal(getattr(a, field), getattr(b, field)), field
 
 
 def test_rollouts_of_one_prompt_lie_side_by_side():
@@ -329,16 +294,3 @@ def test_a_rollout_of_several_samples_may_exceed_a_row_but_a_sample_may_not():
 def test_a_trainable_first_token_is_refused():
     with pytest.raises(ValueError, match="first token is marked trainable"):
         pack(step_batch(0, [[make_sample(0, 0, [3, 4], [0, 1], np.random.default_rng(0))]]), rank=0, ranks=1, tokens=8)
-
-
-def test_a_batch_of_long_rollouts_is_not_tried_with_every_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of more than half a row never share one. 16,384 of them took 88 s, because each number of rows up to theirs was tried."""
-    tried: list[int] = []
-    placed = packing._placed
-    monkeypatch.setattr(packing, "_placed", lambda *args: tried.append(args[2]) or placed(*args))
-    rng = np.random.default_rng(0)
-    samples = [make_sample(number, 0, range(int(rng.integers(32, 60))), [20, 21], rng) for number in range(96)]
-    (everybody,) = pack_all([samples], ranks=2, tokens=62)
-    assert len(everybody.rows) == 96
-    assert max(np.unique(tried, return_counts=True)[1]) <= 2 * 2, "each rank, by cost and by length"
-    assert len(set(tried)) == 1, tried

@@ -194,24 +194,6 @@ def test_a_loss_that_fails_on_another_rank_leaves_the_run_as_it_was_on_this_one(
     assert all(torch.equal(tensor, before[name]) for name, tensor in host.weights(0).items())
 
 
-@pytest.mark.parametrize("where", ["loss_of", "update"])
-def test_a_device_without_memory_is_not_the_error_of_one_run(where: str, monkeypatch: pytest.MonkeyPatch):
-    """The trainer ends: what it says of keys that help, and what its supervisor does, are for all of them."""
-    host = Host()
-    for slot, run in enumerate(RUNS):
-        host.join(slot, run)
-
-    def full(*_: Any, **__: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    before = host.weights(0)
-    monkeypatch.setattr(host.trainers[1], where, full)
-    with pytest.raises(torch.OutOfMemoryError):
-        host.train({0: 0, 1: 0})
-    moved = [name for name, tensor in host.weights(0).items() if not torch.equal(tensor, before[name])]
-    assert bool(moved) == (where == "update"), "before any other run's step, where it can be"
-
-
 def test_a_stream_of_one_run_is_not_one_of_the_other():
     runs = [RUNS[0] | {"streams": True}, RUNS[1]]
     host = Host()
