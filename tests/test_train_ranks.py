@@ -397,8 +397,3 @@ def test_a_checkpoint_without_some_weights_is_refused(tmp_path):
     hf.save_pretrained(tmp_path, state_dict=kept)
     with pytest.raises(ValueError, match=r"lacks 6 weights of LlamaForCausalLM: model\.layers\.0\.mlp\.down_proj\.weight, "):
         load_policy(str(tmp_path), one_process("cpu"), dtype="float32")
-
-
-def test_an_unknown_dtype_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"model\.dtype is `float16`; it must be one of float32, bfloat16"):
-        load_policy(str(tmp_path), one_process("cpu"), dtype="float16")

@@ -8,7 +8,7 @@ import logging
 from torch import Tensor
 
 from rlx.config.schema import TrainingRoot
-from rlx.data.scores import scores_of, write_scores
+from rlx.data.scores import write_scores
 from rlx.parallel.mesh import Mesh
 from rlx.paths import RunPaths, write_text
 from rlx.train.step import PolicyTrainer
@@ -56,4 +56,4 @@ class ScoreKeeper:
         rows, self._rows = self._rows.values(), {}
         if self.keeps:
             on_host = [(row, logp.float().cpu().numpy(), entropy.float().cpu().numpy()) for row, logp, entropy in rows]
-            write_scores(self.paths, scores_of(batch, on_host), self.mesh.data_rank)
+            write_scores(self.paths, batch, on_host, self.mesh.data_rank)
