@@ -115,6 +115,7 @@ def shard(
     how: dict[str, Any] = {"mesh": mesh.fsdp, "mp_policy": precision, "offload_policy": offload}
     embedding, head = model.hf.get_input_embeddings(), model.head[0]
     layers: Any = model.layers
+    plain = type(embedding) is torch.nn.Embedding  # others have more in it: Inkling's has a norm
     # A tied matrix is needed from the beginning to the end of both passes, so it stays in the root, which is gathered all that time.
     own = [embedding, head] if head.weight is not embedding.weight else []
     if own:
@@ -130,7 +131,7 @@ def shard(
         fully_shard(module, reshard_after_forward=reshard_after_forward, **how | {"shard_placement_fn": placed})
     fully_shard(model, **how)
     if own:
-        embedding.set_unshard_in_backward(False)  # its gradient needs the ids alone
+        embedding.set_unshard_in_backward(not plain)  # the gradient of a table needs the ids alone
         head.set_reshard_after_forward(False)  # its backward comes next
     if mesh.expert is not None:  # the exchange of tokens waits for the device, so a gather that begins after it would be late
         for one, other in pairwise(layers):
