@@ -50,7 +50,11 @@ def _lacks_a_part(model: ModelConfig) -> bool:
     found: Any = local / NAMES if local.is_dir() else try_to_load_from_cache(model.name, NAMES)
     if not isinstance(found, str | Path) or not Path(found).is_file():
         return False
-    written, folder = json.loads(Path(found).read_text(encoding="utf-8")), Path(found).parent
+    folder = Path(found).parent
+    try:
+        written = json.loads(Path(found).read_text(encoding="utf-8"))
+    except ValueError:  # loading it will say more
+        return False
     has_template = "chat_template" in written or any((folder / name).is_file() for name in TEMPLATES)
     return not written.get("eos_token") or not (has_template or model.chat_template or model.renderer not in ("auto", "default"))
 
