@@ -181,6 +181,10 @@ def test_a_benchmark_measures_the_trainer_and_writes_no_weights(data: Path) -> N
         (("reward.soft_overlong=true",), "It is a key of `rlx train`"),
         (("eval.interval=2",), "there is no environment to evaluate on: eval.interval=2"),
         (("env=sums",), "supervised training plays no environment, and there is no evaluation"),
+        (
+            ("data=fake", "data.name=null", "val.name=null", "data.epochs=2"),
+            "data.epochs=2 counts passes over data sets",
+        ),
         (("bench=true",), "and validates nothing: bench=true (command line), data.type=sft"),
         (
             ("data=fake", "data.name=null", "bench=true"),

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx.config.errors import ConfigError
-from rlx.config.schema import CommandConfig, ModelConfig
+from rlx.config.schema import CommandConfig, Config, ModelConfig, SftRoot
 from rlx.envs.probed import Probed
 from rlx.launch.bound import bound
 from rlx.plan.environment import DEVICES, inherited
@@ -35,7 +35,9 @@ def check_chats(configs: Sequence[CommandConfig], environments: Sequence[Mapping
     asked: dict[str, str | None] = {}
     for cfg, found in zip(configs, environments, strict=True):
         tools = {name: [tool.name for tool in probed.tools] for name, probed in found.items() if probed.tools}
-        if (tools or cfg.model.chat_template_kwargs or _lacks_a_part(cfg.model)) and not cfg.model.prepared:
+        rendered = not (isinstance(cfg, Config) and cfg.on_random_tokens) and not (isinstance(cfg, SftRoot) and cfg.data.type == "fake")
+        asks = tools or cfg.model.chat_template_kwargs or (rendered and _lacks_a_part(cfg.model))
+        if asks and not cfg.model.prepared:
             request = json.dumps({"model": asdict(cfg.model), "tools": tools}, sort_keys=True)
             asked[request] = _ask(request) if request not in asked else asked[request]
     if problems := [problem for problem in asked.values() if problem is not None]:

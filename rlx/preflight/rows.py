@@ -28,6 +28,8 @@ def resolve(cfg: SftRoot) -> SftRoot:
     print("".join(f"{line}\n" for line in lines), end="", flush=True)
     if cfg.data.epochs is None:
         return cfg
+    if not rows:
+        raise ConfigError(f"data.epochs={cfg.data.epochs:g} counts passes over data sets, but there are none\n  fix: set max_steps instead")
     return replace(cfg, max_steps=max(1, math.ceil(cfg.data.epochs * rows / cfg.data.batch_size)))
 
 
