@@ -100,7 +100,8 @@ def cases(folder: Path, given: str | None, ranks: int) -> list[Case]:
 def bare_step(model: Any, optimizer: torch.optim.Optimizer, batch: MiniBatch) -> None:
     """The step of a short script on packed rows."""
     for row in batch.micro_batches:
-        ids, positions = (torch.from_numpy(each).long()[None] for each in (row.token_ids, row.position_ids))
+        ids = torch.from_numpy(row.token_ids).long()[None]
+        positions = torch.cat([torch.arange(int(length)) for length in torch.from_numpy(row.cu_seqlens).diff()])[None]
         hidden = model.base_model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state[0]
         trained = torch.from_numpy(row.loss_mask)
         logits = model.lm_head(hidden[trained])

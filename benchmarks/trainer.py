@@ -58,7 +58,8 @@ def packed_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch:
     """The same step on packed rows; transformers finds the sequences in the positions."""
     total = sum(int(row.loss_mask.sum()) for row in batch.micro_batches)
     for row in batch.micro_batches:
-        ids, positions, labels = (torch.from_numpy(part).long()[None] for part in (row.token_ids, row.position_ids, row.labels))
+        ids, labels = (torch.from_numpy(part).long()[None] for part in (row.token_ids, row.labels))
+        positions = torch.cat([torch.arange(int(length)) for length in torch.from_numpy(row.cu_seqlens).diff()])[None]
         logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
         logp = logits.log_softmax(-1).gather(-1, labels[..., None])[0, :, 0]
         loss = -(logp * torch.from_numpy(row.advantages) * torch.from_numpy(row.loss_mask)).sum() / total

@@ -19,7 +19,6 @@ One worked case: an episode of two turns with a tool's reply in between. The wei
                       labels      12 13 21 22 31 32 41  0 | 52 61  0             shifted: position t predicts labels[t]
                       loss_mask    ·  ·  T  T  ·  ·  T  · |  ·  T  ·             shifted with the labels
                       versions    -1 -1  4  4 -1 -1  5 -1 | -1  4 -1
-                      position_ids 0  1  2  3  4  5  6  7 |  0  1  2
                       rollout_ids  0  0  0  0  0  0  0  0 |  1  1  1             rollout_lengths [3 1]
                       cu_seqlens  [0 8 11]
 """
@@ -30,7 +29,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from rlx.arrays import Bool, Float, Int
+from rlx.arrays import Bool, Float, Int, Long
 from rlx.trace import Trace
 
 Status = Literal["ok", "error", "timeout", "cancelled"]
@@ -146,30 +145,30 @@ class StepBatch:
 class MicroBatch:
     """Samples packed end to end into one row, with labels already shifted: position t predicts `labels[t]`.
 
-    `loss_mask`, `inference_logprobs`, `advantages`, `temperature`, `versions` and the streams at t belong to `labels[t]`.
+    `loss_mask`, `inference_logp`, `advantages`, `temperature`, `versions` and the streams at t belong to `labels[t]`. A loss sees these
+    fields at the scored positions, by the same names (`rlx.losses.tokens.TokenBatch`).
     All samples of one rollout are in the same micro-batch, unless they exceed a row and their objective looks at single tokens
     (`tokens_elsewhere`). Every row of a mini-batch, on every rank, has the same streams.
     """
 
     token_ids: Int  # [T]
     labels: Int  # [T] the next token of the same sample; 0 at a sample's last position
-    position_ids: Int  # [T] restart at 0 with every sample
     loss_mask: Bool  # [T]
-    inference_logprobs: Float  # [T]
+    inference_logp: Float  # [T]
     advantages: Float  # [T]
     temperature: Float  # [T] 1 where loss_mask is False
     versions: Int  # [T] -1 where loss_mask is False
-    rollout_ids: Int  # [T] index of the rollout in this micro-batch, 0 … R-1, non-decreasing
+    rollout_ids: Long  # [T] index of the rollout in this micro-batch, 0 … R-1, non-decreasing
     rollout_lengths: Int  # [R] trainable tokens of each rollout here
-    tokens_elsewhere: Int  # [R] trainable tokens of each rollout in other micro-batches; 0 unless it was split
-    group_lengths: Int  # [R] trainable tokens of each rollout's group, in the whole mini-batch
+    tokens_elsewhere: Long  # [R] trainable tokens of each rollout in other micro-batches; 0 unless it was split
+    group_lengths: Long  # [R] trainable tokens of each rollout's group, in the whole mini-batch
     cu_seqlens: Int  # [S+1] boundaries of the samples, from 0 to T
     adapters: Int  # [S] slot of each sample in a shared trainer; otherwise 0
-    objectives: Int  # [R] number of each rollout's objective; 0 in a run with one objective
+    objectives: Long  # [R] number of each rollout's objective; 0 in a run with one objective
     policy_weights: Float | None = None  # [T], like the next three; None: no sample of the mini-batch has the stream
     ce_weights: Float | None = None
     ref_kl_weights: Float | None = None
-    teacher_logprobs: Float | None = None
+    teacher_logp: Float | None = None
     samples: tuple[TrainingSample, ...] = ()  # [S] what is packed here; empty: nothing to train
 
     @property
@@ -255,6 +254,7 @@ class RankBatch:
     step: int
     mini_batches: tuple[MiniBatch, ...]
     num_tokens: int  # tokens of all trained samples, over all ranks
+    streams: frozenset[str] = frozenset()  # the optional streams that its samples have
     sampled: bool = True  # a policy version sampled trained tokens; False: supervised data, which has no versions
     imbalance: float = 1.0  # cost of the costliest row of every turn, over the ranks' mean; 1: no rank waits for another
     attention_imbalance: float = 1.0  # the same of Σ n² over the samples of each row

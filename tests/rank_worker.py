@@ -12,6 +12,7 @@ import os
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -21,6 +22,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_examples import make_samples, step_batch, train_minibatch
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -48,6 +50,19 @@ ERROR = "error"  # files of the ranks that failed
 TOGETHER = 300.0  # seconds within which all ranks refuse a case
 
 
+class Collectives(TorchDispatchMode):
+    """Counts the collectives that are called within it, by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.counts[func.overloadpacket.__name__.strip("_")] += 1
+        return func(*args, **(kwargs or {}))
+
+
 def train(folder: Path, mesh: Mesh, settings: dict) -> None:
     """Run two optimizer steps. Rank 0 writes the gradients of the first, all metrics and a policy version."""
     divided = {axis: math.gcd(size, mesh.world_size) for axis, size in settings.get("divided", {}).items()}
@@ -70,7 +85,9 @@ def train(folder: Path, mesh: Mesh, settings: dict) -> None:
     rank, world_size = mesh.rank, mesh.world_size
     samples = make_samples(groups=settings["groups"])
     batch = pack(step_batch(0, [samples, samples[::-1]]), **packing(mesh, model, settings))
-    trainer.accumulate_gradients(batch.mini_batches[0])
+    with Collectives() as collectives:
+        trainer.accumulate_gradients(batch.mini_batches[0])
+    counts = collectives.counts | {"rows": len(batch.mini_batches[0].micro_batches)}
     gradients = {}
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
@@ -83,7 +100,7 @@ def train(folder: Path, mesh: Mesh, settings: dict) -> None:
     paths = RunPaths(out)
     Publisher.of(model, mesh, paths, source=str(folder / "model"), dtype=torch.float32, lora=lora).ensure(1)
     if rank == 0:
-        torch.save({"gradients": gradients, "metrics": metrics}, out / "results.pt")
+        torch.save({"gradients": gradients, "metrics": metrics, "counts": counts}, out / "results.pt")
     if world_size > 1:
         everyone: list = [None] * world_size
         dist.all_gather_object(everyone, [{k: v for k, v in m.items() if not k.startswith("time/")} for m in metrics])

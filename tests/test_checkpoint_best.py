@@ -10,7 +10,7 @@ import pytest
 from test_checkpoint_folders import write
 
 from rlx.checkpoints import folders
-from rlx.checkpoints.best import best_of, kept, not_evaluated
+from rlx.checkpoints.folders import best_of, kept, not_evaluated
 from rlx.config.load import compose
 from rlx.config.roots import SFT
 from rlx.metrics import MetricsWriter, read_metrics
@@ -55,7 +55,7 @@ def test_an_evaluation_that_ends_while_checkpoints_are_pruned_deletes_no_best_on
         yield from list(read_metrics(*arguments))
         writer.write(10, {METRIC: 0.9})
 
-    monkeypatch.setattr("rlx.checkpoints.best.read_metrics", read_and_then)
+    monkeypatch.setattr("rlx.checkpoints.folders.read_metrics", read_and_then)
     assert 10 in kept(paths, METRIC, every_10), "it waits when the file is read, and is the best afterwards"
     assert 10 in kept(paths, METRIC, every_10)
 

@@ -6,7 +6,7 @@ import pickle
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import xxhash
@@ -49,28 +49,6 @@ def test_a_checkpoint_appears_whole_and_is_found(tmp_path: Path) -> None:
     assert folders.at(paths, 5).step == 5
     with pytest.raises(NoCheckpoint, match=r"no checkpoint of step 7; it has those of: 5, 10"):
         folders.at(paths, 7)
-
-
-def test_a_checkpoint_that_its_run_prunes_while_it_is_read_is_not_taken_for_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A run is forked while it goes on."""
-    paths = RunPaths(tmp_path)
-    write(paths, 5)
-    write(paths, 10)
-    whole = folders.verify
-
-    def verify(path: Path, **keys: bool) -> Any:
-        if path.name == "step_10":
-            write(paths, 15)
-            folders.prune(paths, 1, 5, [5])
-            folders.prune(paths, 1, None, [5])
-        return whole(path, **keys)
-
-    monkeypatch.setattr(folders, "verify", verify)
-    start = folders.newest(paths, pytest.fail)
-    assert start is not None
-    assert (start.step, folders.steps(paths)) == (15, [5, 15])
 
 
 def test_a_step_that_is_reached_again_replaces_its_checkpoint(tmp_path: Path) -> None:

@@ -226,28 +226,6 @@ def test_the_orchestrator_does_not_bring_a_checkpoint_back_that_was_finished_or_
     assert not gone.exists()
 
 
-def test_a_checkpoint_that_is_completed_while_the_orchestrator_looks_does_not_ask_for_a_state_that_is_no_longer_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paths = RunPaths(tmp_path / "run")
-    folder = folders.begin(paths, 1)
-    snapshots = Snapshots(paths, keep=2)
-    with pytest.raises(RuntimeError, match="the trainer asks for the state after step 1"):
-        snapshots.answer()
-    monkeypatch.setattr("rlx.checkpoints.orchestrator.being_written", lambda _: [(1, folder)])
-    folders.finish(paths, 1, {}, {})
-    assert snapshots.answer() == []
-
-
-def test_the_folder_of_the_orchestrators_part_is_there_before_the_trainer_looks_into_it(tmp_path: Path, trainer: Any) -> None:
-    paths = RunPaths(tmp_path / "run")
-    checkpoints = Checkpoints(paths, CkptConfig(interval=2, save_async=True), trainer, last=7, facts={})
-    checkpoints.save(2)
-    assert (folders.writing(paths, 2) / folders.ORCHESTRATOR).is_dir()
-    with orchestrator_of(paths, 7):
-        checkpoints.close()
-
-
 def test_an_orchestrator_that_answers_at_once_does_not_disturb_the_trainer(
     tmp_path: Path, trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

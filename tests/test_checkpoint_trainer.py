@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import pickle
@@ -15,10 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_worker import UPDATES, Job, full, make_trainer, run
-from forked import run_ranks
 from torch.distributed.checkpoint import FileSystemReader
 from trainer_examples import make_model, make_samples, step_batch, train_minibatch
 from transformers.models.ernie4_5_moe import Ernie4_5_MoeConfig
@@ -26,7 +23,7 @@ from transformers.models.llama import LlamaConfig
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 
 from rlx.data.packing import pack
-from rlx.parallel.mesh import join, one_process
+from rlx.parallel.mesh import one_process
 from rlx.train.checkpoint import Progress, Saver, _state_of, load
 from rlx.train.reference import Reference
 from rlx.train.step import PolicyTrainer
@@ -280,29 +277,6 @@ def test_a_checkpoint_knows_all_its_files(model: str, tmp_path: Path, in_backgro
         files = saving.files()
         assert files == {path.name: {"size": path.stat().st_size, "xxh3": digest_of(path)} for path in folder.iterdir()}
     saver.close()
-
-
-def save_for_several_runs(rank: int, folder: str, model: str) -> None:
-    """One of two ranks: a saver after the other, as of runs that join a shared trainer. Writes what this process has after each."""
-    torch.set_num_threads(1)
-    mesh = join(torch.device("cpu"), rank=rank, world_size=2, timeout=300, store=dist.FileStore(f"{folder}/store", 2))
-    trainer, taken = make_trainer(model, mesh=mesh), []
-    for number in range(5):
-        saver = Saver(trainer, digest_of, in_background=True)
-        saver.save(Path(folder) / f"saved_{number}", Progress(0, 0)).files()
-        saver.close()
-        mesh.barrier()
-        gc.collect()
-        taken.append([len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task")])
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(taken))
-    mesh.close()
-
-
-def test_savers_that_are_closed_leave_no_connections_and_threads(model: str, tmp_path: Path) -> None:
-    run_ranks(save_for_several_runs, (str(tmp_path), model), 2)
-    for rank in range(2):
-        first, *_, last = json.loads((tmp_path / f"{rank}.json").read_text())[1:]
-        assert last == first, "file descriptors and threads"
 
 
 def test_the_configuration_decides_the_learning_rate_of_what_follows(model: str, tmp_path: Path) -> None:

@@ -233,7 +233,7 @@ def test_composing_writes_nothing_and_stays_where_it_is(tmp_path: Path, monkeypa
         ("import rlx.config.load as load; load.load_run(sys.argv[1])", ("hydra", "omegaconf", "torch", "vllm", "verifiers")),
         ("import rlx.config.load as load; load.compose(['loss=gspo', 'env=math'], {})", ("torch", "vllm", "verifiers")),
         pytest.param(
-            "from rlx.train.nodes import check_built; from rlx.config.load import load_run; check_built(load_run(sys.argv[1]))",
+            "from rlx.train.trial import check_built; from rlx.config.load import load_run; check_built(load_run(sys.argv[1]))",
             ("torch._dynamo",),
             marks=pytest.mark.long,
         ),

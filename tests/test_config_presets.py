@@ -17,7 +17,7 @@ from rlx.config.shipped import shipped_groups
 from rlx.config.signatures import declared_by, locate, signature_of
 from rlx.config.targets import must_be_built
 from rlx.plan.make import make_plan
-from rlx.train.nodes import check_built
+from rlx.train.trial import check_built
 
 pytestmark = pytest.mark.slow
 

@@ -27,6 +27,18 @@ def test_a_jsonl_file_keeps_every_value_as_it_stands(tmp_path: Path) -> None:
     assert found.where(2) == f"row 2 of {tmp_path}/a.jsonl (line 7)"
 
 
+def test_a_file_with_brackets_in_its_name_is_that_file(tmp_path: Path) -> None:
+    assert len(open_rows(write(tmp_path / "data[1].jsonl", [{"n": 1}]))) == 1
+
+
+def test_columns_with_other_names_are_read(tmp_path: Path) -> None:
+    row = {"question": "2+3", "answer": "5"}
+    columns = {"prompt": "question", "completion": "answer"}
+    assert read_conversation(row, columns=columns).messages == [ASKED, SAID]
+    with pytest.raises(RowError, match="it has no column reply; it has answer, question"):
+        read_conversation(row, columns={"prompt": "question", "completion": "reply"})
+
+
 def test_folders_patterns_and_parts_of_data_sets(tmp_path: Path) -> None:
     for name in ("b", "a"):
         write(tmp_path / f"{name}.jsonl", [{"n": f"{name}{i}"} for i in range(3)])
@@ -111,6 +123,8 @@ def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
         ({"messages": [ASKED, SAID]}, [ASKED, SAID], 0),
         ({"messages": json.dumps([ASKED, SAID])}, [ASKED, SAID], 0),
         ({"prompt": "2+3", "completion": "5"}, [ASKED, SAID], 1),
+        ({"conversations": [{"from": "human", "value": "2+3"}, {"from": "gpt", "value": "5"}]}, [ASKED, SAID], 0),
+        ({"conversations": json.dumps([ASKED, SAID])}, [ASKED, SAID], 0),
         ({"prompt": [ASKED], "completion": [SAID], "messages": None}, [ASKED, SAID], 1),
         ({"prompt": [ASKED, SAID, ASKED], "completion": SAID}, [ASKED, SAID, ASKED, SAID], 3),
         ({"messages": [{"role": "developer", "content": [{"type": "text", "text": "be"}, " kind"]}]}, None, 0),
@@ -146,7 +160,9 @@ def test_tools_and_calls_are_read_in_both_forms() -> None:
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"text": "a"}, "it needs `messages`, or `prompt` and `completion`; it has text"),
+        ({"conversations": [{"from": "function_call", "value": "{}"}]}, "a turn is `from` 'function_call'; known are human"),
+        ({"messages": [ASKED, SAID], "images": ["a.png"]}, "its column `images` has images; only text"),
+        ({"text": "a"}, "it needs `messages`, `conversations`, or `prompt` and `completion`; it has text"),
         ({"messages": "hello"}, "`messages` is a text"),
         ({"messages": []}, "it has no messages"),
         ({"messages": [{"role": "human", "content": "a"}]}, "the role 'human'"),

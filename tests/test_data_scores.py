@@ -10,7 +10,7 @@ import pytest
 from trainer_examples import make_samples, step_batch
 
 from rlx.data.packing import pack
-from rlx.data.scores import Scored, read_scores, scores_of, write_scores
+from rlx.data.scores import Scored, read_scores, write_scores
 from rlx.paths import RunPaths
 from rlx.rollout.record import record_batch
 from rlx.runs.tokens import tokens_of
@@ -28,13 +28,13 @@ def batch() -> StepBatch:
 def as_if_trained(row: MicroBatch) -> Scored:
     """A model that is 0.25 nat less certain than the engine, and whose entropy is a hundredth of the token's id."""
     mask = row.loss_mask
-    return row, (row.inference_logprobs[mask] - 0.25).astype(np.float32), (row.labels[mask] / 100).astype(np.float32)
+    return row, (row.inference_logp[mask] - 0.25).astype(np.float32), (row.labels[mask] / 100).astype(np.float32)
 
 
 def write(paths: RunPaths, rank: int) -> None:
     whole = batch()
     rows = [row for part in pack(whole, rank=rank, ranks=RANKS, tokens=TOKENS).mini_batches for row in part.micro_batches]
-    write_scores(paths, scores_of(whole, [as_if_trained(row) for row in rows]), rank)
+    write_scores(paths, whole, [as_if_trained(row) for row in rows], rank)
 
 
 def test_scores_of_all_ranks_find_their_tokens(tmp_path: Path):

@@ -132,16 +132,6 @@ def test_a_row_whose_only_trainable_token_is_the_first_is_refused_with_its_place
     assert counts == {"data/refused": 1}
 
 
-def test_a_row_is_rendered_once_and_counted_each_time_that_it_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    words, counts = examples(truncate=True), Counter[str]()
-    first = words.samples(0, counts)
-    words.samples(1, counts)
-    words.samples(1, counts)
-    assert counts["data/truncated"] == 2
-    monkeypatch.setattr(Words, "render", None)
-    assert words.samples(0, counts) is first
-
-
 def test_a_refused_row_is_an_error_with_its_place_or_counted() -> None:
     with pytest.raises(ValueError, match=r"(?s)row 2 of words cannot be trained on: an answer contains '\.'.*data\.refused=skip"):
         examples().samples(2, Counter())

@@ -394,10 +394,10 @@ def test_nothing_is_pickled():
     """Records go through `rlx.codec`: renaming a class must not break saved files, and reading a file must not run code.
 
     vLLM's form of GPU memory handles is a pickle, which rlx writes and does not read. DCP's record of a checkpoint is one, too, of which
-    `train/stored.py` makes nothing but descriptions of tensors.
+    `train/checkpoint.py` makes nothing but descriptions of tensors.
     """
     found = [str(path.relative_to(ROOT)) for path in FILES if {"pickle", "cloudpickle", "dill"} & set(imports_of(path))]
-    assert found == ["rlx/train/stored.py", "rlx/weights/transfer.py"]
+    assert found == ["rlx/train/checkpoint.py", "rlx/weights/transfer.py"]
     assert not any("pickle.load" in (ROOT / file).read_text() for file in found)
 
 

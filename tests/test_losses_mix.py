@@ -44,14 +44,12 @@ def tokens_of(m: MicroBatch, table: dict[str, torch.Tensor]) -> TokenBatch:
     def of_token(array: Any) -> torch.Tensor:
         return torch.from_numpy(array[scored].astype(np.float64))
 
-    streams = {"policy_weights", "ce_weights", "ref_kl_weights", "teacher_logprobs"}
+    streams = {"policy_weights", "ce_weights", "ref_kl_weights", "teacher_logp"}
     given = {name: of_token(getattr(m, name)) for name in streams if getattr(m, name) is not None}
-    if "teacher_logprobs" in given:
-        given["teacher_logp"] = given.pop("teacher_logprobs")
     return TokenBatch(
         logp=table["logp"][labels],
         old_logp=table["old"][labels],
-        inference_logp=of_token(m.inference_logprobs),
+        inference_logp=of_token(m.inference_logp),
         entropy=table["entropy"][labels],
         advantages=of_token(m.advantages),
         rollout_ids=torch.from_numpy(m.rollout_ids[scored]).long(),

@@ -40,13 +40,13 @@ def gradients_of(model: PolicyModel, row: layout.Layout) -> list[torch.Tensor]:
 
 def test_every_long_sample_is_a_piece_and_so_are_the_short_ones_between_two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "LONG", 8)
-    row = row_of([4, 6, 10, 9, 3], "mixed")  # a sample's last token predicts nothing and is left out
+    row = row_of([4, 6, 10, 8, 3], "mixed")  # a sample's last token predicts nothing and is left out: of 8 tokens, 7 are computed
     found = [
         (piece.start, piece.end, None if piece.cu_seqlens is None else piece.cu_seqlens.tolist(), piece.longest) for piece in row.pieces
     ]
-    assert found == [(0, 8, [0, 3, 8], 5), (8, 17, None, 0), (17, 25, None, 0), (25, 27, [0, 2], 2)]
+    assert found == [(0, 8, [0, 3, 8], 5), (8, 17, None, 0), (17, 24, None, 0), (24, 26, [0, 2], 2)]
     assert row.cu_seqlens is not None
-    assert row.cu_seqlens.tolist() == [0, 3, 8, 17, 25, 27]
+    assert row.cu_seqlens.tolist() == [0, 3, 8, 17, 24, 26]
     assert not row_of([4, 6], "mixed").pieces, "a row without a long sample is one call"
     assert not row_of([4, 6, 10], "varlen").pieces
 

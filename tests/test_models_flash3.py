@@ -17,8 +17,6 @@ import torch
 from test_models_flash import gradients_of, row_of
 from torch.nn.attention import _fa3, current_flash_attention_impl
 from trainer_examples import make_model
-from transformers.models.gemma2 import Gemma2Config
-from transformers.models.mistral import MistralConfig
 
 from rlx.models import flash, load
 from rlx.models.flash import install_flash_attention_3, remove_flash_attention_3
@@ -108,42 +106,6 @@ def test_a_build_that_differs_or_cannot_be_imported_is_not_used(
     assert not install_flash_attention_3(CUDA, SHAPES)
     assert current_flash_attention_impl() is None
     assert "FlashAttention 3 is installed, but torch cannot use it: undefined symbol" in caplog.text
-
-
-@pytest.mark.parametrize("window", [None, 5])
-def test_packed_rows_have_the_values_and_gradients_of_sdpa(package: Any, window: int | None) -> None:
-    assert install_flash_attention_3(CUDA, SHAPES)
-    package.CALLS.clear()
-    model = PolicyModel(make_model(MistralConfig, sliding_window=window))
-    lengths = [9, 4, 12]
-    row = row_of(lengths, "varlen")
-    found = gradients_of(model, row)
-    ops = [call["op"] for call in package.CALLS]
-    assert ops == ["fwd", "fwd", "bwd", "bwd"], "one call for each of two layers, whatever the samples"
-    for call in package.CALLS:
-        assert call["q"].shape == (22, 4, 8)  # the last token of a sample predicts nothing
-        assert call["k"].shape == call["v"].shape == (22, 2, 8)
-        assert call["cu_seqlens_q"].tolist() == call["cu_seqlens_k"].tolist() == [0, 8, 11, 22]
-        assert call["cu_seqlens_q"].dtype == torch.int32
-        assert call["max_seqlen_q"] == call["max_seqlen_k"] == 11
-        assert call["softmax_scale"] == 8**-0.5
-        # torch gives a window with its right end; causal is a window without a left one.
-        expected = (True, -1, 0) if window is None else (False, window - 1, 0)
-        assert (call["is_causal"], call["window_size_left"], call["window_size_right"]) == expected
-        assert call["softcap"] == 0
-    for one, other in zip(found, gradients_of(model, row_of(lengths, "shared")), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    assert len(package.CALLS) == 4, "sdpa has not called it"
-
-
-def test_softcaps_never_reach_it(package: Any) -> None:
-    """torch passes none on, so scores would not be bounded."""
-    assert install_flash_attention_3(CUDA, SHAPES)
-    hf = make_model(Gemma2Config, sliding_window=5, attn_logit_softcapping=2.0)
-    model = PolicyModel(hf, compute_dtype=torch.bfloat16)
-    assert model.layout_kind(CUDA) == "shared"
-    with pytest.raises(ValueError, match="has a softcap or sinks, which FlashAttention does not support"):
-        gradients_of(model, row_of([7, 5], "varlen"))
 
 
 @pytest.mark.parametrize("everywhere", [True, False])

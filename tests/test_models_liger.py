@@ -6,7 +6,6 @@ import pytest
 import torch
 from trainer_examples import make_model, make_samples, make_trainer, step_batch
 from transformers.models.gemma2 import Gemma2Config
-from transformers.models.gpt2 import GPT2Config
 from transformers.models.granite import GraniteConfig
 from transformers.models.llama import LlamaConfig
 from transformers.models.mistral import MistralConfig
@@ -36,13 +35,6 @@ def test_on_cpu_auto_leaves_the_model_alone_and_says_why():
     check_packed_forward(PolicyModel(hf))
     with pytest.raises(ValueError, match=r"model\.liger is true: its kernels need CUDA, but this is cpu; set model\.liger=auto"):
         apply_liger(hf, True, CPU)
-
-
-def test_a_family_that_liger_does_not_know_is_left_alone():
-    hf = make_model(GPT2Config, n_embd=16, n_layer=2, n_head=4, n_positions=128)
-    assert apply_liger(hf, "auto", CUDA) == "off: it has no kernels for the family gpt2"
-    with pytest.raises(ValueError, match="no kernels for the family gpt2"):
-        apply_liger(hf, True, CUDA)
 
 
 @pytest.mark.parametrize(

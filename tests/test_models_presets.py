@@ -28,8 +28,7 @@ from rlx.config.memory import size as size_of
 from rlx.config.memory import trainer_memory
 from rlx.config.roots import TRAIN
 from rlx.config.shipped import conf_directory
-from rlx.models.experts import split_experts
-from rlx.models.split import split_layers
+from rlx.models.split import split_experts, split_layers
 from rlx.parallel.row import Axis, Row
 from rlx.plan.explain import explain
 from rlx.plan.make import make_plan

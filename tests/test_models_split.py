@@ -12,8 +12,7 @@ from transformers.models.gpt_oss import GptOssConfig
 from transformers.models.llama import LlamaConfig
 from transformers.models.olmoe import OlmoeConfig
 
-from rlx.models.experts import split_experts
-from rlx.models.split import split_layers
+from rlx.models.split import split_experts, split_layers
 from rlx.parallel.row import Axis, Row
 
 

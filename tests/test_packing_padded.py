@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,9 +11,8 @@ import torch
 from test_train_models import ARCHITECTURES
 from trainer_examples import VOCABULARY, gradients, make_model, make_sample, make_trainer, step_batch
 
-from rlx.data.packing import ONE, pack, pack_together
+from rlx.data.packing import pack
 from rlx.models.layout import build_layout
-from rlx.models.policy import PolicyModel
 from rlx.types import MicroBatch, RankBatch, TrainingSample
 
 pytestmark = pytest.mark.slow
@@ -67,14 +65,6 @@ def test_rows_hold_their_limit_with_the_padding(ranks: int, cost: Callable[[Sequ
         assert np.array_equal(one.token_ids, again.token_ids)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_rows_at_the_same_time_cost_the_same_with_the_padding(ranks: int) -> None:
-    batches = packed(skewed(1024), ranks, 512, cost=work, padded=True)
-    turns = np.array([[work([computed(row) // (n := len(row.cu_seqlens) - 1)] * n) for row in rows_of([batch])] for batch in batches])
-    assert batches[0].imbalance == pytest.approx(turns.max(0).sum() / turns.mean(0).sum(), rel=1e-3)
-    assert batches[0].imbalance < 1.1
-
-
 def test_a_rollout_of_several_samples_stays_whole_and_counts_with_its_longest() -> None:
     rng = np.random.default_rng(0)
     samples = [make_sample(0, 0, range(3, 3 + n), [1], rng) for n in (10, 4, 4)] + of_lengths([9, 9, 4, 4])[1:]
@@ -88,15 +78,6 @@ def test_an_empty_batch_and_few_samples_for_many_ranks_give_dummies() -> None:
     for samples in ([], of_lengths([5])):
         rows = rows_of(packed(samples, 3, 30, padded=True))
         assert sorted(len(row.token_ids) for row in rows) == [1] * (3 - len(samples)) + [5] * len(samples)
-
-
-def test_runs_packed_together_hold_the_limit_in_common_rows() -> None:
-    batches = {slot: step_batch(0, [skewed(64)]) for slot in (0, 2)}
-    for rank in range(2):
-        parts = pack_together(batches, rank=rank, ranks=2, tokens=512, loss_of=dict.fromkeys(batches, lambda env: ONE), padded=True)
-        for row in zip(*(part.mini_batches[0].micro_batches for part in parts.values()), strict=True):
-            lengths = np.concatenate([np.diff(part.cu_seqlens) for part in row if part.loss_mask.any()])
-            assert len(lengths) * lengths.max() <= 512
 
 
 def test_gradients_do_not_depend_on_how_padded_rows_are_packed() -> None:
@@ -114,14 +95,3 @@ def test_gradients_do_not_depend_on_how_padded_rows_are_packed() -> None:
         found.append(gradients(trainer))
     for name, gradient in found[0].items():
         torch.testing.assert_close(gradient, found[1][name], rtol=1e-4, atol=1e-6, msg=name)
-
-
-def test_a_padded_reference_counts_too() -> None:
-    plain = make_trainer(make_model())
-    assert not plain.padded
-    plain.reference = SimpleNamespace(model=PolicyModel(make_model(), attention="rows"))  # type: ignore[assignment]
-    assert plain.padded
-
-
-class Packed(Exception):
-    """The keys that the packing got."""

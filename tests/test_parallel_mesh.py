@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from rlx.config.schema import LoraConfig
-from rlx.models.lora import LoraLinear
+from rlx.models.lora import AdaptedLinear
 from rlx.parallel import mesh as module
 from rlx.parallel.mesh import RankLost, divide, join, one_process, seed_masks
 
@@ -38,7 +38,7 @@ def test_one_process_has_no_process_group_and_hears_itself():
 
 def masks_of_all_ranks() -> list[torch.Tensor]:
     """What an adapter lets through on each rank, of the same inputs."""
-    layer = LoraLinear(torch.nn.Linear(16, 16), LoraConfig(rank=16, alpha=16, dropout=0.5))
+    layer = AdaptedLinear(torch.nn.Linear(16, 16), LoraConfig(rank=16, alpha=16, dropout=0.5), torch.float32)
     with torch.no_grad():
         layer.lora_A.copy_(torch.eye(16))
         layer.lora_B.copy_(torch.eye(16))

@@ -84,6 +84,20 @@ def test_a_template_of_ones_own_is_another_warm_start(template: Path) -> None:
     assert recipes[0] != recipes[1]
 
 
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [("chat_template", "has no chat template, as of a base model"), ("eos_token", "has no eos_token, so no answer would end")],
+)
+def test_a_tokenizer_without_a_needed_part_is_refused_before_a_server_starts(tmp_path: Path, part: str, said: str) -> None:
+    tokenizer = small_tokenizer(PLAIN)
+    setattr(tokenizer, part, None)
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    cfg = compose(["model=smollm2_135m", f"model.name={tmp_path}", "hardware=cpu", "dry_run=true"], {}).cfg
+    with pytest.raises(ConfigError, match=said):
+        check_chats([cfg], [{}])
+
+
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_run_is_refused_before_it_starts_and_its_process_is_asked_once(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

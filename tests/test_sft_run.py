@@ -181,6 +181,10 @@ def test_a_benchmark_measures_the_trainer_and_writes_no_weights(data: Path) -> N
         (("reward.soft_overlong=true",), "It is a key of `rlx train`"),
         (("eval.interval=2",), "there is no environment to evaluate on: eval.interval=2"),
         (("env=sums",), "supervised training plays no environment, and there is no evaluation"),
+        (
+            ("data=fake", "data.name=null", "val.name=null", "data.epochs=2"),
+            "data.epochs=2 counts passes over data sets",
+        ),
         (("bench=true",), "and validates nothing: bench=true (command line), data.type=sft"),
         (
             ("data=fake", "data.name=null", "bench=true"),
@@ -192,10 +196,17 @@ def test_a_benchmark_measures_the_trainer_and_writes_no_weights(data: Path) -> N
         ),
         (("env=sums", "eval.interval=2", "hardware=gpu2", "hardware.trainer_processes=2", "dry_run=true"), "the layout needs 3 GPUs"),
         (("val.name={data}/odd.jsonl",), r"val.name: row 0 of {data}/odd.jsonl (line 1) cannot be trained on: it needs `messages`"),
+        (
+            ("data.name={data}/seen.jsonl",),
+            "row 1 of {data}/seen.jsonl (line 2) cannot be trained on: its column `images`",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_starts(data: Path, keys: tuple[str, ...], said: str, capsys: pytest.CaptureFixture) -> None:
     (data / "odd.jsonl").write_text('{"text": "no conversation"}\n')
+    (data / "seen.jsonl").write_text(
+        "".join(json.dumps({"prompt": "a", "completion": "b", "images": seen}) + "\n" for seen in ([], ["x.png"]))
+    )
     keys = tuple(key.format(data=data) for key in keys)
     assert main([*command(data, "run", *keys)[3:]]) == 2
     assert said.format(data=data) in " ".join(capsys.readouterr().err.split())
@@ -208,6 +219,11 @@ def test_a_dry_run_explains_the_step(data: Path, capsys: pytest.CaptureFixture) 
     assert "data.name: 54 rows" in said
     assert f"data (weight 1): {data}/train.jsonl, train" in said
     assert "at most 768 = 8 × seq_len 96" in said
+
+
+def test_passes_over_the_data_make_the_steps(data: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main([*command(data, "run", "dry_run=true", "data.epochs=2", "data.batch_size=10")[3:]]) == 0
+    assert "max_steps: 11\n" in capsys.readouterr().out, "54 rows twice, 10 a step"
 
 
 def test_validation_on_rows_that_are_trained_on_is_said(data: Path, capsys: pytest.CaptureFixture) -> None:

@@ -23,7 +23,6 @@ from rlx.checkpoints.trainer import CheckpointFailed
 from rlx.config.load import load_run
 from rlx.data.packing import pack
 from rlx.data.source import send
-from rlx.metrics import read_metrics
 from rlx.parallel.rendezvous import Place
 from rlx.paths import RunPaths
 from rlx.roles import shared_trainer
@@ -96,23 +95,6 @@ def test_a_run_that_was_started_again_while_it_was_waited_for_leaves_before_it_j
     assert answered(run.paths).token == again.token
 
 
-def test_speeds_of_a_run_are_those_of_the_whole_common_step(host: Host):
-    large, small = host.join("a"), host.join("b", **{"trainer.num_iterations": 2})
-    large.send([0])
-    small.send([0])
-    began = time.perf_counter()
-    host.train([0, 1])
-    longest = time.perf_counter() - began
-    own, ((common, _),) = trainer_records(large.paths)[0], read_metrics(host.paths.metrics)
-    names = {"perf/tokens_per_second", "perf/tflops", "perf/peak_memory_gb", "perf/imbalance", "perf/imbalance_attention", "perf/runs"}
-    assert names <= common.keys()
-    for record in (own, trainer_records(small.paths)[0]):
-        assert {name: record[name] for name in names} == {name: common[name] for name in names}
-    tokens = {run.name: sum(len(sample.token_ids) for mini in batch(run.name, 0).mini_batches for sample in mini) for run in (large, small)}
-    trained = tokens["a"] + 2 * tokens["b"]
-    assert trained / longest <= common["perf/tokens_per_second"] <= trained / own["time/forward_backward"]
-
-
 def test_a_run_goes_on_from_its_checkpoint_with_a_trainer_of_its_own(host: Host, model: Path, tmp_path: Path):
     runs = host.join("a", **{"ckpt.interval": "null"}), host.join("b")
     for step in range(2):
@@ -139,13 +121,6 @@ def test_a_run_goes_on_from_its_checkpoint_with_a_trainer_of_its_own(host: Host,
             for run in runs:
                 run.send([2])
             host.train([0, 1])
-
-
-def test_the_other_ranks_hear_of_rank_0_although_there_is_nothing_to_do(host: Host, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(shared_trainer, "IDLE", 0.01)
-    assert host.news() == {}
-    host.join("a")
-    assert host.news() == {}
 
 
 def test_a_run_that_is_put_out_is_not_waited_for_and_a_preempted_one_without_a_new_step_saves_nothing(host: Host):
@@ -184,13 +159,6 @@ def test_a_run_whose_checkpoint_fails_at_the_notice_is_not_called_preempted(host
     host.let_go(0)
     assert answered(run.paths).state == "out"
     assert not run.paths.preempted.exists()
-
-
-def test_idle_time_begins_when_the_last_run_leaves(host: Host):
-    host.join("a")
-    host.since = 0.0  # the last look without work: before a long step
-    host.put_out(0, "its loss is nan")
-    assert time.monotonic() - host.since < 60
 
 
 def test_a_loss_without_a_gradient_puts_out_its_run_alone(host: Host, monkeypatch: pytest.MonkeyPatch):

@@ -21,7 +21,7 @@ from rlx.config.sweeps import element_name, expand, is_sweep
 from rlx.metrics import read_metrics
 from rlx.plan.record import ProcessSpec
 from rlx.runs.status import read_status
-from rlx.train.nodes import check_built
+from rlx.train.trial import check_built
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("known_environments")]
 SHIPPED = sorted(path.stem for path in shipped_groups()["sweeps"].glob("*.yaml"))

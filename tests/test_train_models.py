@@ -157,20 +157,6 @@ def computed(samples: list[list[int]]) -> tuple[int, bool]:
     return layout.num_tokens, all(bucket.mask is None for bucket in layout.buckets)
 
 
-def test_the_head_of_a_turn_is_shared_by_short_samples_alone():
-    head = [1, 2, 3]
-    short = [[*head, *range(10 * n, 10 * n + 6)] for n in range(1, 5)]
-    assert computed(short) == (3 + 4 * 6, False)
-    long = [[*head, *range(100 * n, 100 * n + 80)] for n in range(1, 5)]
-    assert computed(long) == (4 * 83, True), "attention in branches would cost more than three tokens save"
-
-
-def test_a_lone_sample_does_not_take_their_prompt_from_its_neighbours():
-    head, prompt = [1, 2, 3], [1, 2, 3, *range(20, 30)]
-    group = [[*prompt, 40 + n, 50 + n] for n in range(3)]
-    assert computed([[*head, 7, 8], *group]) == (5 + 13 + 3 * 2, False)
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_layouts_of_random_trees_attend_to_the_right_tokens(seed):
     """Lists the visible keys of every query and compares them with the definition: earlier tokens of the same sample."""

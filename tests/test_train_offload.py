@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -173,16 +172,3 @@ def test_the_key_reaches_the_optimizer_also_of_a_run_in_a_shared_trainer(model: 
         shared = policy_of(host, model, mesh, lambda _: nullcontext())
         member = Member(host, paths, "token", 0, shared, mesh, lambda: None)
         assert isinstance(member.trainer.optimizer, CPUOffloadOptimizer) == offload
-
-
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
-def test_state_goes_to_host_memory_whenever_the_optimizer_makes_it(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adagrad makes its state when it is built. `meta` stands for a GPU, from which nothing can be copied, so copies only have a place."""
-    monkeypatch.setattr("rlx.train.offload._copied", lambda tensor, into: into)
-    parameter = torch.nn.Parameter(torch.empty(4, device="meta"))
-    parameter.grad = torch.empty(4, device="meta")
-    optimizer = CPUOffloadOptimizer(kind([parameter]), replace(one_process("cpu"), device=torch.device("meta")))
-    optimizer.step()
-    state = moving(optimizer)
-    assert state
-    assert {tensor.device.type for tensor in state} == {"cpu"}

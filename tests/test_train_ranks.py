@@ -80,6 +80,7 @@ CASES: dict[str, tuple[str, dict]] = {
     "tied": ("qwen3_tied", {}),
     "tied_small_rows": ("qwen3_tied", {"tokens": 60}),
     "untied": ("llama_untied", {}),
+    "untied_small_rows": ("llama_untied", {"tokens": 60}),
     "untied_by_its_files_alone": ("llama_untied", {"claims_to_be_tied": True}),
     "stored_with_fused_rows": ("hrm_fused", {}),
     "one_group_so_little_work": ("llama_untied", {"groups": 1, "tokens": 1000}),
@@ -87,7 +88,10 @@ CASES: dict[str, tuple[str, dict]] = {
     "experts_in_modules_that_one_rank_does_not_use": ("llama_one_layer", {"modules": True, "groups": 1, "tokens": 1000}),
     "copies": ("qwen3_tied", {"divided": {"copies": 2}}),
     "parameters_in_host_memory": ("llama_untied", {"load": FLOAT32 | {"cpu_offload": True}}),
-    "copies_untied_kept_gathered": ("llama_untied", {"divided": {"copies": 2}, "load": FLOAT32 | {"reshard_after_forward": False}}),
+    "copies_untied_kept_gathered": (
+        "llama_untied",
+        {"tokens": 60, "divided": {"copies": 2}, "load": FLOAT32 | {"reshard_after_forward": False}},
+    ),
     "adapters_of_copies": ("llama_untied", {"divided": {"copies": 2}, "lora": {"rank": 4}}),
     "recomputed_in_part": ("qwen3_tied", {"ac": {"freq": 1, "mode": "selective"}}),
     "recomputed_from_host_memory": ("llama_untied", {"ac": {"freq": 2}, "load": FLOAT32 | {"ac_offloading": True}}),
@@ -157,6 +161,7 @@ def start(ranks: int, folders: Iterable[Path]) -> None:
 # One of each way to divide a model or its work: in `make test` over two processes.
 KINDS = {
     "tied",
+    "untied_small_rows",
     "experts_in_modules_that_one_rank_does_not_use",
     "copies",
     "copies_untied_kept_gathered",
@@ -276,6 +281,19 @@ def test_gradients_metrics_and_weights_of_several_processes_equal_those_of_one(c
             torch.testing.assert_close(trained[1][key], tensor, rtol=1e-3, atol=2e-4, msg=key)
 
 
+@pytest.mark.parametrize(("case", "ranks"), [("untied_small_rows", 2), ("copies_untied_kept_gathered", 2)], indirect=["ranks"])
+def test_nothing_is_gathered_or_summed_more_often_than_needed(case, ranks, results):
+    """Two layers, embedding, head and the root are units. Backward gathers the layers again, but neither the embedding, which it does not
+    need, nor the head, which it needs first. Gradients are summed over copies of the shards after the last row."""
+    counts = outcome(results[case], ranks)["counts"]
+    assert counts["rows"] > 1
+    if case == "untied_small_rows":
+        assert counts["allgather_base"] == (5 + 2) * counts["rows"]
+        assert "allreduce" not in counts
+    else:
+        assert counts["allreduce"] == 5
+
+
 @over_ranks(*(case for case in CASES if "together" in CASES[case][1]))
 def test_runs_trained_together_by_several_processes_learn_what_each_learns_alone_in_one(case, ranks, results):
     found = outcome(results[case], ranks)
@@ -379,8 +397,3 @@ def test_a_checkpoint_without_some_weights_is_refused(tmp_path):
     hf.save_pretrained(tmp_path, state_dict=kept)
     with pytest.raises(ValueError, match=r"lacks 6 weights of LlamaForCausalLM: model\.layers\.0\.mlp\.down_proj\.weight, "):
         load_policy(str(tmp_path), one_process("cpu"), dtype="float32")
-
-
-def test_an_unknown_dtype_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"model\.dtype is `float16`; it must be one of float32, bfloat16"):
-        load_policy(str(tmp_path), one_process("cpu"), dtype="float16")

@@ -17,9 +17,9 @@ from rlx.losses.base import Objective
 from rlx.losses.grpo import grpo
 from rlx.losses.reinforce import reinforce
 from rlx.models.layout import Here, Stretch
-from rlx.models.lora import add_adapters, draw_adapters
+from rlx.models.lora import AdaptedLinear, add_adapters, draw_adapters
 from rlx.models.policy import PolicyModel
-from rlx.models.slots import Slot, SlotsLinear, add_slots
+from rlx.models.slots import Slot
 from rlx.parallel.mesh import Mesh
 from rlx.train.muon import groups_of
 from rlx.train.reference import Reference
@@ -84,7 +84,7 @@ class Host:
 
     def __init__(self, count: int = 2, attention: str = "auto") -> None:
         hf = make_model()
-        here = add_slots(hf, LoraConfig(rank=4), count)
+        here = add_adapters(hf, LoraConfig(rank=4), slots=count)
         draw_adapters(hf, seed=99)
         self.model = PolicyModel(hf, attention=attention)
         self.model.slots = here
@@ -194,24 +194,6 @@ def test_a_loss_that_fails_on_another_rank_leaves_the_run_as_it_was_on_this_one(
     assert all(torch.equal(tensor, before[name]) for name, tensor in host.weights(0).items())
 
 
-@pytest.mark.parametrize("where", ["loss_of", "update"])
-def test_a_device_without_memory_is_not_the_error_of_one_run(where: str, monkeypatch: pytest.MonkeyPatch):
-    """The trainer ends: what it says of keys that help, and what its supervisor does, are for all of them."""
-    host = Host()
-    for slot, run in enumerate(RUNS):
-        host.join(slot, run)
-
-    def full(*_: Any, **__: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    before = host.weights(0)
-    monkeypatch.setattr(host.trainers[1], where, full)
-    with pytest.raises(torch.OutOfMemoryError):
-        host.train({0: 0, 1: 0})
-    moved = [name for name, tensor in host.weights(0).items() if not torch.equal(tensor, before[name])]
-    assert bool(moved) == (where == "update"), "before any other run's step, where it can be"
-
-
 def test_a_stream_of_one_run_is_not_one_of_the_other():
     runs = [RUNS[0] | {"streams": True}, RUNS[1]]
     host = Host()
@@ -225,7 +207,7 @@ def test_a_stream_of_one_run_is_not_one_of_the_other():
 
 def test_a_layer_that_gets_some_of_the_tokens_only_is_named():
     here = Here()
-    layer = SlotsLinear(torch.nn.Linear(4, 4), 2, 1, here)
+    layer = AdaptedLinear(torch.nn.Linear(4, 4), LoraConfig(rank=2), torch.float32, 1, here)
     here.stretches = (Stretch(0, 0, 6),)
     with pytest.raises(ValueError, match=r"got 5 of 6 tokens .*lora.target_modules"):
         layer(torch.zeros(5, 4))

@@ -196,7 +196,7 @@ def test_a_trainer_that_waits_asks_the_file_system_a_few_times_a_second(tmp_path
     paths.heartbeats.mkdir()
     watch = Watch(paths, "trainer", first=True, grace=1.0)
     clock = Clock(monkeypatch)
-    watch.heartbeat.beat = lambda *_: None  # it writes a file every half second
+    watch.beat = lambda *_: None  # it writes a file every half second
     asked: list[tuple[float, str]] = []
     listing, look_up, open_file = os.listdir, os.stat, io.open
 

@@ -18,7 +18,7 @@ from typing import Any
 import xxhash
 
 from rlx.checkpoints import folders
-from rlx.checkpoints.best import kept
+from rlx.checkpoints.folders import kept
 from rlx.checkpoints.orchestrator import STATE
 from rlx.config.evaluated import is_due
 from rlx.config.schema import CkptConfig, TrainingRoot

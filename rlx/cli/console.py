@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rlx.checkpoints.best import best_of
+from rlx.checkpoints.folders import best_of
 from rlx.cli.bench import rows_of
 from rlx.cli.display import Display, Progress, count, sparkline
 from rlx.config.schema import SftRoot

@@ -126,7 +126,7 @@ def check_nodes(cfg: CommandConfig, composed: Composed) -> None:
     A dry run builds them, too, because it must refuse what a start refuses. Before a run that waits in a queue they are always built.
     """
     if nodes_of(cfg) and ((cfg.launcher.name != "local" and not cfg.dry_run) or must_be_built(cfg, composed.origins)):
-        from rlx.train.nodes import check_built
+        from rlx.train.trial import check_built
 
         check_built(cfg)
 

@@ -25,7 +25,8 @@ def activation_bytes(cfg: TrainingRoot) -> float:
 
     A layer with activation checkpointing keeps only its input, or also its products. One such layer at a time is recomputed. Buffers of the
     exchange of tokens between experts (`trainer.ep`), and experts that get more tokens than others, are not counted. No attention of packed
-    rows keeps its scores, also not with a softcap or sinks (`rlx.models.bounded`); transformers' own may (`model.attention=rows`, GPT-OSS).
+    rows keeps its scores, also not with a softcap or sinks (`rlx.models.attention`);
+    transformers' own may (`model.attention=rows`, GPT-OSS).
     """
     width, layers, ac = BYTES[cfg.model.dtype] * cfg.model.hidden_size, cfg.model.num_layers, cfg.trainer.ac
     recomputed = -(-layers // ac.freq) if ac.freq else 0

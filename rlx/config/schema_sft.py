@@ -31,6 +31,7 @@ class DataSetConfig:
     subset: str | None = key(None, "configuration of a data set on the hub")
     split: str = key("train", "split, or a part of it: `train[:1000]`, `train[90%:]`; files have only `train`")
     weight: float = key(1.0, "share of the rows of a batch, relative to the other data sets", above=0)
+    columns: dict[str, str] = key({}, "columns of a row's parts, where they have other names: `{prompt: question, completion: answer}`")
 
 
 @dataclass
@@ -43,8 +44,10 @@ class DataConfig:
     )
     subset: str | None = key(None, "configuration of a data set on the hub")
     split: str = key("train", "split, or a part of it: `train[:1000]`, `train[90%:]`; files have only `train`")
+    columns: dict[str, str] = key({}, "columns of a row's parts, where they have other names: `{prompt: question, completion: answer}`")
     sets: dict[str, DataSetConfig] = key({}, "several data sets by name, instead of `data.name`, mixed by their weights")
     batch_size: int = key(MISSING, "rows per step", low=1)
+    epochs: float | None = key(None, "passes over all rows: `max_steps` follows from it; null: from `max_steps`", above=0)
     shuffle: bool = key(True, "shuffle the rows of a set anew for each pass")
     loss_mask: LossMaskConfig = section(LossMaskConfig)
     overflow: str = key(
@@ -64,8 +67,14 @@ class DataConfig:
     @property
     def all_sets(self) -> dict[str, DataSetConfig]:
         """The data sets by name. The one of `data.name` is called `data`."""
-        one = {} if self.name is None else {"data": DataSetConfig(name=self.name, subset=self.subset, split=self.split)}
+        one = (
+            {} if self.name is None else {"data": DataSetConfig(name=self.name, subset=self.subset, split=self.split, columns=self.columns)}
+        )
         return one | self.sets
+
+    def like(self, val: ValConfig) -> DataSetConfig:
+        """The data set that is validated on. Its rows have the columns of `data`."""
+        return DataSetConfig(name=str(val.name), subset=val.subset, split=val.split, columns=self.columns)
 
     def with_sets(self, change: object) -> DataConfig:
         """A copy with another name for each data set: `change(name)`."""

@@ -1,8 +1,9 @@
 """Reads a row of a data set as a conversation: its messages, its tools, and which messages may be trained.
 
-A row has one of two forms:
+A row has one of three forms:
 
     messages: [{role, content, …}, …]        every message may be trained
+    conversations: [{from, value}, …]        the same as ShareGPT writes it; `from` is human, gpt, system or tool
     prompt, completion                       only the completion may be trained; each is a `str`, a message or a list of messages
 
 A prompt that is a `str` is a user's message, a completion that is a `str` is an assistant's. `tools` (or `tool_defs`) is a list of
@@ -22,6 +23,8 @@ from rlx.plain import one_text
 Message = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
 AS_SYSTEM = "developer"  # OpenAI's name for the system's role since 2024
+SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool"}
+IMAGES = ("images", "image")  # columns of data sets for models that see
 PARTS = ("text", "input_text", "output_text")  # types of content parts that are text
 
 
@@ -42,14 +45,19 @@ class Conversation:
     tools: list[dict[str, Any]] | None  # functions in OpenAI's form; None: no tools
 
 
-def read_conversation(row: Mapping[str, Any], *, fills: bool = False) -> Conversation:
-    """The conversation of a row. Raises RowError.
+def read_conversation(row: Mapping[str, Any], *, fills: bool = False, columns: Mapping[str, str] | None = None) -> Conversation:
+    """The conversation of a row. Raises RowError. `columns`: the columns of its parts, where they have other names.
 
     `fills`: the row's file has one set of columns for all rows (Parquet), so a mapping may have keys of other rows, with None. These are
     removed, also from the arguments of tool calls. A JSONL row has only its own keys, so its arguments stay as they are; so do tools and
     calls that are JSON texts, which no file fills in.
     """
     row = _without_none(row) if fills else row
+    if absent := [column for column in (columns or {}).values() if column not in row]:
+        raise RowError(f"it has no column {', '.join(absent)}; it has {', '.join(sorted(row)) or 'nothing'}")
+    row = {**row, **{part: row[column] for part, column in (columns or {}).items()}}
+    if seen := [name for name in IMAGES if row.get(name)]:
+        raise RowError(f"its column `{seen[0]}` has images; only text can be trained")
     messages, first = _messages_of(row)
     if not messages:
         raise RowError("it has no messages")
@@ -70,9 +78,11 @@ def _messages_of(row: Mapping[str, Any]) -> tuple[list[Any], int]:
     """The messages of a row as they stand there, and how many of them are the prompt."""
     if row.get("messages") is not None:
         return _listed(row["messages"], "assistant", "messages"), 0
+    if row.get("conversations") is not None:
+        return [_shared(turn) for turn in _listed(row["conversations"], "assistant", "conversations")], 0
     if row.get("prompt") is None or row.get("completion") is None:
         has = ", ".join(sorted(key for key, value in row.items() if value is not None)) or "nothing"
-        raise RowError(f"it needs `messages`, or `prompt` and `completion`; it has {has}")
+        raise RowError(f"it needs `messages`, `conversations`, or `prompt` and `completion`; it has {has}. Other names: data.columns")
     prompt = _listed(row["prompt"], "user", "prompt")
     return prompt + _listed(row["completion"], "assistant", "completion"), len(prompt)
 
@@ -81,9 +91,9 @@ def _listed(value: Any, role: str, column: str) -> list[Any]:
     """A column as a list of messages. A `str` that is JSON of messages is read; any other, also other JSON, is a message of `role`."""
     if isinstance(value, str):
         decoded = _from_json(value) if value.lstrip().startswith("[") else None
-        if column == "messages":
+        if column in ("messages", "conversations"):
             if not isinstance(decoded, list):
-                raise RowError("`messages` is a text; it must be a list of messages, or that as JSON")
+                raise RowError(f"`{column}` is a text; it must be a list of messages, or that as JSON")
             return decoded
         return decoded if _are_messages(decoded) else [{"role": role, "content": value}]
     if isinstance(value, Mapping):
@@ -91,6 +101,15 @@ def _listed(value: Any, role: str, column: str) -> list[Any]:
     if not isinstance(value, list | tuple):
         raise RowError(f"`{column}` is of type {type(value).__name__}; it must be a list of messages")
     return [{"role": role, "content": each} if isinstance(each, str) else each for each in value]
+
+
+def _shared(turn: Any) -> Any:
+    """A turn of ShareGPT as a message; one that is a message already stays."""
+    if not isinstance(turn, Mapping) or "from" not in turn:
+        return turn
+    if turn["from"] not in SHAREGPT:
+        raise RowError(f"a turn is `from` {turn['from']!r}; known are {', '.join(SHAREGPT)}. Write calls as `tool_calls` of `messages`")
+    return {"role": SHAREGPT[turn["from"]], "content": turn.get("value")}
 
 
 def _are_messages(value: Any) -> TypeGuard[list[Any]]:

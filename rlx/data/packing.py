@@ -12,21 +12,22 @@ trainer passes the count of its model's operations (`rlx.train.flops.Flops.work`
 measures what is left (`RankBatch.imbalance`). A single rank waits for nobody: its rows are filled by tokens.
 
 A model that computes samples beside each other, `padded` to the longest of the row, gets rows in which the padding counts, too
-(`rlx.data.padding`). Groups are not kept together there, because such a model cannot compute a common prompt once.
+(`rlx.data.units`). Groups are not kept together there, because such a model cannot compute a common prompt once.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
 import numpy as np
 
-from rlx.data.padding import fill_padded
-from rlx.data.units import Cost, Unit, counts_of, groups_of, split, streams_of, trained
+from rlx.data.units import Cost, Unit, counts_of, fill_padded, groups_of, split, streams_of, trained
 from rlx.types import STREAMS, LossOf, MicroBatch, MiniBatch, RankBatch, StepBatch, TrainingSample, check_streams
+
+LOSSES_NAME = {"teacher_logprobs": "teacher_logp"}  # of a sample's stream, where losses call it otherwise
 
 ONE = LossOf(number=0, kind="policy", has_kl=True, has_ce=True)  # the only objective of a run; the counts of its kind are those of all
 
@@ -132,6 +133,7 @@ def _rank_batch(
         step=batch.step,
         mini_batches=tuple(mini_batches),
         num_tokens=sum(len(sample.token_ids) for sample in trained(everything)),
+        streams=frozenset(streams_of(trained(everything))),
         sampled=not everything or any((sample.versions >= 0).any() for sample in everything),
         imbalance=_imbalance([cost(lengths) for lengths in computed], ranks),
         attention_imbalance=_imbalance([sum(n * n for n in lengths) for lengths in computed], ranks),
@@ -281,22 +283,24 @@ def _micro_batch(row: list[Unit], streams: Sequence[str], slot: int = 0) -> Micr
         whole[ends - 1] = last
         return whole
 
+    def of_rollouts(values: Iterable[int]) -> np.ndarray:
+        return np.fromiter(values, np.int64)
+
     return MicroBatch(
         token_ids=np.concatenate([sample.token_ids for sample in samples]),
         labels=shifted("token_ids", 0),
-        position_ids=np.concatenate([np.arange(n, dtype=np.int32) for n in lengths]),
         loss_mask=shifted("loss_mask", False),
-        inference_logprobs=shifted("inference_logprobs", 0),
+        inference_logp=shifted("inference_logprobs", 0),
         advantages=shifted("advantages", 0),
         temperature=shifted("temperature", 1),
         versions=shifted("versions", -1),
-        rollout_ids=np.repeat(np.array(rollout_ids, dtype=np.int32), lengths),
-        rollout_lengths=np.array([sum(np.count_nonzero(s.loss_mask) for s in unit.samples) for unit in row], dtype=np.int32),
-        tokens_elsewhere=np.array([unit.elsewhere for unit in row], dtype=np.int32),
-        group_lengths=np.array([unit.group_length for unit in row], dtype=np.int32),
+        rollout_ids=np.repeat(np.array(rollout_ids, dtype=np.int64), lengths),
+        rollout_lengths=of_rollouts(sum(int(np.count_nonzero(s.loss_mask)) for s in unit.samples) for unit in row),
+        tokens_elsewhere=of_rollouts(unit.elsewhere for unit in row),
+        group_lengths=of_rollouts(unit.group_length for unit in row),
         cu_seqlens=np.concatenate([[0], ends]).astype(np.int32),
         adapters=np.array([sample.adapter for sample in samples], dtype=np.int32),
-        objectives=np.array([unit.loss.number for unit in row], dtype=np.int32),
+        objectives=of_rollouts(unit.loss.number for unit in row),
         samples=tuple(samples) if row[0].tokens else (),
-        **{name: shifted(name, STREAMS[name]) for name in streams},
+        **{LOSSES_NAME.get(name, name): shifted(name, STREAMS[name]) for name in streams},
     )

@@ -53,13 +53,13 @@ def open_rows(name: str, *, subset: str | None = None, split: str = "train") -> 
     """
     files = files_of(name)
     if files is None:
-        return _HubRows(name, subset, split)
+        return _of_the_hub(name, subset, split)
     if subset is not None:
         raise ValueError(f"{name}: files have no subset, but the subset is {subset!r}; leave it out")
     match = SLICE.fullmatch(split)
     if match is None or match["name"] != "train":
         raise ValueError(f"{name}: files have only the split `train` and its parts, such as train[:1000]; got {split!r}")
-    parts: list[Rows] = [_JsonLines(file) if file.suffix in JSONL else _Parquet(file) for file in files]
+    parts: list[Rows] = [_JsonLines(file) if file.suffix in JSONL else _parquet(file) for file in files]
     length = sum(map(len, parts))
     if not length:
         raise ValueError(f"{name} has no rows")
@@ -82,7 +82,9 @@ def files_of(name: str) -> list[Path] | None:
             raise ValueError(f"the folder {name} has no files that end in {known}")
         _check_splits(path, files)
         return files
-    if glob.has_magic(name):
+    if path.is_file():  # also one with brackets in its name
+        files = [path]
+    elif glob.has_magic(name):
         files = sorted(Path(found) for found in glob.glob(str(path), recursive=True))
         if not files:
             raise ValueError(f"no file matches {name}")
@@ -197,33 +199,32 @@ class _Arrow:
         return f"row {index} of {self._name}"
 
 
-class _Parquet(_Arrow):
-    def __init__(self, path: Path) -> None:
-        from datasets import Dataset, disable_progress_bars
+def _parquet(path: Path) -> _Arrow:
+    from datasets import Dataset, disable_progress_bars
 
-        disable_progress_bars()
-        try:
-            super().__init__(Dataset.from_parquet(str(path)), str(path))
-        except Exception as error:  # pyarrow and datasets have no common class of errors
-            raise ValueError(f"{path} cannot be read as Parquet: {type(error).__name__}: {error}") from error
+    disable_progress_bars()
+    try:
+        return _Arrow(Dataset.from_parquet(str(path)), str(path))
+    except Exception as error:  # pyarrow and datasets have no common class of errors
+        raise ValueError(f"{path} cannot be read as Parquet: {type(error).__name__}: {error}") from error
 
 
-class _HubRows(_Arrow):
-    def __init__(self, name: str, subset: str | None, split: str) -> None:
-        from datasets import disable_progress_bars, load_dataset
+def _of_the_hub(name: str, subset: str | None, split: str) -> _Arrow:
+    from datasets import disable_progress_bars, load_dataset
 
-        disable_progress_bars()
-        which = f"{name} (subset {subset}, split {split})"
-        try:
-            super().__init__(load_dataset(name, subset, split=split), f"{name}{f'/{subset}' if subset else ''}, split {split}")
-        except ConnectionError as error:
-            silent = "HF_HUB_OFFLINE=1 forbids asking the hub" if os.environ.get("HF_HUB_OFFLINE") == "1" else "the hub does not answer"
-            raise HubNotReached(f"the data set {which} is no file or folder here, the cache lacks it, and {silent}") from error
-        except Exception as error:  # of the network, the hub, the files or the names
-            why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            raise ValueError(f"the data set {which} is no file or folder here, and cannot be loaded from the hub: {why}") from error
-        if not len(self):
-            raise ValueError(f"the data set {which} has no rows")
+    disable_progress_bars()
+    which = f"{name} (subset {subset}, split {split})"
+    try:
+        rows = _Arrow(load_dataset(name, subset, split=split), f"{name}{f'/{subset}' if subset else ''}, split {split}")
+    except ConnectionError as error:
+        silent = "HF_HUB_OFFLINE=1 forbids asking the hub" if os.environ.get("HF_HUB_OFFLINE") == "1" else "the hub does not answer"
+        raise HubNotReached(f"the data set {which} is no file or folder here, the cache lacks it, and {silent}") from error
+    except Exception as error:  # of the network, the hub, the files or the names
+        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        raise ValueError(f"the data set {which} is no file or folder here, and cannot be loaded from the hub: {why}") from error
+    if not len(rows):
+        raise ValueError(f"the data set {which} has no rows")
+    return rows
 
 
 class _Joined:

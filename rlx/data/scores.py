@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -34,46 +33,39 @@ class TokenScores:
     mismatch: Half  # [N] the trainer's log-probability minus that of the engine that sampled the token
 
 
-def scores_of(batch: StepBatch, rows: Sequence[Scored]) -> TokenScores:
-    """The scores of one rank, of the rows that it trained."""
+def write_scores(paths: RunPaths, batch: StepBatch, rows: Sequence[Scored], rank: int) -> None:
+    """Write the scores of one rank, of the `rows` of a batch that it trained, atomically."""
+    import zstandard  # only for recordings, as in `rlx.data.source`
+
     index = {id(sample): i for i, sample in enumerate(sample for part in batch.mini_batches for sample in part)}
     chosen = [sample for row, _, _ in rows for sample in row.samples]
     engine = _joined(sample.inference_logprobs[sample.loss_mask] for sample in chosen)
     sampled = [row.loss_mask[row.scored] for row, _, _ in rows]  # without the tokens that only a cross-entropy loss reads
     trainer = _joined(logp[kept] for (_, logp, _), kept in zip(rows, sampled, strict=True))
     entropy = _joined(found[kept] for (_, _, found), kept in zip(rows, sampled, strict=True))
-    assert len(engine) == len(trainer), (len(engine), len(trainer))
-    return TokenScores(
+    scores = TokenScores(
         step=batch.step,
         samples=np.array([index[id(sample)] for sample in chosen], dtype=np.int32),
         lengths=np.array([np.count_nonzero(sample.loss_mask) for sample in chosen], dtype=np.int32),
         entropy=entropy.clip(0, _LARGEST).astype(np.float16),
         mismatch=(trainer - engine).clip(-_LARGEST, _LARGEST).astype(np.float16),
     )
+    with atomic(paths.scores_of(batch.step, rank)) as temporary:
+        temporary.write_bytes(zstandard.ZstdCompressor(level=1).compress(codec.encode(scores)))
 
 
 def _joined(parts: Iterable[Float]) -> Float:
     return np.concatenate([np.empty(0, np.float32), *parts])
 
 
-def write_scores(paths: RunPaths, scores: TokenScores, rank: int) -> None:
-    """Write the file of a rank atomically."""
-    import zstandard  # only for recordings, as in `rlx.data.source`
-
-    content = zstandard.ZstdCompressor(level=1).compress(codec.encode(scores))
-    with atomic(paths.scores_of(scores.step, rank)) as temporary:
-        temporary.write_bytes(content)
-
-
 def read_scores(paths: RunPaths, step: int) -> list[TokenScores]:
     """The scores of all ranks that wrote any. Raises ValueError for a damaged file."""
-    return [_read(path) for path in sorted(paths.recorded.glob(paths.scores_of(step, 0).name.replace("_0.zst", "_*.zst")))]
-
-
-def _read(path: Path) -> TokenScores:
     import zstandard
 
-    try:
-        return codec.decode(bytearray(zstandard.ZstdDecompressor().decompress(path.read_bytes())), TokenScores)
-    except (zstandard.ZstdError, codec.CodecError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+    found = []
+    for path in sorted(paths.recorded.glob(paths.scores_of(step, 0).name.replace("_0.zst", "_*.zst"))):
+        try:
+            found.append(codec.decode(bytearray(zstandard.ZstdDecompressor().decompress(path.read_bytes())), TokenScores))
+        except (zstandard.ZstdError, codec.CodecError) as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+    return found

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -42,6 +42,7 @@ class Conversations:
     name: str
     rows: Rows
     chat: Format
+    columns: Mapping[str, str] = field(default_factory=dict)  # of a row's parts, where they have other names
     seq_len: int  # the longest sample, in tokens
     vocab_size: int  # of the model: rows of its embedding
     roles: Collection[str] = ASSISTANT  # whose messages are trained
@@ -70,7 +71,7 @@ class Conversations:
 
     def _rendered(self, index: int, counts: Counter[str]) -> list[TrainingSample]:
         try:
-            parts = mark(read_conversation(self.rows[index], fills=self.rows.fills), self.chat, self.roles)
+            parts = mark(read_conversation(self.rows[index], fills=self.rows.fills, columns=self.columns), self.chat, self.roles)
             if not any(any(part.trained) for part in parts):
                 roles = ", ".join(sorted(self.roles))
                 raise RowError(f"it has nothing to train: no message of role {roles}, or only its first token, which nothing predicts")

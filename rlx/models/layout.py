@@ -142,7 +142,7 @@ def build_layout(
     if kind in ("varlen", "mixed"):
         whole = [length for _, length in samples]
         layout.cu_seqlens, layout.max_length = _bounds(whole, device), max(whole)
-        if kind == "mixed" and layout.max_length >= LONG:
+        if kind == "mixed" and _is_long(layout.max_length):
             layout.pieces = tuple(_pieces(whole, device))
     else:
         order = np.empty(count, dtype=np.int64)
@@ -158,11 +158,16 @@ def _bounds(lengths: Sequence[int], device: torch.device | str) -> Tensor:
 def _pieces(lengths: Sequence[int], device: torch.device | str) -> Iterator[Piece]:
     """Every long sample is one, and so are the short ones between two of them."""
     end = 0
-    for is_long, some in itertools.groupby(lengths, lambda length: length >= LONG):
+    for is_long, some in itertools.groupby(lengths, _is_long):
         group = list(some)
         for together in [[length] for length in group] if is_long else [group]:
             start, end = end, end + sum(together)
             yield Piece(start, end) if is_long else Piece(start, end, _bounds(together, device), max(together))
+
+
+def _is_long(computed: int) -> bool:
+    """Whether a sample is computed by itself. Its last token predicts nothing, so of `LONG` tokens one fewer is computed."""
+    return computed >= LONG - 1
 
 
 def _ranges(first: np.ndarray, lengths: np.ndarray) -> np.ndarray:

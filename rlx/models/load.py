@@ -21,8 +21,7 @@ from rlx.config.schema import AcConfig, LoraConfig
 from rlx.kernels.logprob import choose_backend
 from rlx.kernels.toolchain import check_triton
 from rlx.models.attention import watched
-from rlx.models.exact import keep_exact
-from rlx.models.experts import split_experts
+from rlx.models.families import keep_exact
 from rlx.models.flash import LONG, cudnn_agrees, install_flash_attention_3, remove_flash_attention_3
 from rlx.models.layout import build_layout
 from rlx.models.liger import apply_liger, may_patch
@@ -30,8 +29,7 @@ from rlx.models.lora import PARAMETERS, add_adapters, digest, draw_adapters
 from rlx.models.policy import PolicyModel, head_widths
 from rlx.models.read import different_from_first, empty_weights, read_weights, unties
 from rlx.models.shard import checkpoint_activations, compile_layers, free_gathered, shard
-from rlx.models.slots import add_slots
-from rlx.models.split import split_layers
+from rlx.models.split import split_experts, split_layers
 from rlx.parallel.mesh import Mesh
 from rlx.process import freed_memory_returned
 
@@ -75,63 +73,61 @@ def load_policy(
     `read=False` may leave the parameters uninitialised, if there are no adapters: a checkpoint of the training follows.
     Shards over the mesh's `fsdp` axis.
     `context`: tokens of the longest sample, if it is known. `served`: the context of the servers that the run starts, if any.
-    Raises ValueError for an unknown dtype, for positions that depend on the packing or differ from the servers' (`check_rotary`), for a
+    Raises ValueError for positions that depend on the packing or differ from the servers' (`check_rotary`), for a
     `logprob_backend` or `liger` that cannot be used, for targets of `lora` that the model does not have, or for a model whose packed
     forward differs from its own (`check_packed_forward`).
     """
-    for key, name in (("model.dtype", dtype), ("trainer.optimization_dtype", optimization_dtype), ("trainer.reduce_dtype", reduce_dtype)):
-        if name not in DTYPES:
-            raise ValueError(f"{key} is `{name}`; it must be one of {', '.join(DTYPES)}")
     device, sharded = mesh.device, mesh.grouped
     master, compute = DTYPES[optimization_dtype], DTYPES[dtype]
     assert sharded or master == compute or lora is not None, (
         "only FSDP casts parameters; a single process has it by `TrainingRoot.shards_alone`"
     )
-    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code).get_text_config()
+    whole = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    config = whole.get_text_config()
     check_rotary(source, config, context, served)
     backend = choose_backend(logprob_backend, device, compute, getattr(config, "vocab_size", None))  # fails before the slow load
     if device.type == "cuda" and (backend == "triton" or may_patch(liger)):
         check_triton()
 
-    frozen = master if lora is None else compute  # the dtype of what is read; frozen parameters never collect small changes
-    whole = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-
-    def built() -> PolicyModel:
-        """The model on the meta device, sharded."""
-        with torch.device("meta"):
-            hf = AutoModelForCausalLM.from_config(whole, dtype=frozen, trust_remote_code=trust_remote_code)
-            keep_exact(hf)
-            here = add_slots(hf, lora, slots, master) if lora is not None and slots is not None else None
-            if lora is not None and here is None:
-                add_adapters(hf, lora, master)
-        model = PolicyModel(hf, attention=attention, compute_dtype=compute, row=mesh.row)
-        model.slots, model.context = here, context
-        head = model.head[0]
-        has_bias = getattr(head, "bias", None) is not None
-        model.logprob_backend = choose_backend(logprob_backend, device, compute, len(head.weight), has_bias=has_bias, softcap=model.softcap)
-        in_place = not compile and (ac is None or ac.freq == 0 or ac.mode == "full")
-        model.liger = apply_liger(hf, liger, device, rope=in_place)
-        if not trained:
-            hf.requires_grad_(False)  # before it is sharded: FSDP takes parameters of several dtypes only where none is trained
-        _split(hf, mesh, dense=not trained)
-        if ac is not None:
-            checkpoint_activations(model, ac, offload=ac_offloading, random=lora is not None and (lora.dropout > 0 or slots is not None))
-        if compile:
-            compile_layers(model, device)
-        if sharded:
-            reduced = DTYPES[reduce_dtype]
-            keys = {"cpu_offload": cpu_offload, "reshard_after_forward": reshard_after_forward}
-            shard(model, mesh, compute_dtype=compute, reduce_dtype=reduced, **keys)
-        return model
-
     place = torch.device("cpu") if cpu_offload and device.type == "cuda" else device
-    if getattr(whole.get_text_config(), "tie_word_embeddings", False):
+    if getattr(config, "tie_word_embeddings", False):
         with torch.device("meta"):
             tied = AutoModelForCausalLM.from_config(whole, trust_remote_code=trust_remote_code)
         if mesh.any(unties(tied, source)):
             # The configuration is corrected for everything made from it: the shards, and every written version.
-            whole.tie_word_embeddings = whole.get_text_config().tie_word_embeddings = False
-    model, read = built(), read or lora is not None
+            whole.tie_word_embeddings = config.tie_word_embeddings = False
+    frozen = master if lora is None else compute  # the dtype of what is read; frozen parameters never collect small changes
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(whole, dtype=frozen, trust_remote_code=trust_remote_code)
+        keep_exact(hf)
+        here = None if lora is None else add_adapters(hf, lora, master, slots)
+    model = PolicyModel(hf, attention=attention, compute_dtype=compute, row=mesh.row)
+    model.slots, model.context = here, context
+    head = model.head[0]
+    has_bias = getattr(head, "bias", None) is not None
+    model.logprob_backend = choose_backend(logprob_backend, device, compute, len(head.weight), has_bias=has_bias, softcap=model.softcap)
+    in_place = not compile and (ac is None or ac.freq == 0 or ac.mode == "full")
+    model.liger = apply_liger(hf, liger, device, rope=in_place)
+    if not trained:
+        hf.requires_grad_(False)  # before it is sharded: FSDP takes parameters of several dtypes only where none is trained
+    if mesh.tensor is not None and mesh.row is not None:
+        split_layers(hf, mesh.row, mesh.tensor)
+    if mesh.expert is not None and mesh.alone is not None:
+        split_experts(hf, mesh.expert, mesh.alone, dense=not trained)
+    if ac is not None:
+        checkpoint_activations(model, ac, offload=ac_offloading, random=lora is not None and (lora.dropout > 0 or slots is not None))
+    if compile:
+        compile_layers(model, device)
+    if sharded:
+        shard(
+            model,
+            mesh,
+            compute_dtype=compute,
+            reduce_dtype=DTYPES[reduce_dtype],
+            cpu_offload=cpu_offload,
+            reshard_after_forward=reshard_after_forward,
+        )
+    read = read or lora is not None
     if read:
         read_weights(model.hf, source, mesh, place)
     else:
@@ -155,12 +151,6 @@ def load_policy(
         choose_attention(model, mesh)
     if read:
         check_packed_forward(model, device)
-    if model.layout_kind(device) == "rows":
-        log.info(
-            "%s computes the samples of a row beside each other, padded to the longest. So a row has samples of similar length, and "
-            "trainer.micro_batch_tokens counts the padding",
-            type(model.hf).__name__,
-        )
     return model
 
 
@@ -177,15 +167,6 @@ def choose_attention(model: PolicyModel, mesh: Mesh) -> None:
     model.long_apart = not third and not mesh.any(not cudnn_agrees(mesh.device, shapes))
     apart = f"; of samples of {LONG:,} tokens and more cuDNN" if model.long_apart else ""
     log.info("attention: FlashAttention %d%s", 3 if third else 2, apart)
-
-
-def _split(hf: Any, mesh: Mesh, *, dense: bool) -> None:
-    if mesh.tensor is not None:
-        assert mesh.row is not None
-        split_layers(hf, mesh.row, mesh.tensor)
-    if mesh.expert is not None:
-        assert mesh.alone is not None
-        split_experts(hf, mesh.expert, mesh.alone, dense=dense)
 
 
 def check_rotary(source: str, config: Any, context: int | None, served: int | None = None) -> None:

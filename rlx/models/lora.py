@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rlx.config.schema import LoraConfig
+from rlx.models.layout import Here
 from rlx.parallel.mesh import Mesh
 
 ALL = "all-linear"
@@ -30,51 +31,68 @@ WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 PREFIX = "base_model.model."  # of PEFT's names
 
 
-class AdaptedLinear(nn.Linear):
-    """A frozen linear layer with one adapter (`LoraLinear`) or several (`rlx.models.slots`)."""
-
-    active: bool  # False: it computes as without adapters
-    dropout: float = 0.0  # of the one adapter; several have their own
-
-
-class LoraLinear(AdaptedLinear):
-    """A frozen linear layer with an adapter."""
+class Adapter(nn.Module):
+    """One adapter of one layer. It is not initialised."""
 
     lora_A: nn.Parameter  # [r, in]
     lora_B: nn.Parameter  # [out, r]
+    scaling: float
+    dropout: float
 
-    def __init__(self, base: nn.Linear, lora: LoraConfig, dtype: torch.dtype | None = None) -> None:
-        """Takes over the parameters of `base`. The adapter is not initialised."""
+    def __init__(self, layer: nn.Linear, rank: int, dtype: torch.dtype, scaling: float = 1.0, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.adapt(layer, rank, dtype, scaling, dropout)
+
+    def adapt(self, layer: nn.Linear, rank: int, dtype: torch.dtype, scaling: float, dropout: float) -> None:
+        """Make the parameters for `layer`."""
+        device = layer.weight.device
+        self.lora_A = nn.Parameter(torch.empty(rank, layer.in_features, dtype=dtype, device=device))
+        self.lora_B = nn.Parameter(torch.empty(layer.out_features, rank, dtype=dtype, device=device))
+        self.scaling, self.dropout = scaling, dropout
+
+    def added(self, output: Tensor, rows: Tensor) -> Tensor:
+        """output [n, out] + scaling · (rows [n, in] Aᵀ) Bᵀ, in the dtype of `rows`: without FSDP the adapter still has the optimizer's.
+
+        Dropout only where gradients are recorded: scores must be those of the model that is served.
+        """
+        if self.dropout and torch.is_grad_enabled():
+            rows = F.dropout(rows, self.dropout)
+        small = F.linear(rows, self.lora_A.to(rows.dtype))
+        # This product scales and adds. Not in place: selective checkpointing keeps the first product.
+        return torch.addmm(output, small, self.lora_B.to(rows.dtype).T, alpha=self.scaling)
+
+
+class AdaptedLinear(nn.Linear, Adapter):
+    """A frozen linear layer that is its own adapter, or has several in `slots` (`rlx.models.slots`)."""
+
+    def __init__(self, base: nn.Linear, lora: LoraConfig, dtype: torch.dtype, count: int | None = None, here: Here | None = None) -> None:
+        """Takes over the parameters of `base`. `count` adapters in slots, of which `here` says which stretch has which; None: its own."""
         nn.Module.__init__(self)  # nn.Linear's own constructor would allocate another weight
         assert lora.rank, "the configuration has no adapters"
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias = base.weight, base.bias
-        self.scaling, self.dropout = lora.scaling, lora.dropout
-        self.active = True
-        dtype, device = dtype or self.weight.dtype, self.weight.device
-        self.lora_A = nn.Parameter(torch.empty(lora.rank, base.in_features, dtype=dtype, device=device))
-        self.lora_B = nn.Parameter(torch.empty(base.out_features, lora.rank, dtype=dtype, device=device))
+        self.active, self.here = True, here  # not active: it computes as without adapters
+        if count is None:
+            self.adapt(base, lora.rank, dtype, lora.scaling, lora.dropout)
+        else:
+            self.slots = nn.ModuleList(Adapter(base, lora.rank, dtype) for _ in range(count))
 
     def forward(self, input: Tensor) -> Tensor:
-        """[…, in] → […, out]. Dropout only where gradients are recorded: scores must be those of the model that is served."""
-        if not self.active:
+        """[…, in] → […, out]; with slots, the tokens are flattened in the order of the stretches. Raises ValueError for another number."""
+        if not self.active or (self.here is not None and not self.here.stretches):
             return F.linear(input, self.weight, self.bias)
         rows = input.flatten(0, -2)
         output = F.linear(rows, self.weight, self.bias)
-        if self.dropout and torch.is_grad_enabled():
-            rows = F.dropout(rows, self.dropout)
-        output = add_adapter(output, rows, self.lora_A, self.lora_B, self.scaling)
-        return output.unflatten(0, input.shape[:-1])
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, rank={len(self.lora_A)}, scaling={self.scaling:g}, dropout={self.dropout:g}"
-
-
-def add_adapter(output: Tensor, rows: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Tensor:
-    """output [n, out] + scaling · (rows [n, in] Aᵀ) Bᵀ, in the dtype of `rows`: without FSDP the adapter still has the optimizer's."""
-    small = F.linear(rows, lora_a.to(rows.dtype))
-    # This product scales and adds. Not in place: selective checkpointing keeps the first product.
-    return torch.addmm(output, small, lora_b.to(rows.dtype).T, alpha=scaling)
+        if self.here is None:
+            return self.added(output, rows).unflatten(0, input.shape[:-1])
+        stretches = self.here.stretches
+        if len(rows) != (end := stretches[-1].end):
+            raise ValueError(
+                f"a layer with several adapters got {len(rows)} of {end} tokens (experts?); leave it out of lora.target_modules"
+            )
+        outputs, adapters = output.split([each.end - each.start for each in stretches]), cast("list[Adapter]", self.slots)
+        parts = [adapters[each.slot].added(own, rows[each.start : each.end]) for each, own in zip(stretches, outputs, strict=True)]
+        return torch.cat(parts).unflatten(0, input.shape[:-1])
 
 
 @torch.no_grad()
@@ -88,26 +106,28 @@ def draw(lora_a: Tensor, lora_b: Tensor, generator: torch.Generator) -> None:
     lora_b.zero_()
 
 
-def add_adapters(hf: Any, lora: LoraConfig, dtype: torch.dtype | None = None) -> None:
+def add_adapters(hf: Any, lora: LoraConfig, dtype: torch.dtype | None = None, slots: int | None = None) -> Here | None:
     """Freeze a model and put adapters of `dtype` (None: the model's) beside its target layers, in place. `draw_adapters` must follow.
 
+    `slots`: so many for each layer, and `rlx.models.slots.Slot.begin` for each run must follow, too. Returns what the layers share then.
     Raises ValueError for a target that names no linear layer, or one that cannot have an adapter.
     """
+    here = None if slots is None else Here()
     wanted = targets(hf, lora.target_modules)
     hf.requires_grad_(False)
     for name in wanted:
         parent, _, leaf = name.rpartition(".")
-        setattr(hf.get_submodule(parent), leaf, LoraLinear(hf.get_submodule(name), lora, dtype))
+        base = hf.get_submodule(name)
+        setattr(hf.get_submodule(parent), leaf, AdaptedLinear(base, lora, dtype or base.weight.dtype, slots, here))
+    return here
 
 
 def draw_adapters(hf: Any, seed: int) -> None:
     """Initialise a model's adapters, whole or sharded. A `seed` gives the same ones on any number of ranks."""
     generator = torch.Generator().manual_seed(seed)
-    for layer in adapted(hf).values():
-        parts: Any = layer.modules()  # the layer itself, or the adapters of its slots
-        for part in parts:
-            if PARAMETERS[0] in part._parameters:
-                draw(part.lora_A, part.lora_B, generator)
+    for module in hf.modules():
+        if PARAMETERS[0] in module._parameters:
+            draw(module.lora_A, module.lora_B, generator)
 
 
 def targets(hf: Any, wanted: list[str]) -> list[str]:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from rlx.kernels.logprob import logprob
 from rlx.models.attention import NAME
-from rlx.models.backbone import backbone
-from rlx.models.head import logit_scale, logit_softcap
+from rlx.models.families import backbone, logit_scale, logit_softcap
 from rlx.models.layout import Here, Kind, Layout
 from rlx.models.lora import adapted
 from rlx.parallel.row import Row

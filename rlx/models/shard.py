@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.fx.experimental import _config as symbols
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from rlx.config.schema import AcConfig
-from rlx.models.exact import kept_exact
+from rlx.models.families import kept_exact
 from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import Mesh
 
@@ -100,7 +101,7 @@ def shard(
 ) -> None:
     """Shard in place over the mesh's `fsdp` axis.
 
-    Parameters keep their dtype and are gathered in `compute_dtype`, or in float32 if their family wants that (`rlx.models.exact`);
+    Parameters keep their dtype and are gathered in `compute_dtype`, or in float32 if their family wants that (`rlx.models.families`);
     gradients are summed in `reduce_dtype`.
     `cpu_offload` keeps shards and gradients in host memory. Without `reshard_after_forward`, parameters stay gathered until backward.
     """
@@ -113,6 +114,8 @@ def shard(
     offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if cpu_offload else OffloadPolicy()
     how: dict[str, Any] = {"mesh": mesh.fsdp, "mp_policy": precision, "offload_policy": offload}
     embedding, head = model.hf.get_input_embeddings(), model.head[0]
+    layers: Any = model.layers
+    plain = type(embedding) is torch.nn.Embedding  # others have more in it: Inkling's has a norm
     # A tied matrix is needed from the beginning to the end of both passes, so it stays in the root, which is gathered all that time.
     own = [embedding, head] if head.weight is not embedding.weight else []
     if own:
@@ -127,6 +130,13 @@ def shard(
     for module in (*model.layers, *own):
         fully_shard(module, reshard_after_forward=reshard_after_forward, **how | {"shard_placement_fn": placed})
     fully_shard(model, **how)
+    if own:
+        embedding.set_unshard_in_backward(not plain)  # the gradient of a table needs the ids alone
+        head.set_reshard_after_forward(False)  # its backward comes next
+    if mesh.expert is not None:  # the exchange of tokens waits for the device, so a gather that begins after it would be late
+        for one, other in pairwise(layers):
+            one.set_modules_to_forward_prefetch([other])
+            other.set_modules_to_backward_prefetch([one])
     for module in model.modules():
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups if exact else ():

@@ -10,74 +10,13 @@ weights have the same names, so versions, checkpoints and optimizer states are t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rlx.config.schema import LoraConfig
-from rlx.models.layout import Here
-from rlx.models.lora import PARAMETERS, AdaptedLinear, adapted, add_adapter, draw, targets
+from rlx.models.lora import PARAMETERS, Adapter, adapted, draw
 from rlx.models.policy import PolicyModel
-
-
-class Adapter(nn.Module):
-    """One adapter of one layer."""
-
-    lora_A: nn.Parameter  # [r, in]
-    lora_B: nn.Parameter  # [out, r]
-
-    def __init__(self, layer: nn.Linear, rank: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        device = layer.weight.device
-        self.lora_A = nn.Parameter(torch.empty(rank, layer.in_features, dtype=dtype, device=device))
-        self.lora_B = nn.Parameter(torch.empty(layer.out_features, rank, dtype=dtype, device=device))
-        self.scaling, self.dropout = 1.0, 0.0  # of the run in this slot
-
-
-class SlotsLinear(AdaptedLinear):
-    """A frozen linear layer with `count` adapters of one rank."""
-
-    def __init__(self, base: nn.Linear, rank: int, count: int, here: Here, dtype: torch.dtype | None = None) -> None:
-        """Takes over the parameters of `base`. The adapters are not initialised."""
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = base.in_features, base.out_features
-        self.weight, self.bias = base.weight, base.bias
-        self.active, self.here = True, here
-        self.slots = nn.ModuleList(Adapter(base, rank, dtype or base.weight.dtype) for _ in range(count))
-
-    def forward(self, input: Tensor) -> Tensor:
-        """[…, in] → […, out], with the tokens flattened in the order of the stretches. Raises ValueError for another number of tokens."""
-        if not self.active or not self.here.stretches:
-            return F.linear(input, self.weight, self.bias)
-        flat, parts = input.flatten(0, -2), []
-        if len(flat) != (end := self.here.stretches[-1].end):
-            raise ValueError(
-                f"a layer with several adapters got {len(flat)} of {end} tokens (experts?); leave it out of lora.target_modules"
-            )
-        outputs = F.linear(flat, self.weight, self.bias).split([stretch.end - stretch.start for stretch in self.here.stretches])
-        for stretch, output in zip(self.here.stretches, outputs, strict=True):
-            adapter: Any = self.slots[stretch.slot]
-            own = flat[stretch.start : stretch.end]
-            if adapter.dropout and torch.is_grad_enabled():
-                own = F.dropout(own, adapter.dropout)
-            parts.append(add_adapter(output, own, adapter.lora_A, adapter.lora_B, adapter.scaling))
-        return torch.cat(parts).unflatten(0, input.shape[:-1])
-
-
-def add_slots(hf: Any, lora: LoraConfig, count: int, dtype: torch.dtype | None = None) -> Here:
-    """Freeze a model and put `count` adapters beside each of its target layers, in place. Raises ValueError as `add_adapters` does.
-
-    Returns what its layers share (`PolicyModel.slots`). `draw_adapters` must follow, and `Slot.begin` for each run.
-    """
-    assert lora.rank, "the configuration has no adapters"
-    wanted, here = targets(hf, lora.target_modules), Here()
-    hf.requires_grad_(False)
-    for name in wanted:
-        parent, _, leaf = name.rpartition(".")
-        setattr(hf.get_submodule(parent), leaf, SlotsLinear(hf.get_submodule(name), lora.rank, count, here, dtype))
-    return here
 
 
 class Slot(nn.Module):
@@ -93,7 +32,6 @@ class Slot(nn.Module):
         self.hf = nn.Module()
         self._adapters: list[Adapter] = []
         for name, layer in adapted(model.hf).items():
-            assert isinstance(layer, SlotsLinear)
             adapter = layer.slots[number]
             assert isinstance(adapter, Adapter)
             self._adapters.append(adapter)

@@ -1,12 +1,15 @@
-"""Tensor parallelism: which matrices of a model are divided over the ranks of a tensor group, and how.
+"""How a model is divided: its matrices over a tensor group, its experts over an expert group, as transformers' plans for each family say.
 
-transformers names them for each family (`base_model_tp_plan`): in a block, `colwise` matrices keep a part of their outputs (heads, inner
-units), and the `rowwise` one that follows keeps the same part of its inputs, so its result is a partial sum. Each block gathers its tokens
-before and scatters the sum after (`rlx.parallel.row`). Everything else is left to all ranks, each with its own tokens: norms, experts,
-embedding and head.
+**Matrices** (`base_model_tp_plan`): in a block, `colwise` matrices keep a part of their outputs (heads, inner units), and the `rowwise`
+one that follows keeps the same part of its inputs, so its result is a partial sum. Each block gathers its tokens before and scatters the
+sum after (`rlx.parallel.row`). Norms, experts, embedding and head are left to all ranks, each with its own tokens. With LoRA, the divided
+side of an adapter is divided like its layer's weight.
 
-A divided parameter is a DTensor over the tensor group, which FSDP then also shards over the other ranks. With LoRA, the divided side of an
-adapter is divided like its layer's weight.
+**Experts** (`base_model_ep_plan`): each rank keeps an equal part of every layer's experts. One all-to-all sends each token to the ranks
+of its experts, another brings the results back, also for gradients. A rank's experts see the tokens of the whole group, so the sum over
+the other ranks counts each token once.
+
+Divided parameters are DTensors over their group, which FSDP then also shards over the other ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from rlx.models.backbone import backbone
+from rlx.models.families import backbone
 from rlx.parallel.row import Row
 
 OUTPUTS, INPUTS = "colwise", "rowwise"
@@ -106,3 +109,38 @@ def _of_parts(layer: nn.Linear, forward: Callable[[Tensor], Tensor], row: Row, s
         return summed if bias is None else summed + bias
 
     return of_parts
+
+
+EXCHANGE = "all_to_all"
+EXPERTS = "ep_dispatch_experts"  # the style of a module of experts in transformers' plans
+
+
+def split_experts(hf: Any, mesh: DeviceMesh, alone: DeviceMesh, *, dense: bool = False) -> None:
+    """Divide the experts of a model on the meta device, in place, over the ranks of `mesh`, this rank's expert group.
+
+    `alone` is a mesh of this rank only: no other rank has the same tokens. `dense`: a model without a plan for experts stays as it is.
+    Raises ValueError if transformers has no plan for the family, or if the experts are not divisible.
+    """
+    base, size = backbone(hf), mesh.size()
+    plan = getattr(hf.config.get_text_config(), "base_model_ep_plan", None) or {}
+    # Parameters first: dividing them sets a module's number of local experts, which the exchange reads when it is installed.
+    names = [*dict(base.named_parameters()), *dict(base.named_modules())]
+    styles = {name: style for name in names if (style := plan.get(re.sub(r"\.\d+(?=\.)", ".*", name)))}
+    experts = [base.get_submodule(name) for name, style in styles.items() if style == EXPERTS]
+    if not experts and dense:
+        return
+    if not experts:
+        raise ValueError(f"trainer.ep={size}: transformers has no plan that divides experts of {type(hf).__name__}; set trainer.ep=1")
+    for module in experts:
+        if module.num_experts % size:
+            raise ValueError(
+                f"trainer.ep={size} does not divide the {module.num_experts} experts of {type(hf).__name__}; set it to a divisor"
+            )
+    try:
+        from transformers.distributed.expert_parallel import apply_expert_parallelism
+    except ImportError:  # before 5.20: the plan by patterns, and one way to exchange
+        from transformers.distributed.tensor_parallel import apply_expert_parallelism
+
+        apply_expert_parallelism(base, mesh, alone, plan)
+    else:
+        apply_expert_parallelism(base, mesh, alone, styles, EXCHANGE)

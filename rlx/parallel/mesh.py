@@ -94,6 +94,11 @@ class Mesh:
         """Whether there is a process group: of several processes, or of one that shards over itself."""
         return self.fsdp is not None
 
+    @property
+    def copies(self) -> bool:
+        """Whether several groups of ranks each have a copy of the shards, so that gradients are also summed over the copies."""
+        return self.fsdp is not None and self.fsdp.ndim > 1
+
     def again(self) -> DeviceMesh:
         """Another mesh like `fsdp`, of the same ranks, whose process groups are its own. Every rank calls this."""
         from torch.distributed.device_mesh import DeviceMesh

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from rlx.config.schema import ModelConfig
-from rlx.policy.chat import load_chat
-from rlx.policy.templates import TOOL, read_template, refusal
+from rlx.policy.chat import family_of, load_chat
+from rlx.policy.templates import TOOL, ends_of, read_template, refusal
 from rlx.process import die_with_parent
 
 
@@ -33,6 +33,10 @@ def problem_of(model: ModelConfig, tools: dict[str, list[str]]) -> str | None:
         return None
     if model.chat_template is not None:
         tokenizer.chat_template = read_template(model.chat_template)
+    if tokenizer.chat_template is None and family_of(model) is None:
+        return f"the tokenizer of {model.name} has no chat template, as of a base model\n  fix: model.chat_template=FILE or a shipped name"
+    if tokenizer.eos_token_id is None and not ends_of(tokenizer.name_or_path):
+        return f"the tokenizer of {model.name} has no eos_token, so no answer would end\n  fix: name it in its tokenizer_config.json"
     functions: dict[str, Any] = TOOL["function"]  # type: ignore[assignment]
     named = {env: [{**TOOL, "function": {**functions, "name": name}} for name in names] for env, names in tools.items()}
     try:

@@ -102,7 +102,7 @@ def keep_digests(cfg: SftRoot, paths: RunPaths) -> int:
     """
     sets = {f"data.{'name' if key == 'data' else f'sets.{key}'}": each for key, each in cfg.data.all_sets.items()}
     if cfg.val.name is not None:
-        sets["val.name"] = DataSetConfig(name=cfg.val.name, subset=cfg.val.subset, split=cfg.val.split)
+        sets["val.name"] = cfg.data.like(cfg.val)
     here = {key: digest_of(each.name, open_rows(each.name, subset=each.subset, split=each.split)) for key, each in sets.items()}
     found = json.loads(paths.data.read_text()) if paths.data.is_file() else None
     there = found["sets"] if found else {}
@@ -138,11 +138,9 @@ def validation_rows(cfg: TrainingRoot, mesh: Mesh, model: str, tick: Callable[[]
     """
     if not isinstance(cfg, SftRoot) or cfg.val.name is None:
         return None
-    name = cfg.val.name
 
     def held_out() -> SupervisedSource:
-        one = DataSetConfig(name=name, subset=cfg.val.subset, split=cfg.val.split)
-        examples = _examples(cfg, "val", one, chat_of(cfg, model), vocab_size_of(cfg, model))
+        examples = _examples(cfg, "val", cfg.data.like(cfg.val), chat_of(cfg, model), vocab_size_of(cfg, model))
         count = min(len(examples), cfg.val.num_examples or len(examples))
         return SupervisedSource([(examples, 1.0)], batch_size=count, seed=cfg.seed, shuffle=False)
 
@@ -174,6 +172,7 @@ def _examples(cfg: SftRoot, key: str, data: DataSetConfig, chat: Chat, vocab_siz
     return Conversations(
         name=key,
         rows=open_rows(data.name, subset=data.subset, split=data.split),
+        columns=data.columns,
         chat=chat,
         seq_len=cfg.seq_len,
         vocab_size=vocab_size,

@@ -1,17 +1,20 @@
 """Asks whether the data sets of a supervised run can be opened and read, before anything starts.
 
-It opens each data set and reads its first row, as the trainer will. A data set of the hub is downloaded here, so that compute nodes
+It opens each data set and reads some of its rows, as the trainer will. A data set of the hub is downloaded here, so that compute nodes
 need not. What a chat template makes of the rows is the trainer's to say: rendering takes transformers, which this floor does not import.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
 from rlx.config.errors import ConfigError
 from rlx.config.schema import SftRoot
 from rlx.config.schema_sft import DataSetConfig
+
+LOOKS = 64  # rows of a data set that are read, from its first on, equally far from each other
 
 
 def resolve(cfg: SftRoot) -> SftRoot:
@@ -21,8 +24,13 @@ def resolve(cfg: SftRoot) -> SftRoot:
         cfg = replace(cfg, data=cfg.data.with_sets(absolute), val=val)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    print("".join(f"{line}\n" for line in check_rows(cfg)), end="", flush=True)
-    return cfg
+    lines, rows = check_rows(cfg)
+    print("".join(f"{line}\n" for line in lines), end="", flush=True)
+    if cfg.data.epochs is None:
+        return cfg
+    if not rows:
+        raise ConfigError(f"data.epochs={cfg.data.epochs:g} counts passes over data sets, but there are none\n  fix: set max_steps instead")
+    return replace(cfg, max_steps=max(1, math.ceil(cfg.data.epochs * rows / cfg.data.batch_size)))
 
 
 def absolute(name: str) -> str:
@@ -32,20 +40,27 @@ def absolute(name: str) -> str:
     return str(Path(name).expanduser().absolute()) if files_of(name) is not None else name
 
 
-def check_rows(cfg: SftRoot) -> list[str]:
-    """What the data sets are, one line each. Raises ConfigError if one cannot be opened, or its first row is no conversation."""
+def check_rows(cfg: SftRoot) -> tuple[list[str], int]:
+    """What the data sets are, one line each, and how many rows are trained on.
+
+    Raises ConfigError if one cannot be opened, or its first row is no conversation, or, where such rows are not skipped, another of those
+    that are looked at.
+    """
     sets = {f"data.{'name' if key == 'data' else f'sets.{key}'}": each for key, each in cfg.data.all_sets.items()}
     if cfg.val.name is not None:
-        sets["val.name"] = DataSetConfig(name=cfg.val.name, subset=cfg.val.subset, split=cfg.val.split)
+        sets["val.name"] = cfg.data.like(cfg.val)
     from rlx.data.conversations import RowError, read_conversation
     from rlx.data.rows import HubNotReached, open_rows
 
-    lines, problems = [], []
+    lines, problems, trained = [], [], 0
     for key, each in sets.items():
         try:
             rows = open_rows(each.name, subset=each.subset, split=each.split)
-            where = rows.where(0)
-            first = read_conversation(rows[0], fills=rows.fills)
+            trained += len(rows) if key != "val.name" else 0
+            looked_at = {0} if cfg.data.refused == "skip" else {number * len(rows) // LOOKS for number in range(LOOKS)}
+            for number in sorted(looked_at, reverse=True):
+                where = rows.where(number)
+                first = read_conversation(rows[number], fills=rows.fills, columns=each.columns)
         except RowError as error:
             problems.append(f"{key}: {where} cannot be trained on: {error}\n  fix: correct the data set (docs/sft.md), or name another")
         except HubNotReached as error:
@@ -62,7 +77,7 @@ def check_rows(cfg: SftRoot) -> list[str]:
             lines += [f"warning: {twin} has the rows of {key}, too, so val/loss does not measure held-out rows" for twin in twins]
     if problems:
         raise ConfigError(problems)
-    return lines
+    return lines, trained
 
 
 def _overlap(trained: DataSetConfig, held_out: DataSetConfig) -> bool:

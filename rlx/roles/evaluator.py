@@ -9,7 +9,7 @@ A killed evaluation continues after the last record. The seeds follow from seed,
 still plays are those that an uninterrupted evaluation would have played.
 
 Beside supervised training it evaluates the versions that are due, as they appear. The trainer never waits for that: it keeps the weights of
-versions that have no record yet (`rlx.checkpoints.best.not_evaluated`). A killed run evaluates what is missing, after its checkpoint is
+versions that have no record yet (`rlx.checkpoints.folders.not_evaluated`). A killed run evaluates what is missing, after its checkpoint is
 loaded.
 """
 

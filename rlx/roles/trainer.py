@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rlx.checkpoints.best import not_evaluated
+from rlx.checkpoints.folders import not_evaluated
 from rlx.config.load import load_training
 from rlx.config.schema import TrainingRoot
 from rlx.inference.endpoints import wait_for_neighbours
@@ -47,8 +47,7 @@ class Trainer:
         from rlx.policy.source import source_of, validation_rows
         from rlx.train.build import build
         from rlx.train.flops import Meter
-        from rlx.train.scores import ScoreKeeper
-        from rlx.train.summary import Summary
+        from rlx.train.summary import ScoreKeeper, Summary
         from rlx.train.validation import Validation
         from rlx.weights.broadcast import Broadcast, make_room
         from rlx.weights.hub import TIMEOUT, fetch, initial_model

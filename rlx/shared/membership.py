@@ -27,6 +27,7 @@ from rlx.paths import MEMBER, RunPaths, listed, listed_with_folder, write_text
 
 log = logging.getLogger(__name__)
 
+PRESENT, ASKS, ANSWER = "present", "asks.json", "answer.json"  # in the directory's `membership/`
 LOOK = 0.5  # seconds between two looks at the other end
 TAKE = 5.0  # seconds to wait for one's own lock: the other end holds it for a moment when it looks
 
@@ -51,7 +52,7 @@ class Presence:
 
     def __init__(self, paths: RunPaths) -> None:
         """Take it. Raises RuntimeError if another process has it."""
-        path = _present(paths)
+        path = paths.membership / PRESENT
         path.parent.mkdir(parents=True, exist_ok=True)
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         end = time.monotonic() + TAKE
@@ -63,7 +64,7 @@ class Presence:
 
 def is_present(paths: RunPaths) -> bool:
     """Whether the process that holds the presence in this directory is alive."""
-    path = _present(paths)
+    path = paths.membership / PRESENT
     if not listed_with_folder(path):
         return False
     try:
@@ -90,7 +91,7 @@ def asking(host: RunPaths) -> Iterator[tuple[RunPaths, str]]:
 
 def asked_with(paths: RunPaths) -> str | None:
     """The token of the newest request in a run's directory; None without one."""
-    record = _read(_asks(paths))
+    record = _read(paths.membership / ASKS)
     return None if record is None else str(record["token"])
 
 
@@ -98,14 +99,14 @@ def answer(paths: RunPaths, token: str, state: State, why: str = "") -> None:
     """The trainer's answer. A run whose directory was deleted, or cannot be written, gets none."""
     try:
         if listed(paths.membership):
-            write_text(_answer(paths), json.dumps(asdict(Answer(token, state, why))) + "\n")
+            write_text(paths.membership / ANSWER, json.dumps(asdict(Answer(token, state, why))) + "\n")
     except OSError as error:  # it concerns this run alone
         log.warning("%s gets no answer (%s): %s", paths.root, why or state, error)
 
 
 def answered(paths: RunPaths) -> Answer | None:
     """The last answer in a run's directory, of any attempt."""
-    record = _read(_answer(paths))
+    record = _read(paths.membership / ANSWER)
     return None if record is None else Answer(**record)
 
 
@@ -117,7 +118,7 @@ class Member:
         self.paths, self.host = paths, RunPaths(host)
         self.presence = Presence(paths)
         self.token = secrets.token_hex(8)
-        write_text(_asks(paths), json.dumps({"token": self.token}) + "\n")
+        write_text(paths.membership / ASKS, json.dumps({"token": self.token}) + "\n")
 
     def wait(self, tick: Callable[[], None]) -> None:
         """Return once the trainer has a slot for the run and its initial model is known. Raises PutOut.
@@ -153,18 +154,6 @@ class Member:
         while True:
             await asyncio.to_thread(self.check)
             await asyncio.sleep(LOOK)
-
-
-def _present(paths: RunPaths) -> Path:
-    return paths.membership / "present"
-
-
-def _asks(paths: RunPaths) -> Path:
-    return paths.membership / "asks.json"
-
-
-def _answer(paths: RunPaths) -> Path:
-    return paths.membership / "answer.json"
 
 
 def _read(path: Path) -> dict[str, Any] | None:

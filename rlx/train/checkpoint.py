@@ -9,31 +9,31 @@ This module handles tensors in one folder. `rlx.checkpoints` coordinates the rol
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
+import pickle
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.storage import WriteResult
 
-from rlx import codec
-from rlx.arrays import Byte, Unsigned
 from rlx.models.load import check_packed_forward
 from rlx.parallel.mesh import Mesh
-from rlx.paths import listed, write_text
 from rlx.train.step import PolicyTrainer
-from rlx.train.stored import Planner, Reader
-from rlx.waiting import wait_for
 
 # DCP warns about a single process without a process group; here that is a normal case.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized", category=UserWarning)
@@ -41,8 +41,6 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 log = logging.getLogger("rlx.trainer")
 
 METADATA = ".metadata"
-DIGEST = ".digest"  # beside each file that a rank has written, for rank 0
-OTHERS_TIMEOUT = 60.0  # seconds until other ranks' files must be visible here
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +54,8 @@ class Progress:
 class Saving:
     """A checkpoint that is being written."""
 
-    def __init__(self, folder: Path, mesh: Mesh, copied: Future[None] | None = None, written: Future[Any] | None = None) -> None:
-        self._folder, self._mesh, self._copied, self._written = folder, mesh, copied, written
+    def __init__(self, writer: Writer, mesh: Mesh, copied: Future[None] | None = None, written: Future[Any] | None = None) -> None:
+        self._writer, self._mesh, self._copied, self._written = writer, mesh, copied, written
 
     def wait_copied(self) -> None:
         """Return when the trainer may change its state. Raises any error of the copy."""
@@ -77,40 +75,41 @@ class Saving:
         if self._written is not None:
             with _plain_errors(self._mesh):
                 self._written.result()
-        if not self._mesh.first:
-            return {}
-        names = {METADATA, *(part.relative_path for part in Reader(self._folder).read_metadata().storage_data.values())}
-        found: dict[str, dict[str, Any]] = {}
-        for name in sorted(names):
-            told = self._folder / (name + DIGEST)
-            # All ranks have written, but a network file system may show another host's file late.
-            wait_for(partial(listed, told), f"what another rank wrote of the checkpoint ({told})", OTHERS_TIMEOUT)
-            found[name] = {"size": (self._folder / name).stat().st_size, "xxh3": told.read_text()}
-            told.unlink()
-        return found
+        return self._writer.files
+
+
+@dataclass(frozen=True)
+class Part(WriteResult):
+    """What DCP tells rank 0 of a written tensor, with the record of its file: reading a checkpoint, DCP does not notice a damaged byte."""
+
+    file: dict[str, Any]
 
 
 class Writer(dcp.FileSystemWriter):
-    """DCP's writer. It also leaves the digest of each file of this rank: reading a checkpoint, DCP does not notice a damaged byte."""
+    """DCP's writer. On rank 0 it also has the size and digest of every file, once all ranks have written."""
 
     def __init__(self, folder: Path, digest: Callable[[Path], str], **options: Any) -> None:
         super().__init__(folder, overwrite=False, **options)
         self._folder, self._digest = folder, digest
+        self.files: dict[str, dict[str, Any]] = {}
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        """Write this rank's files, and their digests."""
+        """Write this rank's files."""
         written: Any = super().write_data(plan, planner)
-        self._leave_digests({part.storage_data.relative_path for part in written.wait()})
-        return written
+        parts = written.wait()
+        records = {name: self._record(name) for name in {part.storage_data.relative_path for part in parts}}
+        told: Any = torch.futures.Future()
+        told.set_result([Part(**vars(part), file=records[part.storage_data.relative_path]) for part in parts])
+        return told
 
     def finish(self, metadata: Any, results: Any) -> None:
         """On rank 0, write what describes all files."""
         super().finish(metadata, results)
-        self._leave_digests({METADATA})
+        found = {part.storage_data.relative_path: part.file for part in chain.from_iterable(results)}
+        self.files = dict(sorted((found | {METADATA: self._record(METADATA)}).items()))
 
-    def _leave_digests(self, names: set[str]) -> None:
-        for name in names:
-            write_text(self._folder / (name + DIGEST), self._digest(self._folder / name))
+    def _record(self, name: str) -> dict[str, Any]:
+        return {"size": (self._folder / name).stat().st_size, "xxh3": self._digest(self._folder / name)}
 
 
 class Saver:
@@ -127,17 +126,17 @@ class Saver:
     def save(self, folder: Path, progress: Progress) -> Saving:
         """Write the state into `folder`, which must be empty or absent: in the background if so configured, otherwise before returning."""
         state = _state_of(self.trainer, progress)
+        # In the background, DCP's loader for devices would wait for the training's work; the stager has copied everything.
+        writer = Writer(folder, self._digest, **({} if self._stager is None else {"per_thread_copy_ahead": 0}))
         if self._stager is None:
             with _plain_errors(self.mesh):
-                dcp.save(state, storage_writer=Writer(folder, self._digest), no_dist=not self.mesh.grouped)
-            return Saving(folder, self.mesh)
-        # Its loader for devices would wait for the training's work; the stager has copied everything.
-        writer = Writer(folder, self._digest, per_thread_copy_ahead=0)
+                dcp.save(state, storage_writer=writer, no_dist=not self.mesh.grouped)
+            return Saving(writer, self.mesh)
         self.mesh.synchronize()  # the stager copies on its own stream, which does not wait for the optimizer's
         response: Any = dcp.async_save(
             state, storage_writer=writer, async_stager=self._stager, process_group=self._group, no_dist=not self.mesh.grouped
         )
-        return Saving(folder, self.mesh, response.staging_completion, response.upload_completion)
+        return Saving(writer, self.mesh, response.staging_completion, response.upload_completion)
 
     def close(self) -> None:
         """Release the background's memory, threads and connections. Every rank calls this, when everything is written."""
@@ -244,38 +243,25 @@ def _state_of(trainer: PolicyTrainer, progress: Progress) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RandomState:
-    """The state of every random generator of one process."""
-
-    SCHEMA: ClassVar[str] = "rlx.RandomState/2"
-
-    python: tuple[int, tuple[int, ...], float | None]  # `random.getstate()`
-    numpy: tuple[str, int, int, float]  # `numpy.random.get_state()` without its keys: algorithm, position, has_gauss, cached gauss
-    numpy_keys: Unsigned  # [624]
-    torch: Byte  # [n]
-    cuda: Byte | None = None  # [n] of the current device
-
-
 def _random_state() -> torch.Tensor:
-    """The state of every generator of this process, as the bytes of a RandomState: [n] uint8."""
-    cuda = torch.cuda.get_rng_state().numpy() if torch.cuda.is_initialized() else None
+    """The state of every random generator of this process, as bytes: [n] uint8."""
     generator: Any = np.random.get_state()
     algorithm, keys, *rest = generator
-    state = RandomState(
-        python=random.getstate(), numpy=(algorithm, *rest), numpy_keys=np.asarray(keys), torch=torch.get_rng_state().numpy(), cuda=cuda
-    )
-    return torch.frombuffer(bytearray(codec.encode(state)), dtype=torch.uint8)
+    state = {"python": random.getstate(), "numpy": (algorithm, keys.tolist(), *rest), "torch": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    content = io.BytesIO()
+    torch.save(state, content)
+    return torch.frombuffer(bytearray(content.getvalue()), dtype=torch.uint8)
 
 
 def _set_random_state(packed: torch.Tensor) -> None:
-    state = codec.decode(bytearray(packed.numpy()), RandomState)
-    random.setstate(state.python)
-    algorithm, position, has_gauss, cached = state.numpy
-    np.random.set_state((algorithm, state.numpy_keys, position, has_gauss, cached))
-    torch.set_rng_state(torch.from_numpy(state.torch))
-    if state.cuda is not None and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(torch.from_numpy(state.cuda))
+    state = torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True)
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(state["cuda"])
 
 
 @contextlib.contextmanager
@@ -287,3 +273,45 @@ def _plain_errors(mesh: Mesh) -> Iterator[None]:
         rank, (cause, _) = min(error.failures.items())
         cause.add_note(f"on rank {rank} of {mesh.world_size}")
         raise cause from error
+
+
+OF_DCP = "torch.distributed.checkpoint.metadata"
+OTHERS = {("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout"), ("torch", "Size")}
+PATHS = {("pathlib", name) for name in ("Path", "PosixPath")}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Of DCP's record of a checkpoint. It makes what DCP writes there, and imports nothing."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Raises UnpicklingError for anything else."""
+        if (module, name) in OTHERS | PATHS:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if module == OF_DCP and isinstance(found := vars(dcp.metadata).get(name), type) and found.__module__ == OF_DCP:
+            return found
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of rlx does, so it is not read")
+
+
+class Reader(dcp.FileSystemReader):
+    """DCP's reader of a folder."""
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """Raises UnpicklingError if the record holds anything but a description of tensors and files."""
+        with self.fs.create_stream(self.fs.concat_path(self.path, ".metadata"), "rb") as file:
+            found: Metadata = _Unpickler(file).load()
+        found.storage_meta = found.storage_meta or StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found
+
+
+class Planner(dcp.DefaultLoadPlanner):
+    """DCP's planner, which unpickles what is no tensor."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Raises UnpicklingError for anything but plain data."""
+        plain = io.BytesIO()
+        torch.save(torch.load(value, weights_only=True), plain)
+        plain.seek(0)
+        super().load_bytes(read_item, plain)

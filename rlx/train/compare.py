@@ -14,7 +14,7 @@ One process, any device that fits the model twice and its gradient twice.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +26,6 @@ from torch import Tensor
 
 from rlx.arrays import Float, Int
 from rlx.config.schema import Config
-from rlx.config.schema_trainer import KlTerms
 from rlx.data.packing import pack
 from rlx.data.source import read_recorded
 from rlx.losses.diagnostics import Stats, completed
@@ -152,7 +151,9 @@ def compare(
             second.reference.model.load_state_dict(trainer.reference.model.state_dict())
     if beta is not None and trainer.losses.adapts:  # then there is one objective; of several, `beta` would be that of the first alone
         for one in (trainer, second):
-            _set_beta(one.losses, trainer.losses.objectives[0].terms.kl, beta)
+            for objective in one.losses.objectives:
+                if objective.terms.kl == trainer.losses.objectives[0].terms.kl:  # others have another term, with the weight of their keys
+                    objective.controller.beta = beta
     for side in (trainer, second):
         for layer in adapted(side.model).values():
             layer.dropout = 0.0  # each side would draw its own masks
@@ -162,13 +163,6 @@ def compare(
     # Mini-batch by mini-batch: only two gradients are in memory, however many mini-batches there are.
     cosines = [cosine(a, b) for a, b in zip(first.gradients(), last.gradients(), strict=True)]
     return _together(batch, first, last, cosines)
-
-
-def _set_beta(losses: LossMix, kl: KlTerms, beta: float) -> None:
-    """Give the objectives with the KL term `kl` the weight that it had. Others have another term, whose weight is that of their keys."""
-    for objective in losses.objectives:
-        if objective.terms.kl == kl:
-            objective.controller.beta = beta
 
 
 @dataclass
@@ -222,7 +216,7 @@ class Measured:
                 where = row.versions[row.scored]
                 self.side.weights[where], self.logp[where] = weight.numpy() * mini_batch.num_trained_tokens, found.numpy()
             self.side.gradient_norms.append(clip_gradients(trainer.parameters, None, f"step {self.step}", trainer.mesh))
-            self.side.metrics.append(_metrics(stats))
+            self.side.metrics.append(completed(_floats(stats.sums), _floats(stats.maxima)))
             slopes = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainer.parameters]
             trainer.optimizer.zero_grad(set_to_none=True)
             on_host = [slope.detach().cpu() for slope in slopes]
@@ -241,8 +235,8 @@ def _numbered(batch: StepBatch) -> StepBatch:
     return replace(batch, mini_batches=tuple(parts))
 
 
-def _metrics(stats: Stats) -> dict[str, float]:
-    return completed({name: float(value) for name, value in stats.sums.items()}, {name: float(v) for name, v in stats.maxima.items()})
+def _floats(values: Mapping[str, Tensor]) -> dict[str, float]:
+    return {name: float(value) for name, value in values.items()}
 
 
 def _together(batch: StepBatch, first: Measured, last: Measured, cosines: list[float]) -> Comparison:

@@ -14,18 +14,20 @@ from rlx.models.layout import build_layout
 from rlx.models.policy import PolicyModel
 from rlx.types import MicroBatch
 
+BY_TOKEN = ("inference_logp", "advantages", "rollout_ids", "teacher_logp", "policy_weights", "ce_weights", "ref_kl_weights")
+BY_ROLLOUT = ("tokens_elsewhere", "group_lengths", "objectives")
+
 
 def forward(model: PolicyModel, parts: Sequence[MicroBatch], device: torch.device) -> list[TokenBatch]:
-    """One row of the model: the scored tokens of each part. Their `old_logp` is this forward's own."""
+    """The scored tokens of each part of one row. Their `old_logp` is this forward's own."""
 
     def joined(name: str) -> np.ndarray:
         return np.concatenate([getattr(part, name) for part in parts])
 
-    starts = np.cumsum([0, *(len(part.token_ids) for part in parts)])
-    ends = np.concatenate([[0], *(start + part.cu_seqlens[1:] for start, part in zip(starts[:-1], parts, strict=True))])
+    boundaries = np.cumsum([0, *np.concatenate([np.diff(part.cu_seqlens) for part in parts])])
     slots = None if model.slots is None else joined("adapters").tolist()
     scored = joined("scored")
-    layout = build_layout(joined("token_ids"), ends, scored, model.layout_kind(device), device, slots)
+    layout = build_layout(joined("token_ids"), boundaries, scored, model.layout_kind(device), device, slots)
     index = torch.from_numpy(layout.where[scored]).to(device, torch.int64)
     labels = torch.from_numpy(joined("labels")[scored]).to(device, torch.int64)
     temperature = torch.from_numpy(joined("temperature")[scored]).to(device, torch.float32)
@@ -34,27 +36,12 @@ def forward(model: PolicyModel, parts: Sequence[MicroBatch], device: torch.devic
     return [_tokens(*each, device) for each in zip(parts, logp.split(counts), entropy.split(counts), strict=True)]
 
 
-def _tokens(m: MicroBatch, logp: Tensor, entropy: Tensor, device: torch.device) -> TokenBatch:
-    """A micro-batch on the device, with what the model computed for its N scored tokens."""
-
-    def by_token(array: np.ndarray | None, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        return None if array is None else torch.from_numpy(array[m.scored]).to(device, dtype)
-
-    def by_rollout(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(device, torch.int64)
-
-    given: Any = {"inference_logp": m.inference_logprobs, "advantages": m.advantages, "teacher_logp": m.teacher_logprobs}
-    given |= {name: getattr(m, name) for name in ("policy_weights", "ce_weights", "ref_kl_weights")}
-    values: Any = {name: by_token(array) for name, array in given.items()}
-    return TokenBatch(
-        logp=logp,
-        old_logp=logp.detach(),
-        entropy=entropy,
-        rollout_ids=by_token(m.rollout_ids, torch.int64),  # type: ignore[arg-type]
-        rollout_lengths=by_rollout(np.bincount(m.rollout_ids[m.scored], minlength=len(m.rollout_lengths))),
-        tokens_elsewhere=by_rollout(m.tokens_elsewhere),
-        group_lengths=by_rollout(m.group_lengths),
-        objectives=by_rollout(m.objectives),
-        sampled=None if m.ce_weights is None else by_token(m.loss_mask, torch.bool),
-        **values,
-    )
+def _tokens(row: MicroBatch, logp: Tensor, entropy: Tensor, device: torch.device) -> TokenBatch:
+    """A micro-batch on the device, with what the model computed for its scored tokens."""
+    arrays = {name: array[row.scored] for name in BY_TOKEN if (array := getattr(row, name)) is not None}
+    arrays |= {name: getattr(row, name) for name in BY_ROLLOUT}
+    arrays["rollout_lengths"] = np.bincount(arrays["rollout_ids"], minlength=len(row.rollout_lengths))
+    if row.ce_weights is not None:
+        arrays["sampled"] = row.loss_mask[row.scored]
+    given: Any = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+    return TokenBatch(logp=logp, old_logp=logp.detach(), entropy=entropy, **given)

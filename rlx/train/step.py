@@ -35,13 +35,13 @@ from rlx.parallel.mesh import Mesh, one_process
 from rlx.train.optim import NotFiniteError, clip_gradients, learning_rate, set_learning_rate
 from rlx.train.reference import Reference
 from rlx.train.rows import forward
-from rlx.types import STREAMS, MicroBatch, MiniBatch, RankBatch, check_streams
+from rlx.types import MicroBatch, MiniBatch, RankBatch, check_streams
 
 OF_SAMPLED = ("mismatch/", "policy/ratio", "policy/ess", "policy/clip_frac", "policy/masked_frac")
 """Beginnings of the names of metrics that compare with the policy that sampled the tokens."""
 
 Row = Mapping[int, MicroBatch]  # the parts of a row, by slot in ascending order
-Known = Mapping[int, Mapping[str, Tensor]]  # by slot: fields of a part's `TokenBatch` from before the batch's first optimizer step
+Known = dict[int, dict[str, Tensor]]  # by `id` of a micro-batch: fields of its `TokenBatch` from before the first optimizer step
 Outcome = dict[str, float] | Exception  # a run's metrics, or why its update failed
 
 
@@ -67,7 +67,7 @@ class PolicyTrainer:
         `total_updates` is the number of optimizer steps of the whole run, for decaying schedules. A `schedule` of None is constant.
         """
         self.model: Any = model
-        self.whole = model.whole if isinstance(model, Slot) else model  # which computes
+        self.whole: Any = model.whole if isinstance(model, Slot) else model  # which computes
         self.losses, self.optimizer = LossMix.of(objective), optimizer
         self.slot = model.number if isinstance(model, Slot) else 0
         self.schedule, self.total_updates, self.max_norm = schedule or SchedulerConfig(), total_updates, max_norm
@@ -101,13 +101,14 @@ class PolicyTrainer:
         return outcome
 
     def accumulate_gradients(
-        self, mini_batch: MiniBatch, *, step: int | None = None, before: Sequence[Known] | None = None, stale: bool = False
+        self, mini_batch: MiniBatch, *, step: int | None = None, before: Known | None = None, stale: bool = False
     ) -> Stats:
         """Forward and backward of all micro-batches of this rank. Adds to existing gradients. For the arguments see `_accumulate`."""
         rows = [{self.slot: row} for row in mini_batch.micro_batches]
         known = score_before(rows, {self.slot: self}, set()) if before is None else before
-        runs = {self.slot} if stale else set()
-        stats, broken = _accumulate(rows, known, {self.slot: mini_batch}, {self.slot: self}, {self.slot: step}, runs)
+        stats, broken = _accumulate(
+            rows, known, {self.slot: mini_batch}, {self.slot: self}, {self.slot: step}, {self.slot} if stale else set()
+        )
         if broken:
             raise broken[self.slot]
         return stats[self.slot]
@@ -140,30 +141,29 @@ class PolicyTrainer:
         metrics["time/optimizer"] = time.perf_counter() - computed
         return metrics
 
-    def loss_of(self, tokens: TokenBatch, row: MicroBatch, mini_batch: MiniBatch, step: int | None) -> tuple[Tensor, Stats]:
-        """A micro-batch's share of the loss, and its stats, at version `step`."""
-        loss, more = self.losses(tokens, mini_batch.counts)
+    def loss_of(self, tokens: TokenBatch, row: MicroBatch, mini_batch: MiniBatch, step: int | None, stale: bool) -> tuple[Tensor, Stats]:
+        """A micro-batch's share of the loss, and its stats. For the arguments see `_accumulate`."""
         if step is None:
+            loss, more = self.losses(tokens, mini_batch.counts)
             own = tokens.logp.detach()
-            trained = own if tokens.sampled is None or not mini_batch.num_loss_tokens else own[tokens.sampled]
-            more.sums["loss/nll"] = -trained.double().sum() / max(mini_batch.num_trained_tokens, 1)
-        else:  # the age of the sampled tokens, also of those that only have a weight of 0
-            lag = step - row.versions[row.loss_mask].astype(np.float64)
-            known: Any = {"device": self.device, "dtype": torch.float64}
-            more.sums |= {"off_policy/lag_mean": torch.tensor(lag.sum(), **known), "lags": torch.tensor(len(lag), **known)}
-            more.maxima["off_policy/lag_max"] = torch.tensor(lag.max(initial=-math.inf), **known)
+            nll = own if tokens.sampled is None or not mini_batch.num_loss_tokens else own[tokens.sampled]
+            more.sums["loss/nll"] = -nll.double().sum() / max(mini_batch.num_trained_tokens, 1)
+            return loss, more
+        versions = row.versions[row.loss_mask]
+        newest = np.bincount(row.rollout_ids[row.loss_mask], versions == step, len(row.rollout_lengths))
+        fresh = (newest == row.rollout_lengths) & (self.own_samples and not stale)
+        loss, more = self.losses(replace(tokens, on_policy=torch.from_numpy(fresh).to(self.device)), mini_batch.counts)
+        lag = step - versions.astype(np.float64)  # the age of the sampled tokens, also of those that only have a weight of 0
+        known: Any = {"device": self.device, "dtype": torch.float64}
+        more.sums |= {"off_policy/lag_mean": torch.tensor(lag.sum(), **known), "lags": torch.tensor(len(lag), **known)}
+        more.maxima["off_policy/lag_max"] = torch.tensor(lag.max(initial=-math.inf), **known)
         return loss, more
 
+    @torch.no_grad()
     def score(self, micro_batch: MicroBatch, model: PolicyModel | None = None) -> tuple[Tensor, Tensor]:
-        """(logp [N], entropy [N]) of a micro-batch's trainable tokens in their order, without gradient. `model` defaults to the policy."""
-        self.refuse_what_nobody_uses(micro_batch)
-        with torch.no_grad():
-            tokens = forward(model or self.whole, [micro_batch], self.device)[0]
+        """(logp [N], entropy [N]) of a micro-batch's scored tokens in their order, without gradient. `model` defaults to the policy."""
+        (tokens,) = forward(model or self.whole, [micro_batch], self.device)
         return tokens.logp, tokens.entropy
-
-    def refuse_what_nobody_uses(self, micro_batch: MicroBatch) -> None:
-        """Raise ValueError for data that would be ignored silently. Every rank has the same streams, so every rank raises."""
-        check_streams([name for name in STREAMS if getattr(micro_batch, name) is not None], self.losses.streams)
 
     def warn_of(self, metrics: dict[str, float]) -> None:
         """Look for a warning in the metrics of a batch's first optimizer step."""
@@ -215,14 +215,14 @@ def train(
     """
     for slot, batch in batches.items():
         trainers[slot].forward_only = []
-        for mini_batch in batch.mini_batches:
-            for micro_batch in mini_batch.micro_batches:
-                trainers[slot].refuse_what_nobody_uses(micro_batch)
+        check_streams(batch.streams, trainers[slot].losses.streams)  # every rank has the same, so every rank raises
     began = time.perf_counter()
     total = {slot: iterations[slot] * len(batch.mini_batches) for slot, batch in batches.items()}
     rows = [_rows(batches, number) for number in range(max(len(batch.mini_batches) for batch in batches.values()))]
     several = {slot for slot in batches if total[slot] > 1}
-    before = [score_before(each, trainers, several) for each in rows]
+    before: Known = {}
+    for each in rows:
+        before |= score_before(each, trainers, several)
     scored = time.perf_counter() - began
     records: dict[int, list[dict[str, float]]] = {slot: [] for slot in batches}
     empty: dict[int, list[dict[str, float]]] = {slot: [] for slot in batches}  # of mini-batches without a trainable token
@@ -241,7 +241,7 @@ def train(
             started = time.perf_counter()
             steps = {slot: batches[slot].step if batches[slot].sampled else None for slot in minis}
             stale = {slot for slot in minis if records[slot]}
-            stats, broken = _accumulate(rows[number], before[number], minis, trainers, steps, stale)
+            stats, broken = _accumulate(rows[number], before, minis, trainers, steps, stale)
             for slot, mini_batch in minis.items():
                 try:
                     if slot in broken:
@@ -270,15 +270,14 @@ def _rows(batches: Mapping[int, RankBatch], number: int) -> list[Row]:
 
 
 @torch.no_grad()
-def score_before(rows: Sequence[Row], trainers: Mapping[int, PolicyTrainer], several: set[int]) -> list[Known]:
-    """What is known of each row's parts before the first update: scores by the policy for runs with `several` updates, by the reference.
+def score_before(rows: Sequence[Row], trainers: Mapping[int, PolicyTrainer], several: set[int]) -> Known:
+    """What is known of the rows before the first update: scores by the policy for runs with `several` updates, by the reference.
 
     With one update, its own forward gives the old log-probabilities.
     """
-    found: list[Known] = []
+    known: Known = {}
     used: dict[int, PolicyModel] = {}
     for row in rows:
-        known: dict[int, dict[str, Tensor]] = {slot: {} for slot in row}
         old = [slot for slot in row if slot in several and trainers[slot].losses.recomputes]
         compared = [slot for slot in row if trainers[slot].reference is not None]
         for name, slots in (("old_logp", old), ("ref_logp", compared)):
@@ -289,18 +288,18 @@ def score_before(rows: Sequence[Row], trainers: Mapping[int, PolicyTrainer], sev
             reference = first.reference if name == "ref_logp" else None  # of several runs, the same model without adapters
             model = first.whole if reference is None else reference.model
             used[id(model)] = model
+            parts = [row[slot] for slot in slots]
             with nullcontext() if reference is None else reference.scoring():
-                for slot, tokens in zip(slots, forward(model, [row[slot] for slot in slots], first.device), strict=True):
-                    known[slot][name] = tokens.logp
-        found.append(known)
+                for part, tokens in zip(parts, forward(model, parts, first.device), strict=True):
+                    known.setdefault(id(part), {})[name] = tokens.logp
     for model in used.values():
         free_gathered(model)  # scoring has no backward, which would free some of the parameters
-    return found
+    return known
 
 
 def _accumulate(
     rows: Sequence[Row],
-    before: Sequence[Known],
+    before: Known,
     minis: Mapping[int, MiniBatch],
     trainers: Mapping[int, PolicyTrainer],
     steps: Mapping[int, int | None],
@@ -316,14 +315,9 @@ def _accumulate(
     one = trainers[next(iter(minis))]
 
     def loss_of(slot: int, part: MicroBatch, tokens: TokenBatch) -> Tensor:
-        trainer, step = trainers[slot], steps[slot]
-        trainer.after_forward(part, tokens.logp, tokens.entropy)
-        if step is not None:
-            newest = np.bincount(part.rollout_ids[part.loss_mask], part.versions[part.loss_mask] == step, len(part.rollout_lengths))
-            fresh = (newest == part.rollout_lengths) & (slot not in stale and trainer.own_samples)
-            tokens = replace(tokens, on_policy=torch.from_numpy(fresh).to(one.device))
+        trainers[slot].after_forward(part, tokens.logp, tokens.entropy)
         try:
-            loss, more = trainer.loss_of(tokens, part, minis[slot], step)
+            loss, more = trainers[slot].loss_of(replace(tokens, **before.get(id(part), {})), part, minis[slot], steps[slot], slot in stale)
             if one.whole.slots is not None and not loss.requires_grad:  # alone, backward raises
                 raise ValueError("the loss does not depend on the log-probabilities; something in it is detached")
         except Exception as error:  # a run's own loss may be anybody's code
@@ -334,17 +328,19 @@ def _accumulate(
         stats[slot].add(more)
         return loss.double()
 
-    def train_row(parts: Row, known: Known) -> None:
+    def train_row(parts: Row) -> None:
         found = dict(zip(parts, forward(one.whole, list(parts.values()), one.device), strict=True))
-        loss = torch.stack([loss_of(slot, parts[slot], replace(tokens, **known[slot])) for slot, tokens in found.items()]).sum()
+        loss = torch.stack([loss_of(slot, parts[slot], tokens) for slot, tokens in found.items()]).sum()
         scores = [score for tokens in found.values() for score in (tokens.logp, tokens.entropy)]
         if not _backward(loss, scores, [trainers[slot] for slot in parts]):
             for slot, part in parts.items():
                 trainers[slot].forward_only += np.diff(part.cu_seqlens).tolist()
 
-    for row, known in zip(rows, before, strict=True):
+    for number, row in enumerate(rows):
         one.before_micro_batch()
-        train_row({slot: part for slot, part in row.items() if slot in minis}, known)
+        if one.mesh.copies:  # sums over the copies of the shards can wait for the last row
+            one.whole.set_requires_all_reduce(number == len(rows) - 1)
+        train_row({slot: part for slot, part in row.items() if slot in minis})
     for slot in minis if one.whole.slots is not None else ():
         if one.mesh.any(slot in broken) and slot not in broken:
             broken[slot] = RuntimeError("the loss of this run failed on another rank, whose log says why")

@@ -2,8 +2,8 @@
 
     the keys of `model`  +  the run of `rlx sft` as values  +  environments with their files  +  the code that computes  →  hash  →  folder
 
-The code is found, not listed: the files that the two roles of a warm start import, and those that these import. Of them the rooms in
-`COMPUTES` count. The other rooms carry results, or hold settings, which the recipe has as values. Imports neither torch nor verifiers.
+The code is that of the two roles of a warm start, and of the rooms in `COMPUTES`. The other rooms carry results, or hold settings, which
+the recipe has as values. Imports neither torch nor verifiers.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlx.config.chat_format import template_path
 from rlx.config.pythons import python_of, sources_of
 from rlx.config.schema import CommandConfig, Config, EnvConfig, PlayRoot, SftRoot
-from rlx.config.warm_start import LOSS, supervised
+from rlx.config.warm_start import supervised
 from rlx.paths import cache_root
 
 OF_ENVS = ("id", "args", "weight", "num_tasks", "split")  # keys of an environment that decide what its demonstrations are
@@ -33,11 +32,10 @@ OF_THE_RUN = (
     "seq_len",
     "trainer",
 )  # sections of `rlx sft` that decide what is learned
-ROLES = ("rlx.roles.prepare", "rlx.roles.trainer")  # the processes of a warm start
-COMPUTES = ("data", "envs", "kernels", "losses", "models", "parallel", "policy", "roles", "train")
+ROLES = ("roles/prepare.py", "roles/trainer.py")  # the processes of a warm start
+COMPUTES = ("data", "envs", "kernels", "losses", "models", "parallel", "policy", "train")  # rooms whose code decides it, too
 LARGE = 2**26  # bytes; a larger file of an environment is not read for the recipe
 PACKAGE = Path(__file__).parent.parent  # rlx/
-IMPORT = re.compile(r"^ *(?:from (rlx[\w.]*) import (\([^)]*\)|[^\n]*)|import (rlx[\w.]*))", re.MULTILINE)
 
 
 def recipe(config: CommandConfig) -> dict[str, Any]:
@@ -56,7 +54,7 @@ def recipe(config: CommandConfig) -> dict[str, Any]:
             for name, env in envs_of(config).items()
         },
         "run": of_the_run(config),
-        "code": digest(code([*ROLES, LOSS["_target_"].rpartition(".")[0]])),
+        "code": digest(code()),
     }
 
 
@@ -114,29 +112,7 @@ def of_the_run(config: CommandConfig) -> dict[str, Any]:
     return {key: run[key] for key in OF_THE_RUN}
 
 
-def code(modules: Iterable[str]) -> list[Path]:
-    """The files whose change may change what these modules compute, in the order of their names."""
-    return sorted(file for file in imported_by(modules) if file.relative_to(PACKAGE).parts[0] in COMPUTES)
-
-
-def imported_by(modules: Iterable[str]) -> set[Path]:
-    """The files of these modules of rlx, and of all modules of rlx that they import, also inside functions and for type checks only.
-
-    Reads the sources and imports nothing.
-    """
-    found: set[Path] = set()
-    waiting = list(modules)
-    while waiting:
-        file = source_of(waiting.pop())
-        if file is None or file in found:
-            continue
-        found.add(file)
-        for module, names, alone in IMPORT.findall(file.read_text()):
-            waiting += [alone] if alone else [module, *(f"{module}.{name}" for name in re.findall(r"\w+", names))]
-    return found
-
-
-def source_of(module: str) -> Path | None:
-    """The file of a module of rlx; None if there is no such module, as for the name of a function."""
-    base = Path(PACKAGE, *module.split(".")[1:])
-    return next((each for each in (base.with_suffix(".py"), base / "__init__.py") if each.is_file()), None)
+def code() -> list[Path]:
+    """The files whose change may change what the model learns, in the order of their names."""
+    rooms = [file for room in COMPUTES for file in (PACKAGE / room).rglob("*.py")]
+    return sorted([*rooms, *(PACKAGE / role for role in ROLES)])

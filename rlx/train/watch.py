@@ -23,45 +23,34 @@ log = logging.getLogger("rlx.trainer")
 LOOK = 0.25  # seconds between two looks for the notice while waiting
 
 
-class Watch:
+class Watch(Heartbeat):
     """Heartbeats and preemption of one rank."""
+
+    working = Heartbeat.during  # long work that cannot send heartbeats: a thread sends them
 
     def __init__(self, paths: RunPaths, name: str, *, first: bool, grace: float) -> None:
         """`name` is this process's name in the plan. `first` marks rank 0. `grace` is how many seconds after the notice a step may still
         end."""
-        self.paths, self.first, self.grace = paths, first, grace
-        self.heartbeat = Heartbeat(paths, name)
+        super().__init__(paths, name)
+        self.first, self.grace = first, grace
         self.checks: list[Callable[[], None]] = []  # of background threads; each raises the error of its thread
         self._noticed: float | None = None  # when the notice was first seen, by this host's own clock
         self._looked = -LOOK
 
-    def beat(self, phase: str, step: int | None = None) -> None:
-        """Report the current phase."""
-        self.heartbeat.beat(phase, step)
-
-    @property
-    def phase(self) -> str:
-        """The current phase."""
-        return self.heartbeat.phase
-
     def beat_on(self) -> None:
         """Report the same phase again while waiting. Raises errors of background threads."""
-        self.heartbeat.beat(self.heartbeat.phase)
+        self.beat(self.phase)
         for check in self.checks:
             check()
 
     def progressed(self) -> None:
         """Like `beat_on`, after a part of the phase's work is done."""
-        self.heartbeat.progress += 1
+        self.progress += 1
         self.beat_on()
-
-    def working(self, phase: str, step: int | None = None) -> AbstractContextManager[None]:
-        """A context for long work that cannot send heartbeats: a thread sends them."""
-        return self.heartbeat.during(phase, step)
 
     def waiting(self) -> AbstractContextManager[None]:
         """Like `working`, in the current phase."""
-        return self.working(self.heartbeat.phase)
+        return self.during(self.phase)
 
     def tick(self) -> None:
         """Call it while waiting, where leaving is safe. Raises Preempted on rank 0 if the run is preempted."""

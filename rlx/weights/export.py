@@ -104,7 +104,7 @@ class Export:
 
     @functools.cached_property
     def _exact(self) -> frozenset[str]:
-        from rlx.models.exact import kept_exact
+        from rlx.models.families import kept_exact
 
         hf = self.model.hf
         kept = kept_exact(hf, self.dtype) if hasattr(hf, "config") else ()  # adapters of a slot have no model

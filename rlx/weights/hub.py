@@ -42,5 +42,5 @@ def initial_model(cfg: TrainingRoot, paths: RunPaths, mesh: Mesh, watch: Watch) 
     tick = watch.tick if mesh.world_size == 1 else watch.beat_on  # several ranks leave together, with a checkpoint
     name = mesh.read(lambda waits: wait_for_model(paths, TIMEOUT, waits).encode(), tick).decode()
     for wanted in filter(None, (name, cfg.ref.name)):
-        fetch(wanted, watch.heartbeat)  # on every rank, before collectives: a download may exceed their timeout
+        fetch(wanted, watch)  # on every rank, before collectives: a download may exceed their timeout
     return name

@@ -266,7 +266,8 @@ def data_sets(cfg: SftRoot, of: Show) -> Iterator[Problem]:
         f"data.sets.{key}.name": each.name for key, each in cfg.data.sets.items()
     }
     for key, name in names.items():
-        if name is not None and is_file_or_folder(name) and not glob.glob(str(Path(name).expanduser()), recursive=True):
+        path = Path(name or "").expanduser()
+        if name is not None and is_file_or_folder(name) and not path.exists() and not glob.glob(str(path), recursive=True):
             yield problem("the data set does not exist", [key], f"correct the path; the current directory is {Path.cwd()}", of)
 
 
