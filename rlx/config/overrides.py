@@ -9,6 +9,7 @@ import argparse
 import copy
 import functools
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,8 @@ def read_request(argv: list[str], environ: Mapping[str, str], root: Root) -> Req
     parser.add_argument("--config-path", "-cp")
     parser.add_argument("--config-name", "-cn", default=root.command)
     options = parser.parse_intermixed_args(argv)
+    if root.command == "eval":  # named benchmarks are environments
+        options.overrides = [re.sub(r"^bench=", "env=", line) for line in options.overrides]
     overrides = parse(options.overrides, root.schema)
     asked = [("--config-dir", directory) for directory in (*filter(None, [options.config_path]), *options.config_dir)]
     asked += [("RLX_CONFIG_DIR", directory) for directory in environ.get("RLX_CONFIG_DIR", "").split(os.pathsep) if directory]
