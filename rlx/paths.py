@@ -62,6 +62,9 @@ class RunPaths:
     replays = _At("replays")  # steps that were trained again under another objective (`rlx replay`)
     failures = _At("failures.json")  # what failed since the run's last start, by cause (`rlx.rollout.failures`); absent if nothing did
     rollouts = _At("rollouts")
+    updates = _At("updates.jsonl")  # when the servers got each policy version: `{"version", "began", "seconds"}`, `began` as Unix time
+    profile = _At("profile")  # traces of torch's profiler (`profile.steps`)
+    timeline = _At("timeline.json.gz")  # of all roles (`rlx report`)
     finished = _At("rollouts/finished.jsonl")  # every finished rollout of `rlx synthesize`, one a line (`rlx.rollout.selection.Candidate`)
     evaluations = _At("eval")  # results of evaluations, in verifiers' layout
     progress = _At("progress.json")  # how far a command that plays has come (`Scored.progress`), rewritten twice a second

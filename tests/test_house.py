@@ -28,7 +28,7 @@ FLOORS = {
     **dict.fromkeys(
         ("types", "trace", "arrays", "codec", "plain", "paths", "metrics", "heartbeat", "waiting", "terminal", "concurrent", "process"), 1
     ),
-    **dict.fromkeys(("stacks", "tracking", "lock", "descendants", "started"), 1),
+    **dict.fromkeys(("stacks", "trackers", "tracking", "lock", "descendants", "started"), 1),
     **dict.fromkeys(("losses", "advantages", "kernels", "models", "data", "train", "parallel"), 2),
     **dict.fromkeys(("rollout", "envs", "agents", "policy", "inference", "weights", "checkpoints", "shared"), 2),
     "roles": 3,

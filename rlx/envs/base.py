@@ -56,7 +56,7 @@ def filled(policy: Policy | None) -> str:
     return "the prompt fills the context of the endpoint's model"
 
 
-def failed(task: Task, member: int, episode: Episode | None, status: Status, stop: str, error: str, timing: dict[str, float]) -> Rollout:
+def failed(task: Task, member: int, episode: Episode | None, status: Status, stop: str, error: str, timing: dict[str, Any]) -> Rollout:
     """The rollout of an episode that failed, with its turns and answers so far. `episode`: None if there was none."""
     return Rollout(
         task=task,

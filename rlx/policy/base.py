@@ -71,9 +71,10 @@ class Reply:
 class Episode(ABC):
     """The policy in one rollout."""
 
-    __slots__ = ("replies", "said")
+    __slots__ = ("replies", "said", "times")
 
     def __init__(self) -> None:
+        self.times: list[tuple[float, float]] = []  # (Unix time, seconds) of each answered request
         self.replies: list[Message] = []  # the answers so far, in the order in which they arrived
         self.said = TraceBuilder()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -156,10 +157,13 @@ class OpenAIEpisode(Episode):
         number = self._num_requests
         self._num_requests += 1
         self._in_flight += 1
+        began = time.time()
         try:
-            return await self._respond(number, messages, tools, sampling, trained)
+            reply = await self._respond(number, messages, tools, sampling, trained)
         finally:
             self._in_flight -= 1
+        self.times.append((began, time.time() - began))
+        return reply
 
     async def _respond(
         self,

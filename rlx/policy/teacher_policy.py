@@ -76,7 +76,7 @@ class TeacherEpisode(ObservationRecorder):
 
     def __init__(self, policy: TeacherPolicy, inner: OpenAIEpisode, place: int = 0, env: str = "") -> None:
         super().__init__(policy.chat, policy.learn, env)
-        self.policy, self.inner, self.replies = policy, inner, inner.replies
+        self.policy, self.inner, self.replies, self.times = policy, inner, inner.replies, inner.times
         self.place, self.env = place, env  # of its endpoint among the policy's; of the environment
         self._num_answers = 0
 

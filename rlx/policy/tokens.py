@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -92,7 +93,9 @@ class TokenEpisode(ObservationRecorder):
         shown = None
         if policy.demonstrated is not None and trained:  # before sampling: a row without a demonstration costs no request
             shown = np.asarray(self._shown(ids, prompt, functions, raw, policy.demonstrated), dtype=np.int32)
+        began = time.time()
         turn = await policy.generator.generate(ids, parameters, request_id, self.task.index)
+        self.times.append((began, time.time() - began))
         if turn.finish_reason == "abort":
             raise PolicyError("the server aborted the request")
         if shown is not None:
