@@ -108,7 +108,7 @@ def test_the_metrics_that_the_pages_for_users_of_other_frameworks_name_exist():
 
 
 def test_the_environment_that_the_page_adds_is_found(tmp_path: Path):
-    (yaml_file,) = re.findall(r"```yaml\n(# @package envs\.capitals\n.*?)```", (ROOT / "docs" / "environments.md").read_text(), re.DOTALL)
+    (yaml_file,) = re.findall(r"```yaml\n(# @package envs\.capitals\n.*?)```", (ROOT / "docs" / "own.md").read_text(), re.DOTALL)
     (tmp_path / "env").mkdir()
     (tmp_path / "env" / "capitals.yaml").write_text(yaml_file)
     argv = [f"--config-dir={tmp_path}", "env=capitals", "model=smollm2_135m", "launcher.check_envs=false", "dry_run=true"]
@@ -164,7 +164,7 @@ def test_the_objective_that_the_page_adds_trains(tmp_path: Path, monkeypatch: py
 
 
 def test_links_between_the_pages_lead_somewhere():
-    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "RESULTS.md", *sorted((ROOT / "docs").glob("*.md"))]
+    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
     broken = []
     for page in pages:
         for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
