@@ -177,11 +177,7 @@ def configuration(facts: Facts) -> str:
     if not usual:
         return asked + everything
     changed = table(["key", "here", "default of this rlx"], differ, "facts") or "<p>Every key has its default.</p>"
-    return (
-        asked
-        + folded(f"{len(differ)} keys differ from the default run", changed)
-        + folded("the whole configuration", table(["key", "value"], rows, "facts"))
-    )
+    return asked + folded(f"{len(differ)} keys differ from the default run", changed) + everything
 
 
 def _value(value: Any) -> str:
