@@ -23,7 +23,8 @@ from wsgiref.simple_server import WSGIRequestHandler, make_server
 import numpy as np
 
 from rlx.config.roots import root_of
-from rlx.config.schema import MlflowConfig, PrometheusConfig, TensorboardConfig, TrackioConfig, TrainingRoot, WandbConfig
+from rlx.config.schema import TrainingRoot
+from rlx.config.schema_launch import MlflowConfig, PrometheusConfig, TensorboardConfig, TrackioConfig, WandbConfig
 from rlx.config.secret import hidden
 from rlx.paths import RunPaths, atomic, write_text
 

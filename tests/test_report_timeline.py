@@ -6,11 +6,14 @@ import gzip
 import json
 from pathlib import Path
 
+import torch
 import zstandard
 
+from rlx.config.load import compose
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths
 from rlx.report.timeline import TRACKS, write_timeline
+from rlx.train.profile import profiled
 
 
 def events_of(paths: RunPaths) -> list[dict]:
@@ -48,3 +51,13 @@ def test_a_timeline_shows_the_steps_updates_rollouts_and_requests_of_a_run(tmp_p
 def test_a_run_without_records_has_no_timeline(tmp_path: Path) -> None:
     assert write_timeline(RunPaths(tmp_path)) == 0
     assert not RunPaths(tmp_path).timeline.exists()
+
+
+def test_torchs_profiler_records_the_chosen_steps_alone(tmp_path: Path) -> None:
+    paths, cfg = RunPaths(tmp_path), compose(["profile.steps=[10,12]"], {}).cfg
+    for step in (10, 11):
+        with profiled(cfg, paths, step, rank=1):
+            torch.ones(4) @ torch.ones(4)
+    (file,) = paths.profile.iterdir()
+    assert file.name == "step_10_rank_1.json.gz"
+    assert any(event["name"] == "aten::dot" for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"])

@@ -19,17 +19,7 @@ from rlx.config.objectives import kl_of, losses_of
 from rlx.config.ranks import ranks_left
 from rlx.config.rows import default_row
 from rlx.config.schema_base import CommandConfig, PlayRoot
-from rlx.config.schema_launch import (
-    LauncherConfig,
-    LoggerConfig,
-    MlflowConfig,
-    ProfileConfig,
-    PrometheusConfig,
-    SlurmConfig,
-    TensorboardConfig,
-    TrackioConfig,
-    WandbConfig,
-)
+from rlx.config.schema_launch import LauncherConfig, LoggerConfig, ProfileConfig, SlurmConfig, TensorboardConfig, WandbConfig
 from rlx.config.schema_model import (
     HardwareConfig,
     InferenceConfig,
@@ -82,13 +72,11 @@ __all__ = [
     "LoraConfig",
     "LossMaskConfig",
     "LossTerms",
-    "MlflowConfig",
     "ModelConfig",
     "OptimTerms",
     "OrchestratorConfig",
     "PlayConfig",
     "PlayRoot",
-    "PrometheusConfig",
     "RefConfig",
     "RewardConfig",
     "RunConfig",
@@ -98,7 +86,6 @@ __all__ = [
     "SlurmConfig",
     "TeacherConfig",
     "TensorboardConfig",
-    "TrackioConfig",
     "TrainedEnvConfig",
     "TrainerConfig",
     "UpdateConfig",
