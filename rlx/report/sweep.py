@@ -227,42 +227,33 @@ def _evaluations(sweep: Sweep) -> Iterator[str]:
 
 
 def csv_of(found: Sequence[Facts]) -> str:
-    """The runs as CSV, one a line: what was varied, state, score and the last value of every evaluation."""
-    sweep = arrange(found)
-    evals = list(dict.fromkeys(name for facts in found for name in facts.history.scores()))
+    """The runs as CSV, one a line: what was varied, state, score, the last value of every evaluation, and the cause of a failure."""
     lines = io.StringIO()
-    writer = csv.writer(lines, lineterminator="\n")
-    writer.writerow(["run", *sweep.keys, SEED, "state", "steps", found[0].scored_by or "reward", *evals])
+    csv.writer(lines, lineterminator="\n").writerows(_rows(arrange(found), found))
+    return lines.getvalue()
+
+
+def _rows(sweep: Sweep, found: Sequence[Facts]) -> Iterator[list[Any]]:
+    """The head of the table of runs, and a row for each."""
+    evals = list(dict.fromkeys(name for facts in found for name in facts.history.scores()))
+    yield ["run", *sweep.keys, SEED, "state", "steps", found[0].scored_by or "reward", *evals, "cause"]
     for facts in found:
         asked, scores = overrides_of(facts), facts.history.scores()
         varied = [asked.get(key, "") for key in sweep.keys]
         last = [scores[name][max(scores[name])] if name in scores else "" for name in evals]
-        writer.writerow([facts.name, *varied, (facts.config or {}).get(SEED, ""), facts.state, facts.history.steps, facts.score, *last])
-    return lines.getvalue()
+        cause = facts.status.cause if facts.status is not None else None
+        why = f"{cause.role}: {cause.reason}" if cause is not None else ""
+        yield [facts.name, *varied, (facts.config or {}).get(SEED, ""), facts.state, facts.history.steps, facts.score, *last, why]
 
 
 def _runs(sweep: Sweep, found: Sequence[Facts]) -> str:
-    colours = {id(facts): place for place, setting in enumerate(sweep.settings) for facts in setting.runs}
-    evals = list(dict.fromkeys(name for facts in found for name in facts.history.scores()))
-    rows = []
-    for facts in sorted(found, key=lambda f: (colours[id(f)], str((f.config or {}).get(SEED)))):
-        asked = overrides_of(facts)
-        most, cause = facts.max_steps, facts.status.cause if facts.status is not None else None
-        scores = facts.history.scores()
-        rows.append(
-            [
-                f'<span class="key {colour_of(colours[id(facts)])}"></span>{text(facts.name)}',
-                *(text(asked.get(key, "(default)")) for key in sweep.keys),
-                text((facts.config or {}).get(SEED, "–")),
-                f'<span class="{"" if facts.ended_well else "warn"}">{text(facts.state)}</span>',
-                f"{facts.history.steps}/{most if most is not None else '–'}",
-                number(facts.score),
-                *(number(scores[name][max(scores[name])]) if name in scores else "–" for name in evals),
-                text(f"{cause.role}: {cause.reason}" if cause is not None else ""),
-            ]
-        )
-    head = ["run", *sweep.keys, SEED, "state", "steps", "reward", *evals, "cause"]
-    return table(head, rows)
+    places = {id(facts): place for place, setting in enumerate(sweep.settings) for facts in setting.runs}
+    ordered = sorted(found, key=lambda facts: (places[id(facts)], str((facts.config or {}).get(SEED))))
+    head, *rows = _rows(sweep, ordered)
+    shown = [[number(cell) if isinstance(cell, float) else text("" if cell is None else cell) for cell in row] for row in rows]
+    for row, facts in zip(shown, ordered, strict=True):
+        row[0] = f'<span class="key {colour_of(places[id(facts)])}"></span>{row[0]}'
+    return table(head, shown)
 
 
 def _differences(sweep: Sweep) -> str:
