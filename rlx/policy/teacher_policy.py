@@ -76,7 +76,7 @@ class TeacherEpisode(ObservationRecorder):
 
     def __init__(self, policy: TeacherPolicy, inner: OpenAIEpisode, place: int = 0, env: str = "") -> None:
         super().__init__(policy.chat, policy.learn, env)
-        self.policy, self.inner, self.replies, self.times = policy, inner, inner.replies, inner.times
+        self.policy, self.inner, self.replies = policy, inner, inner.replies
         self.place, self.env = place, env  # of its endpoint among the policy's; of the environment
         self._num_answers = 0
 
@@ -93,7 +93,9 @@ class TeacherEpisode(ObservationRecorder):
         trained: bool = True,
     ) -> Reply:
         """The teacher's answer. Raises PromptTooLong if the policy's context cannot hold it, PolicyError if its template cannot show it."""
+        began = time.time()
         reply = await self.policy.ask(self.place, lambda: self.inner.respond(messages, tools, sampling, trained=trained))
+        self.times.append((began, time.time() - began))
         if not trained:
             return reply
         functions = [dict(tool) for tool in tools] if tools else None
