@@ -11,9 +11,10 @@ from rlx.config.errors import ConfigError
 from rlx.config.load import compose
 from rlx.config.roots import EVAL
 from rlx.config.schema_eval import EvalRoot
+from rlx.config.sweeps import expand
 from rlx.preflight.probes import environments_of, lines_of
 
-BENCHMARKS = {"gsm8k": 1319, "math500": 500, "aime24": 30, "aime25": 30, "ifeval": 541}
+BENCHMARKS = ("gsm8k", "math500", "aime24", "aime25", "ifeval")
 
 
 def evaluation(*argv: str) -> EvalRoot:
@@ -22,10 +23,14 @@ def evaluation(*argv: str) -> EvalRoot:
 
 def test_benchmarks_are_evaluated_whole_unless_a_key_says_less() -> None:
     cfg = evaluation(f"bench=[{','.join(BENCHMARKS)}]")
-    assert {name: env.num_examples for name, env in cfg.envs.items()} == BENCHMARKS
-    assert evaluation("env=gsm8k", "envs.gsm8k.num_examples=100").envs["gsm8k"].num_examples == 100
+    assert (tuple(cfg.envs), cfg.num_examples) == (BENCHMARKS, None)
+    assert evaluation("bench=gsm8k", "num_examples=100").num_examples == 100
+    assert compose(["bench=gsm8k", "dry_run=true"], {"RLX_NUM_EXAMPLES": "50"}, EVAL).cfg.num_examples == 50
+    assert evaluation("env=gsm8k").num_examples == 128
+    sweep = expand(["-m", "bench=gsm8k,math500", "model=smollm2_135m"], {}, EVAL)
+    assert [(run.swept, "num_examples=null" in run.argv) for run in sweep.elements] == [(("env=gsm8k",), True), (("env=math500",), True)]
     beside = compose(["env@eval.envs.math500=math500", "eval.interval=5", "dry_run=true", "launcher.check_envs=false"], {}).cfg
-    assert beside.eval.envs["math500"].num_examples == 500
+    assert beside.eval.envs["math500"].args["eval_split"] == "test"
 
 
 @pytest.mark.slow
