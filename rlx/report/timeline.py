@@ -27,6 +27,7 @@ from rlx.paths import RunPaths, atomic
 from rlx.rollout.record import read_rollouts
 
 T = TypeVar("T")
+NEWEST = 50  # steps whose rollouts are drawn: reading those of a long run takes minutes
 TRACKS = ("trainer", "orchestrator", "servers", "rollouts", "requests")
 PARTS = {  # of a step, in the order in which they are drawn
     "trainer": ("wait_batch", "forward_backward", "optimizer", "broadcast"),
@@ -64,7 +65,7 @@ def timeline(paths: RunPaths) -> Iterator[dict[str, Any]]:
     yield from _placed("servers", _each(_update, lines))
     rollouts: list[Span] = []
     requests: list[Span] = []
-    for file in sorted(paths.rollouts.glob("step_*.jsonl.zst")):
+    for file in sorted(paths.rollouts.glob("step_*.jsonl.zst"))[-NEWEST:]:
         for rollout, turns in _each(_rollout, _readable(file)):
             rollouts.append(rollout)
             requests += turns
