@@ -37,7 +37,10 @@ class MissingPackage(ValueError):
 
 
 class Sink(Protocol):
-    """One service. Every `interval` steps it gets the distributions of the step's rollouts and `samples` single rollouts (0: none)."""
+    """One service. Every `interval` steps it gets the distributions of the step's rollouts and `samples` single rollouts (0: none).
+
+    What a service cannot show, it leaves out by inheriting the method from here.
+    """
 
     name: str  # of the service, in `tracking.json`
     samples: int
@@ -187,7 +190,7 @@ class Tensorboard:
         self._writer.add_event(self._events.Event(wall_time=seconds, step=step, summary=summary))
 
 
-class Mlflow:
+class Mlflow(Sink):
     """MLflow: metrics, the configuration and samples as files. All attempts are one MLflow run, found by a tag. It has no histograms."""
 
     name = "mlflow"
@@ -216,9 +219,6 @@ class Mlflow:
     def rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         lines = [{column: record.get(column) for column in COLUMNS[1:]} for record in records]
         self._client.log_text(self._run, json.dumps(lines, indent=1, ensure_ascii=False, default=repr), f"rollouts/step_{step:06d}.json")
-
-    def distributions(self, step: int, values: Mapping[str, np.ndarray]) -> None:
-        pass
 
     def close(self) -> None:
         self._client.set_terminated(self._run)
@@ -255,7 +255,7 @@ class Trackio:
         self._run.finish()
 
 
-class Prometheus:
+class Prometheus(Sink):
     """A page with the newest value of each metric. Its address and key are in `endpoints/metrics.json`; without the key it answers 401."""
 
     name = "prometheus"
@@ -286,12 +286,6 @@ class Prometheus:
             if name not in self._gauges:
                 self._gauges[name] = self._gauge(name, "docs/metrics.md", ["run"], registry=self._registry)
             self._gauges[name].labels(self._label).set(value)
-
-    def rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        pass
-
-    def distributions(self, step: int, values: Mapping[str, np.ndarray]) -> None:
-        pass
 
     def close(self) -> None:
         self._server.shutdown()
