@@ -194,7 +194,7 @@ def test_every_layout_has_its_line_on_the_page_of_gpus():
 
 
 WORDS = {  # a pattern of our own -> the field's words for it
-    r"beside (training|reinforcement|the plan|them|it)\b": "during, compared with, alongside",
+    r"beside\s+(training|reinforcement|the plan|them|it)\b": "during, compared with, alongside",
     r"\bkeys and values of (a|the) (request|sequence|prompt)": "KV cache",
     r"\b[Ww]hoever\b": "name the agent",
     r"\bis then (no|not)\b": "then … is",
