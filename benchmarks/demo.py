@@ -10,7 +10,7 @@ samples per second.
 The newest TRL gets its own virtual environment under the cache, with the same torch and transformers.
 Both sides run one after the other, each alone on the machine. Ours has the processes and settings that `python train.py` chooses
 (rollouts up to one version old). TRL has `--threads` threads in one process and is on-policy; see `demo_trl.py` for its settings.
-`--runs` uses finished default runs instead of starting them. `--write` appends the table to `benchmarks/RESULTS.md`.
+`--runs` uses finished default runs instead of starting them. `--write` appends the table to `benchmarks/HISTORY.md`.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of TRL")
     parser.add_argument("--continuous-batching", action="store_true", help="let TRL generate by transformers' continuous batching")
     parser.add_argument("--override", nargs="*", default=[], help="more overrides for our runs, such as max_async_level=2")
-    parser.add_argument("--write", action="store_true", help="append the table to benchmarks/RESULTS.md")
+    parser.add_argument("--write", action="store_true", help="append the table to benchmarks/HISTORY.md")
     args = parser.parse_args()
     python = install_trl()
     rows: list[str] = []
@@ -286,7 +286,7 @@ def main() -> None:
     )
     print(f"\n{text}")
     if args.write:
-        with (HERE / "RESULTS.md").open("a") as file:
+        with (HERE / "HISTORY.md").open("a") as file:
             file.write(f"\n{text}\n")
 
 

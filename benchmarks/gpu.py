@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 from gpu_rows import Report, finished
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = Path(__file__).with_name("RESULTS.md")
+RESULTS = Path(__file__).with_name("HISTORY.md")
 TOTAL = 538.0  # seconds for all parts
 SHORTEST = 10.0  # a part does not begin with fewer seconds left
 

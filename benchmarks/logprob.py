@@ -7,7 +7,7 @@ set above the inputs; it includes the gradients of hidden (8 MiB) and head (297 
 CUDA: T=16,384, H=1024, 2560, 4096, V=151,936, bfloat16, about 3 minutes. It measures each variant's error against float64 on a smaller
 problem, then TFLOP/s and the peak of memory above inputs and gradients, then the tiles. TFLOP/s count 8·T·H·V for all variants; the naive
 form computes 6 and a frozen head 4, as its row says. The backend `liger` refuses 16-bit tensors, because its entropy is bfloat16, but its
-op is timed on CUDA anyway. Needs torch and triton; without Liger, its rows are omitted. `--write` appends to benchmarks/RESULTS.md.
+op is timed on CUDA anyway. Needs torch and triton; without Liger, its rows are omitted. `--write` appends to benchmarks/HISTORY.md.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CPU_SHAPE = (4096, 512)
 CUDA_SHAPES = [(16_384, 1024), (16_384, 2560), (16_384, 4096)]
 ROW = 512  # tokens of a padded row, for Liger's GRPO
 TILES = [(2048, 4096), (4096, 4096), (8192, 4096), (16_384, 4096), (8192, 8192), (16_384, 2048)]
-RESULTS = Path(__file__).with_name("RESULTS.md")
+RESULTS = Path(__file__).with_name("HISTORY.md")
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 

@@ -3,7 +3,7 @@
     python benchmarks/objectives.py [--only grpo rloo …] [--seeds 0 1 2] [--steps 100] [--out DIR] [--table] [--write] [OVERRIDE …]
 
 Runs `python train.py loss=NAME seed=S` one after the other. Complete run directories are not run again, so the benchmark can be
-stopped and continued. `--table` only prints existing results. `--write` appends the table to `benchmarks/RESULTS.md`.
+stopped and continued. `--table` only prints existing results. `--write` appends the table to `benchmarks/HISTORY.md`.
 Presets keep their papers' constants; everything else is the default run's. `sft`, `opd` and `sdft` ignore the reward and are left out.
 """
 
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="budget of every run; finished runs with another one are run again")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "objectives")
     parser.add_argument("--table", action="store_true", help="run nothing")
-    parser.add_argument("--write", action="store_true", help="append the table to benchmarks/RESULTS.md")
+    parser.add_argument("--write", action="store_true", help="append the table to benchmarks/HISTORY.md")
     arguments, overrides = parser.parse_known_args()
     if not arguments.table:
         for seed in arguments.seeds:
@@ -101,7 +101,7 @@ def main() -> None:
     found = table(arguments.out, arguments.steps)
     print(found)
     if arguments.write:
-        with (ROOT / "benchmarks" / "RESULTS.md").open("a") as file:
+        with (ROOT / "benchmarks" / "HISTORY.md").open("a") as file:
             command = shlex.join(["python", "benchmarks/objectives.py", "--steps", str(arguments.steps), *overrides])
             title = f"## {datetime.date.today()} Every objective with the same budget: `{command}`"
             file.write(f"\n{title}\n\n{found}\n")

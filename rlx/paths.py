@@ -64,6 +64,9 @@ class RunPaths:
     rollouts = _At("rollouts")
     finished = _At("rollouts/finished.jsonl")  # every finished rollout of `rlx synthesize`, one a line (`rlx.rollout.eval_results.Outcome`)
     synthesized = _At("data/train.jsonl")  # the data that `rlx synthesize` writes; its `metadata.json` is in the same folder
+    updates = _At("updates.jsonl")  # when the servers got each policy version: `{"version", "began", "seconds"}`, `began` as Unix time
+    profile = _At("profile")  # traces of torch's profiler (`profile.steps`)
+    timeline = _At("timeline.json.gz")  # of all roles (`rlx report`)
     evaluations = _At("eval")  # results of evaluations, in verifiers' layout
     progress = _At("progress.json")  # how far a command that plays has come (`Scored.progress`), rewritten twice a second
     weights = _At("weights")

@@ -62,7 +62,8 @@ class Rollout:
     stop: str  # the environment's stop condition, or the failure's cause
     error: str | None = None
     is_truncated: bool = False  # cut by a length limit
-    timing: dict[str, float] = field(default_factory=dict)  # seconds: total; of it generation (waiting for the policy) and scoring
+    timing: dict[str, Any] = field(default_factory=dict)
+    """Seconds: total; of it generation (waiting for the policy) and scoring. Unix times: began, requests [(began, seconds)]."""
     agent: str | None = None  # which of the environment's agents it trains, if several train; None: there is one
     others: tuple[Any, ...] = ()  # rollouts: the episode's further trained runs (`agents_per_group`), until the group is made of all
     episode: int | None = None  # which of the group's episodes it is a run of; None: that of its member

@@ -39,6 +39,7 @@ PRESETS = [(group, file.stem) for group in GROUPS for file in sorted(shipped_gro
 NEEDED = {
     ("env", "custom"): ["env.id=rlx_sums"],
     ("env", "function"): ["env.args.data=rows.jsonl", "env.args.reward=rewards.exact"],
+    ("env", "ifeval"): ["launcher.check_envs=false"],  # its Python is made by hand: it needs lm-eval
     ("env", "program"): ["env.args.data=rows.jsonl", "env.args.reward=rewards.exact"],
     ("loss", "opd"): ["ref.name=a/teacher"],
     ("loss", "sdft"): ["teacher.demonstration=answer", "inference.max_model_len=128"],

@@ -108,7 +108,7 @@ def test_the_metrics_that_the_pages_for_users_of_other_frameworks_name_exist():
 
 
 def test_the_environment_that_the_page_adds_is_found(tmp_path: Path):
-    (yaml_file,) = re.findall(r"```yaml\n(# @package envs\.capitals\n.*?)```", (ROOT / "docs" / "environments.md").read_text(), re.DOTALL)
+    (yaml_file,) = re.findall(r"```yaml\n(# @package envs\.capitals\n.*?)```", (ROOT / "docs" / "own.md").read_text(), re.DOTALL)
     (tmp_path / "env").mkdir()
     (tmp_path / "env" / "capitals.yaml").write_text(yaml_file)
     argv = [f"--config-dir={tmp_path}", "env=capitals", "model=smollm2_135m", "launcher.check_envs=false", "dry_run=true"]
@@ -164,7 +164,7 @@ def test_the_objective_that_the_page_adds_trains(tmp_path: Path, monkeypatch: py
 
 
 def test_links_between_the_pages_lead_somewhere():
-    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "RESULTS.md", *sorted((ROOT / "docs").glob("*.md"))]
+    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
     broken = []
     for page in pages:
         for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
@@ -191,3 +191,26 @@ def test_every_layout_has_its_line_on_the_page_of_gpus():
     layouts = {path.stem for path in (ROOT / "conf" / "hardware").glob("*.yaml")} - {"cpu_3nodes"}
     table = (ROOT / "docs" / "gpu.md").read_text().partition("## Attention")[0]
     assert layouts == set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", table, re.MULTILINE))))
+
+
+WORDS = {  # a pattern of our own -> the field's words for it
+    r"beside\s+(training|reinforcement|the plan|them|it)\b": "during, compared with, alongside",
+    r"\bkeys and values of (a|the) (request|sequence|prompt)": "KV cache",
+    r"\b[Ww]hoever\b": "name the agent",
+    r"\bis then (no|not)\b": "then … is",
+    r"\bnothing is left\b|\bthat are none\b": "say what is wrong",
+    r"\b(rollouts|weights|versions) (that are )?too old\b|\bage of (the )?rollouts\b": "stale, staleness",
+}
+
+
+def test_the_pages_use_the_fields_words():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    generated = {"log.md", "configuration.md", "metrics.md"}
+    found = [
+        f"{page.name}: {match[0]!r} → {instead}"
+        for page in pages
+        if page.name not in generated
+        for pattern, instead in WORDS.items()
+        for match in re.finditer(pattern, page.read_text())
+    ]
+    assert not found

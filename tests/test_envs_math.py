@@ -161,6 +161,18 @@ def test_math_reads_a_data_set_by_its_columns(tmp_path: Path, monkeypatch: pytes
         rlx_math.load_environment(**asked, num_eval_examples=6, shots=24)
 
 
+def test_a_benchmark_of_math_has_nothing_to_train_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    file = tmp_path / "own.jsonl"
+    file.write_text("\n".join(json.dumps({"problem": f"question {n}", "answer": "7"}) for n in range(30)))
+    env = rlx_math.load_environment(dataset=str(file), split=None, eval_split="test", num_eval_examples=500)
+    assert (env.dataset, len(env.get_eval_dataset())) == (None, 30)
+    with pytest.raises(ValueError, match="split=train and eval_split=test are the same rows"):
+        rlx_math.load_environment(dataset=str(file), eval_split="test")
+    with pytest.raises(ValueError, match="split=None leaves nothing to train on"):
+        rlx_math.load_environment(dataset=str(file), split=None)
+
+
 def test_math_holds_out_questions_that_a_data_set_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "own.jsonl").write_text("\n".join(json.dumps({"problem": f"question {n % 15}", "answer": "7"}) for n in range(30)))

@@ -109,7 +109,7 @@ def test_environments_are_found_in_packages_and_never_imported(tmp_path: Path, m
 def test_the_shipped_environments_are_listed_with_their_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env", "list"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rlx-math ")]
-    assert line.split()[:4] == ["rlx-math", "classic", "0.1.0", "env=math"]
+    assert line.split()[:4] == ["rlx-math", "classic", importlib.metadata.version("rlx"), "env=math"]
 
 
 def test_an_environment_is_described_by_its_arguments_data_rewards_and_tools() -> None:

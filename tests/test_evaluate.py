@@ -131,7 +131,8 @@ def test_on_policy_training_is_the_same_bit_for_bit_with_and_without_evaluations
     assert reproducible(runs[0]) == reproducible(runs[1])
     assert [record for record in reproducible(runs[0]) if record["source"] != "eval"] == reproducible(without)
     for step in range(4):
-        lines = [[one | {"seconds": 0} for one in read_rollouts(paths.rollouts_of(step))] for paths in (without, runs[0])]
+        clock = {"seconds": 0, "began": 0, "requests": 0}
+        lines = [[one | clock for one in read_rollouts(paths.rollouts_of(step))] for paths in (without, runs[0])]
         assert [{**line, "arrival": 0} for line in lines[0]] == [{**line, "arrival": 0} for line in lines[1]]
 
 

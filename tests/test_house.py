@@ -28,7 +28,7 @@ FLOORS = {
     **dict.fromkeys(
         ("types", "trace", "arrays", "codec", "plain", "paths", "metrics", "heartbeat", "waiting", "terminal", "concurrent", "process"), 1
     ),
-    **dict.fromkeys(("stacks", "tracking", "lock", "descendants", "started"), 1),
+    **dict.fromkeys(("stacks", "trackers", "tracking", "lock", "descendants", "started"), 1),
     **dict.fromkeys(("losses", "advantages", "kernels", "models", "data", "train", "parallel"), 2),
     **dict.fromkeys(("rollout", "envs", "agents", "policy", "inference", "weights", "checkpoints", "shared"), 2),
     "roles": 3,
@@ -386,7 +386,7 @@ def test_every_variable_that_rlx_sets_or_reads_is_known():
         for node in nodes(parsed(path))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"RLX_[A-Z_]+", node.value)
     }
-    others = {"RLX_SWEEPS", "RLX_POLICY_HAS_NO_KEY"}  # chooses an option of a group; is set nowhere
+    others = {"RLX_SWEEPS", "RLX_POLICY_HAS_NO_KEY", "RLX_NUM_EXAMPLES"}  # chooses an option; is set nowhere; sets a key
     assert named - RESERVED.keys() == others
 
 

@@ -28,7 +28,7 @@ from rlx.paths import RunPaths
 from rlx.plan.make import make_plan
 from rlx.report.chart import Chart, Line, draw, kept_points, number
 from rlx.report.gather import gather
-from rlx.report.settings import arrange, factors
+from rlx.report.settings import arrange
 from rlx.report.sweep import aligned, first_missing, shrunk
 from rlx.runs.claim import create, write_description
 from rlx.runs.run import Run
@@ -97,7 +97,8 @@ def test_untrusted_text_stays_text_and_nothing_is_fetched(what: str, tmp_path: P
     assert not [tag for tag, _ in parsed.tags if tag in ("img", "iframe", "link", "object")]
     assert [attrs for tag, attrs in parsed.tags if tag == "script" and attrs.get("type") != "application/json"] == [{}], "one script, ours"
     assert not [attrs for _, attrs in parsed.tags if {"src", "onerror", "onload", "style"} & set(attrs)]
-    assert all(str(attrs["href"]).startswith("#") for tag, attrs in parsed.tags if tag == "a")
+    links = {str(attrs["href"]) for tag, attrs in parsed.tags if tag == "a"}
+    assert {link for link in links if not link.startswith("#")} == ({"timeline.json.gz"} if what == "run" else set())
     shown = "".join(parsed.texts)
     assert EVIL.partition("\x1b")[0] in shown, "shown as it was written"
     assert "\u202e" not in page
@@ -221,10 +222,6 @@ def test_a_sweep_groups_its_runs_by_everything_but_the_seed(tmp_path: Path) -> N
     assert (best.value, best.low, best.high) == pytest.approx((0.815, 0.81, 0.82))
     assert worst is not None
     assert (worst.value, worst.low) == (pytest.approx(0.51), None)
-    by_loss, by_lr = factors(found)
-    assert (by_loss.key, by_loss.strata, by_loss.uneven) == ("loss", 2, True)
-    assert by_loss.values["grpo"].value == pytest.approx(0.715)
-    assert list(by_lr.values) == ["0.0001", "0.001"]
 
 
 def test_a_sweep_may_be_scored_by_a_held_out_metric_paired_by_seed_and_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -254,7 +251,6 @@ def test_a_sweep_names_the_runs_that_failed(tmp_path: Path) -> None:
     assert "7 completed, 1 failed" in page
     assert "1 of 8 runs are not completed" in page
     assert "loss=gspo,optim.lr=0.001,seed=2: failed after 3 of 6 steps: trainer 0, exit code 1" in page
-    assert "not like for like" in page
 
 
 def test_a_sweep_of_supervised_runs_has_no_rewards_and_shows_losses(tmp_path: Path) -> None:

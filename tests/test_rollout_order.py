@@ -179,7 +179,10 @@ def test_a_run_over_a_troubled_mix_writes_the_same_metrics_and_rollouts_whatever
     runs = [play(tmp_path / name, config_of(envs=envs, **settings), StandInServers(error=0.5, jitter=0.01))[0] for name in "ab"]
     assert reproducible(runs[0]) == reproducible(runs[1])
     for step in range(2):
-        lines = [[line | {"arrival": 0, "seconds": 0} for line in read_rollouts(paths.rollouts_of(step))] for paths in runs]
+        lines = [
+            [line | {"arrival": 0, "seconds": 0, "began": 0, "requests": 0} for line in read_rollouts(paths.rollouts_of(step))]
+            for paths in runs
+        ]
         assert lines[0] == lines[1]
     assert metrics(runs[0])[-1]["rollouts/failed_sandbox_error"] > 0
     assert any(record.get("filter/zero_advantage") for record in metrics(runs[0]))

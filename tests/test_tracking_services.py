@@ -22,7 +22,8 @@ from rlx.metrics import MetricsWriter
 from rlx.parallel.rendezvous import Place
 from rlx.paths import RunPaths
 from rlx.runs.rewind import trim_metrics
-from rlx.tracking import Progress, Tracker, _cell, open_tracker, tracked, tracks
+from rlx.trackers import Progress, _cell
+from rlx.tracking import Tracker, open_tracker, tracked, tracks
 from rlx.waiting import wait_for
 
 RECORD = {

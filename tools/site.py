@@ -17,6 +17,7 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/RESULTS.md": "results.md",
+    "benchmarks/HISTORY.md": "history.md",
 }
 LINK = re.compile(r"\[([^\]\n]*)\]\((?!https?:|#)([^)\s#]*)(#[^)]*)?\)")
 

@@ -32,6 +32,8 @@ COMMANDS = {  # in the order of the help text
     "view": "rlx.cli.view",
     "report": "rlx.cli.report",
     "replay": "rlx.cli.replay",
+    "push": "rlx.cli.push",
+    "servers": "rlx.cli.servers",
     "env": "rlx.cli.env",
     "prepare": "rlx.cli.role:PREPARE",
     "inference": "rlx.cli.role:INFERENCE",
@@ -40,7 +42,7 @@ COMMANDS = {  # in the order of the help text
     "pod": "rlx.cli.pod",
 }
 
-READ_ONLY = {"runs", "watch", "doctor", "diff", "show", "view", "report", "env"}  # start nothing
+READ_ONLY = {"runs", "watch", "doctor", "diff", "show", "view", "report", "env", "push", "servers"}  # start nothing
 
 
 CLOSED = 141  # 128 + SIGPIPE, as a shell reports it

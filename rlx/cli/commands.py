@@ -131,6 +131,7 @@ EVAL = Command(
     """
   rlx eval env=[math,sums] model=qwen3_0_6b rollouts_per_example=8
                                                         a model of the hub: avg@8 and pass@1, 2, 4, 8
+  rlx eval bench=[gsm8k,math500] model=qwen3_0_6b       benchmarks by name: env=[…] num_examples=null
   rlx eval weights_dir=outputs/mine                     all weights of a run, and its initial model, on its own environments
   rlx eval weights_dir=outputs/mine steps=[10,20] eval_base=false env=math num_examples=500
   rlx eval env=math client.base_url=https://api.openai.com/v1 model.name=gpt-4.1-mini

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlx.config.shipped import LANGUAGE_MODEL, default_seq_len, shipped_options
+from rlx.config.shipped import LANGUAGE_MODEL, default_seq_len, options_by_id, shipped_options
 from rlx.started import program
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def _list(_: argparse.Namespace) -> int:
     own = [(msgspec.convert(listed, Listed), python.folder) for python in pythons.installed() for listed in python.environments]
     newest = {one.name: folder for one, folder in reversed(own)}
     found = [one for one in here() if one.name not in newest]
-    options = {name: option for option, name in shipped_options().items()}
+    options = options_by_id()
     print("\n".join(_table(found, options)) if found or own else "no environments; rlx env init NAME writes one")
     for folder in sorted(set(newest.values())):
         print("\n".join([f"\n{folder}", *_table([one for one, place in own if newest[one.name] == place == folder], {})]))
@@ -153,7 +153,7 @@ def _entries(entries: Sequence[Entry]) -> list[str]:
 
 def next_commands(env_id: str, prompt_chars: int = 0) -> list[str]:
     """The commands that check an environment and train on it. `prompt_chars`: characters of a short prompt."""
-    option = next((option for option, name in shipped_options().items() if name == env_id), None)
+    option = options_by_id().get(env_id)
     own = [LANGUAGE_MODEL] if prompt_chars >= default_seq_len() else []
     chosen = ["env=custom", f"envs.custom.id={env_id}"] if option is None else [f"env={option}"]
     return [f"rlx env check {shlex.join([option or env_id, *own])}", f"{program()} {shlex.join([*chosen, *own])}"]
@@ -178,7 +178,7 @@ def _install(chosen: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
-    print("\n".join(_table(done.environments, {name: option for option, name in shipped_options().items()})))
+    print("\n".join(_table(done.environments, options_by_id())))
     for line in (line for one in done.environments[:MANY] for line in next_commands(one.name)):
         print(f"  {line}")
     return 0

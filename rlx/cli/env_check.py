@@ -77,10 +77,9 @@ def run(name: str, given: Sequence[str], as_json: bool) -> int:
 
 def overrides(name: str, given: Sequence[str]) -> tuple[str, list[str]]:
     """(its name in the configuration, the arguments of the evaluation) for an environment or an option of the group `env`."""
-    from rlx.config.shipped import shipped_options
+    from rlx.config.shipped import options_by_id, shipped_options
 
-    options = shipped_options()
-    option = name if name in options else next((option for option, env_id in options.items() if env_id == name), None)
+    option = name if name in shipped_options() else options_by_id().get(name)
     env, keys = option or "custom", {word.partition("=")[0].lstrip("+") for word in given}
     defaults = DEFAULTS | {"env": env, f"envs.{env}.split": "train"} | ({} if option else {"envs.custom.id": name})
     if not keys & {"run.name", "run.dir", "dry_run"}:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -22,7 +23,8 @@ usage: rlx report RUN|SWEEP [--out FILE] [--score METRIC] [--csv FILE]
   rlx report outputs/losses                       a sweep: curves with bands over seeds, interquartile means, what differs
   rlx report /their/run --out /tmp/theirs.html    of a directory that you may only read
 
-The file needs no network and no other file. The run may be starting, running, failed or half-made. Directories of
+A run's page links its timeline, which is written to the run: timeline.json.gz, for https://ui.perfetto.dev.
+The page needs no network and no other file otherwise. The run may be starting, running, failed or half-made. Directories of
 rlx eval and rlx synthesize are not shown. docs/report.md explains the statistics."""
 
 
@@ -54,7 +56,10 @@ def run(argv: list[str]) -> int:
             given.csv.expanduser().write_text(csv_of(found), encoding="utf-8")
     else:
         from rlx.report.single import report as run_report
+        from rlx.report.timeline import write_timeline
 
+        with contextlib.suppress(OSError):  # a directory that may only be read
+            write_timeline(RunPaths(directory))
         html = run_report(found[0])
     target = given.out.expanduser() if given.out is not None else RunPaths(directory).report
     content = html.encode(errors="backslashreplace")

@@ -9,7 +9,8 @@ import argparse
 import copy
 import functools
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -55,7 +56,7 @@ def read_request(argv: list[str], environ: Mapping[str, str], root: Root) -> Req
     parser.add_argument("--config-dir", "-cd", action="append", default=[])
     parser.add_argument("--config-path", "-cp")
     parser.add_argument("--config-name", "-cn", default=root.command)
-    options = parser.parse_intermixed_args(argv)
+    options = parser.parse_intermixed_args(with_benchmarks(argv, environ, root))
     overrides = parse(options.overrides, root.schema)
     asked = [("--config-dir", directory) for directory in (*filter(None, [options.config_path]), *options.config_dir)]
     asked += [("RLX_CONFIG_DIR", directory) for directory in environ.get("RLX_CONFIG_DIR", "").split(os.pathsep) if directory]
@@ -74,6 +75,14 @@ def read_request(argv: list[str], environ: Mapping[str, str], root: Root) -> Req
         raise ConfigError(problems)
     values = tuple(o for o in overrides if not o.is_hydra_override())
     return Request(options.config_name.removesuffix(".yaml"), tuple(asked), tuple(options.overrides), values)
+
+
+def with_benchmarks(argv: Sequence[str], environ: Mapping[str, str], root: Root) -> list[str]:
+    """A command line with `env=` for the `bench=` of `rlx eval`: environments, of which all examples count unless a key says less."""
+    if root.command != "eval" or not any(part.startswith("bench=") for part in argv):
+        return list(argv)
+    whole = [] if "RLX_NUM_EXAMPLES" in environ else ["num_examples=null"]  # a later one wins
+    return [*whole, *(re.sub(r"^bench=", "env=", part) for part in argv)]
 
 
 def parse(lines: Iterable[str], schema: type | None = None) -> list[Override]:

@@ -19,7 +19,7 @@ from rlx.config.objectives import kl_of, losses_of
 from rlx.config.ranks import ranks_left
 from rlx.config.rows import default_row
 from rlx.config.schema_base import CommandConfig, PlayRoot
-from rlx.config.schema_launch import LauncherConfig, LoggerConfig, SlurmConfig, TensorboardConfig, WandbConfig
+from rlx.config.schema_launch import LauncherConfig, LoggerConfig, ProfileConfig, SlurmConfig, TensorboardConfig, WandbConfig
 from rlx.config.schema_model import (
     HardwareConfig,
     InferenceConfig,
@@ -111,6 +111,7 @@ class TrainingRoot(CommandConfig):
     scheduler: SchedulerConfig = section(SchedulerConfig)
     ckpt: CkptConfig = section(CkptConfig)
     logger: LoggerConfig = section(LoggerConfig)
+    profile: ProfileConfig = section(ProfileConfig)
     bench: bool = key(
         False,
         "measure speed, share of the hardware's peak (MFU), parts of a step and memory: of the trainer alone, on random tokens, or of what "

@@ -118,6 +118,38 @@ class TensorboardConfig:
 
 
 @dataclass
+class MlflowConfig:
+    uri: str | None = key(None, "MLflow's tracking server or database; null: $MLFLOW_TRACKING_URI, else MLflow's own default")
+    experiment: str = key("rlx", "MLflow experiment")
+    samples: int = key(8, "rollouts logged as a table every `interval` steps; 0 logs none", low=0)
+    interval: int = key(10, "steps between tables of samples", low=1)
+
+
+@dataclass
+class TrackioConfig:
+    project: str = key("rlx", "Trackio project")
+    space: str | None = key(None, "Hugging Face Space that shows it, `owner/name`; null: on this machine, for `trackio show`")
+    samples: int = key(8, "rollouts logged as a table every `interval` steps; 0 logs none", low=0)
+    interval: int = key(10, "steps between tables of samples", low=1)
+
+
+@dataclass
+class PrometheusConfig:
+    port: int = key(0, "port of the run's newest metrics; 0: any free one. `endpoints/metrics.json` has the address and the key", low=0)
+    host: str = key("127.0.0.1", "address that it listens on, of the host of the role that tracks")
+
+
+@dataclass
 class LoggerConfig:
     wandb: WandbConfig | None = key(None, "Weights & Biases; null is off")
     tensorboard: TensorboardConfig | None = key(None, "TensorBoard; null is off")
+    mlflow: MlflowConfig | None = key(None, "MLflow; null is off")
+    trackio: TrackioConfig | None = key(None, "Trackio; null is off")
+    prometheus: PrometheusConfig | None = key(None, "an endpoint for Prometheus; null is off")
+
+
+@dataclass
+class ProfileConfig:
+    """torch's profiler in the trainer. Its traces are in the run directory's `profile/`, for https://ui.perfetto.dev."""
+
+    steps: list[int] = key([], "the steps to record, as `profile.steps=[10,12]`: operators and kernels of each rank; they take longer")

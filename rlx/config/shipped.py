@@ -40,6 +40,12 @@ def shipped_options() -> dict[str, str]:
     return {option: env for option, env in found.items() if env != MISSING}
 
 
+def options_by_id() -> dict[str, str]:
+    """The shipped option of each environment: `{"rlx-math": "math"}`. Of several, as of benchmarks, the one with the shortest name."""
+    longest_first = sorted(shipped_options().items(), key=lambda item: -len(item[0]))
+    return {env: option for option, env in longest_first}
+
+
 def default_seq_len() -> int:
     """`seq_len` of the default model, which has a token for each character."""
     return read(shipped_groups()["model"] / "tiny.yaml")["seq_len"]

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from rlx.config.composition import compose_tree
 from rlx.config.errors import ConfigError
-from rlx.config.overrides import line_of, parse, read_request, value_of
+from rlx.config.overrides import line_of, parse, read_request, value_of, with_benchmarks
 from rlx.config.roots import TRAIN, Root
 from rlx.config.run_config import source_of
 from rlx.config.search_path import make_loader
@@ -78,6 +78,7 @@ def expand(argv: Sequence[str], environ: Mapping[str, str] | None = None, root: 
     environ = os.environ if environ is None else environ
     hydra_lines = [part for part in argv if _is_hydras(part)]
     argv = [part for part in argv if part not in ("-m", "--multirun") and not _is_hydras(part)]
+    argv = with_benchmarks(argv, environ, root)
     request = read_request(argv, environ, root)
     values = [o for o in request.overrides if not o.is_sweep_override()]
     named = {o.key_or_group: str(value_of(o)) for o in values if o.key_or_group in OF_THE_SWEEP}

@@ -57,7 +57,7 @@ def filled(policy: Policy | None) -> str:
     return "the prompt fills the context of the endpoint's model"
 
 
-def failed(task: Task, member: int, episode: Episode | None, status: Status, stop: str, error: str, timing: dict[str, float]) -> Rollout:
+def failed(task: Task, member: int, episode: Episode | None, status: Status, stop: str, error: str, timing: dict[str, Any]) -> Rollout:
     """The rollout of an episode that failed, with its turns and answers so far. `episode`: None if there was none."""
     if episode is not None and episode.timed_out:  # whatever the environment made of the policy's error
         status, stop, error = "timeout", "timeout", episode.timed_out

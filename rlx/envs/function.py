@@ -204,7 +204,7 @@ class FunctionEnvironment(LocalEnvironment):
     def _cause_of(self, error: BaseException) -> str:
         return next((cause for kind, cause in self.failures_of.items() if isinstance(error, kind)), "model_error")
 
-    async def _episode(self, task: Task, member: int, episode: Any, timing: dict[str, float]) -> Ended:
+    async def _episode(self, task: Task, member: int, episode: Any, timing: dict[str, Any]) -> Ended:
         """Play and score."""
         began = time.monotonic()
         reply = await episode.respond(task.row["prompt"])

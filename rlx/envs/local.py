@@ -79,11 +79,12 @@ class LocalEnvironment:
         assert self.policy is not None, "the environment has no policy; set it before the first play"
         return self.policy.episode(task, member, attempt)
 
-    async def _timed(self, work: Coroutine[Any, Any, Any], task: Task, member: int, episode: Episode, timing: dict[str, float]) -> Any:
-        """What an episode returned; the failed rollout if it raised, or did not end in time. `timing` gets the `total`."""
+    async def _timed(self, work: Coroutine[Any, Any, Any], task: Task, member: int, episode: Episode, timing: dict[str, Any]) -> Any:
+        """What an episode returned; the failed rollout if it raised, or did not end in time. `timing` gets all but its parts."""
         began = time.monotonic()
         playing = await run_for(self.timeout, work, rollout_name(task, member))
         timing["total"] = time.monotonic() - began
+        timing |= {"began": time.time() - timing["total"], "requests": list(episode.times)}
         if not playing.done():
             where = waits_at(playing, self.sources) + episode.waits_for
             await abandon(playing)

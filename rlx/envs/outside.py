@@ -107,7 +107,7 @@ class OutsideEnvironment(FunctionEnvironment):
         router.add_post("/sessions", self._take)
         router.add_post("/sessions/{number}/end", self._end)
 
-    async def _episode(self, task: Task, member: int, episode: Any, timing: dict[str, float]) -> Ended:
+    async def _episode(self, task: Task, member: int, episode: Any, timing: dict[str, Any]) -> Ended:
         await self._listen()
         offered, began = Offered(task, member, episode), time.monotonic()
         self._offered[offered.number] = offered

@@ -169,7 +169,7 @@ class ProgramEnvironment(FunctionEnvironment):
         await super().close()
         await self.gateway.stop()
 
-    async def _episode(self, task: Task, member: int, episode: Any, timing: dict[str, float]) -> Ended:
+    async def _episode(self, task: Task, member: int, episode: Any, timing: dict[str, Any]) -> Ended:
         row, began = dict(task.row), time.monotonic()
         image = await asyncio.to_thread(prepared, self.kind, row["image"]) if row.get("image") else self.image
         box = await self._open(image)

@@ -26,7 +26,7 @@ class EpisodeClient(Client):
         super().__init__(episode)
         self.episode, self.raw = episode, raw
         self.answered: list[str] = []  # the id of each answer
-        self.timing = {"generation": 0.0, "scoring": 0.0}  # seconds; of requests at the same time, each counts
+        self.timing: dict[str, Any] = {"generation": 0.0, "scoring": 0.0}  # seconds; of requests at the same time, each counts
 
     def setup_client(self, config: Any) -> Any:
         raise TypeError("EpisodeClient is made from an Episode, not from a ClientConfig")

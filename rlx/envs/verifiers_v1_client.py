@@ -62,7 +62,7 @@ class PolicyClient(Client):
         self.episode, self.longest = episode, longest
         self.requests: dict[str, list[str]] = {}  # ids of the requests whose answers each trace has, by the trace's id
         self.failures: dict[str, Exception] = {}  # the last error of the policy in each trace
-        self.timing = {"generation": 0.0}  # seconds spent waiting for answers; of requests at the same time, each counts
+        self.timing: dict[str, Any] = {"generation": 0.0}  # seconds spent waiting for answers; of requests at the same time, each counts
         self.too_long: set[str] = set()  # traces that ended with a prompt that fills the context
 
     async def get_response(

@@ -71,10 +71,11 @@ class Reply:
 class Episode(ABC):
     """The policy in one rollout."""
 
-    __slots__ = ("said", "timed_out")
+    __slots__ = ("said", "timed_out", "times")
 
     def __init__(self) -> None:
         self.timed_out = ""  # why the policy answers no more: a deadline has passed
+        self.times: list[tuple[float, float]] = []  # (Unix time, seconds) of each answered request
         self.said = TraceBuilder()
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -130,6 +131,7 @@ class OpenAIEpisode(Episode):
         asked = {**policy.sampling, **{name: value for name, value in (sampling or {}).items() if value is not None}}
         asked["seed"] = request_seed(policy.seed, self.task, self.member, self.attempt, number) % SEEDS
         self._in_flight += 1
+        began = time.time()
         try:
             parameters = parameters_of(asked, policy.names, send_neutral=await policy.has_own_defaults())
             if tools:
@@ -141,6 +143,7 @@ class OpenAIEpisode(Episode):
                 answer = await self._ask(policy.client.completions, parameters | {"prompt": raw})
         finally:
             self._in_flight -= 1
+        self.times.append((began, time.time() - began))
         reply = reply_of(answer, policy.base_url, is_text=raw is not None)
         if trained:
             how = "length" if reply.truncated else "stop"

@@ -6,6 +6,7 @@ cross-entropy may train on them: `rlx.config.checks.objective` refuses everythin
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -67,7 +68,9 @@ class TeacherEpisode(ObservationRecorder):
         trained: bool = True,
     ) -> Reply:
         """The teacher's answer. Raises PromptTooLong if the policy's context cannot hold it, PolicyError if its template cannot show it."""
+        began = time.time()
         reply = await self.inner.respond(messages, tools, sampling, trained=trained)
+        self.times.append((began, time.time() - began))
         if not trained:
             return reply
         functions = [dict(tool) for tool in tools] if tools else None

@@ -96,7 +96,9 @@ class TokenEpisode(ObservationRecorder):
         if spec.demonstrated is not None and trained:  # before sampling: a row without a demonstration costs no request
             shown = np.asarray(self._shown(ids, prompt, functions, raw, spec.demonstrated), dtype=np.int32)
         request = policy.generator.generate(ids, parameters, request_id, self.task.index)
+        began = time.time()
         turn = await (request if spec.turn_timeout is None and spec.deadline is None else self._in_time(request))
+        self.times.append((began, time.time() - began))
         if turn.finish_reason == "abort":
             raise PolicyError("the server aborted the request")
         if shown is not None:

@@ -25,13 +25,12 @@ from rlx.config.secret import hidden
 from rlx.runs.compare import flat
 from rlx.runs.history import History
 from rlx.runs.own_code import recorded
-from rlx.runs.run import Run
+from rlx.runs.run import Run, find
 from rlx.runs.status import Status
 
 T = TypeVar("T")
 SAMPLES = 4  # rollouts shown of the first and of the last step
 LARGEST = 1e300  # of a metric's finite values
-DEPTH = 3  # folders below a sweep's directory that may hold a run
 
 Array = NDArray[np.float64]
 Series = tuple[Array, Array]  # steps [P], values [P]
@@ -225,37 +224,15 @@ def defaults() -> dict[str, Any] | None:
 def open_all(directory: Path) -> tuple[list[Run], bool]:
     """The runs to report on, and whether they are a sweep. Raises ConfigError if there is no run."""
     with may_read(directory):
-        is_run = directory.is_dir() and _is_run(directory)
-    if not directory.is_dir():
+        there = directory.is_dir()
+    if not there:
         raise ConfigError(f"there is no directory {directory}.\n  fix: name a run's or a sweep's directory; rlx runs lists runs")
-    if is_run:
-        return [Run.open(directory)], False
-    found = list(_below(directory, DEPTH))
+    found = list(find(directory, planned=True))
     if not found:
         raise ConfigError(
             f"{directory} is neither a run's directory nor a sweep's: no folder in it has a config.yaml or a status.json.\n"
             "  fix: name a run's or a sweep's directory; rlx runs lists runs"
         )
+    if found[0].root == directory:
+        return [Run.open(directory)], False
     return found, True
-
-
-def _below(directory: Path, depth: int) -> Iterator[Run]:
-    """Runs below a folder, by name, also those that have not started. Skips folders that may not be read."""
-    try:
-        folders = sorted(path for path in directory.iterdir() if path.is_dir() and not path.is_symlink() and not path.name.startswith("."))
-    except PermissionError:
-        return
-    for folder in folders:
-        try:
-            is_run = _is_run(folder)
-        except PermissionError:
-            continue
-        if is_run:
-            yield Run(folder)
-        elif depth > 1:
-            yield from _below(folder, depth - 1)
-
-
-def _is_run(directory: Path) -> bool:
-    paths = Run(directory).paths
-    return paths.config.is_file() or paths.status.is_file()

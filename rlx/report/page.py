@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -19,6 +18,7 @@ from plotly.offline import get_plotlyjs
 
 import rlx
 from rlx.report.chart import number
+from rlx.view.lines import conversation, facts, more_facts
 
 HERE = Path(__file__).parent
 LONGEST = 4000  # characters shown of one message
@@ -68,9 +68,9 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") ->
     return f'<div class="scroll"><table class="{kind}">{top}<tbody>{body}</tbody></table></div>'
 
 
-def tiles(facts: Mapping[str, str]) -> str:
+def tiles(values: Mapping[str, str]) -> str:
     """Large numbers: label -> text."""
-    return f'<dl class="tiles">{"".join(f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>" for name, value in facts.items())}</dl>'
+    return f'<dl class="tiles">{"".join(f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>" for name, value in values.items())}</dl>'
 
 
 def note(lines: Sequence[str], kind: str = "note") -> str:
@@ -118,51 +118,11 @@ def bar(parts: Mapping[str, float], total: float) -> str:
 
 def rollout(record: Mapping[str, Any]) -> str:
     """One rollout: what it is, its messages, its rewards."""
-    facts = [f"{record.get('env')}", f"example {record.get('example_id')}", f"group {record.get('group')}"]
-    facts += [f"{record.get('num_tokens')} tokens", f"{record.get('stop')}"]
-    if record.get("num_turns") not in (None, 1):
-        facts.append(f"{record['num_turns']} turns")
-    if record.get("error"):
-        facts.append(f"error: {shortened(str(record['error']), 300)}")
-    reward, advantage = record.get("reward"), record.get("advantage")
-    numbers = f'<b class="reward">reward {number(reward)}</b>' if isinstance(reward, int | float) else "<b>no reward</b>"
-    if isinstance(advantage, int | float):
-        numbers += f' <span class="advantage">advantage {number(advantage)}</span>'
-    parts = record.get("rewards")
-    if isinstance(parts, Mapping) and len(parts) > 1:
-        facts.append(", ".join(f"{name} {number(value)}" for name, value in parts.items() if isinstance(value, int | float)))
-    head = f'<p class="facts">{numbers} · {text(" · ".join(facts))}</p>'
-    answer = record.get("answer")
-    expected = f'<div class="message"><span>answer</span>{lines_of(shortened(str(answer), 500))}</div>' if answer not in (None, "") else ""
-    messages = _messages(record.get("prompt"), "prompt") + _messages(record.get("completion"), "said")
-    return f'<article class="card">{head}{messages}{expected}</article>'
-
-
-def _messages(messages: Any, kind: str) -> str:
-    if isinstance(messages, str):
-        messages = [{"role": "prompt" if kind == "prompt" else "completion", "content": messages}]
-    if not isinstance(messages, Sequence):
-        return ""
-    return "".join(_message(message, kind) for message in messages)
-
-
-def _message(message: Any, kind: str) -> str:
-    if not isinstance(message, Mapping):
-        return f'<div class="message {kind}"><span>?</span>{lines_of(shortened(str(message)))}</div>'
-    parts = [str(message[name]) for name in ("reasoning_content",) if message.get(name)]
-    content = message.get("content")
-    if isinstance(content, str):
-        parts.append(content)
-    elif content is not None:
-        parts += [str(part["text"]) if isinstance(part, Mapping) and "text" in part else _json(part) for part in _list(content)]
-    parts += [_json(call) for call in _list(message.get("tool_calls") or [])]
-    role = message.get("role", "?")
-    return f'<div class="message {kind}"><span>{text(role)}</span>{lines_of(shortened(chr(10).join(parts)))}</div>'
-
-
-def _list(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=repr)
+    head = f'<p class="facts"><b class="reward">{text(facts(record))}</b></p>'
+    more = [f"{name}: {shortened(value, 500)}" for name, value in more_facts(record)]
+    said = "".join(
+        f'<div class="message {"said" if message.sampled else "prompt"}"><span>{text(message.head or "text")}</span>'
+        f"{lines_of(shortened(message.text))}</div>"
+        for message in conversation(record)
+    )
+    return f'<article class="card">{head}{said}<p class="facts">{text(" · ".join(more))}</p></article>'

@@ -15,7 +15,6 @@ from rlx.report.statistics import Interval, iqm_interval, mean_interval
 
 SEED = "seed"
 NOT_A_SETTING = ("run.", "dry_run", "clean", "resume", "logger.", "launcher.", "slurm.", SEED)
-MOST_VALUES = 16  # a key with more values was searched, not compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,23 +49,13 @@ class Setting:
     @property
     def iqm(self) -> Interval | None:
         """Of the completed runs; `None` without one."""
-        return iqm_interval([self.scored]) if self.scored else None
+        return iqm_interval(self.scored) if self.scored else None
 
     @property
     def repeated_seeds(self) -> list[Any]:
         """Seeds of more than one run: such runs are not independent."""
         seeds = Counter(facts.config[SEED] for facts in self.runs if facts.config is not None)
         return [seed for seed, count in seeds.items() if count > 1]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Factor:
-    """One varied key over all settings: `Factor(key="loss", values={"grpo": Interval(…), "gspo": Interval(…)}, strata=2)`."""
-
-    key: str
-    values: Mapping[str, Interval]
-    strata: int  # combinations of the other varied keys; runs are resampled inside each
-    uneven: bool  # the values were not run in the same combinations, or not equally often
 
 
 @dataclass(kw_only=True)
@@ -129,29 +118,4 @@ def _distinct(settings: Sequence[Setting]) -> list[Setting]:
             label = more if setting.label in ("all runs", "default") else f"{setting.label}, {more}"
             setting = Setting(label=label, choices=setting.choices, leaves=setting.leaves, runs=setting.runs)
         found.append(setting)
-    return found
-
-
-def factors(sweep: Sweep) -> list[Factor]:
-    """The IQM of each value of each varied key, over all settings that have it, if there is more than one varied key.
-
-    Runs are resampled inside each combination of the other keys: those are fixed by design, as the tasks of Agarwal et al. are.
-    """
-    if len(sweep.keys) < 2:
-        return []
-    found = []
-    for key in sweep.keys:
-        values: dict[str, dict[Any, list[float]]] = {}
-        for setting in sweep.settings:
-            if not setting.choices:
-                continue
-            rest = tuple(value for name, value in setting.choices.items() if name != key)
-            values.setdefault(setting.choices[key], {}).setdefault(rest, []).extend(setting.scored)
-        scored = {value: strata for value, strata in values.items() if any(strata.values())}
-        if 2 <= len(scored) <= MOST_VALUES:
-            counts = [{rest: len(scores) for rest, scores in strata.items()} for strata in scored.values()]
-            intervals = {value: iqm_interval(list(strata.values())) for value, strata in scored.items()}
-            uneven = any(each != counts[0] for each in counts)
-            best_first = dict(sorted(intervals.items(), key=lambda item: -item[1].value))
-            found.append(Factor(key=key, values=best_first, strata=max(map(len, counts)), uneven=uneven))
     return found

@@ -5,7 +5,9 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from rlx.report.chart import draw, number
 from rlx.report.gather import Facts, Samples, defaults, failures, samples, sections_of
@@ -40,7 +42,7 @@ def report(facts: Facts) -> str:
         "Evaluation": lambda: grid(draw(chart, f"eval{n}") for n, chart in enumerate(evaluations(facts))) + _scores(facts),
         "Off-policy": lambda: drawn("Off-policy"),
         "Lengths": lambda: drawn("Lengths"),
-        "Time": lambda: _stages(facts) + drawn("Time"),
+        "Time": lambda: _stages(facts) + drawn("Time") + _traces(facts),
         "Dropped rollouts": lambda: _dropped(facts) + drawn("Dropped rollouts"),
         "Samples": lambda: "".join(sample(each) for each in samples(facts)),
         "Configuration": lambda: configuration(facts),
@@ -129,6 +131,14 @@ def _stages(facts: Facts) -> str:
     return f'<div class="two">{"".join(parts)}</div><p></p>' if parts else ""
 
 
+def _traces(facts: Facts) -> str:
+    """Links to the timeline and to the traces of torch's profiler, which lie beside the page."""
+    paths = facts.run.paths
+    found = [*filter(Path.exists, [paths.timeline]), *sorted(paths.profile.glob("step_*.json.gz"))]
+    links = [f'<a href="{text(quote(str(file.relative_to(paths.root))))}">{text(file.name)}</a>' for file in found]
+    return f"<p>For https://ui.perfetto.dev: {', '.join(links)}</p>" if links else ""
+
+
 def _dropped(facts: Facts) -> str:
     last = facts.last(ORCHESTRATOR)
     counts = {
@@ -167,11 +177,7 @@ def configuration(facts: Facts) -> str:
     if not usual:
         return asked + everything
     changed = table(["key", "here", "default of this rlx"], differ, "facts") or "<p>Every key has its default.</p>"
-    return (
-        asked
-        + folded(f"{len(differ)} keys differ from the default run", changed)
-        + folded("the whole configuration", table(["key", "value"], rows, "facts"))
-    )
+    return asked + folded(f"{len(differ)} keys differ from the default run", changed) + everything
 
 
 def _value(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Statistics over the runs of a sweep: interquartile means with stratified bootstrap intervals, and bands over seeds.
+"""Statistics over the runs of a sweep: interquartile means with bootstrap intervals, and bands over seeds.
 
 Pure functions of numbers. The intervals of an evaluation, over its examples, are in `rlx.rollout.eval_stats`.
 
@@ -7,15 +7,14 @@ Learning at the Edge of the Statistical Precipice", arXiv 2108.13264):
 
 - A set of runs is summarised by the interquartile mean (IQM), the mean of the middle half of its scores. One run that diverged moves
   it less than the mean, and it uses more of the runs than the median does.
-- Its interval is the 2.5 % and 97.5 % quantile of the IQM of resampled runs. Runs are resampled with replacement inside each stratum (a
-  task or another setting that was fixed by design), because its number of runs was not left to chance.
+- Its interval is the 2.5 % and 97.5 % quantile of the IQM of resampled runs, which are drawn with replacement.
 
 With few runs such an interval is too narrow: among 3 runs, the bootstrap cannot see a fourth outcome. `FEW` is where pages warn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,22 +61,9 @@ def iqm(scores: Array) -> Array:
     return middle.mean(axis=-1)
 
 
-def iqm_interval(strata: Sequence[Sequence[float]], *, resamples: int = RESAMPLES, seed: int = SEED) -> Interval:
-    """The IQM of all scores with its stratified bootstrap interval. `strata`: the scores of the runs of each stratum.
-
-    There is no interval if no stratum has two runs. Raises ValueError if there is no run.
-    """
-    rows = [np.asarray(stratum, dtype=np.float64) for stratum in strata if len(stratum)]
-    if not rows:
-        raise ValueError("an interquartile mean of no runs")
-    everything = np.concatenate(rows)
-    value = float(iqm(everything))
-    if all(len(row) < 2 for row in rows):
-        return Interval(value, None, None, len(everything))
-    rng = np.random.default_rng(seed)
-    drawn = np.concatenate([row[rng.integers(0, len(row), (resamples, len(row)))] for row in rows], axis=1)
-    low, high = np.quantile(iqm(drawn), _ends())
-    return Interval(value, float(low), float(high), len(everything))
+def iqm_interval(scores: Sequence[float], *, resamples: int = RESAMPLES, seed: int = SEED) -> Interval:
+    """The IQM of scores with its bootstrap interval. A single run has none. Raises ValueError if there is no run."""
+    return _interval(scores, iqm, resamples, seed)
 
 
 def mean_interval(values: Sequence[float], *, resamples: int = RESAMPLES, seed: int = SEED) -> Interval:
@@ -85,12 +71,17 @@ def mean_interval(values: Sequence[float], *, resamples: int = RESAMPLES, seed: 
 
     Meant for differences of two settings in the same seeds: what a seed does to both cancels out.
     """
+    return _interval(values, lambda drawn: drawn.mean(axis=-1), resamples, seed)
+
+
+def _interval(values: Sequence[float], summary: Callable[[Array], Array], resamples: int, seed: int) -> Interval:
     row = np.asarray(values, dtype=np.float64)
+    value = float(summary(row))
     if len(row) < 2:
-        return Interval(float(row.mean()), None, None, len(row))
+        return Interval(value, None, None, len(row))
     drawn = row[np.random.default_rng(seed).integers(0, len(row), (resamples, len(row)))]
-    low, high = np.quantile(drawn.mean(axis=-1), _ends())
-    return Interval(float(row.mean()), float(low), float(high), len(row))
+    low, high = np.quantile(summary(drawn), _ends())
+    return Interval(value, float(low), float(high), len(row))
 
 
 def band(curves: Sequence[Sequence[float]] | Array, *, resamples: int = RESAMPLES, seed: int = SEED) -> Band:

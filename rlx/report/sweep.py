@@ -17,7 +17,7 @@ from rlx.report.chart import COLOURS, Chart, Line, colour_of, draw, number
 from rlx.report.gather import Facts, samples, sections_of
 from rlx.report.page import folded, grid, note, page, table, text, tiles
 from rlx.report.panels import EVAL, SECTIONS, Panel
-from rlx.report.settings import SEED, Setting, Sweep, arrange, factors, overrides_of
+from rlx.report.settings import SEED, Setting, Sweep, arrange, overrides_of
 from rlx.report.single import provenance, sample
 from rlx.report.statistics import FEW, Interval, band
 from rlx.runs.history import AVERAGE
@@ -47,7 +47,7 @@ def report(directory: Path, found: Sequence[Facts], others: Sequence[str] = ()) 
     states = ", ".join(f"{count} {state}" for state, count in Counter(facts.state for facts in found).most_common())
     parts = {
         "Overview": lambda: _overview(sweep, found) + _ended(found),
-        "Final scores": lambda: _final(sweep) + _factors(sweep),
+        "Final scores": lambda: _final(sweep),
         "Curves": curves,
         "Evaluation": lambda: grid(_evaluations(sweep)),
         "Runs": lambda: _runs(sweep, found),
@@ -98,9 +98,6 @@ def _final(sweep: Sweep) -> str:
         if any(facts.ended_well for setting in sweep.settings for facts in setting.runs):
             return note(["The completed runs have no rewards, so there are no final scores. The charts below show their losses."])
         return note(["No run is completed yet, so there are no final scores."])
-    everything = [score for setting in scored for score in setting.scored]
-    ends = [end for s in scored if (i := s.iqm) is not None for end in (i.low, i.high) if end is not None]
-    low, high = min([*everything, *ends]), max([*everything, *ends])
     rows = []
     for place, setting in enumerate(sweep.settings):
         found, paired = setting.iqm, setting.minus(scored[0]) if setting is not scored[0] else None
@@ -109,18 +106,17 @@ def _final(sweep: Sweep) -> str:
         seeds = f", {len(setting.scored)} seed{'s' * (len(setting.scored) > 1)}" * (len(setting.scored) != ended)
         of = f"{ended} of {len(setting.runs)}{seeds}"
         if found is None:
-            rows.append([f"{key}{text(setting.label)}", of, "–", "", "", ""])
+            rows.append([f"{key}{text(setting.label)}", of, "–", "", ""])
             continue
-        plot = _strip(setting.scored, found, low, high, place)
         difference = _interval(paired) if paired is not None else ""
         scores = text(", ".join(number(s) for s in sorted(setting.scored)))
-        rows.append([f"{key}{text(setting.label)}", of, _interval(found), difference, plot, scores])
+        rows.append([f"{key}{text(setting.label)}", of, _interval(found), difference, scores])
     fewest = min(len(setting.scored) for setting in scored)
     metric = scored[0].runs[0].scored_by
     score = "the mean of its reward/mean in training over the last five steps" if metric is None else f"the last value of its {metric}"
     about = text(
         f"A run's score is {score}. IQM: the mean of the middle half of the scores; in brackets its 95 % bootstrap interval over seeds. "
-        "Rings are seeds. Differences to the first setting are means over the seeds that both completed."
+        "Differences to the first setting are means over the seeds that both completed."
     )
     lines = []
     if fewest < FEW:
@@ -129,39 +125,13 @@ def _final(sweep: Sweep) -> str:
     repeated = [setting.label for setting in sweep.settings if setting.repeated_seeds]
     if repeated:
         lines.append(f"Runs of one seed are one draw, so the mean of their scores counts once: {'; '.join(repeated[:5])}")
-    head = ["setting", "completed", "IQM [95 %]", "difference, same seeds", f"{number(low)} … {number(high)}", "scores"]
+    head = ["setting", "completed", "IQM [95 %]", "difference, same seeds", "scores"]
     return f'<div class="card">{table(head, rows, "scores")}<p class="about">{about}</p></div>{note(lines)}'
 
 
 def _interval(found: Interval) -> str:
     ends = "" if found.low is None else f" <small>[{number(found.low)}, {number(found.high)}]</small>"
     return f"<b>{number(found.value)}</b>{ends}"
-
-
-def _strip(scores: Sequence[float], found: Interval, low: float, high: float, place: int) -> str:
-    """Every run as a ring, the IQM as a bar with its interval, on a common axis."""
-    span = (high - low) or 1.0
-
-    def at(value: float) -> float:
-        return round(6 + (value - low) / span * 228, 1)
-
-    rings = "".join(f'<circle class="line" cx="{at(score)}" cy="10" r="3.5"/>' for score in scores)
-    spread = "" if found.low is None or found.high is None else f'<path class="line" d="M{at(found.low)} 10H{at(found.high)}"/>'
-    middle = f'<path class="iqm" d="M{at(found.value)} 2V18"/>'
-    told = f"IQM {number(found.value)}, scores {', '.join(number(s) for s in scores)}"
-    return f'<svg class="strip {colour_of(place)}" viewBox="0 0 240 20" role="img" aria-label="{text(told)}">{spread}{rings}{middle}</svg>'
-
-
-def _factors(sweep: Sweep) -> str:
-    parts = []
-    for factor in factors(sweep):
-        rows = [[text(value), str(found.runs), _interval(found)] for value, found in factor.values.items()]
-        many = "s" if factor.strata > 1 else ""
-        about = f'<p class="about">over {factor.strata} combination{many} of the other keys; runs are resampled inside each</p>'
-        uneven = ["Not all values were completed equally often in each combination, so the comparison is not like for like."]
-        shown = table(["value", "runs", "IQM [95 %]"], rows) + note(uneven if factor.uneven else [])
-        parts.append(f'<div class="card"><h3>{text(factor.key)}</h3>{about}{shown}</div>')
-    return f'<h4>Each varied key by itself</h4><div class="two">{"".join(parts)}</div>' if parts else ""
 
 
 # curves
@@ -257,42 +227,33 @@ def _evaluations(sweep: Sweep) -> Iterator[str]:
 
 
 def csv_of(found: Sequence[Facts]) -> str:
-    """The runs as CSV, one a line: what was varied, state, score and the last value of every evaluation."""
-    sweep = arrange(found)
-    evals = list(dict.fromkeys(name for facts in found for name in facts.history.scores()))
+    """The runs as CSV, one a line: what was varied, state, score, the last value of every evaluation, and the cause of a failure."""
     lines = io.StringIO()
-    writer = csv.writer(lines, lineterminator="\n")
-    writer.writerow(["run", *sweep.keys, SEED, "state", "steps", found[0].scored_by or "reward", *evals])
+    csv.writer(lines, lineterminator="\n").writerows(_rows(arrange(found), found))
+    return lines.getvalue()
+
+
+def _rows(sweep: Sweep, found: Sequence[Facts]) -> Iterator[list[Any]]:
+    """The head of the table of runs, and a row for each."""
+    evals = list(dict.fromkeys(name for facts in found for name in facts.history.scores()))
+    yield ["run", *sweep.keys, SEED, "state", "steps", found[0].scored_by or "reward", *evals, "cause"]
     for facts in found:
         asked, scores = overrides_of(facts), facts.history.scores()
         varied = [asked.get(key, "") for key in sweep.keys]
         last = [scores[name][max(scores[name])] if name in scores else "" for name in evals]
-        writer.writerow([facts.name, *varied, (facts.config or {}).get(SEED, ""), facts.state, facts.history.steps, facts.score, *last])
-    return lines.getvalue()
+        cause = facts.status.cause if facts.status is not None else None
+        why = f"{cause.role}: {cause.reason}" if cause is not None else ""
+        yield [facts.name, *varied, (facts.config or {}).get(SEED, ""), facts.state, facts.history.steps, facts.score, *last, why]
 
 
 def _runs(sweep: Sweep, found: Sequence[Facts]) -> str:
-    colours = {id(facts): place for place, setting in enumerate(sweep.settings) for facts in setting.runs}
-    evals = list(dict.fromkeys(name for facts in found for name in facts.history.scores()))
-    rows = []
-    for facts in sorted(found, key=lambda f: (colours[id(f)], str((f.config or {}).get(SEED)))):
-        asked = overrides_of(facts)
-        most, cause = facts.max_steps, facts.status.cause if facts.status is not None else None
-        scores = facts.history.scores()
-        rows.append(
-            [
-                f'<span class="key {colour_of(colours[id(facts)])}"></span>{text(facts.name)}',
-                *(text(asked.get(key, "(default)")) for key in sweep.keys),
-                text((facts.config or {}).get(SEED, "–")),
-                f'<span class="{"" if facts.ended_well else "warn"}">{text(facts.state)}</span>',
-                f"{facts.history.steps}/{most if most is not None else '–'}",
-                number(facts.score),
-                *(number(scores[name][max(scores[name])]) if name in scores else "–" for name in evals),
-                text(f"{cause.role}: {cause.reason}" if cause is not None else ""),
-            ]
-        )
-    head = ["run", *sweep.keys, SEED, "state", "steps", "reward", *evals, "cause"]
-    return table(head, rows)
+    places = {id(facts): place for place, setting in enumerate(sweep.settings) for facts in setting.runs}
+    ordered = sorted(found, key=lambda facts: (places[id(facts)], str((facts.config or {}).get(SEED))))
+    head, *rows = _rows(sweep, ordered)
+    shown = [[number(cell) if isinstance(cell, float) else text("" if cell is None else cell) for cell in row] for row in rows]
+    for row, facts in zip(shown, ordered, strict=True):
+        row[0] = f'<span class="key {colour_of(places[id(facts)])}"></span>{row[0]}'
+    return table(head, shown)
 
 
 def _differences(sweep: Sweep) -> str:

@@ -9,10 +9,10 @@ docs/replay.md documents both formats. Needs no torch: the numbers come from `rl
 from __future__ import annotations
 
 import csv
+import heapq
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,20 +36,6 @@ CLOSE = 1e-3  # relative difference up to which they count as reproduced
 SHOWN = ("loss/total", "loss/policy", "loss/kl", "policy/clip_frac_low", "policy/clip_frac_high", "policy/masked_frac", "policy/ess")
 
 Bools = NDArray[np.bool_]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """The tokens of one environment with one sign of advantage."""
-
-    env: str
-    sign: str  # "+", "-" or "0"
-    tokens: int
-    mean_recorded: float  # mean |weight|
-    mean_other: float
-    none_recorded: float  # share of these tokens with weight 0: clipped, dropped, or without advantage
-    none_other: float
-    mean_difference: float  # mean |other − recorded|
 
 
 def rows(found: Comparison, texts: Mapping[int, str]) -> Iterator[dict[str, Any]]:
@@ -96,8 +82,11 @@ def _numbers(found: Comparison) -> list[int]:
     return numbers
 
 
-def shares(found: Comparison) -> list[Share]:
-    """The table by environment and sign of advantage, and the same of all environments if there are several (`env` is then `all`)."""
+def shares(found: Comparison) -> list[dict[str, Any]]:
+    """The tokens by environment and sign of advantage, and those of all environments if there are several (`env` is then `all`).
+
+    `mean_…` is of |weight|. `none_…` is the share of tokens with weight 0: clipped, dropped, or without advantage.
+    """
     read = read_by(found)
     envs = np.array([sample.env for sample in found.samples])[found.sample]
     advantages = np.concatenate([sample.advantages for sample in found.samples])
@@ -111,29 +100,27 @@ def shares(found: Comparison) -> list[Share]:
             if chosen.any():
                 one, other = (np.nan_to_num(side.weights[chosen]) for side in (found.recorded, found.other))
                 result.append(
-                    Share(
-                        env=name,
-                        sign=sign,
-                        tokens=int(chosen.sum()),
-                        mean_recorded=float(np.abs(one).mean()),
-                        mean_other=float(np.abs(other).mean()),
-                        none_recorded=float((one == 0).mean()),
-                        none_other=float((other == 0).mean()),
-                        mean_difference=float(np.abs(other - one).mean()),
-                    )
+                    {
+                        "env": name,
+                        "sign": sign,
+                        "tokens": int(chosen.sum()),
+                        "mean_recorded": float(np.abs(one).mean()),
+                        "mean_other": float(np.abs(other).mean()),
+                        "none_recorded": float((one == 0).mean()),
+                        "none_other": float((other == 0).mean()),
+                        "mean_difference": float(np.abs(other - one).mean()),
+                    }
                 )
     return result
 
 
 def largest(found: Comparison, texts: Mapping[int, str], count: int) -> list[dict[str, Any]]:
     """The records of the tokens whose weights differ most, largest difference first; none of equal weight."""
-    difference = np.abs(np.nan_to_num(found.other.weights) - np.nan_to_num(found.recorded.weights))
-    order = np.argsort(-difference, kind="stable")[:count]
-    wanted = {int(token): place for place, token in enumerate(order) if difference[token] > 0}
-    places = {int(token): place for place, token in enumerate(np.flatnonzero(read_by(found)))}
-    chosen = {places[token]: place for token, place in wanted.items()}
-    picked = {chosen[place]: row for place, row in enumerate(rows(found, texts)) if place in chosen}
-    return [picked[place] for place in sorted(picked)]
+
+    def difference(row: Mapping[str, Any]) -> float:
+        return abs(row["weight_other"] - row["weight_recorded"])
+
+    return [row for row in heapq.nlargest(count, rows(found, texts), key=difference) if difference(row) > 0]
 
 
 def checks(found: Comparison, record: Mapping[str, Any] | None, iterations: int) -> list[dict[str, Any]]:
@@ -161,7 +148,7 @@ def summary(found: Comparison, texts: Mapping[int, str], facts: Mapping[str, Any
         "rollouts": len({(sample.group, sample.member) for sample in found.samples}),
         "tokens": int(read_by(found).sum()),
         "mini_batches": mini_batches,
-        "by_env": [{name: getattr(share, name) for name in Share.__slots__} for share in shares(found)],
+        "by_env": shares(found),
         "largest_differences": largest(found, texts, top),
     }
 

@@ -96,6 +96,8 @@ class Trainer:
 
     def run(self) -> int:
         """Train until version `max_steps` is published. Returns the exit code."""
+        from rlx.train.profile import profiled
+
         self.validate(self.first_step)
         for step in range(self.first_step, self.cfg.max_steps):
             started = time.perf_counter()
@@ -103,7 +105,8 @@ class Trainer:
                 batch = self.receive(step)
                 waited = time.perf_counter() - started
                 self.checkpoints.wait_copied()
-                values = self.train(batch)
+                with profiled(self.cfg, self.paths, step, self.mesh.rank):
+                    values = self.train(batch)
             except Preempted:
                 return self.give_way(step)
             values["time/wait_batch"] = waited

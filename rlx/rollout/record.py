@@ -127,6 +127,8 @@ def _record(rollout: Rollout, advantage: float | None, tokens: bool) -> dict[str
         "truncated": rollout.is_truncated,
         "error": rollout.error,
         "seconds": rollout.timing.get("total"),
+        "began": rollout.timing.get("began"),  # Unix time
+        "requests": rollout.timing.get("requests", []),  # to the policy: [Unix time, seconds]
         **({"trace": nodes_of(rollout.trace)} if tokens else {}),
     }
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import math
 import time
 from collections.abc import Callable
@@ -26,7 +28,7 @@ class WeightUpdates:
         """`timeout`: seconds for one update. `last`: the last version. `reached`: called with each version that all servers have.
 
         `stops`: keep the servers at some versions for a while."""
-        self.stops = stops
+        self.paths, self.stops = paths, stops
         self.published = Subscriber(paths)
         self.fleet = fleet
         self.timeout = timeout
@@ -66,6 +68,9 @@ class WeightUpdates:
                 await asyncio.sleep(pause.seconds())
                 continue
             self.seconds = time.monotonic() - began
+            span = {"version": target.version, "began": time.time() - self.seconds, "seconds": self.seconds}
+            with contextlib.suppress(OSError), self.paths.updates.open("a") as file:  # a full disk ends a run elsewhere
+                file.write(json.dumps(span) + "\n")
             self.version = target.version
             self.reached(target.version)
 

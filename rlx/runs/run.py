@@ -182,25 +182,27 @@ class Run:
             raise ConfigError(f"this version of rlx cannot read {path} ({type(error).__name__}: {error})") from error
 
 
-def find(root: Path, depth: int = 3) -> Iterator[Run]:
+def find(root: Path, depth: int = 3, planned: bool = False) -> Iterator[Run]:
     """All runs below a folder: `outputs/<name>` and `outputs/<sweep>/<element>`. In a run directory only a shared trainer's runs.
+
+    `planned`: also those that have not started.
 
     A folder that may not be entered counts as a run: its properties raise ConfigError. One that may only not be listed is skipped.
     """
     try:
-        is_run = RunPaths(root).status.is_file()
+        is_run = RunPaths(root).status.is_file() or (planned and RunPaths(root).config.is_file())
     except PermissionError:
         is_run = True
     if is_run:
         yield Run(root)
         for name in members_in(root):
-            yield from find(root / name, 0)
+            yield from find(root / name, 0, planned)
         return
     try:
         if depth:
             for folder in sorted(root.iterdir()):
                 if folder.is_dir() and not folder.is_symlink() and not folder.name.startswith("."):
-                    yield from find(folder, depth - 1)
+                    yield from find(folder, depth - 1, planned)
     except PermissionError:
         return
 

@@ -168,7 +168,7 @@ def load_environment(
     level: int | None = None,
     dataset: str | None = None,
     subset: str | None = None,
-    split: str = "train",
+    split: str | None = "train",
     eval_split: str | None = None,
     question_column: str | None = None,
     answer_column: str | None = None,
@@ -188,7 +188,7 @@ def load_environment(
         level: 1 (one step of arithmetic) to 4 (competition style), see `LEVELS`; None mixes 2 to 4. Without effect on a `dataset`.
         dataset: a hub data set (`owner/name`) or a local .jsonl, .json, .parquet or .csv file; None generates problems.
         subset: configuration of the hub data set; None: its default, or `main`.
-        split: its split to train on.
+        split: its split to train on; None: nothing, for a benchmark, whose problems no run should train on.
         eval_split: its split for evaluation; None holds out `num_eval_examples` rows of `split`.
         question_column: column of the problem; None: the first of `problem`, `question` and `prompt`.
         answer_column: column of the answer or of a solution that has it in `\\boxed{}` or after `####`; None: `answer`, else `solution`.
@@ -210,7 +210,13 @@ def load_environment(
         train = build_rows(level, num_examples, seed)
         shown = build_rows(level, shots, seed + SHOTS_SEED)
     else:
-        train = read_rows(dataset, subset, split, question_column, answer_column)
+        if split is None and (eval_split is None or shots):
+            raise ValueError("split=None leaves nothing to train on: it needs eval_split, and shots=0, which are problems to train on")
+        if split is not None and eval_split is not None and Path(dataset).is_file():
+            raise ValueError(
+                f"{dataset} is one file, so split={split} and eval_split={eval_split} are the same rows: set one of them to null"
+            )
+        train = [] if split is None else read_rows(dataset, subset, split, question_column, answer_column)
         random.Random(seed).shuffle(train)
         if eval_split is not None:
             held_out = read_rows(dataset, subset, eval_split, question_column, answer_column)
@@ -222,7 +228,7 @@ def load_environment(
             held_out = train[: min(num_eval_examples, len(train) // 2)]
             asked = {row["question"] for row in held_out}
             train = [row for row in train if row["question"] not in asked]  # a data set may have a question twice
-        if len(train) <= shots:
+        if split is not None and len(train) <= shots:
             raise ValueError(f"{dataset}, split {split}, has {len(train)} rows to train on; shots={shots} leaves none")
         shown, train = train[:shots], train[shots : shots + num_examples]
     checker, parser = Checker(check_timeout, check_workers), AnswerParser(require_box)
@@ -251,7 +257,7 @@ def load_environment(
         return float(state["check_timed_out"])
 
     return vf.SingleTurnEnv(
-        dataset=Dataset.from_list(train),
+        dataset=Dataset.from_list(train) if train else None,
         eval_dataset=lambda: Dataset.from_list(eval_rows()),
         system_prompt=system_prompt,
         few_shot=[message for row in shown for message in solved(row)] or None,

@@ -66,19 +66,18 @@ OF_ALL: list[Rule[CommandConfig]] = [
 ]
 table(CommandConfig, OF_ALL)
 
+
+def _has_package(name: str) -> Rule[TrainingRoot]:
+    return Rule(
+        f"logger.{name}.samples",
+        lambda c: getattr(c.logger, name) and not c.dry_run and not is_installed(name),
+        f"the package {name} is not installed",
+        f"pip install 'rlx[{name}]'",
+    )
+
+
 OF_TRAINING: list[Rule[TrainingRoot]] = [
-    Rule(
-        "logger.wandb.mode",
-        lambda c: c.logger.wandb and not c.dry_run and not is_installed("wandb"),
-        "the package wandb is not installed",
-        "pip install 'rlx[wandb]'",
-    ),
-    Rule(
-        "logger.tensorboard.samples",
-        lambda c: c.logger.tensorboard and not c.dry_run and not is_installed("tensorboard"),
-        "the package tensorboard is not installed",
-        "pip install 'rlx[tensorboard]'",
-    ),
+    *(_has_package(name) for name in ("wandb", "tensorboard", "mlflow", "trackio")),
     Rule(
         "scheduler.type scheduler.decay_steps scheduler.min_lr",
         lambda c: c.scheduler.type == "constant" and (c.scheduler.decay_steps is not None or c.scheduler.min_lr > 0),
