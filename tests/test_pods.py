@@ -25,7 +25,6 @@ from rlx.config.roots import EVAL, TRAIN, Root
 from rlx.descendants import start_time
 from rlx.launch import pods
 from rlx.launch.agents import Agent, ask, connect, wait_for_agents
-from rlx.launch.bound import bound
 from rlx.launch.pods import make_token
 from rlx.launch.starters import AgentStarter
 from rlx.launch.verdict import Process, View, decide
@@ -123,6 +122,7 @@ def test_a_host_that_is_taken_away_is_no_failure_of_a_role(client, agent, tmp_pa
     assert decide(View(processes=(lost, other), remote=True, asked=True, told=True, overdue=60.0)).state == "preempted"
 
 
+BOUND = "from rlx.process import die_with_parent\ndie_with_parent()\n"
 AGENT = """
 import ctypes, os, signal
 from rlx.launch.agents import Agent
@@ -139,7 +139,7 @@ def test_no_fork_handler_runs_in_a_role_and_it_dies_with_its_agent():
     with subprocess.Popen([sys.executable, "-c", AGENT], stdout=subprocess.PIPE, text=True) as agent:
         assert agent.stdout is not None
         try:
-            start = {"name": "trainer", "argv": [sys.executable, "-c", FOREVER], "gpus": [], "env": {}}
+            start = {"name": "trainer", "argv": [sys.executable, "-c", BOUND + FOREVER], "gpus": [], "env": {}}
 
             async def started() -> int:
                 async with connect(("127.0.0.1", int(agent.stdout.readline())), TOKEN, start=start) as line:
@@ -152,18 +152,6 @@ def test_no_fork_handler_runs_in_a_role_and_it_dies_with_its_agent():
         finally:
             agent.kill()
     until(lambda: start_time(pid) is None)
-
-
-def test_a_command_starts_as_without_its_bond_and_not_after_its_parent(tmp_path):
-    argv = ["grep", "SigIgn", "/proc/self/status"]
-    plain, held = (subprocess.run(each, capture_output=True, text=True, check=True).stdout for each in (argv, bound(argv, os.environ)))
-    assert held == plain, "the same signals are ignored"
-    orphan = bound(["touch", str(tmp_path / "made")], os.environ)
-    orphan[orphan.index(str(os.getpid()))] = "0"
-    assert subprocess.run(orphan, check=False).returncode == 1
-    assert not (tmp_path / "made").exists()
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        bound(["nowhere"], os.environ)
 
 
 def test_a_role_that_cannot_start_says_why(client, monkeypatch):

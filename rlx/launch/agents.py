@@ -30,7 +30,6 @@ from typing import Any, TypeVar
 from aiohttp import ClientError, ClientSession, ClientTimeout, ClientWebSocketResponse, WSMsgType, web
 
 from rlx.descendants import TOKEN, kill_all
-from rlx.launch.bound import bound
 from rlx.paths import RunPaths
 from rlx.plan.environment import DEVICES, devices, inherited
 from rlx.plan.record import ProcessSpec
@@ -118,7 +117,7 @@ class Agent:
             environment = inherited(os.environ) | start["env"]
             environment |= {DEVICES: ",".join(devices(spec, os.environ.get(DEVICES)))}
             process = await asyncio.create_subprocess_exec(
-                *bound(start["argv"], environment),  # the thread of the loop lives as long as the agent
+                *start["argv"],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

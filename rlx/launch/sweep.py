@@ -23,7 +23,6 @@ from pathlib import Path
 from rlx.config.errors import ConfigError
 from rlx.config.load import load_command
 from rlx.config.schema import CommandConfig
-from rlx.launch.bound import bound
 from rlx.launch.local import launch
 from rlx.launch.slurm import FOLDER, sbatch_options, submit
 from rlx.launch.supervisor import Limits
@@ -33,6 +32,7 @@ from rlx.plan.explain import table
 from rlx.plan.make import make_plan
 from rlx.plan.place import require_one_host
 from rlx.plan.record import ProcessSpec
+from rlx.process import SUPERVISOR, die_with_parent
 from rlx.runs.claim import ask_slurm, create, looks_like_run, writing
 from rlx.runs.differences import differences
 from rlx.runs.history import final_reward
@@ -181,8 +181,8 @@ def run_pool(elements: Sequence[Element], parallel: int, visible: Sequence[str],
                 say(f"{element.name}: starting")
                 # Its own session: Ctrl-C then reaches only the pool, which forwards it once.
                 child = subprocess.Popen(
-                    bound(command, os.environ),
-                    env=os.environ | mine,
+                    command,
+                    env=os.environ | mine | {SUPERVISOR: str(os.getpid())},
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     start_new_session=True,
@@ -270,4 +270,5 @@ def run_element(run_dir: str) -> int:
 
 
 if __name__ == "__main__":
+    die_with_parent()
     sys.exit(run_element(sys.argv[1]))

@@ -17,7 +17,6 @@ from dataclasses import asdict
 from rlx.config.errors import ConfigError
 from rlx.config.schema import CommandConfig
 from rlx.envs.probed import Probed
-from rlx.launch.bound import bound
 from rlx.plan.environment import DEVICES, inherited
 from rlx.process import SUPERVISOR
 
@@ -41,7 +40,7 @@ def check_chats(configs: Sequence[CommandConfig], environments: Sequence[Mapping
 def _ask(request: str) -> str | None:
     environment = inherited(os.environ) | {DEVICES: "", SUPERVISOR: str(os.getpid()), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        bound([sys.executable, "-m", "rlx.policy.probe"], environment),
+        [sys.executable, "-m", "rlx.policy.probe"],
         input=request,
         env=environment,
         capture_output=True,
