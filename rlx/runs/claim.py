@@ -250,8 +250,7 @@ def join(cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpe
             raise ConfigError(f"{error}\n  fix: end that role, or give another run.dir=") from error
         lock.share()
     here, there = asdict(cfg), asdict(load_command(paths.root))
-    others = [line for line in differing(there, here) if re.split("[.:]", line)[0] not in NOT_COMPARED]
-    if others:
+    if others := list(differing(there, here, NOT_COMPARED)):
         raise ConfigError(
             f"run.dir={paths.root} holds a run with another configuration (there ≠ here):{_listed(others)}\n"
             "  fix: give the same overrides, or another run.dir="
