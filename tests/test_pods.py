@@ -236,7 +236,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
         mine = ["hardware=cpu", "launcher.max_requeues=1"]
         cfg = compose([*mine, f"run.dir={tmp_path / 'run'}", *argv], {}, root).cfg
         plan = make_plan(cfg, tmp_path / "run")
-        code = pods.attempt(cfg, [], plan, [("here", 1)], tmp_path / "token", "mine")
+        code = pods.attempt(cfg, [], plan, {}, [("here", 1)], tmp_path / "token", "mine")
         if taken:
             taken.pop().close()  # the end of its process would do this
         return code
@@ -293,7 +293,7 @@ volume, root, plan, *hosts = sys.argv[1:]
 cfg = compose(["hardware=cpu", f"run.dir={root}",
                "launcher.preempt_grace=20", "launcher.grace=5"], {}).cfg
 places = [(each.rpartition(":")[0], int(each.rpartition(":")[2])) for each in hosts]
-sys.exit(attempt(cfg, [], read_plan(Path(plan)), places, Path(volume) / "token", "mine"))
+sys.exit(attempt(cfg, [], read_plan(Path(plan)), {}, places, Path(volume) / "token", "mine"))
 """
 STEP = """
     import sys

@@ -179,7 +179,7 @@ def _first(given: Namespace, overrides: list[str], hosts: list[tuple[str, int]],
     def show(root: Path) -> None:
         shown.append(subprocess.Popen([sys.executable, "-m", "rlx.cli", "watch", str(root)]))
 
-    code = attempt(cfg, composed.overrides, plan, hosts, file, given.job, show)
+    code = attempt(cfg, composed.overrides, plan, composed.origins.files, hosts, file, given.job, show)
     sys.stdout.flush()
     for each in shown:
         try:

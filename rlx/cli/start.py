@@ -61,7 +61,7 @@ def run(argv: list[str], command: Command) -> int:
     here = cfg.launcher.name == "local"
     for note in [*composed.notes, *(f"environment {line}" for line in environments)]:
         print(note, flush=True)
-    paths, lock = create(cfg, composed.overrides, plan)
+    paths, lock = create(cfg, composed.overrides, plan, options=composed.origins.files)
 
     if here:
         from rlx.launch.local import launch
@@ -96,7 +96,7 @@ def _dry_run(cfg: CommandConfig, composed: Composed, plan: Sequence[ProcessSpec]
     sources(cfg)
     explained = explain(cfg, plan, composed.choices, composed.notes, str(root), environments)
     print(f"{to_yaml(cfg)}\n{explained}")
-    if changed := changes(cfg):
+    if changed := changes(cfg, composed.origins.files):
         print("\n" + (f"starts from {cfg.resume}, with {', '.join(changed)}" if is_fork(cfg.resume) else change_note(root, changed)))
     if cfg.launcher.name == "slurm":
         from rlx.launch.slurm import FOLDER, sbatch_script

@@ -77,7 +77,7 @@ def checked(lines: Sequence[Line], directory: Path, command: Command) -> list[El
             if nodes not in built:
                 check_nodes(cfg, composed)
                 built.append(nodes)
-            elements.append(Element(line.name, cfg, composed.overrides, plan_of(cfg)))
+            elements.append(Element(line.name, cfg, composed.overrides, plan_of(cfg), composed.origins.files))
         except ConfigError as error:
             for text in error.problems:
                 problems.setdefault(text, []).append(line.name)

@@ -11,7 +11,7 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,6 +44,7 @@ def attempt(
     cfg: CommandConfig,
     overrides: Sequence[str],
     plan: Sequence[ProcessSpec],
+    options: Mapping[str, Path],
     hosts: Sequence[tuple[str, int]],
     token: Path,
     job: str,
@@ -63,7 +64,7 @@ def attempt(
         with contextlib.closing(RunLock(paths)) as lock:
             lock.take(OLD_ATTEMPT)
         cfg = replace(cfg, resume="latest", clean=False)
-    paths, lock = create(cfg, overrides, plan, even_done=restart)
+    paths, lock = create(cfg, overrides, plan, options=options, even_done=restart)
     if not restart:
         paths.job.unlink(missing_ok=True)  # what an earlier Job, or a SLURM job, noted of its own starts
         write_text(paths.kubernetes, json.dumps(_owner(job)) + "\n")

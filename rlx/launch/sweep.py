@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -53,6 +53,7 @@ class Element:
     cfg: CommandConfig
     overrides: list[str]
     plan: list[ProcessSpec]
+    options: Mapping[str, Path] = field(default_factory=dict)  # the user's own option files
     state: str = "new"  # new | done | alive (queued or running) | again (to be resumed)
     job: str | None = None
     environments: list[str] = field(default_factory=list)  # what is known of each environment, one line each
@@ -139,7 +140,7 @@ def make_directories(elements: Sequence[Element], jobs: dict[str, str] | None = 
     try:
         for element in elements:
             cfg = element.cfg if element.state == "new" else replace(element.cfg, resume="latest")
-            locks.append(create(cfg, element.overrides, element.plan, jobs=jobs, even_done=True)[1])
+            locks.append(create(cfg, element.overrides, element.plan, options=element.options, jobs=jobs, even_done=True)[1])
     except BaseException:
         release(locks)
         raise

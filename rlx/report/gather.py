@@ -105,7 +105,7 @@ def gather(run: Run, jobs: Mapping[str, str] | None = None, scored_by: str | Non
     provenance = attempt(lambda: run.provenance, None)
     facts.provenance = provenance if isinstance(provenance, Mapping) else None
     if facts.config is not None and facts.provenance is not None:  # runs of other own code are another setting
-        own: dict[str, str] = attempt(partial(recorded, facts.provenance), {})
+        own: dict[str, str] = attempt(partial(recorded, facts.provenance, ("own",)), {})  # config has the values of option files
         facts.config |= {f"code of {name}": digest for name, digest in own.items()}
     return facts
 

@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,10 @@ LEAST = 8  # characters of a secret that is looked for in text
 SECRET = ("KEY", "TOKEN", "SECRET")  # environment variables with one of these in their name are not recorded
 
 
-def write_provenance(paths: RunPaths, cfg: CommandConfig, *, again: bool = False) -> None:
+def write_provenance(paths: RunPaths, cfg: CommandConfig, options: Mapping[str, Path], *, again: bool = False) -> None:
     """Write `provenance.json`, the uncommitted changes beside it, and `reproduce.sh`.
 
-    `again`: this is a later attempt; its facts are appended under `later_attempts`.
+    `options`: the user's own option files. `again`: this is a later attempt; its facts are appended under `later_attempts`.
     """
     source = source_state()
     api_key_var = getattr(getattr(cfg, "client", None), "api_key_var", None)
@@ -71,7 +71,7 @@ def write_provenance(paths: RunPaths, cfg: CommandConfig, *, again: bool = False
         "rlx": rlx.__version__,
         "source": {**source, "diff": diff if source["diff"] else None},
         "python": {"version": platform.python_version(), "executable": sys.executable},
-        "own": own_code.record(paths, cfg, copy=not again),
+        **own_code.all_of(paths, cfg, options, copy=not again),
         "packages": packages(),
         "pythons": pythons(paths, cfg),
         "machine": machine(gpus=cfg.hardware.device != "cpu"),
