@@ -24,7 +24,7 @@ from rlx.config.load import compose, load_run
 from rlx.config.roots import EVAL, TRAIN, Root
 from rlx.descendants import start_time
 from rlx.launch import pods
-from rlx.launch.agents import Agent, ask, connect, wait_for_agents
+from rlx.launch.agents import Agent, connect, greet, wait_for_agents
 from rlx.launch.pods import make_token
 from rlx.launch.starters import AgentStarter
 from rlx.launch.verdict import Process, View, decide
@@ -163,18 +163,18 @@ def test_a_role_that_cannot_start_says_why(client, monkeypatch):
 
 
 def test_only_who_knows_the_runs_token_is_served(agent):
-    ask(("127.0.0.1", agent.port), TOKEN)
+    greet(("127.0.0.1", agent.port), TOKEN)
     with pytest.raises(ConnectionRefusedError, match="this agent belongs to another run"):
-        ask(("127.0.0.1", agent.port), "of another run")
+        greet(("127.0.0.1", agent.port), "of another run")
     with pytest.raises(ConnectionRefusedError, match="this agent belongs to another run"):
-        ask(("127.0.0.1", agent.port), "", start={"name": "trainer", "argv": ["touch", "/nowhere"], "gpus": [], "env": {}})
+        greet(("127.0.0.1", agent.port), "")
 
 
 def test_an_agent_listens_at_all_addresses():
     (port,) = free_ports(1)
     agent = Agent(lambda: TOKEN, port)
     for host in ("127.0.0.1", *(["::1"] if socket.has_dualstack_ipv6() and Path("/proc/net/if_inet6").exists() else [])):
-        ask((host, port), TOKEN)
+        greet((host, port), TOKEN)
     agent.close()
 
 
@@ -189,12 +189,6 @@ def test_the_first_host_waits_for_all_agents_and_names_the_one_that_is_missing(a
     assert missing is not None
     assert "no answer in 2 s from 127.0.0.1 (1 of 2 hosts are there)" in missing
     assert said
-
-
-def test_the_end_of_the_run_ends_the_other_hosts(agent):
-    ask(("127.0.0.1", agent.port), TOKEN, end=0)
-    assert agent.over.wait(5)
-    assert agent.ended == 0
 
 
 def test_a_token_is_made_once_and_readable_by_its_owner_alone(tmp_path):

@@ -56,8 +56,6 @@ class Agent:
 
     def __init__(self, token: Callable[[], str | None], port: int, host: str | None = None) -> None:
         self.token = token
-        self.ended: int | None = None  # the exit code with which the first host ended the run
-        self.over = threading.Event()
         self._lines: set[web.WebSocketResponse] = set()  # of the processes on this host
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="agent", daemon=True).start()
@@ -104,10 +102,7 @@ class Agent:
             elif "start" in order:
                 await self._run(line, order["start"])
             else:
-                await line.send_json({"done": True})
-                if "end" in order:
-                    self.ended = int(order["end"])
-                    self.over.set()
+                await line.send_json({"there": True})
         return line
 
     async def _run(self, line: web.WebSocketResponse, start: dict[str, Any]) -> None:
@@ -167,7 +162,7 @@ async def _receive(line: web.WebSocketResponse | ClientWebSocketResponse) -> dic
 
 @contextlib.asynccontextmanager
 async def connect(address: tuple[str, int], token: str, **request: Any) -> AsyncIterator[ClientWebSocketResponse]:
-    """A connection to an agent that was sent a request: `start={name, argv, env, gpus}`, `end=CODE`, or none. Raises `GONE`."""
+    """A connection to an agent that was sent a request: `start={name, argv, env, gpus}`, or none. Raises `GONE`."""
     host, port = address
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
     async with (
@@ -179,11 +174,11 @@ async def connect(address: tuple[str, int], token: str, **request: Any) -> Async
         yield line
 
 
-def ask(address: tuple[str, int], token: str, **request: Any) -> None:
-    """Send a request that has no result: none for a sign of life, `end=CODE`. Raises OSError, also if the agent refuses."""
+def greet(address: tuple[str, int], token: str) -> None:
+    """Ask an agent for a sign of life. Raises OSError, also if the agent refuses."""
 
     async def answer() -> dict[str, Any]:
-        async with connect(address, token, **request) as line:
+        async with connect(address, token) as line:
             return await _receive(line)
 
     try:
@@ -200,7 +195,7 @@ def wait_for_agents(addresses: Sequence[tuple[str, int]], token: str, timeout: f
     left = list(addresses)
     while left:
         try:
-            ask(left[0], token)
+            greet(left[0], token)
             left.pop(0)
             continue
         except (OSError, ValueError) as error:

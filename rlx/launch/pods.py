@@ -75,16 +75,8 @@ def attempt(
         print(f"Job {job}, attempt {status.attempt}, on {', '.join(host for host, _ in hosts)}", flush=True)
         if is_given_up(paths, cfg, status, ""):
             return 1
-        return Supervisor(
-            paths,
-            Limits.of(cfg),
-            token=secrets.token_hex(16),
-            lock_fd=lock.fd,
-            attempt=status.attempt,
-            watched={},
-            starter=AgentStarter(hosts, token, paths.root),
-            meaning_of_sigterm=lambda: "preempted",  # the pod is evicted, drained or deleted: it does not say which
-        ).run()
+        starter = AgentStarter(hosts, token, paths.root)
+        return Supervisor(paths, Limits.of(cfg), lock_fd=lock.fd, attempt=status.attempt, starter=starter).run()
 
 
 def is_restart(root: Path, job: str) -> bool:

@@ -12,7 +12,6 @@ import contextlib
 import io
 import os
 import re
-import secrets
 import signal
 import sys
 import time
@@ -146,18 +145,8 @@ class Attempt:
             most = f"launcher.max_requeues={cfg.launcher.max_requeues}"
             _give_up(paths, status, f"the job was requeued {barren} times without progress, more than {most}")
         container = Container.of(cfg, os.environ.get(MOUNTS, "").split(","))
-        starter = SrunStarter(job, environment.hostnames, cfg.hardware.gpus_per_node, cfg.slurm.prefix, container)
-        supervisor = Supervisor(
-            paths,
-            Limits.of(cfg),
-            token=secrets.token_hex(16),
-            lock_fd=lock.fd,
-            attempt=status.attempt,
-            watched={},
-            starter=starter,
-            meaning_of_sigterm=lambda: "preempted" if restarts_of(job) > restarts else "interrupted",
-            find_lost_hosts=starter.lost_hosts,
-        )
+        starter = SrunStarter(job, environment.hostnames, cfg.hardware.gpus_per_node, cfg.slurm.prefix, container, restarts)
+        supervisor = Supervisor(paths, Limits.of(cfg), lock_fd=lock.fd, attempt=status.attempt, starter=starter)
         code = supervisor.run(received)
         left = self._leave_lost_hosts(paths, supervisor, starter, job, restarts) if supervisor.lost else None
         if left is not None:

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from rlx.config.savings import ran_out, when_out_of_memory
 from rlx.config.schema import CommandConfig, TrainingRoot
@@ -82,27 +84,23 @@ class Supervisor:
         paths: RunPaths,
         limits: Limits,
         *,
-        token: str,
         lock_fd: int,
         attempt: int,
-        watched: dict[str, tuple[int, int | None]],
         starter: Starter | None = None,
-        meaning_of_sigterm: Callable[[], str] = lambda: "interrupted",
-        find_lost_hosts: Callable[[], Sequence[str]] = tuple,
+        token: str | None = None,
+        watched: Mapping[str, tuple[int, int | None]] = MappingProxyType({}),
     ) -> None:
         """`watched`: name → (pid, `start_time`) of the processes without which the run must stop.
 
-        `meaning_of_sigterm` returns the run's state after a SIGTERM: `interrupted` or `preempted`. `find_lost_hosts` is asked when a
-        process has failed: if hosts do not answer, that is why. The state is then `preempted`, and `lost` and `blamed` say more.
+        If hosts do not answer when a process has failed, that is why: the state is then `preempted`, and `lost` and `blamed` say more.
         """
-        self.paths, self.limits, self.token = paths, limits, token
+        self.paths, self.limits, self.token = paths, limits, token or secrets.token_hex(16)
         self.status = read_status(paths) or Status(attempt=attempt, max_steps=limits.max_steps)
         self.status.supervisor = {"host": socket.gethostname(), "pid": os.getpid()}
         self.starter = starter or Starter()
-        self.meaning_of_sigterm, self.find_lost_hosts = meaning_of_sigterm, find_lost_hosts
         self.lost: tuple[str, ...] = ()  # hosts that did not answer when a process had failed
         self.blamed: Cause | None = None  # that process
-        self.children = Children(self.starter, token)
+        self.children = Children(self.starter, self.token)
         self.lock_fd = lock_fd
         self.watched = watched
         self.selector = selectors.DefaultSelector()
@@ -130,7 +128,7 @@ class Supervisor:
             self.status.state = "starting"  # earlier attempts wrote the existing metric records
             verdict = self._start() or self._watch()
             state, cause = verdict.state or "failed", self._cause(verdict)
-            if state == "failed" and (lost := tuple(self.find_lost_hosts())):
+            if state == "failed" and (lost := tuple(self.starter.lost_hosts())):
                 self._say(f"{verdict.blamed}: {verdict.reason}; {', '.join(lost)} does not answer, which may be why")
                 state, cause, self.lost, self.blamed = "preempted", None, lost, cause
             self._say(f"{state}: stopping what still runs")
@@ -276,7 +274,7 @@ class Supervisor:
             processes=self.children.look(self._spare, None if hung is None else hung[0]),
             remote=self.starter.remote,
             begun=self.status.state != "starting",
-            sigterm=self.meaning_of_sigterm() if self.interrupted else None,
+            sigterm=self.starter.meaning_of_sigterm() if self.interrupted else None,
             notice=self.notice,
             asked=listed(self.paths.preempt),
             told=self.told,
