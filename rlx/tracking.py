@@ -1,8 +1,7 @@
 """Forwards `metrics.jsonl`, distributions and sample rollouts to Weights & Biases and TensorBoard.
 
 It reads the records of all roles, so one process tracks the whole run (`tracks`). `tracking.json` in the run directory stores how far each
-service has been forwarded; the next attempt continues there, in the same W&B run. Both services block, so do not call it in an event
-loop. It is thread-safe.
+service has been forwarded; the next attempt continues there, in the same W&B run. Both services block, so a thread forwards.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -43,22 +42,6 @@ INTERVAL = 1.0  # seconds between two looks for new records
 
 class MissingPackage(ValueError):
     """A service's package is not installed. The message says how to install it."""
-
-
-class Sink(Protocol):
-    """One service. Every `interval` steps it gets the distributions of the step's rollouts and `samples` single rollouts (0: none)."""
-
-    name: str  # of the service, in `tracking.json`
-    samples: int
-    interval: int
-
-    def scalars(self, step: int, values: Mapping[str, float], seconds: float) -> None: ...
-
-    def rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None: ...
-
-    def distributions(self, step: int, values: Mapping[str, np.ndarray]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Progress:
@@ -186,14 +169,14 @@ def tracks(config: TrainingRoot, role: str) -> bool:
 
 
 @contextlib.contextmanager
-def tracked(config: CommandConfig, paths: RunPaths, role: str) -> Iterator[None]:
+def tracked(config: CommandConfig, paths: RunPaths, role: str) -> Iterator[Tracker | None]:
     """Forward the metrics from a thread while the block runs, and what is left at its end, if `role` is the one that does.
 
     Raises ValueError if a package is missing.
     """
     tracker = open_tracker(config, paths) if isinstance(config, TrainingRoot) and tracks(config, role) else None
     if tracker is None:
-        yield
+        yield None
         return
     ended = threading.Event()
 
@@ -204,7 +187,7 @@ def tracked(config: CommandConfig, paths: RunPaths, role: str) -> Iterator[None]
     thread = threading.Thread(target=forward_on, name="tracker", daemon=True)
     thread.start()
     try:
-        yield
+        yield tracker
     finally:
         ended.set()
         thread.join()
@@ -334,3 +317,7 @@ def _message(message: Mapping[str, Any]) -> str:
     text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
     calls = [f"{call['function']['name']}({call['function']['arguments']})" for call in message.get("tool_calls") or ()]
     return " ".join([message.get("reasoning_content") or "", text, *calls]).strip()
+
+
+Sink = Wandb | Tensorboard
+"""One service. Every `interval` steps it gets the distributions of the step's rollouts and `samples` single rollouts (0: none)."""

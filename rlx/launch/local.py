@@ -70,7 +70,8 @@ def launch(paths: RunPaths, limits: Limits, lock: RunLock, observer: Observer | 
             raise
         finally:
             _end(paths, limits, job, token)
-            lock.wait_until_alone(timeout=10)
+            lock.take(10)
+            lock.share()
         status = _close(paths, limits, job, interrupted=bool(requests))
     finally:
         for signum, handler in before.items():
@@ -137,20 +138,15 @@ def _end(paths: RunPaths, limits: Limits, job: LocalJob[int], token: str) -> Non
 
 
 def _close(paths: RunPaths, limits: Limits, job: LocalJob[int], *, interrupted: bool) -> Status:
-    """Return the final status. Writes it if the supervisor died before it could."""
+    """Return the final status. Writes it if the supervisor died before it could, or was stuck and had to be killed."""
     status = read_status(paths)
     assert status is not None
-    if interrupted and status.state == "failed" and status.cause is not None and status.cause.role == "supervisor":
-        status.finish("interrupted")  # the supervisor was stuck and had to be killed
-        status.write(paths)
-    if status.state in FINAL:
-        return status
-    if interrupted:
+    killed = status.cause is not None and status.cause.role == "supervisor"
+    if interrupted and (killed or status.state not in FINAL):
         status.finish("interrupted")
         status.write(paths)
-        return status
-    log = paths.log(status.attempt, "launcher")
-    if not log.exists() or not log.stat().st_size:
-        log = Path(job.paths.stdout)
-    status.fail(paths, "supervisor", "the supervisor died before it started any process", log, limits.last_lines)
+    elif status.state not in FINAL:
+        log = paths.log(status.attempt, "launcher")
+        log = log if log.exists() and log.stat().st_size else Path(job.paths.stdout)
+        status.fail(paths, "supervisor", "the supervisor died before it started any process", log, limits.last_lines)
     return status

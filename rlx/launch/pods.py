@@ -106,8 +106,7 @@ def is_given_up(paths: RunPaths, cfg: CommandConfig, status: Status, missing: st
     if barren <= cfg.launcher.max_requeues:
         return False
     reason = f"{missing}the Job was started {barren} times without progress, more than launcher.max_requeues={cfg.launcher.max_requeues}"
-    status.fail(paths, "launcher", reason, paths.log(status.attempt, "launcher"))
-    print(reason, file=sys.stderr, flush=True)
+    status.give_up(paths, reason)
     return True
 
 

@@ -247,6 +247,5 @@ def back_to_the_queue(job_id: str, restarts: int) -> str | None:
 
 def _give_up(paths: RunPaths, status: Status, reason: str) -> NoReturn:
     """Write that the run failed, and why; exit."""
-    status.fail(paths, "launcher", reason, paths.log(status.attempt, "launcher"))
-    print(reason, file=sys.stderr, flush=True)
+    status.give_up(paths, reason)
     raise SystemExit(1)

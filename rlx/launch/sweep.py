@@ -261,10 +261,7 @@ def run_element(run_dir: str) -> int:
         except ConfigError as error:
             status = status or Status(max_steps=cfg.total_steps)
             status.attempt = new_attempt(paths)
-            log = paths.log(status.attempt, "launcher")
-            log.write_text(f"{error}\n")
-            status.fail(paths, "launcher", str(error), log)
-            print(error, file=sys.stderr)
+            status.give_up(paths, str(error))
             return 1
     lock.share()
     return launch(paths, Limits.of(cfg), lock)

@@ -55,7 +55,7 @@ from rlx.rollout.teaching import Teaching
 from rlx.rollout.updates import WeightUpdates
 from rlx.shared.membership import Member, PutOut
 from rlx.stacks import explain_with
-from rlx.tracking import Tracker, open_tracker
+from rlx.tracking import Tracker, tracked
 from rlx.types import Group, Rollout
 from rlx.waiting import Preempted
 
@@ -82,7 +82,6 @@ class Orchestrator:
         self.paths = paths
         self.sampler, self.fleet = sampler, fleet
         self.heartbeat = heartbeat
-        self.tracker = tracker
         self.teaching = teaching or Teaching()
         self.envs, self.member = envs, member
         self.advantage = advantages_of(config)
@@ -131,7 +130,7 @@ class Orchestrator:
         explain_with(explainer(lambda: [*self.collector.waiting(), *self.evaluations.waiting()], self.envs, loop))
         limit = None  # seconds for each part of the end
         try:
-            forever = [self._beat(), self._track(), self.snapshots.keep_answering(self.recorder.wait)]
+            forever = [self._beat(), self.snapshots.keep_answering(self.recorder.wait)]
             forever += [self.member.stay()] if self.member is not None else []
             forever.append(concurrency.follow(self.config, self.fleet, self.collector))
             await first_failure(self._work_until_preempted(), forever=forever)
@@ -141,8 +140,6 @@ class Orchestrator:
         finally:
             await at_most(limit, self.collector.close(), self.evaluations.close())
             await at_most(limit, *(env.close() for env in self.envs.values()))
-            if self.tracker is not None:
-                await asyncio.to_thread(self.tracker.close)
 
     async def _work_until_preempted(self) -> None:
         """All the work. Raises Preempted if a resumed run is to end it.
@@ -248,15 +245,15 @@ class Orchestrator:
             self.heartbeat.beat(phase, step=self.step)
             await asyncio.sleep(INTERVAL / 2)
 
-    async def _track(self) -> None:
-        """Forward metrics to the tracker."""
-        while self.tracker is not None:
-            await asyncio.to_thread(self.tracker.forward)
-            await asyncio.sleep(1.0)
-
 
 async def orchestrate(
-    config: Config, paths: RunPaths, envs: Mapping[str, Local], chat: Chat, heartbeat: Heartbeat, member: Member | None
+    config: Config,
+    paths: RunPaths,
+    envs: Mapping[str, Local],
+    chat: Chat,
+    heartbeat: Heartbeat,
+    member: Member | None,
+    tracker: Tracker | None,
 ) -> None:
     """Connect to the run's servers and run to the end."""
     async with (
@@ -267,7 +264,6 @@ async def orchestrate(
             adapter=lambda: fleet.adapter(sampler.version),
         ) as teaching,
     ):
-        tracker = await asyncio.to_thread(open_tracker, config, paths)
         await Orchestrator(config, paths, envs, sampler, fleet, heartbeat, tracker, teaching, member).run()
 
 
@@ -281,7 +277,8 @@ def main() -> int:
     envs, chat = load(config, paths, heartbeat)
     assert chat is not None
     keep_digests(paths, envs, trained=goes_on(paths))
-    return run_until_stopped(orchestrate(config, paths, envs, chat, heartbeat, member), paths)
+    with tracked(config, paths, "orchestrator") as tracker:
+        return run_until_stopped(orchestrate(config, paths, envs, chat, heartbeat, member, tracker), paths)
 
 
 if __name__ == "__main__":

@@ -33,25 +33,17 @@ class RunLock:
 
     def take(self, timeout: float) -> bool:
         """Take the lock exclusively; wait at most `timeout` seconds. Returns whether this succeeded."""
-        deadline = time.monotonic() + timeout
-        while not (alone := self.exclusive()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return alone
+        return self._wait(timeout, shared=False)
 
     def share(self, timeout: float = 5.0) -> bool:
         """Take the lock shared; wait at most `timeout` seconds for a process that creates the directory."""
-        deadline = time.monotonic() + timeout
-        while not try_lock(self.fd, self.path, shared=True):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.02)
-        return True
+        return self._wait(timeout, shared=True)
 
-    def wait_until_alone(self, timeout: float) -> bool:
-        """Wait at most `timeout` seconds until no other process holds the lock; then hold it shared again."""
-        alone = self.take(timeout)
-        self.share()
-        return alone
+    def _wait(self, timeout: float, *, shared: bool) -> bool:
+        deadline = time.monotonic() + timeout
+        while not (taken := try_lock(self.fd, self.path, shared=shared)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return taken
 
     def close(self) -> None:
         os.close(self.fd)
