@@ -65,9 +65,8 @@ def run(argv: list[str], command: Command) -> int:
 
     if here:
         from rlx.launch.local import launch
-        from rlx.launch.supervisor import Limits
 
-        exit_code = launch(paths, Limits.of(cfg), lock, command.show(paths.root, cfg))
+        exit_code = launch(paths, cfg, lock, command.show(paths.root, cfg))
     else:
         from rlx.launch.follow import follow
         from rlx.launch.slurm import FOLDER, submit

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rlx.config.schema import CommandConfig
 from rlx.launch.starters import AgentStarter
-from rlx.launch.supervisor import Limits, Supervisor
+from rlx.launch.supervisor import Supervisor
 from rlx.paths import RunPaths, write_text
 from rlx.plan.record import ProcessSpec
 from rlx.runs.claim import create
@@ -76,7 +76,7 @@ def attempt(
         if is_given_up(paths, cfg, status, ""):
             return 1
         starter = AgentStarter(hosts, token, paths.root)
-        return Supervisor(paths, Limits.of(cfg), lock_fd=lock.fd, attempt=status.attempt, starter=starter).run()
+        return Supervisor(paths, cfg, lock_fd=lock.fd, attempt=status.attempt, starter=starter).run()
 
 
 def is_restart(root: Path, job: str) -> bool:

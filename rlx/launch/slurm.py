@@ -27,7 +27,7 @@ from rlx.config.schema import CommandConfig
 from rlx.launch.container import MOUNTS, Container
 from rlx.launch.sbatch import check_directory, make_executor, own_job_forgotten, sbatch_options, sbatch_script
 from rlx.launch.starters import SrunStarter
-from rlx.launch.supervisor import Limits, Supervisor
+from rlx.launch.supervisor import Supervisor
 from rlx.paths import RunPaths, write_text
 from rlx.runs import outside
 from rlx.runs.history import final_reward
@@ -146,7 +146,7 @@ class Attempt:
             _give_up(paths, status, f"the job was requeued {barren} times without progress, more than {most}")
         container = Container.of(cfg, os.environ.get(MOUNTS, "").split(","))
         starter = SrunStarter(job, environment.hostnames, cfg.hardware.gpus_per_node, cfg.slurm.prefix, container, restarts)
-        supervisor = Supervisor(paths, Limits.of(cfg), lock_fd=lock.fd, attempt=status.attempt, starter=starter)
+        supervisor = Supervisor(paths, cfg, lock_fd=lock.fd, attempt=status.attempt, starter=starter)
         code = supervisor.run(received)
         left = self._leave_lost_hosts(paths, supervisor, starter, job, restarts) if supervisor.lost else None
         if left is not None:

@@ -25,7 +25,6 @@ from rlx.config.load import load_command
 from rlx.config.schema import CommandConfig
 from rlx.launch.local import launch
 from rlx.launch.slurm import FOLDER, sbatch_options, submit
-from rlx.launch.supervisor import Limits
 from rlx.paths import RunPaths
 from rlx.plan.environment import DEVICES
 from rlx.plan.explain import table
@@ -264,7 +263,7 @@ def run_element(run_dir: str) -> int:
             status.give_up(paths, str(error))
             return 1
     lock.share()
-    return launch(paths, Limits.of(cfg), lock)
+    return launch(paths, cfg, lock)
 
 
 if __name__ == "__main__":
