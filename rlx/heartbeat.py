@@ -94,8 +94,9 @@ class AtWork:
     def __init__(self, paths: RunPaths, name: str, phases: tuple[str, ...] = ("",)) -> None:
         """`name`: the process's name in the plan. `phases`: the phase must start with one of these prefixes."""
         self._file = paths.heartbeats / f"{name}.json"
-        self._phases, self._ages = phases, Ages()
-        self._looked = -SILENT  # monotonic seconds: when the file was last read
+        self._phases = phases
+        self._seen: object = None  # the newest beat
+        self._since = self._looked = -SILENT  # monotonic seconds: when the newest beat was first seen; when the file was last read
         self._busy = False
 
     def __call__(self) -> bool:
@@ -106,8 +107,12 @@ class AtWork:
                 beat = json.loads(self._file.read_text()) if listed(self._file) else None
             except (OSError, ValueError):
                 beat = None
-            self._busy = beat is not None and beat["phase"].startswith(self._phases) and self._ages.look({"": beat}, now)[""] < SILENT
-        return self._busy
+            if beat is None:
+                return False
+            if beat["time"] != self._seen:  # only compared with each other: it may be another machine's clock
+                self._seen, self._since = beat["time"], now
+            self._busy = beat["phase"].startswith(self._phases)
+        return self._busy and now - self._since < SILENT
 
 
 class Ages:

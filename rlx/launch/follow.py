@@ -11,15 +11,14 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TextIO
 
 from rlx.launch.local import UPDATE, Observer
 from rlx.paths import RunPaths
-from rlx.runs.jobs import ENDED, GONE, ends_of, job_of, output_of, queue, waits
-from rlx.runs.lock import RunLock
-from rlx.runs.run import WAITS, Run
+from rlx.runs.jobs import ENDED, GONE, job_of, output_of, queue, waits
+from rlx.runs.run import WAITS
 from rlx.runs.status import FINAL, Status, read_status
 
 ASK = 10.0  # seconds between two queries to the SLURM controller, which all users of a cluster share
@@ -99,38 +98,6 @@ def _says_why(paths: RunPaths, status: Status, job_id: str) -> Path:
         return output
     # An attempt that could not write its end is `running`, whether it was the last start or not. Only a later start, or SLURM, writes then.
     return max(launcher, output, key=lambda file: file.stat().st_mtime)
-
-
-def close_ended(runs: Sequence[Run], jobs: Mapping[str, str]) -> None:
-    """Write the final status of the runs whose jobs have ended, if no process of theirs could: the job was cancelled in the queue, say.
-
-    `jobs`: job id → SLURM's state. A run is left alone if neither SLURM nor its accounting knows the job, if the run is in use, or if its
-    directory may not be written.
-    """
-    ended = [
-        (run, job, status)
-        for run in runs
-        if (job := run.job) is not None
-        and (status := run.status) is not None
-        and (status.state not in FINAL or status.state == "preempted")
-        and jobs.get(job, GONE) in ENDED
-    ]
-    unknown = [job for _, job, _ in ended if job not in jobs]
-    found = {**jobs, **(ends_of(unknown) if unknown else {})}
-    for run, job, status in ended:
-        paths, state = run.paths, found.get(job, GONE)
-        # What a job wrote last may not be visible here yet; what it would write about its cancellation is the same.
-        if state == GONE or (state != "CANCELLED" and run.is_written(status)):
-            continue
-        try:
-            lock = RunLock(paths)
-        except OSError:
-            continue
-        if lock.exclusive():
-            with contextlib.suppress(OSError):
-                if job_of(paths) == job and read_status(paths) == status:  # else it was submitted again while SLURM answered
-                    close(paths, job, state)
-        lock.close()
 
 
 class Waiting:

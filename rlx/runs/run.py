@@ -144,7 +144,8 @@ class Run:
         now = jobs.get(job, GONE)
         if now in WAITS:
             return f"waiting ({now.lower()})"
-        if status.state == "preempted" and now in ("CANCELLED", GONE):
+        waited = status.state == "preempted"
+        if (now == "CANCELLED" and (waited or status.state not in FINAL)) or (now == GONE and waited):
             return "interrupted"  # the job was cancelled in the queue, so no process could write the status
         return status.state if status.state in FINAL or now not in ENDED else "lost"
 
@@ -157,10 +158,7 @@ class Run:
         here = [each["pid"] for each in named if each["host"] == socket.gethostname() and each["pid"] is not None]
         if any(_started_before(pid, status.updated) for pid in here):
             return True
-        return self.is_written(status) and any(each["host"] != socket.gethostname() for each in named)
-
-    def is_written(self, status: Status) -> bool:
-        return abs(time.time() - status.updated) < STALE
+        return abs(time.time() - status.updated) < STALE and any(each["host"] != socket.gethostname() for each in named)
 
     # reading
 
