@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -77,17 +78,17 @@ def test_an_environments_package_is_recorded_whole(made, tmp_path: Path, monkeyp
     (package / "words.txt").write_text("one")
     cfg = compose(["env=[]", "+envs.mine.id=my-env", "launcher.check_envs=false"], {}).cfg
     paths = RunPaths(tmp_path / "run")
-    first = own_code.all_of(paths, cfg, {}, copy=True)["own"]
+    first = own_code.all_of(paths, cfg, {}, shutil.copyfile)["own"]
     assert (paths.root / "code" / "my_env" / "words.txt").read_text() == "one"
     (package / "words.txt").write_text("two")
-    second = own_code.all_of(paths, cfg, {}, copy=False)["own"]
+    second = own_code.all_of(paths, cfg, {})["own"]
     assert first["my_env"]["code"] != second["my_env"]["code"]
 
 
 def test_the_users_own_option_files_are_copied_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = tmp_path / "my_conf" / "loss" / "mine.yaml"
     mine.parent.mkdir(parents=True)
-    (mine.parent.parent / "first.yaml").write_text("defaults: [train, _self_]\nseed: 3\n")
+    (mine.parent.parent / "first.yaml").write_text(f"defaults: [train, _self_]\nseed: 3\ninference:\n  api_key: {KEY}\n")
     argv = ["--config-dir", str(mine.parent.parent), "--config-name", "first", "loss=mine", "launcher.check_envs=false"]
 
     def make(name: str, clip: str) -> tuple[RunPaths, list[str]]:
@@ -102,10 +103,11 @@ def test_the_users_own_option_files_are_copied_and_compared(tmp_path: Path, monk
     assert [line.partition(":")[0] for line in changed] == ["code of loss/mine.yaml"]
     assert {path.relative_to(a.root / "conf").as_posix() for path in (a.root / "conf").rglob("*.yaml")} == {"first.yaml", "loss/mine.yaml"}
     assert "# a\n" in (a.root / "conf" / "loss" / "mine.yaml").read_text()
+    assert "api_key: <secret>\n" in (a.root / "conf" / "first.yaml").read_text()
     (code,) = [section for section in compare(Run(a.root), Run(b.root)) if section.title == "code"]
     assert [line.partition(":")[0] for line in code.lines] == ["own loss/mine.yaml"]
-    from_copies = compose(["--config-dir", str(a.root / "conf"), "--config-name", "first", "loss=mine", "launcher.check_envs=false"], {})
-    assert from_copies.cfg.loss == load_command(a.root).loss
+    copies = ["--config-dir", str(a.root / "conf"), "--config-name", "first", "loss=mine", "launcher.check_envs=false"]
+    assert compose([*copies, "inference.api_key=mine"], {}).cfg.loss == load_command(a.root).loss
 
 
 def test_what_a_stranger_on_this_machine_must_not_read_is_the_owners_alone(made, monkeypatch: pytest.MonkeyPatch) -> None:

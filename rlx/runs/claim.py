@@ -133,7 +133,7 @@ def _begin(
     cfg = replace(cfg, resume=str(start.checkpoint)) if start else cfg
     lock = _claim(paths, clean=cfg.clean, jobs=jobs)
     try:
-        if source := note_fork(paths, start, cfg) if start else replayed:
+        if source := note_fork(paths, start, cfg, options) if start else replayed:
             write_text(paths.initial_model, source.initial_model.read_text())
         write_start(paths, _adopt(paths, start) if start else None)
         _fill(paths, cfg, overrides, plan, options)

@@ -16,7 +16,7 @@ import importlib.util
 import json
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -32,37 +32,43 @@ from rlx.paths import RunPaths
 
 FOLDER, OPTIONS = "code", "conf"
 KINDS = ("own", "options")
+Copy = Callable[[Path, Path], object]
 NO_OPTIONS: Mapping[str, Path] = MappingProxyType({})
 LARGEST = 32 << 20  # bytes of a package that are copied; a larger one is only hashed
 NOT_WRITTEN = {"__pycache__", ".git", ".venv"}
 INSTALLED = {"site-packages", "dist-packages"}
 
 
-def record(paths: RunPaths, places: Iterable[tuple[str, Path, str]], copy: bool) -> dict[str, dict[str, Any]]:
-    """What the record says of each file or folder. `copy`: into the run directory. Of one that cannot be read, its path alone.
+def record(paths: RunPaths, places: Iterable[tuple[str, Path, str]], copy: Copy | None) -> dict[str, dict[str, Any]]:
+    """What the record says of each file or folder. Of one that cannot be read, its path alone.
 
-    `places`: the name, the place, and the name of the copy in the run directory.
+    `places`: the name, the place, and the name of the copy in the run directory. `copy`: writes a file's copy; None: nothing is copied.
     """
     found: dict[str, dict[str, Any]] = {}
     for name, place, target in places:
         found[name] = {"path": str(place), "code": None, "copy": None}
         with contextlib.suppress(OSError):
             files = files_of(place)
-            copied = copy and sum(file.stat().st_size for file in files) <= LARGEST
-            for file in files if copied else ():
-                to = paths.root / target / file.relative_to(place)
-                to.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(file, to)
-            found[name] |= {"code": digest_of(place.parent, files), "copy": target if copied else None}
+            found[name]["code"] = digest_of(place.parent, files)
+            if copy is not None and sum(file.stat().st_size for file in files) <= LARGEST:
+                for file in files:
+                    to = paths.root / target / file.relative_to(place)
+                    to.parent.mkdir(parents=True, exist_ok=True)
+                    copy(file, to)
+                found[name]["copy"] = target
     return found
 
 
-def all_of(paths: RunPaths, cfg: CommandConfig, options: Mapping[str, Path], copy: bool) -> dict[str, dict[str, dict[str, Any]]]:
-    """The records of modules and of option files. `options`: the user's own option files, by their names below a `--config-dir`."""
-    return {
-        "own": record(paths, [(name, place, f"{FOLDER}/{place.name}") for name, place in modules(cfg)], copy),
-        "options": record(paths, [(name, place, f"{OPTIONS}/{name}") for name, place in options.items()], copy),
-    }
+def all_of(
+    paths: RunPaths, cfg: CommandConfig, options: Mapping[str, Path], copy_option: Copy | None = None
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """The records of modules and of option files. `options`: the user's own option files, by their names below a `--config-dir`.
+
+    `copy_option`: writes the copy of an option file, which may hold a secret; None: nothing is copied, no module either.
+    """
+    own = [(name, place, f"{FOLDER}/{place.name}") for name, place in modules(cfg)]
+    of_options = [(name, place, f"{OPTIONS}/{name}") for name, place in options.items()]
+    return {"own": record(paths, own, None if copy_option is None else shutil.copyfile), "options": record(paths, of_options, copy_option)}
 
 
 def modules(cfg: CommandConfig) -> Iterator[tuple[str, Path]]:
@@ -128,5 +134,5 @@ def changed(paths: RunPaths, cfg: CommandConfig, options: Mapping[str, Path]) ->
     """What of the own code is not what it was when the run last started: `code of my_losses: 3f9a… → 77ab…`."""
     if not paths.provenance.is_file():
         return []
-    before, now = recorded(json.loads(paths.provenance.read_text())), recorded(all_of(paths, cfg, options, copy=False))
+    before, now = recorded(json.loads(paths.provenance.read_text())), recorded(all_of(paths, cfg, options))
     return [f"code of {name}: {before[name]} → {now[name]}" for name in now if before.get(name, now[name]) != now[name]]

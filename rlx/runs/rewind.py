@@ -12,7 +12,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rlx.checkpoints import folders
@@ -25,6 +25,7 @@ from rlx.config.schema import CommandConfig, EvaluatedRun, TrainingRoot
 from rlx.heartbeat import INTERVAL
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths, atomic, write_text
+from rlx.runs import own_code
 from rlx.runs.differences import changed_keys
 from rlx.runs.lock import RunLock
 from rlx.started import program
@@ -93,7 +94,7 @@ def check_fork(start: Start, cfg: CommandConfig, warn: Callable[[str], None] = s
         warn(f"{cfg.run.dir}: model.name={here.name} changes no weights: the run starts from those of {start.checkpoint}")
 
 
-def note_fork(paths: RunPaths, start: Start, cfg: CommandConfig) -> RunPaths:
+def note_fork(paths: RunPaths, start: Start, cfg: CommandConfig, options: Mapping[str, Path]) -> RunPaths:
     """Record which run a new one is forked from, and say what it changes. Returns that run's directory."""
     source = source_of(start)
     try:
@@ -102,7 +103,7 @@ def note_fork(paths: RunPaths, start: Start, cfg: CommandConfig) -> RunPaths:
         before = None
     write_forked(paths, source, start.step, before if isinstance(before, TrainingRoot) else None)
     if isinstance(before, TrainingRoot):
-        changed = ", ".join(changed_keys(before, cfg)) or "the same configuration"
+        changed = ", ".join([*changed_keys(before, cfg), *own_code.changed(source, cfg, options)]) or "the same configuration"
         say(f"{paths.root}: starts from step {start.step} of {source.root}, with {changed} (docs/resume.md: what other data mean)")
     return source
 
