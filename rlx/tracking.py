@@ -86,7 +86,7 @@ class Tracker:
         self.paths = paths
         self.sinks = list(sinks)
         self._progress = Progress(paths)
-        self._alone = threading.Lock()  # a thread whose task was cancelled may still be forwarding when another starts
+        self._alone = threading.Lock()  # the rollouts of a step come from another thread than the records
 
     def wants_rollouts(self, step: int) -> bool:
         """Whether `rollouts` would forward anything for this step."""
