@@ -306,7 +306,7 @@ def test_runs_of_several_sizes_share_no_gpus(toys: Path, monkeypatch: pytest.Mon
             return 0 if self.over[0] else None
 
     monkeypatch.setattr(launch_sweep.subprocess, "Popen", Child)
-    monkeypatch.setattr(launch_sweep, "ending_of", lambda _: "completed")
+    monkeypatch.setattr(launch_sweep, "row_of", lambda _: ["completed"])
     monkeypatch.setattr(launch_sweep, "POLL", 0.0)
     elements = sweep.checked(expand(["-m", "seed=1,2", "hardware=gpu4,gpu2", "dry_run=true"], {}).elements, toys, TRAIN)
     launch_sweep.run_pool(elements, 2, [str(gpu) for gpu in range(8)], lambda _: None)

@@ -28,7 +28,6 @@ from rlx.launch.slurm import FOLDER, sbatch_options, submit
 from rlx.paths import RunPaths
 from rlx.plan.environment import DEVICES
 from rlx.plan.explain import table
-from rlx.plan.make import make_plan
 from rlx.plan.place import require_one_host
 from rlx.plan.record import ProcessSpec
 from rlx.process import SUPERVISOR, die_with_parent
@@ -191,7 +190,7 @@ def run_pool(elements: Sequence[Element], parallel: int, visible: Sequence[str],
             for child in [child for child in running if child.poll() is not None]:
                 element, slot = running.pop(child)
                 slots.append(slot)
-                say(f"{element.name}: {ending_of(element)}")
+                say("  ".join(row_of(element)))
             time.sleep(POLL)
     except KeyboardInterrupt:
         for child in running:
@@ -201,45 +200,27 @@ def run_pool(elements: Sequence[Element], parallel: int, visible: Sequence[str],
         raise
 
 
-def ending_of(element: Element) -> str:
-    """How an element's run ended, as text."""
-    status = read_status(element.paths)
-    if status is None:
-        return "not started"
-    reward = final_reward(element.paths)
-    cause = f": {status.cause.line}" if status.cause is not None else ""
-    return (
-        f"{status.state} after {status.step} of {status.max_steps} steps" + (f", reward {reward:.3f}" if reward is not None else "") + cause
-    )
+def row_of(element: Element) -> list[str]:
+    """How far an element's run has come: name, state, steps, reward, job, why it failed; `-` for what is not known."""
+    status, reward = read_status(element.paths), final_reward(element.paths)
+    return [
+        element.name,
+        status.state if status else "-",
+        f"{status.step}/{status.max_steps}" if status else "-",
+        "-" if reward is None else f"{reward:.3f}",
+        element.job or "-",
+        status.cause.line if status and status.cause else "",
+    ]
 
 
 def summary(elements: Sequence[Element]) -> list[str]:
     """The sweep's table, one line per run."""
-    rows = []
-    for element in elements:
-        status, reward = read_status(element.paths), final_reward(element.paths)
-        cause = status.cause.line if status is not None and status.cause is not None else ""
-        rows.append(
-            [
-                element.name,
-                status.state if status else "-",
-                f"{status.step}/{status.max_steps}" if status else "-",
-                "-" if reward is None else f"{reward:.3f}",
-                element.job or "-",
-                cause,
-            ]
-        )
-    return table(["run", "state", "steps", "reward", "job", ""], rows)
+    return table(["run", "state", "steps", "reward", "job", ""], list(map(row_of, elements)))
 
 
 def failed(elements: Sequence[Element]) -> list[Element]:
     """The elements whose runs are not completed."""
-    return [element for element in elements if (status := read_status(element.paths)) is None or status.state != "completed"]
-
-
-def plan_of(cfg: CommandConfig) -> list[ProcessSpec]:
-    assert cfg.run.dir is not None
-    return make_plan(cfg, Path(cfg.run.dir))
+    return [element for element in elements if row_of(element)[1] != "completed"]
 
 
 def run_element(run_dir: str) -> int:
