@@ -202,7 +202,7 @@ def test_a_mistake_in_any_run_stops_the_sweep_before_it_starts(argv, said, capsy
     assert list(tmp_path.iterdir()) == []
 
 
-def toy_plan(cfg):
+def toy_plan(cfg, directory):
     code = textwrap.dedent(TOY)
     return [ProcessSpec(role="trainer", replica=0, node=0, gpus=(), argv=(sys.executable, "-c", code, str(cfg.run.dir)))]
 
@@ -210,7 +210,7 @@ def toy_plan(cfg):
 @pytest.fixture
 def toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Replaces real runs by toy runs, in a directory of their own."""
-    monkeypatch.setattr("rlx.launch.sweep.plan_of", toy_plan)
+    monkeypatch.setattr("rlx.plan.make.make_plan", toy_plan)
     monkeypatch.chdir(tmp_path)
     return tmp_path / "out"
 
@@ -251,10 +251,10 @@ def test_an_interrupted_sweep_stops_its_runs(toys: Path):
     code = f"""
 import sys
 from rlx.cli import main
-import rlx.launch.sweep
+import rlx.plan.make
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_sweep import toy_plan
-rlx.launch.sweep.plan_of = toy_plan
+rlx.plan.make.make_plan = toy_plan
 sys.exit(main(["train", "-m", "seed=9,8", "max_steps=3", "run.dir={toys}"]))
 """
     pool = subprocess.Popen([sys.executable, "-c", code], cwd=toys.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

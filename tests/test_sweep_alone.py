@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Replaces real runs by toy runs, in a directory of their own."""
-    monkeypatch.setattr("rlx.launch.sweep.plan_of", toy_plan)
+    monkeypatch.setattr("rlx.plan.make.make_plan", toy_plan)
     monkeypatch.chdir(tmp_path)
     return tmp_path / "out"
 

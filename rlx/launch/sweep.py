@@ -241,6 +241,7 @@ def run_element(run_dir: str) -> int:
         except ConfigError as error:
             status = status or Status(max_steps=cfg.total_steps)
             status.attempt = new_attempt(paths)
+            paths.log(status.attempt, "launcher").write_text(f"{error}\n")
             status.give_up(paths, str(error))
             return 1
     lock.share()
