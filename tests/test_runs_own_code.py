@@ -106,6 +106,9 @@ def test_the_users_own_option_files_are_copied_and_compared(tmp_path: Path, monk
     assert "api_key: <secret>\n" in (a.root / "conf" / "first.yaml").read_text()
     (code,) = [section for section in compare(Run(a.root), Run(b.root)) if section.title == "code"]
     assert [line.partition(":")[0] for line in code.lines] == ["own loss/mine.yaml"]
+    again = compose(["--config-dir", str(a.root), "--config-name", "config", "inference.api_key=mine", "resume=latest"], {})
+    create(again.cfg, [], make_plan(again.cfg, a.root), options=again.origins.files)[1].close()
+    assert "loss/mine.yaml" in own_code.recorded(json.loads(a.provenance.read_text())), "a run that is resumed from its own config.yaml"
     copies = ["--config-dir", str(a.root / "conf"), "--config-name", "first", "loss=mine", "launcher.check_envs=false"]
     assert compose([*copies, "inference.api_key=mine"], {}).cfg.loss == load_command(a.root).loss
 

@@ -126,8 +126,12 @@ def digest_of(root: Path, files: Iterable[Path]) -> str:
 
 def recorded(provenance: Mapping[str, Any], kinds: Sequence[str] = KINDS) -> dict[str, str]:
     """Digests by module or option file, of a run's newest attempt. Empty for runs of before there was such a record."""
-    newest = [provenance, *provenance.get("later_attempts", [])][-1]
-    return {name: str(each["code"]) for kind in kinds for name, each in newest.get(kind, {}).items()}
+    return {name: str(each["code"]) for kind in kinds for name, each in newest(provenance).get(kind, {}).items()}
+
+
+def newest(provenance: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The record of a run's newest attempt."""
+    return [provenance, *provenance.get("later_attempts", [])][-1]
 
 
 def changed(paths: RunPaths, cfg: CommandConfig, options: Mapping[str, Path]) -> list[str]:

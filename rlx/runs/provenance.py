@@ -66,6 +66,9 @@ def write_provenance(paths: RunPaths, cfg: CommandConfig, options: Mapping[str, 
     def copy_option(file: Path, to: Path) -> None:
         write_text(to, _without_secrets(file.read_text(), secrets), 0o600)
 
+    own = own_code.all_of(paths, cfg, options, None if again else copy_option)
+    if again and not options:  # resumed from its own `config.yaml`, which has their values
+        own["options"] = own_code.newest(earlier).get("options", {})
     record: dict[str, Any] = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": hide_lines(sys.argv, cfg),
@@ -75,7 +78,7 @@ def write_provenance(paths: RunPaths, cfg: CommandConfig, options: Mapping[str, 
         "rlx": rlx.__version__,
         "source": {**source, "diff": diff if source["diff"] else None},
         "python": {"version": platform.python_version(), "executable": sys.executable},
-        **own_code.all_of(paths, cfg, options, None if again else copy_option),
+        **own,
         "packages": packages(),
         "pythons": pythons(paths, cfg),
         "machine": machine(gpus=cfg.hardware.device != "cpu"),
