@@ -28,11 +28,11 @@ from rlx.launch.agents import Agent, connect, greet, wait_for_agents
 from rlx.launch.pods import make_token
 from rlx.launch.starters import AgentStarter
 from rlx.launch.verdict import Process, View, decide
+from rlx.lock import FileLock
 from rlx.paths import RunPaths
 from rlx.plan.make import make_plan
 from rlx.plan.record import ProcessSpec, write_plan
 from rlx.runs import claim
-from rlx.runs.lock import RunLock
 from rlx.runs.status import Status
 from rlx.waiting import LEFT
 
@@ -214,9 +214,9 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
             status.write(self.paths)
             return LEFT
 
-    taken: list[RunLock] = []
+    taken: list[FileLock] = []
 
-    def create(*arguments: Any, **named: Any) -> tuple[RunPaths, RunLock]:
+    def create(*arguments: Any, **named: Any) -> tuple[RunPaths, FileLock]:
         paths, lock = claim.create(*arguments, **named)
         taken.append(lock)
         return paths, lock

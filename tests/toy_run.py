@@ -26,10 +26,10 @@ from pathlib import Path
 from rlx.config.load import load_command
 from rlx.launch.local import launch
 from rlx.paths import RunPaths
-from rlx.runs.lock import RunLock
+from rlx.lock import FileLock
 
 paths = RunPaths(Path(sys.argv[1]))
-lock = RunLock(paths)
+lock = FileLock(paths.lock)
 assert lock.share(timeout=0)
 sys.exit(launch(paths, load_command(paths.root), lock))
 """

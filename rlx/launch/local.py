@@ -18,9 +18,9 @@ from rlx.config.load import load_command
 from rlx.config.schema import CommandConfig
 from rlx.descendants import kill_all, start_time
 from rlx.launch.supervisor import Supervisor
+from rlx.lock import FileLock
 from rlx.paths import RunPaths
 from rlx.plan.environment import DEVICES
-from rlx.runs.lock import RunLock
 from rlx.runs.status import FINAL, Status, new_attempt, read_status
 
 POLL = 0.1  # seconds between two checks of the job
@@ -40,7 +40,7 @@ class Observer(Protocol):
         """Called once, after the last process of the run has exited."""
 
 
-def launch(paths: RunPaths, cfg: CommandConfig, lock: RunLock, observer: Observer | None = None) -> int:
+def launch(paths: RunPaths, cfg: CommandConfig, lock: FileLock, observer: Observer | None = None) -> int:
     """Run the plan in `paths.plan` and return the run's exit code: 0, 1 or 130. Call it on the main thread.
 
     While it waits, SIGINT, SIGTERM and SIGHUP stop the run, which first writes a checkpoint; a second one kills it at once.
@@ -90,7 +90,7 @@ def _supervise(run_dir: str, token: str, attempt: int, launcher: tuple[int, int 
     if visible is not None:
         os.environ[DEVICES] = visible
     paths = RunPaths(Path(run_dir))
-    lock = RunLock(paths)
+    lock = FileLock(paths.lock)
     lock.share()
     log = os.open(paths.log(attempt, "launcher"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(log, 1)

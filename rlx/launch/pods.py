@@ -18,11 +18,11 @@ from pathlib import Path
 from rlx.config.schema import CommandConfig
 from rlx.launch.starters import AgentStarter
 from rlx.launch.supervisor import Supervisor
+from rlx.lock import FileLock
 from rlx.paths import RunPaths, write_text
 from rlx.plan.record import ProcessSpec
 from rlx.runs.claim import create
 from rlx.runs.jobs import note_progress, saved_of
-from rlx.runs.lock import RunLock
 from rlx.runs.run import has_done
 from rlx.runs.status import Status, new_attempt, read_status
 from rlx.waiting import LEFT
@@ -61,7 +61,7 @@ def attempt(
         if has_done(paths, read_status(paths), cfg):
             print(f"{paths.root} is completed", flush=True)
             return 0
-        with contextlib.closing(RunLock(paths)) as lock:
+        with contextlib.closing(FileLock(paths.lock)) as lock:
             lock.take(OLD_ATTEMPT)
         cfg = replace(cfg, resume="latest", clean=False)
     paths, lock = create(cfg, overrides, plan, options=options, even_done=restart)

@@ -28,6 +28,7 @@ from rlx.launch.container import MOUNTS, Container
 from rlx.launch.sbatch import check_directory, make_executor, own_job_forgotten, sbatch_options, sbatch_script
 from rlx.launch.starters import SrunStarter
 from rlx.launch.supervisor import Supervisor
+from rlx.lock import FileLock
 from rlx.paths import RunPaths, write_text
 from rlx.runs import outside
 from rlx.runs.history import final_reward
@@ -42,7 +43,6 @@ from rlx.runs.jobs import (
     restarts_of,
     saved_of,
 )
-from rlx.runs.lock import RunLock
 from rlx.runs.provenance import take_snapshot
 from rlx.runs.rewind import has_begun, rewind
 from rlx.runs.status import Status, new_attempt, read_status
@@ -113,7 +113,7 @@ class Attempt:
         # For an array task this is `12_5`. SLURM_JOB_ID must not be used: for the last task it is the array's id, and SLURM acts on all.
         job = environment.job_id
         restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-        lock = RunLock(paths)
+        lock = FileLock(paths.lock)
         if not lock.take(timeout=OLD_ATTEMPT):
             print(f"{paths.root} is in use by another run; this job ends", file=sys.stderr)
             raise SystemExit(1)

@@ -25,6 +25,7 @@ from rlx.config.load import load_command
 from rlx.config.schema import CommandConfig
 from rlx.launch.local import launch
 from rlx.launch.slurm import FOLDER, sbatch_options, submit
+from rlx.lock import FileLock
 from rlx.paths import RunPaths
 from rlx.plan.environment import DEVICES
 from rlx.plan.explain import table
@@ -35,11 +36,11 @@ from rlx.runs.claim import ask_slurm, create, looks_like_run, writing
 from rlx.runs.differences import differences
 from rlx.runs.history import final_reward
 from rlx.runs.jobs import is_alive, job_of
-from rlx.runs.lock import SWEEP, RunLock
 from rlx.runs.rewind import has_begun, rewind
 from rlx.runs.run import Run, has_done
 from rlx.runs.status import FINAL, Status, new_attempt, read_status
 
+SWEEP = ".sweep.lock"  # the lock of a sweep, in its directory, in which each run has a directory of its own
 POLL = 0.2  # seconds between two checks of the pool
 
 
@@ -67,7 +68,7 @@ def alone(directory: Path) -> Iterator[None]:
     """Lock a sweep's directory. Raises ConfigError while another process starts the sweep or runs its pool."""
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        lock = RunLock(directory / SWEEP)
+        lock = FileLock(directory / SWEEP)
     try:
         if not lock.exclusive():
             raise ConfigError(
@@ -124,7 +125,7 @@ def check_local(elements: Sequence[Element], visible: Sequence[str], parallel: i
     return parallel or max(1, len(visible) // gpus)
 
 
-def make_directories(elements: Sequence[Element], jobs: dict[str, str] | None = None) -> list[RunLock]:
+def make_directories(elements: Sequence[Element], jobs: dict[str, str] | None = None) -> list[FileLock]:
     """Create the run directories, or rewind existing ones to their last checkpoint; return their locks, held shared.
 
     This includes a run that was stopped between its last checkpoint and its end: it completes at once. `jobs`: job id → SLURM's state;
@@ -134,7 +135,7 @@ def make_directories(elements: Sequence[Element], jobs: dict[str, str] | None = 
     wanted = len(elements) + 256  # a lock is an open file
     if soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
-    locks: list[RunLock] = []
+    locks: list[FileLock] = []
     try:
         for element in elements:
             cfg = element.cfg if element.state == "new" else replace(element.cfg, resume="latest")
@@ -145,7 +146,7 @@ def make_directories(elements: Sequence[Element], jobs: dict[str, str] | None = 
     return locks
 
 
-def release(locks: Sequence[RunLock]) -> None:
+def release(locks: Sequence[FileLock]) -> None:
     for lock in locks:
         lock.close()
 
@@ -227,7 +228,7 @@ def run_element(run_dir: str) -> int:
     """One run of the pool, in its own process. Its CUDA_VISIBLE_DEVICES lists its GPUs. Displays no progress; the pool does."""
     paths = RunPaths(Path(run_dir))
     cfg = load_command(paths.root)
-    lock = RunLock(paths)
+    lock = FileLock(paths.lock)
     if not lock.exclusive():
         print(f"{paths.root} is in use by another run", file=sys.stderr)
         return 1

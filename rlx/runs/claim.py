@@ -25,12 +25,12 @@ from rlx.config.schema import CommandConfig, Config, RunConfig
 from rlx.config.schema_eval import PlayWithModel
 from rlx.config.schema_synthesize import SynthesizeRoot
 from rlx.config.secret import hide_lines, secrets_of
+from rlx.lock import FileLock
 from rlx.paths import RunPaths, listed, write_text
 from rlx.plan.record import ProcessSpec, write_plan
 from rlx.runs import own_code
 from rlx.runs.differences import NOT_COMPARED, change_note, changed_keys, differences, differing
 from rlx.runs.jobs import is_alive, job_of, queue
-from rlx.runs.lock import RunLock
 from rlx.runs.members import check_shared, member_of, members_in, wait_until_let_go
 from rlx.runs.provenance import write_provenance
 from rlx.runs.replay import check_replay
@@ -84,7 +84,7 @@ def create(
     options: Mapping[str, Path] = own_code.NO_OPTIONS,
     jobs: Mapping[str, str] | None = None,
     even_done: bool = False,
-) -> tuple[RunPaths, RunLock]:
+) -> tuple[RunPaths, FileLock]:
     """Create the run directory of a settled configuration and write its initial files. Returns the lock held shared.
 
     With `replay`, the run starts from the initial model of the replayed run. With `resume=latest` or a step, the run resumes in its own
@@ -124,7 +124,7 @@ def _begin(
     plan: Sequence[ProcessSpec],
     options: Mapping[str, Path],
     jobs: Mapping[str, str] | None,
-) -> RunLock:
+) -> FileLock:
     """Make the directory of a new run. Returns the lock held exclusively."""
     if cfg.resume == LATEST:
         say(f"there is no run in {paths.root} yet: starting {'at step 0' if cfg.has_checkpoints else 'a new one'}")
@@ -172,7 +172,7 @@ def _go_on(
     options: Mapping[str, Path],
     jobs: Mapping[str, str] | None,
     even_done: bool,
-) -> RunLock:
+) -> FileLock:
     """Take over the directory of an ended run and rewind it to the checkpoint of `cfg.resume`. Returns the lock held exclusively.
 
     Raises ConfigError before any change if that is impossible.
@@ -222,7 +222,7 @@ def changes(cfg: CommandConfig, options: Mapping[str, Path] = own_code.NO_OPTION
 
 def join(
     cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpec], options: Mapping[str, Path] = own_code.NO_OPTIONS
-) -> tuple[RunPaths, RunLock]:
+) -> tuple[RunPaths, FileLock]:
     """Join the run directory of other roles of the same run, or create it. Returns the lock held shared.
 
     Raises ConfigError if it holds a run with another configuration, or one whose roles have all ended.
@@ -243,7 +243,7 @@ def join(
         except ConfigError:
             if not listed(paths.lock):  # not a run; with a lock, another role fills the directory at this moment, or has filled it
                 raise
-        lock = RunLock(paths)
+        lock = FileLock(paths.lock)
         refuse_ended(paths, lock)
 
         # If several roles start at once, one fills the directory and the others wait for it.
@@ -310,7 +310,7 @@ def _is_free(paths: RunPaths) -> bool:
     return entries - {paths.sbatch.name, paths.explained.name, paths.report.name} in (set(), described)
 
 
-def _claim(paths: RunPaths, *, clean: bool, jobs: Mapping[str, str] | None) -> RunLock:
+def _claim(paths: RunPaths, *, clean: bool, jobs: Mapping[str, str] | None) -> FileLock:
     """Create the directory, or empty it if it holds an old run and `clean` is set. Returns the lock held exclusively."""
     root = paths.root
     root.mkdir(parents=True, exist_ok=True)
@@ -343,9 +343,9 @@ def ask_slurm(paths: RunPaths) -> dict[str, str]:
         ) from error
 
 
-def _alone(paths: RunPaths, jobs: Mapping[str, str] | None) -> RunLock:
+def _alone(paths: RunPaths, jobs: Mapping[str, str] | None) -> FileLock:
     """The directory's lock, held exclusively. Raises ConfigError if another process holds it or a SLURM job owns the directory."""
-    lock, problem = RunLock(paths), ""
+    lock, problem = FileLock(paths.lock), ""
     try:
         job, status = job_of(paths), read_status(paths)
         if not lock.exclusive():

@@ -23,11 +23,11 @@ from rlx.config.evaluated import is_due
 from rlx.config.load import load_command
 from rlx.config.schema import CommandConfig, EvaluatedRun, TrainingRoot
 from rlx.heartbeat import INTERVAL
+from rlx.lock import FileLock
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths, atomic, write_text
 from rlx.runs import own_code
 from rlx.runs.differences import changed_keys
-from rlx.runs.lock import RunLock
 from rlx.started import program
 from rlx.weights import tmpfs
 from rlx.weights.files import WeightsError, verify, versions
@@ -189,7 +189,7 @@ def has_begun(paths: RunPaths) -> bool:
     return paths.metrics.exists() or any(paths.checkpoints.glob("step_*"))
 
 
-def refuse_ended(paths: RunPaths, lock: RunLock) -> None:
+def refuse_ended(paths: RunPaths, lock: FileLock) -> None:
     """Raise ConfigError if a run has begun and all its roles have ended. A role that joins it starts at version 0, whatever is there.
 
     It would write records of the same steps again, and the servers would sample with the newest version of the roles before it. `lock`:
