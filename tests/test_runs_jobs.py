@@ -154,7 +154,7 @@ def test_a_launcher_that_waits_asks_slurm_every_ten_seconds_at_most(tmp_path: Pa
 @pytest.mark.parametrize(
     ("state", "output_is_newer", "said"),
     [
-        ("preempted", False, "run is in use by another run"),  # it has been requeued, so the attempt's own log says nothing of this start
+        ("preempted", True, "run is in use by another run"),  # it has been requeued, so the attempt's own log says nothing of this start
         ("running", True, "run is in use by another run"),  # its node failed, SLURM requeued it
         ("running", False, "back in the queue"),  # it was killed in this attempt
     ],

@@ -83,21 +83,16 @@ def close(paths: RunPaths, job_id: str, state: str) -> Status:
     else:
         ended = f"is {GONE}, and ended" if state == GONE else f"ended as {state}"
         reason = f"SLURM job {job_id} {ended} before the supervisor could say why"
-        status.fail(paths, "supervisor", reason, _says_why(paths, status, job_id), SHOWN)
+        status.fail(paths, "supervisor", reason, _says_why(paths, status), SHOWN)
         return status
     status.write(paths)
     return status
 
 
-def _says_why(paths: RunPaths, status: Status, job_id: str) -> Path:
+def _says_why(paths: RunPaths, status: Status) -> Path:
     """The log of the job's last start: its own output if that start has not become an attempt, as when a comeback is refused."""
-    launcher, output = paths.log(status.attempt, "launcher"), output_of(paths)
-    if output is None or not output.is_file():
-        return launcher
-    if status.job != job_id or status.state == "preempted" or not launcher.is_file():
-        return output
-    # An attempt that could not write its end is `running`, whether it was the last start or not. Only a later start, or SLURM, writes then.
-    return max(launcher, output, key=lambda file: file.stat().st_mtime)
+    logs = [file for file in (paths.log(status.attempt, "launcher"), output_of(paths)) if file is not None and file.is_file()]
+    return max(logs, key=lambda file: file.stat().st_mtime, default=paths.log(status.attempt, "launcher"))
 
 
 class Waiting:

@@ -41,11 +41,6 @@ class Policy:
     initial: str | None  # version 0, for a reference; None: unknown
 
 
-def recorded_steps(run: Run) -> list[int]:
-    """Steps whose batches were recorded, in order."""
-    return sorted(int(path.name.removeprefix("step_").split(".")[0]) for path in run.paths.recorded.glob("step_*.batch.zst"))
-
-
 def other_objective(run: Run, overrides: Sequence[str]) -> tuple[Config, Config, list[str]]:
     """The run's configuration, the same with another objective, and notes for the user. `overrides`: `loss=gspo loss.eps_low=1e-3`.
 
@@ -140,7 +135,7 @@ def _split(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def policy_of(run: Run, cfg: Config, other: Config, step: int) -> Policy:
     """Where the policy of `step` comes from. Raises ConfigError if it is gone, or the batch was not recorded."""
-    paths, recorded = run.paths, recorded_steps(run)
+    paths, recorded = run.paths, run.recorded
     if step not in recorded:
         raise ConfigError(
             f"{run.root} has no recorded batch of step {step}, only of steps {_listed(recorded)}.\n  fix: name one with --step"

@@ -7,7 +7,6 @@ The caller must hold the directory's lock.
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import shutil
 import sys
@@ -25,7 +24,7 @@ from rlx.config.schema import CommandConfig, EvaluatedRun, TrainingRoot
 from rlx.heartbeat import INTERVAL
 from rlx.lock import FileLock
 from rlx.metrics import read_metrics
-from rlx.paths import RunPaths, atomic, write_text
+from rlx.paths import RunPaths, atomic, step_of, write_text
 from rlx.runs import own_code
 from rlx.runs.differences import changed_keys
 from rlx.started import program
@@ -154,7 +153,7 @@ def rewind(paths: RunPaths, wanted: str = LATEST, warn: Callable[[str], None] = 
     folders.write_start(paths, start)
     trim_metrics(paths, done, warn)
     for place in _of_steps(paths):
-        if int(re.sub(r"\D.*", "", place.name.removeprefix("step_"))) >= done:
+        if (step_of(place) or 0) >= done:
             shutil.rmtree(place) if place.is_dir() else place.unlink()
     _forget_processes(paths)
     tmpfs.clear(paths.weights)

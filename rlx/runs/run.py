@@ -26,7 +26,7 @@ from rlx.config.schema_eval import EvalRoot
 from rlx.config.schema_synthesize import SynthesizeRoot
 from rlx.descendants import start_time
 from rlx.metrics import read_metrics
-from rlx.paths import RunPaths
+from rlx.paths import RunPaths, step_of
 from rlx.plan.record import ProcessSpec, read_plan
 from rlx.runs.history import History
 from rlx.runs.jobs import ENDED, GONE, job_of
@@ -130,7 +130,12 @@ class Run:
     @property
     def rollouts(self) -> list[int]:
         """Steps whose rollouts were saved, in order."""
-        return sorted(int(path.name.removeprefix("step_").split(".")[0]) for path in self.paths.rollouts.glob("step_*.jsonl.zst"))
+        return sorted(step_of(path) or 0 for path in self.paths.rollouts.glob("step_*.jsonl.zst"))
+
+    @property
+    def recorded(self) -> list[int]:
+        """Steps whose batches were recorded, in order."""
+        return sorted(step_of(path) or 0 for path in self.paths.recorded.glob("step_*.batch.zst"))
 
     # state
     def state(self, jobs: Mapping[str, str] | None = None) -> str:

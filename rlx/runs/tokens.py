@@ -17,7 +17,7 @@ from rlx.arrays import Float
 from rlx.config.errors import ConfigError
 from rlx.data.scores import TokenScores, read_scores
 from rlx.data.source import read_recorded
-from rlx.paths import RunPaths
+from rlx.paths import RunPaths, step_of
 from rlx.types import TrainingSample
 
 
@@ -83,7 +83,7 @@ def texts_of(run: Path, ids: Sequence[int]) -> list[str]:
 
 def tokenizer_file(paths: RunPaths) -> Path | None:
     """`tokenizer.json` of a run: of its newest policy version, of its initial model, or that model's in the hub's cache. No network."""
-    versions = sorted(paths.weights.glob("step_*/tokenizer.json"), key=lambda path: int(path.parent.name.removeprefix("step_")))
+    versions = sorted(paths.weights.glob("step_*/tokenizer.json"), key=lambda path: step_of(path.parent) or 0)
     if versions:
         return versions[-1]
     try:
