@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlx.cli import main
-from rlx.launch.follow import Waiting, close, follow, wait_for_jobs
+from rlx.launch.follow import close, follow, say_why, wait_for_jobs
 from rlx.paths import RunPaths
 from rlx.runs.jobs import note_job, waits
 from rlx.runs.status import Status, read_status
@@ -115,13 +115,13 @@ def test_a_launcher_that_waits_for_its_job_says_why_the_job_waits(controller: Co
 def test_why_jobs_wait_is_told_once_for_all_and_again_with_a_new_reason(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reason, starts, waiting = "Priority", itertools.count(), Waiting()
+    reason, starts, told = "Priority", itertools.count(), {}
     monkeypatch.setattr("rlx.launch.follow.waits", lambda jobs: dict.fromkeys(jobs, f"{reason}, start about {next(starts)}"))
     for _ in range(3):
-        waiting.tell(["12_0", "12_1", "12_2"])
+        say_why(["12_0", "12_1", "12_2"], told)
     assert capsys.readouterr().out == "job 12_0 (and 2 more) waits: Priority, start about 0\n"
     reason = "Resources"
-    waiting.tell(["12_1"])
+    say_why(["12_1"], told)
     assert capsys.readouterr().out == "job 12_1 waits: Resources, start about 3\n"
 
 

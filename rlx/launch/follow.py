@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TextIO
 
 from rlx.launch.local import UPDATE, Observer
 from rlx.paths import RunPaths
@@ -47,7 +46,8 @@ def wait_for_jobs(jobs: Mapping[str, RunPaths], update: Callable[[], None] = lam
 
     `update` is called about five times a second. A run that was submitted again meanwhile is left to its new job.
     """
-    left, gone, waiting, asked = dict(jobs), Counter[str](), Waiting(), -math.inf
+    told: dict[str, str] = {}
+    left, gone, asked = dict(jobs), Counter[str](), -math.inf
     while left := {job: paths for job, paths in left.items() if not _is_over(paths)}:
         if time.monotonic() - asked > ASK:
             asked = time.monotonic()
@@ -60,7 +60,7 @@ def wait_for_jobs(jobs: Mapping[str, RunPaths], update: Callable[[], None] = lam
                         paths = left.pop(job)
                         if job_of(paths) in (None, job):
                             close(paths, job, state)
-                waiting.tell(job for job in left if states.get(job) in WAITS)
+                say_why((job for job in left if states.get(job) in WAITS), told)
         update()
         time.sleep(UPDATE)
 
@@ -95,24 +95,17 @@ def _says_why(paths: RunPaths, status: Status) -> Path:
     return max(logs, key=lambda file: file.stat().st_mtime, default=paths.log(status.attempt, "launcher"))
 
 
-class Waiting:
-    """Prints why jobs wait: of each when its reason changes. The estimated start alone changes with every job of others."""
+def say_why(jobs: Iterable[str], told: dict[str, str]) -> None:
+    """Print why jobs in the queue wait: of each when its reason changes. The estimated start alone changes with every job of others.
 
-    def __init__(self, file: TextIO | None = None) -> None:
-        """`file`: where to; None: standard output."""
-        self._file = file
-        self._told: dict[str, str] = {}  # job id → the reason
-
-    def tell(self, jobs: Iterable[str]) -> None:
-        """`jobs`: ids of jobs in the queue. Raises RuntimeError if the controller does not answer."""
-        wanted = list(jobs)
-        if not wanted:
-            return
-        new: dict[str, list[str]] = {}
-        for job, why in waits(wanted).items():
-            reason = why.partition(",")[0]
-            if self._told.get(job) != reason:
-                new.setdefault(why, []).append(job)
-                self._told[job] = reason
-        for why, (job, *more) in new.items():
-            print(f"job {job}{f' (and {len(more)} more)' if more else ''} waits: {why}", file=self._file, flush=True)
+    `told`: the reasons that were printed, by job id. Raises RuntimeError if the controller does not answer.
+    """
+    wanted = list(jobs)
+    new: dict[str, list[str]] = {}
+    for job, why in waits(wanted).items() if wanted else ():
+        reason = why.partition(",")[0]
+        if told.get(job) != reason:
+            new.setdefault(why, []).append(job)
+            told[job] = reason
+    for why, (job, *more) in new.items():
+        print(f"job {job}{f' (and {len(more)} more)' if more else ''} waits: {why}", flush=True)
