@@ -23,7 +23,7 @@ from rlx.preflight.chats import check_chats
 from rlx.preflight.hub import check_cache, use_cache
 from rlx.preflight.probes import environments_of, lines_of
 from rlx.runs.claim import changes, create, settle, sources, write_description
-from rlx.runs.differences import change_note
+from rlx.runs.config_diff import change_note
 from rlx.runs.rewind import is_fork
 from rlx.runs.status import Cause, read_status
 

@@ -33,7 +33,7 @@ from rlx.plan.place import require_one_host
 from rlx.plan.record import ProcessSpec
 from rlx.process import SUPERVISOR, die_with_parent
 from rlx.runs.claim import ask_slurm, create, looks_like_run, writing
-from rlx.runs.differences import differences
+from rlx.runs.config_diff import differences
 from rlx.runs.history import final_reward
 from rlx.runs.jobs import is_alive, job_of
 from rlx.runs.rewind import has_begun, rewind

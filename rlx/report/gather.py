@@ -22,7 +22,7 @@ from rlx.config.errors import ConfigError, may_read
 from rlx.config.roots import root_of
 from rlx.config.schema import TrainingRoot
 from rlx.config.secret import hidden
-from rlx.runs.differences import flat
+from rlx.runs.config_diff import flat
 from rlx.runs.history import History
 from rlx.runs.own_code import recorded
 from rlx.runs.run import Run

@@ -29,7 +29,7 @@ from rlx.lock import FileLock
 from rlx.paths import RunPaths, listed, write_text
 from rlx.plan.record import ProcessSpec, write_plan
 from rlx.runs import own_code
-from rlx.runs.differences import NOT_COMPARED, change_note, changed_keys, differences, differing
+from rlx.runs.config_diff import NOT_COMPARED, change_note, changed_keys, differences, differing
 from rlx.runs.jobs import is_alive, job_of, queue
 from rlx.runs.members import check_shared, member_of, members_in, wait_until_let_go
 from rlx.runs.provenance import write_provenance

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlx.config.errors import ConfigError
 from rlx.metrics import read_metrics
-from rlx.runs.differences import NOT_COMPARED, differing
+from rlx.runs.config_diff import NOT_COMPARED, differing
 from rlx.runs.own_code import recorded
 from rlx.runs.run import Run
 

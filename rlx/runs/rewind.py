@@ -26,7 +26,7 @@ from rlx.lock import FileLock
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths, atomic, step_of, write_text
 from rlx.runs import own_code
-from rlx.runs.differences import changed_keys
+from rlx.runs.config_diff import changed_keys
 from rlx.started import program
 from rlx.weights import tmpfs
 from rlx.weights.files import WeightsError, verify, versions

@@ -21,7 +21,7 @@ from rlx.config.rules import declared
 from rlx.config.schema import Config, LossTerms
 from rlx.config.secret import secrets_of
 from rlx.config.strangers import executing, is_mine, said
-from rlx.runs.differences import flat
+from rlx.runs.config_diff import flat
 from rlx.runs.run import Run
 from rlx.started import program
 from rlx.weights.files import versions

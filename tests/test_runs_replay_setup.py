@@ -11,7 +11,7 @@ import pytest
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose, to_yaml
 from rlx.config.objectives import loss_of
-from rlx.runs.one_step import changes, label_of, other_objective
+from rlx.runs.replay_setup import changes, label_of, other_objective
 
 EQUAL = "this is the run's own objective, so both sides are equal"
 MIX = ("inference.api_key=of-the-servers", "env=[sums,reverse_text]", "envs.sums.loss=dppo")
