@@ -33,6 +33,7 @@ from rlx.descendants import TOKEN, kill_all
 from rlx.paths import RunPaths
 from rlx.plan.environment import DEVICES, devices, inherited
 from rlx.plan.record import ProcessSpec
+from rlx.process import die_with_parent
 from rlx.waiting import LEFT
 
 T = TypeVar("T")
@@ -247,4 +248,5 @@ async def run(order: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
+    die_with_parent()
     sys.exit(asyncio.run(run(json.loads(sys.argv[1]))))

@@ -192,7 +192,7 @@ class AgentStarter(Starter):
     def command(self, spec: ProcessSpec, environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         start = {"name": spec.name, "argv": list(spec.argv), "gpus": list(spec.gpus), "env": spec.env | {HOST: self.host(spec)}}
         order = {"at": self.hosts[spec.node], "token": str(self.token), "run": str(self.run_dir), "start": start}
-        return [sys.executable, "-m", "rlx.launch.agents", json.dumps(order)], inherited(environment)
+        return [sys.executable, "-m", "rlx.launch.agents", json.dumps(order)], inherited(environment) | {SUPERVISOR: str(os.getpid())}
 
     def meaning_of_sigterm(self) -> str:
         return "preempted"  # the pod is evicted, drained or deleted: it does not say which
