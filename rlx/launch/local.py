@@ -71,9 +71,7 @@ def launch(paths: RunPaths, cfg: CommandConfig, lock: FileLock, observer: Observ
             _follow(cfg, job, token, requests, None)
             raise
         finally:
-            _end(paths, cfg, job, token)
-            lock.take(10)
-            lock.share()
+            _end(paths, cfg, lock, job, token)
         status = _close(paths, cfg, job, interrupted=bool(requests))
     finally:
         for signum, handler in before.items():
@@ -122,21 +120,19 @@ def _follow(cfg: CommandConfig, job: LocalJob[int], token: str, requests: list[i
         time.sleep(POLL)
 
 
-def _end(paths: RunPaths, cfg: CommandConfig, job: LocalJob[int], token: str) -> None:
-    """Kill what is left of the job, whether it ended, is stuck, or lost one of its own processes."""
+def _end(paths: RunPaths, cfg: CommandConfig, lock: FileLock, job: LocalJob[int], token: str) -> None:
+    """Return when no process of the run is left: kill the job if it is stuck, and what it left if it lost one of its own processes."""
+    if job.done():  # if only submitit's process died, the supervisor stops everything by itself; if the supervisor died, the reaper does
+        lock.take(cfg.launcher.grace + MARGIN)
     status = read_status(paths)
     assert status is not None
-    supervisor = status.supervisor["pid"] if status.supervisor is not None else None
-    if job.done() and supervisor is not None:
-        # If only submitit's process died, the supervisor is about to stop everything by itself.
-        deadline = time.monotonic() + cfg.launcher.grace + MARGIN
-        while start_time(supervisor) is not None and time.monotonic() < deadline:
-            time.sleep(0.05)
-    for pid in (supervisor, None if job.done() else int(job.job_id)):
+    for pid in (status.supervisor["pid"] if status.supervisor is not None else None, None if job.done() else int(job.job_id)):
         if pid is not None and start_time(pid) is not None:
             os.kill(pid, signal.SIGKILL)
     status = read_status(paths) or status
     kill_all([] if status.state in FINAL else [process["pid"] for process in status.processes], token)
+    lock.take(10)
+    lock.share()
 
 
 def _close(paths: RunPaths, cfg: CommandConfig, job: LocalJob[int], *, interrupted: bool) -> Status:
