@@ -1,7 +1,8 @@
-"""Takes the lock of an open file, on a shared file system without locks that of a file on this host instead.
+"""Locks of files, which say that a process lives: of a run's directory, a sweep's, a model folder, an end of a shared trainer.
 
 Lustre mounted without `flock` and NFS without its lock daemon have no locks. A lock on this host keeps its processes apart; processes of
-other hosts are not seen. The kernel releases a lock when the last process that has the file open ends.
+other hosts are not seen: only a run's SLURM job and its status show them. The kernel releases a lock when the last process that has the
+file open ends.
 
 The file on this host is in $TMPDIR, or else in /tmp. So processes that see different ones are not kept apart either, though on one host:
 jobs that have a $TMPDIR or a /tmp of their own, and a job and the shell that it was submitted from.
@@ -27,29 +28,54 @@ PATIENCE = 3.0  # seconds: a lock daemon that starts again also answers that the
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a file system without locks answers
 
 
-def try_lock(fd: int, path: Path, *, shared: bool = False) -> bool:
-    """Take the lock of the file `path`, which is open as `fd`. Returns False if another process holds it.
+class FileLock:
+    """The lock of a file. It is held while this object, or a process that inherited its file descriptor, is alive."""
 
-    Without locks there, `fd` becomes a file on this host: its number stays, because others may have been told it.
-    """
-    try:
-        _insist(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-        _warn(path, error.strerror)
-        local = _on_this_host(path)
-        os.dup2(local, fd, inheritable=os.get_inheritable(fd))
-        os.close(local)
-        return try_lock(fd, path, shared=shared)
-    return True
+    def __init__(self, path: Path, *, create: bool = True) -> None:
+        self.path = path
+        self.fd = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o644)
 
+    @property
+    def sees_other_hosts(self) -> bool:
+        """Whether it keeps processes of other hosts apart; False once it was taken where the file system has no locks."""
+        return os.path.samestat(os.fstat(self.fd), os.stat(self.path))
 
-def sees_other_hosts(fd: int, path: Path) -> bool:
-    """Whether the lock of `fd` keeps processes of other hosts apart; False once it was taken where the file system has no locks."""
-    return os.path.samestat(os.fstat(fd), os.stat(path))
+    def exclusive(self) -> bool:
+        """Try to take the lock exclusively. If another process holds it, returns False, and this process holds no lock at all."""
+        return self._try(fcntl.LOCK_EX)
+
+    def take(self, timeout: float) -> bool:
+        """Take the lock exclusively; wait at most `timeout` seconds. Returns whether this succeeded."""
+        return self._wait(timeout, fcntl.LOCK_EX)
+
+    def share(self, timeout: float = 5.0) -> bool:
+        """Take the lock shared; wait at most `timeout` seconds for a process that creates the directory."""
+        return self._wait(timeout, fcntl.LOCK_SH)
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+    def _wait(self, timeout: float, how: int) -> bool:
+        deadline = time.monotonic() + timeout
+        while not (taken := self._try(how)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return taken
+
+    def _try(self, how: int) -> bool:
+        """Take the lock. Without locks there, `fd` becomes a file on this host: its number stays, because others may have been told it."""
+        try:
+            _insist(self.fd, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            _warn(self.path, error.strerror)
+            local = _on_this_host(self.path)
+            os.dup2(local, self.fd, inheritable=os.get_inheritable(self.fd))
+            os.close(local)
+            return self._try(how)
+        return True
 
 
 def _insist(fd: int, how: int) -> None:

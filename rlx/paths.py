@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+STEP = re.compile(r"step_(\d+)(?!\d)(?=\.|--|$)")
 MEMBER = "run_"  # beginning of the names of the runs' directories in that of their shared trainer
 
 
@@ -137,6 +139,12 @@ class RunPaths:
         """Create the file `preempt`. An existing file keeps its time, that of the first notice."""
         with contextlib.suppress(FileExistsError):
             os.close(os.open(self.preempt, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+
+
+def step_of(path: Path) -> int | None:
+    """12 for `step_000012.jsonl.zst`, `step_12` and `step_12--loss=gspo`; None for other names."""
+    match = STEP.match(path.name)
+    return int(match[1]) if match else None
 
 
 def listed(path: Path) -> bool:

@@ -2,7 +2,7 @@
 
     supervisor: writes `stalls/ask` (a number)   →   each process: a thread writes `stalls/NUMBER_NAME.json` with the stacks of its threads
                                                                    and what the role itself can say (which rollouts are in flight)
-    no answer, same host: SIGUSR1                →   faulthandler writes the stacks to `stalls/NAME.stack`, even if Python is blocked
+    no answer, same host: SIGUSR1                →   faulthandler writes the stacks to the role's log, even if Python is blocked
 
 Everything goes through files, so a process may run on another host. Imports the standard library alone, besides paths.
 """
@@ -20,7 +20,6 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -44,27 +43,21 @@ def explain_with(function: Callable[[], list[str]]) -> None:
 
 
 def answer(paths: RunPaths, name: str) -> None:
-    """Answer the supervisor's questions from now on, as the process `name`. Call it on the main thread, once."""
-    folder = paths.stalls
-    os.environ[FOLDER] = str(folder)
+    """Answer the supervisor's questions from now on, as the role `name`. Call it on the main thread, once."""
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    os.environ[FOLDER] = str(paths.stalls)
+    answer_in_child(name)
+
+
+def answer_in_child(name: str) -> None:
+    """Answer as the process `name` that a role started. Does nothing if the role does not answer either."""
+    if FOLDER not in os.environ:
+        return
+    folder = Path(os.environ[FOLDER])
+    facts = {"pid": os.getpid(), "started": start_time(os.getpid()), "host": host_name(), "boot": boot()}
     with contextlib.suppress(OSError):  # on a full disk; other writers report it
-        folder.mkdir(parents=True, exist_ok=True)
-        by_signal = folder / f"{name}.stack"
-        faulthandler.register(signal.SIGUSR1, file=by_signal.open("w"), all_threads=True)
-        _begin(folder, name, str(by_signal))
-
-
-def answer_in_child(name: str, stacks: int) -> None:
-    """As `answer`, in a process that a role started. `stacks`: the file descriptor to which it writes its stacks on SIGUSR1."""
-    if FOLDER in os.environ:  # else the role does not answer either
-        with contextlib.suppress(OSError):
-            _begin(Path(os.environ[FOLDER]), name, f"/proc/{os.getpid()}/fd/{stacks}")
-
-
-def _begin(folder: Path, name: str, stacks: str) -> None:
-    facts = {"pid": os.getpid(), "started": start_time(os.getpid()), "host": host_name(), "boot": boot(), "stacks": stacks}
-    write_text(folder / f"{name}.process", json.dumps(facts))
-    threading.Thread(target=_answer_on, args=(folder, name), name="stacks", daemon=True).start()
+        write_text(folder / f"{name}.process", json.dumps(facts))
+        threading.Thread(target=_answer_on, args=(folder, name), name="stacks", daemon=True).start()
 
 
 def boot() -> str:
@@ -104,7 +97,12 @@ def account() -> dict[str, Any]:
 
 def main_thread() -> list[str]:
     """`file:line in function` of the main thread's frames, the innermost first."""
-    return places(sys._current_frames().get(threading.main_thread().ident or 0))
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return [_place(each, line) for each, line in traceback.walk_stack(frame)] if frame is not None else []
+
+
+def _place(frame: FrameType, line: int) -> str:
+    return f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
 
 
 def _stacks() -> Iterator[str]:
@@ -116,47 +114,24 @@ def _stacks() -> Iterator[str]:
             yield f"thread {thread.name}\n{''.join(traceback.format_stack(frame))}"
 
 
-def places(frame: FrameType | None) -> list[str]:
-    """`file:line in function` of a frame and its callers, the innermost first."""
-    found = []
-    while frame is not None:
-        found.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}")
-        frame = frame.f_back
-    return found
-
-
 def own_line(frames: Sequence[str], sources: Path | None = None) -> str:
     """The innermost of `frames` that belongs to `sources`; else the innermost that is neither Python's nor an installed package's."""
-    if sources is not None:
-        for each in frames:
-            if each.startswith((f"{sources}:", f"{sources}/")):
-                return each
+    theirs = (each for each in frames if sources is not None and each.startswith((f"{sources}:", f"{sources}/")))
     own = (each for each in frames if "/site-packages/" not in each and not each.startswith((sys.base_prefix, "<")))
-    return next(own, (list(frames) or [""])[0])
+    return next(theirs, next(own, (list(frames) or [""])[0]))
 
 
 # tasks of an event loop
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
-    """One task of an event loop, and where it waits."""
-
-    name: str
-    frames: tuple[str, ...]  # `file:line in function`, the innermost first
-
-
-def tasks_of(loop: asyncio.AbstractEventLoop, prefix: str = "") -> list[Waiting] | None:
-    """The tasks whose names begin with `prefix`, asked from another thread; None if the loop does not answer: it is blocked."""
-    found: list[Waiting] = []
+def tasks_of(loop: asyncio.AbstractEventLoop, prefix: str = "") -> dict[str, list[str]] | None:
+    """Where the tasks wait whose names begin with `prefix` (`awaits`), asked from another thread; None if the loop is blocked."""
+    found: dict[str, list[str]] = {}
     done = threading.Event()
 
     def look() -> None:
-        try:
-            chosen = (task for task in asyncio.all_tasks(loop) if task.get_name().startswith(prefix))
-            found.extend(Waiting(name=task.get_name(), frames=tuple(awaits(task))) for task in chosen)
-        finally:
-            done.set()
+        found.update({task.get_name(): awaits(task) for task in asyncio.all_tasks(loop) if task.get_name().startswith(prefix)})
+        done.set()
 
     loop.call_soon_threadsafe(look)
     return found if done.wait(PATIENCE) else None
@@ -167,7 +142,7 @@ def where_rollouts_wait(loop: asyncio.AbstractEventLoop, sources: Path | None, m
     tasks = tasks_of(loop, rollout_name(None))
     if tasks is None:
         return [f"{BLOCKED} at {own_line(main_thread(), sources)}"]
-    where = Counter(own_line(each.frames, sources) for each in tasks)
+    where = Counter(own_line(frames, sources) for frames in tasks.values())
     return [f"{count} rollout{'s' * (count != 1)} at {line}" for line, count in where.most_common(most)]
 
 
@@ -178,7 +153,7 @@ def awaits(task: asyncio.Task[Any]) -> list[str]:
     while awaited is not None:
         frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None) or getattr(awaited, "ag_frame", None)
         if frame is not None:
-            found.insert(0, f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}")
+            found.insert(0, _place(frame, frame.f_lineno))
         awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "gi_yieldfrom", None) or getattr(awaited, "ag_await", None)
     return found
 

@@ -1,8 +1,7 @@
 """Forwards `metrics.jsonl`, distributions and sample rollouts to the services of `rlx.trackers`.
 
 It reads the records of all roles, so one process tracks the whole run (`tracks`). `tracking.json` in the run directory stores how far each
-service has been forwarded; the next attempt continues there, in the same run of the service. Services block, so do not call it in an event
-loop. It is thread-safe.
+service has been forwarded; the next attempt continues there, in the same run of the service. Services block, so a thread forwards.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Tracker:
         self.paths = paths
         self.sinks = list(sinks)
         self._progress = Progress(paths)
-        self._alone = threading.Lock()  # a thread whose task was cancelled may still be forwarding when another starts
+        self._alone = threading.Lock()  # the rollouts of a step come from another thread than the records
 
     def wants_rollouts(self, step: int) -> bool:
         """Whether `rollouts` would forward anything for this step."""
@@ -124,14 +123,14 @@ def tracks(config: TrainingRoot, role: str) -> bool:
 
 
 @contextlib.contextmanager
-def tracked(config: CommandConfig, paths: RunPaths, role: str) -> Iterator[None]:
+def tracked(config: CommandConfig, paths: RunPaths, role: str) -> Iterator[Tracker | None]:
     """Forward the metrics from a thread while the block runs, and what is left at its end, if `role` is the one that does.
 
     Raises ValueError if a package is missing.
     """
     tracker = open_tracker(config, paths) if isinstance(config, TrainingRoot) and tracks(config, role) else None
     if tracker is None:
-        yield
+        yield None
         return
     ended = threading.Event()
 
@@ -142,7 +141,7 @@ def tracked(config: CommandConfig, paths: RunPaths, role: str) -> Iterator[None]
     thread = threading.Thread(target=forward_on, name="tracker", daemon=True)
     thread.start()
     try:
-        yield
+        yield tracker
     finally:
         ended.set()
         thread.join()

@@ -209,4 +209,4 @@ def test_a_new_fork_says_that_its_data_are_others(tmp_path: Path, capsys: pytest
     said = capsys.readouterr().err
     assert f"{tmp_path / 'other'}: starts from step 6 of {source.root}, with " in said
     assert "seed: 0 → 1" in said
-    assert f"envs.{name}.args.length: None → 5" in said
+    assert f"envs.{name}.args.length: absent → 5" in said

@@ -24,16 +24,15 @@ from rlx.config.load import compose, load_run
 from rlx.config.roots import EVAL, TRAIN, Root
 from rlx.descendants import start_time
 from rlx.launch import pods
-from rlx.launch.agents import Agent, ask, connect, wait_for_agents
-from rlx.launch.bound import bound
+from rlx.launch.agents import Agent, connect, greet, wait_for_agents
 from rlx.launch.pods import make_token
 from rlx.launch.starters import AgentStarter
 from rlx.launch.verdict import Process, View, decide
+from rlx.lock import FileLock
 from rlx.paths import RunPaths
 from rlx.plan.make import make_plan
 from rlx.plan.record import ProcessSpec, write_plan
 from rlx.runs import claim
-from rlx.runs.lock import RunLock
 from rlx.runs.status import Status
 from rlx.waiting import LEFT
 
@@ -123,6 +122,7 @@ def test_a_host_that_is_taken_away_is_no_failure_of_a_role(client, agent, tmp_pa
     assert decide(View(processes=(lost, other), remote=True, asked=True, told=True, overdue=60.0)).state == "preempted"
 
 
+BOUND = "from rlx.process import die_with_parent\ndie_with_parent()\n"
 AGENT = """
 import ctypes, os, signal
 from rlx.launch.agents import Agent
@@ -139,7 +139,7 @@ def test_no_fork_handler_runs_in_a_role_and_it_dies_with_its_agent():
     with subprocess.Popen([sys.executable, "-c", AGENT], stdout=subprocess.PIPE, text=True) as agent:
         assert agent.stdout is not None
         try:
-            start = {"name": "trainer", "argv": [sys.executable, "-c", FOREVER], "gpus": [], "env": {}}
+            start = {"name": "trainer", "argv": [sys.executable, "-c", BOUND + FOREVER], "gpus": [], "env": {}}
 
             async def started() -> int:
                 async with connect(("127.0.0.1", int(agent.stdout.readline())), TOKEN, start=start) as line:
@@ -154,18 +154,6 @@ def test_no_fork_handler_runs_in_a_role_and_it_dies_with_its_agent():
     until(lambda: start_time(pid) is None)
 
 
-def test_a_command_starts_as_without_its_bond_and_not_after_its_parent(tmp_path):
-    argv = ["grep", "SigIgn", "/proc/self/status"]
-    plain, held = (subprocess.run(each, capture_output=True, text=True, check=True).stdout for each in (argv, bound(argv, os.environ)))
-    assert held == plain, "the same signals are ignored"
-    orphan = bound(["touch", str(tmp_path / "made")], os.environ)
-    orphan[orphan.index(str(os.getpid()))] = "0"
-    assert subprocess.run(orphan, check=False).returncode == 1
-    assert not (tmp_path / "made").exists()
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        bound(["nowhere"], os.environ)
-
-
 def test_a_role_that_cannot_start_says_why(client, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     process = client("pass", gpus=(3,))
@@ -175,18 +163,18 @@ def test_a_role_that_cannot_start_says_why(client, monkeypatch):
 
 
 def test_only_who_knows_the_runs_token_is_served(agent):
-    ask(("127.0.0.1", agent.port), TOKEN)
+    greet(("127.0.0.1", agent.port), TOKEN)
     with pytest.raises(ConnectionRefusedError, match="this agent belongs to another run"):
-        ask(("127.0.0.1", agent.port), "of another run")
+        greet(("127.0.0.1", agent.port), "of another run")
     with pytest.raises(ConnectionRefusedError, match="this agent belongs to another run"):
-        ask(("127.0.0.1", agent.port), "", start={"name": "trainer", "argv": ["touch", "/nowhere"], "gpus": [], "env": {}})
+        greet(("127.0.0.1", agent.port), "")
 
 
 def test_an_agent_listens_at_all_addresses():
     (port,) = free_ports(1)
     agent = Agent(lambda: TOKEN, port)
     for host in ("127.0.0.1", *(["::1"] if socket.has_dualstack_ipv6() and Path("/proc/net/if_inet6").exists() else [])):
-        ask((host, port), TOKEN)
+        greet((host, port), TOKEN)
     agent.close()
 
 
@@ -201,12 +189,6 @@ def test_the_first_host_waits_for_all_agents_and_names_the_one_that_is_missing(a
     assert missing is not None
     assert "no answer in 2 s from 127.0.0.1 (1 of 2 hosts are there)" in missing
     assert said
-
-
-def test_the_end_of_the_run_ends_the_other_hosts(agent):
-    ask(("127.0.0.1", agent.port), TOKEN, end=0)
-    assert agent.over.wait(5)
-    assert agent.ended == 0
 
 
 def test_a_token_is_made_once_and_readable_by_its_owner_alone(tmp_path):
@@ -232,9 +214,9 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
             status.write(self.paths)
             return LEFT
 
-    taken: list[RunLock] = []
+    taken: list[FileLock] = []
 
-    def create(*arguments: Any, **named: Any) -> tuple[RunPaths, RunLock]:
+    def create(*arguments: Any, **named: Any) -> tuple[RunPaths, FileLock]:
         paths, lock = claim.create(*arguments, **named)
         taken.append(lock)
         return paths, lock
@@ -248,7 +230,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
         mine = ["hardware=cpu", "launcher.max_requeues=1"]
         cfg = compose([*mine, f"run.dir={tmp_path / 'run'}", *argv], {}, root).cfg
         plan = make_plan(cfg, tmp_path / "run")
-        code = pods.attempt(cfg, [], plan, [("here", 1)], tmp_path / "token", "mine")
+        code = pods.attempt(cfg, [], plan, {}, [("here", 1)], tmp_path / "token", "mine")
         if taken:
             taken.pop().close()  # the end of its process would do this
         return code
@@ -305,7 +287,7 @@ volume, root, plan, *hosts = sys.argv[1:]
 cfg = compose(["hardware=cpu", f"run.dir={root}",
                "launcher.preempt_grace=20", "launcher.grace=5"], {}).cfg
 places = [(each.rpartition(":")[0], int(each.rpartition(":")[2])) for each in hosts]
-sys.exit(attempt(cfg, [], read_plan(Path(plan)), places, Path(volume) / "token", "mine"))
+sys.exit(attempt(cfg, [], read_plan(Path(plan)), {}, places, Path(volume) / "token", "mine"))
 """
 STEP = """
     import sys

@@ -163,17 +163,13 @@ def test_no_garbage_collection_runs_during_a_large_import_and_later_ones_leave_o
     assert gc.get_freeze_count() >= len(kept)
 
 
-def test_garbage_collection_goes_on_after_an_import_that_fails():
-    with pytest.raises(ImportError), importing():
-        raise ImportError
-    assert gc.isenabled()
-
-
-def test_garbage_collection_that_was_off_before_an_import_stays_off():
-    gc.disable()
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_collection_is_what_it_was_also_after_an_import_that_fails(enabled: bool):
+    if not enabled:
+        gc.disable()
     try:
-        with importing():
-            pass
-        assert not gc.isenabled()
+        with pytest.raises(ImportError), importing():
+            raise ImportError
+        assert gc.isenabled() == enabled
     finally:
         gc.enable()

@@ -52,16 +52,6 @@ def test_a_killed_supervisor_leaves_nothing_behind(start):
 
 
 @pytest.mark.long
-def test_a_killed_launcher_leaves_nothing_behind(start):
-    job = start("run", *LONG)
-    job.until_step(1)
-    os.kill(job.process.pid, signal.SIGKILL)
-    job.wait()
-    job.wait_until_nothing_is_left()
-    assert job.status()["state"] == "failed"
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
 def test_an_interrupted_run_keeps_what_it_has_trained_and_ends_cleanly(start, number):
     job = start("run", *LONG, "ckpt.interval=50")

@@ -20,10 +20,11 @@ from rlx.config.schema import Config, RunConfig
 from rlx.config.schema_synthesize import SynthesizeRoot
 from rlx.config.secret import hide_lines
 from rlx.heartbeat import Heartbeat
+from rlx.lock import FileLock
 from rlx.paths import RunPaths
 from rlx.plan.make import make_plan
 from rlx.runs import claim
-from rlx.runs.claim import RunLock, create, join, looks_like_run, settle, write_description
+from rlx.runs.claim import create, join, looks_like_run, settle, write_description
 from rlx.runs.status import Status
 from rlx.waiting import wait_for
 
@@ -34,7 +35,7 @@ def settled(root: Path, **changes) -> Config:
     return replace(config("cpu"), run=RunConfig(name=root.name, dir=str(root)), **changes)
 
 
-def make(cfg: Config) -> tuple[RunPaths, RunLock]:
+def make(cfg: Config) -> tuple[RunPaths, FileLock]:
     return create(cfg, ["seed=1", "loss=gspo"], make_plan(cfg, Path(str(cfg.run.dir))))
 
 
@@ -335,7 +336,7 @@ def test_a_role_that_waits_in_vain_for_another_to_fill_the_directory_names_it(tm
     cfg = settled(tmp_path / "run")
     paths = RunPaths(tmp_path / "run")
     paths.root.mkdir()
-    lock = RunLock(paths)
+    lock = FileLock(paths.lock)
     assert lock.exclusive()
     with pytest.raises(ConfigError, match=r"waited 0 s for the role that holds .*\n  fix: end that role"):
         join(cfg, [], make_plan(cfg, tmp_path / "run"))

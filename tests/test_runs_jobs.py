@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from rlx.cli import main
-from rlx.launch.follow import Waiting, close, close_ended, follow, wait_for_jobs
+from rlx.launch.follow import close, follow, say_why, wait_for_jobs
 from rlx.paths import RunPaths
-from rlx.runs.claim import RunLock
 from rlx.runs.jobs import note_job, waits
-from rlx.runs.run import Run
 from rlx.runs.status import Status, read_status
 
 PENDING = """\
@@ -26,20 +23,19 @@ PENDING = """\
 
 
 class Controller:
-    """Stand-ins for `squeue` and `sacct` in the PATH, which note how they are called."""
+    """A stand-in for `squeue` in the PATH, which notes that it is called."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir()
-        self.answers(mine="", accounting="exit 1")
+        self.answers(mine="")
 
-    def answers(self, mine: str, accounting: str) -> None:
-        """`mine`: the user's jobs and their states; `accounting`: what sacct does."""
+    def answers(self, mine: str) -> None:
+        """`mine`: the user's jobs and their states."""
         squeue = f"case \"$*\" in *PENDING*) cat <<'X'\n{PENDING}X\n;; *) cat <<'X'\n{mine}\nX\n;; esac"
-        for name, does in (("squeue", squeue), ("sacct", accounting)):
-            path = self.folder / name
-            path.write_text(f"#!/bin/sh\necho {name} >> {self.folder}/asked\n{does}\n")
-            path.chmod(0o755)
+        path = self.folder / "squeue"
+        path.write_text(f"#!/bin/sh\necho squeue >> {self.folder}/asked\n{squeue}\n")
+        path.chmod(0o755)
 
     def asked(self) -> list[str]:
         return (self.folder / "asked").read_text().split()
@@ -52,7 +48,7 @@ def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Controller:
     return made
 
 
-def run_of(root: Path, job: str, state: str = "starting", *, old: bool = False) -> RunPaths:
+def run_of(root: Path, job: str, state: str = "starting") -> RunPaths:
     paths = RunPaths(root)
     root.mkdir(parents=True)
     status = Status(max_steps=9, step=4, job=job)
@@ -60,8 +56,6 @@ def run_of(root: Path, job: str, state: str = "starting", *, old: bool = False) 
         status.finish(state)
     status.state = state
     status.write(paths)
-    if old:
-        paths.status.write_text(paths.status.read_text().replace(str(status.updated), str(status.updated - 600)))
     note_job(paths, job, script_of(paths).with_name(f"{job}_0_log.out"))
     return paths
 
@@ -73,7 +67,7 @@ def script_of(paths: RunPaths) -> Path:
 def test_the_list_of_runs_asks_once_for_all_and_tells_why_they_wait(controller: Controller, tmp_path: Path, capsys) -> None:
     assert waits(["7", "15"]) == {"7": "Priority, start about 2026-11-23T14:20:00"}
     (controller.folder / "asked").unlink()
-    controller.answers("12_1|PENDING\n14|PENDING\n15|RUNNING", "exit 1")
+    controller.answers("12_1|PENDING\n14|PENDING\n15|RUNNING")
     for name, job in (("a", "12_1"), ("b", "14"), ("c", "15")):
         run_of(tmp_path / "out" / name, job)
     assert main(["runs", str(tmp_path / "out")]) == 0
@@ -85,61 +79,26 @@ def test_the_list_of_runs_asks_once_for_all_and_tells_why_they_wait(controller: 
 
 
 @pytest.mark.parametrize(
-    ("before", "old", "mine", "accounting", "after", "said"),
+    ("before", "mine", "shown"),
     [
-        ("starting", False, "12|CANCELLED", "exit 1", "interrupted", None),
-        ("preempted", False, "12|CANCELLED", "exit 1", "interrupted", None),
-        ("starting", False, "", "echo '12|CANCELLED by 1000'", "interrupted", None),
-        ("starting", False, "12|FAILED", "exit 1", "starting", None),  # what it wrote may not be visible yet
-        ("starting", True, "12|FAILED", "exit 1", "failed", "SLURM job 12 ended as FAILED"),
-        ("running", True, "12|NODE_FAIL", "exit 1", "failed", "SLURM job 12 ended as NODE_FAIL"),
-        ("starting", True, "", "exit 1", "starting", None),  # perhaps the job of another cluster
-        ("preempted", True, "12|PENDING", "exit 1", "preempted", None),
-        ("completed", True, "12|CANCELLED", "exit 1", "completed", None),
+        ("starting", "12|CANCELLED", "interrupted"),
+        ("preempted", "12|CANCELLED", "interrupted"),
+        ("preempted", "", "interrupted"),
+        ("preempted", "12|PENDING", "waiting (pending)"),
+        ("starting", "12|FAILED", "lost"),
+        ("running", "12|NODE_FAIL", "lost"),
+        ("starting", "", "lost"),
+        ("completed", "12|CANCELLED", "completed"),
     ],
 )
-def test_the_list_of_runs_writes_the_end_that_no_process_could_write(
-    controller: Controller, tmp_path: Path, capsys, before, old, mine, accounting, after, said
+def test_the_list_of_runs_shows_the_end_that_no_process_could_write_and_writes_nothing(
+    controller: Controller, tmp_path: Path, capsys, before, mine, shown
 ) -> None:
-    paths = run_of(tmp_path / "out" / "run", "12", before, old=old)
-    controller.answers(mine, accounting)
-    lock = RunLock(paths)
-    lock.share()  # a process of the run still lives
+    paths = run_of(tmp_path / "out" / "run", "12", before)
+    controller.answers(mine)
     assert main(["runs", str(tmp_path / "out")]) == 0
+    assert f" {shown} " in capsys.readouterr().out
     assert read_status(paths).state == before
-    lock.close()
-    capsys.readouterr()
-    assert main(["runs", str(tmp_path / "out")]) == 0
-    status, shown = read_status(paths), capsys.readouterr().out
-    assert (status.state, status.step) == (after, 4)
-    assert said is None or (said in status.cause.reason and said in shown)
-
-
-def test_tasks_that_were_cancelled_in_the_queue_share_a_row_of_the_accounting(controller: Controller, tmp_path: Path) -> None:
-    for task in range(4):
-        run_of(tmp_path / "out" / f"seed={task}", f"12_{task}")
-    its = tmp_path / "arguments"
-    rows = "12_2|COMPLETED\n12_3|RUNNING\n12_[0-1%2]|CANCELLED by 1000\n13_[0-8]|FAILED"
-    controller.answers("12_3|RUNNING", f"echo \"$*\" > {its}; cat <<'X'\n{rows}\nX")
-    assert main(["runs", str(tmp_path / "out")]) == 0
-    states = [read_status(RunPaths(tmp_path / "out" / f"seed={task}")).state for task in range(4)]
-    assert states == ["interrupted", "interrupted", "starting", "starting"], "what 12_2 wrote last may not be visible yet"
-    assert "--jobs=12 " in its.read_text(), "12_0 alone may not find the row"
-
-
-def test_a_run_that_is_submitted_again_while_slurm_answers_keeps_its_new_status(
-    controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paths = run_of(tmp_path / "out" / "run", "12")
-
-    def submitted_again(ids: Sequence[str]) -> dict[str, str]:
-        Status(max_steps=9, step=4).write(paths)
-        note_job(paths, "13", script_of(paths).with_name("13_0_log.out"))
-        return {"12": "CANCELLED"}
-
-    monkeypatch.setattr("rlx.launch.follow.ends_of", submitted_again)
-    close_ended([Run(paths)], {})
-    assert read_status(paths).state == "starting"
 
 
 def test_a_launcher_that_waits_for_its_job_says_why_the_job_waits(controller: Controller, tmp_path: Path, capsys, monkeypatch) -> None:
@@ -156,13 +115,13 @@ def test_a_launcher_that_waits_for_its_job_says_why_the_job_waits(controller: Co
 def test_why_jobs_wait_is_told_once_for_all_and_again_with_a_new_reason(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reason, starts, waiting = "Priority", itertools.count(), Waiting()
+    reason, starts, told = "Priority", itertools.count(), {}
     monkeypatch.setattr("rlx.launch.follow.waits", lambda jobs: dict.fromkeys(jobs, f"{reason}, start about {next(starts)}"))
     for _ in range(3):
-        waiting.tell(["12_0", "12_1", "12_2"])
+        say_why(["12_0", "12_1", "12_2"], told)
     assert capsys.readouterr().out == "job 12_0 (and 2 more) waits: Priority, start about 0\n"
     reason = "Resources"
-    waiting.tell(["12_1"])
+    say_why(["12_1"], told)
     assert capsys.readouterr().out == "job 12_1 waits: Resources, start about 3\n"
 
 
@@ -195,7 +154,7 @@ def test_a_launcher_that_waits_asks_slurm_every_ten_seconds_at_most(tmp_path: Pa
 @pytest.mark.parametrize(
     ("state", "output_is_newer", "said"),
     [
-        ("preempted", False, "run is in use by another run"),  # it has been requeued, so the attempt's own log says nothing of this start
+        ("preempted", True, "run is in use by another run"),  # it has been requeued, so the attempt's own log says nothing of this start
         ("running", True, "run is in use by another run"),  # its node failed, SLURM requeued it
         ("running", False, "back in the queue"),  # it was killed in this attempt
     ],

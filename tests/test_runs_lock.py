@@ -16,10 +16,10 @@ from launch_configs import config
 
 from rlx.config.errors import ConfigError
 from rlx.config.schema import RunConfig
+from rlx.lock import FileLock
 from rlx.paths import RunPaths
 from rlx.plan.make import make_plan
 from rlx.runs.claim import create
-from rlx.runs.lock import RunLock
 from rlx.runs.status import Status
 
 FLOCK = fcntl.flock
@@ -44,7 +44,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_without_locks_on_the_file_system_processes_of_one_host_still_keep_apart(shared: Path) -> None:
     (shared / "other").mkdir()
-    one, two, other = RunLock(RunPaths(shared)), RunLock(RunPaths(shared)), RunLock(RunPaths(shared / "other"))
+    one, two, other = FileLock(RunPaths(shared).lock), FileLock(RunPaths(shared).lock), FileLock(RunPaths(shared / "other").lock)
     assert one.share(timeout=0)
     assert two.share(timeout=0), "shared by both"
     assert not two.exclusive()
@@ -81,7 +81,7 @@ def test_another_error_of_the_file_system_is_not_taken_for_a_missing_lock(shared
 
     monkeypatch.setattr(fcntl, "flock", fails)
     with pytest.raises(OSError, match="Input/output error"):
-        RunLock(RunPaths(shared)).exclusive()
+        FileLock(RunPaths(shared).lock).exclusive()
 
 
 def test_a_lock_daemon_that_is_away_for_a_moment_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +93,7 @@ def test_a_lock_daemon_that_is_away_for_a_moment_is_asked_again(tmp_path: Path, 
         FLOCK(fd, mode)
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    one, two = RunLock(RunPaths(tmp_path)), RunLock(RunPaths(tmp_path))
+    one, two = FileLock(RunPaths(tmp_path).lock), FileLock(RunPaths(tmp_path).lock)
     assert one.exclusive()
     assert os.readlink(f"/proc/self/fd/{one.fd}").startswith(str(tmp_path)), "the file itself is locked"
     assert not two.exclusive()
@@ -103,7 +103,7 @@ def test_a_lock_daemon_that_is_away_for_a_moment_is_asked_again(tmp_path: Path, 
 
 def test_a_file_that_cannot_be_locked_is_named_once(shared: Path, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
-        lock = RunLock(RunPaths(shared))
+        lock = FileLock(RunPaths(shared).lock)
         assert lock.exclusive()
         lock.close()
     (record,) = [record for record in caplog.records if "cannot be locked" in record.getMessage()]
@@ -114,4 +114,4 @@ def test_a_folder_for_locks_that_is_not_ones_own_is_refused(shared: Path) -> Non
     (shared.parent / "elsewhere").mkdir()
     (Path(tempfile.gettempdir()) / f"rlx-locks-{os.getuid()}").symlink_to(shared.parent / "elsewhere")
     with pytest.raises(PermissionError, match="is to hold this user's locks"):
-        RunLock(RunPaths(shared)).exclusive()
+        FileLock(RunPaths(shared).lock).exclusive()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         argv = ["env=function", "envs.function.args.data=rows.jsonl", "envs.function.args.reward=mine_rewards.exact"]
         argv += [f"run.dir={tmp_path / name}", "loss._target_=mine_losses.grpo", f"seed={seed}", "launcher.check_envs=false"]
         cfg = compose(argv, {}).cfg
-        paths, lock = create(cfg, argv, make_plan(cfg, tmp_path / name))
+        paths, lock = create(cfg, argv, make_plan(cfg, tmp_path / name), options={})
         lock.close()
         return paths
 
@@ -48,14 +49,14 @@ def test_a_changed_loss_is_seen_by_diff_resume_and_report_and_its_copy_is_run_ag
     a = made("a")
     assert set(own_code.recorded(json.loads(a.provenance.read_text()))) == {"mine_losses", "mine_rewards"}
     assert (a.root / "code" / "mine_losses.py").read_text() == (tmp_path / "mine_losses.py").read_text()
-    assert own_code.changed(a, load_command(a.root)) == []
+    assert own_code.changed(a, load_command(a.root), {}) == []
 
     (tmp_path / "mine_losses.py").write_text("from rlx.losses.grpo import grpo\n\nCHANGED = True\n")
     b = made("b")
     (code,) = [section for section in compare(Run(a.root), Run(b.root)) if section.title == "code"]
     assert [line.partition(":")[0] for line in code.lines] == ["own mine_losses"]
     cfg = compose(["--config-dir", str(a.root), "--config-name", "config", "resume=latest"], {}).cfg
-    assert [line.partition(":")[0] for line in changes(cfg)] == ["code of mine_losses"]
+    assert [line.partition(":")[0] for line in changes(cfg, {})] == ["code of mine_losses"]
     assert len(arrange([gather(Run(paths.root)) for paths in (a, b, made("c", seed=1))]).settings) == 2
 
     stub = tmp_path / "stub" / "rlx" / "cli"
@@ -77,11 +78,39 @@ def test_an_environments_package_is_recorded_whole(made, tmp_path: Path, monkeyp
     (package / "words.txt").write_text("one")
     cfg = compose(["env=[]", "+envs.mine.id=my-env", "launcher.check_envs=false"], {}).cfg
     paths = RunPaths(tmp_path / "run")
-    first = own_code.record(paths, cfg, copy=True)
+    first = own_code.all_of(paths, cfg, {}, shutil.copyfile)["own"]
     assert (paths.root / "code" / "my_env" / "words.txt").read_text() == "one"
     (package / "words.txt").write_text("two")
-    second = own_code.record(paths, cfg, copy=False)
+    second = own_code.all_of(paths, cfg, {})["own"]
     assert first["my_env"]["code"] != second["my_env"]["code"]
+
+
+def test_the_users_own_option_files_are_copied_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = tmp_path / "my_conf" / "loss" / "mine.yaml"
+    mine.parent.mkdir(parents=True)
+    (mine.parent.parent / "first.yaml").write_text(f"defaults: [train, _self_]\nseed: 3\ninference:\n  api_key: {KEY}\n")
+    argv = ["--config-dir", str(mine.parent.parent), "--config-name", "first", "loss=mine", "launcher.check_envs=false"]
+
+    def make(name: str, clip: str) -> tuple[RunPaths, list[str]]:
+        mine.write_text(f"# @package loss\n# {name}\n_target_: rlx.losses.grpo.grpo\naggregate: token_mean\neps_high: {clip}\n")
+        composed = compose([*argv, f"run.dir={tmp_path / name}"], {})
+        paths, lock = create(composed.cfg, argv, make_plan(composed.cfg, tmp_path / name), options=composed.origins.files)
+        lock.close()
+        return paths, changes(compose([*argv, f"run.dir={tmp_path / 'a'}", "resume=latest"], {}).cfg, composed.origins.files)
+
+    (a, same), (b, changed) = make("a", "0.3"), make("b", "0.3")
+    assert same == []
+    assert [line.partition(":")[0] for line in changed] == ["code of loss/mine.yaml"]
+    assert {path.relative_to(a.root / "conf").as_posix() for path in (a.root / "conf").rglob("*.yaml")} == {"first.yaml", "loss/mine.yaml"}
+    assert "# a\n" in (a.root / "conf" / "loss" / "mine.yaml").read_text()
+    assert "api_key: <secret>\n" in (a.root / "conf" / "first.yaml").read_text()
+    (code,) = [section for section in compare(Run(a.root), Run(b.root)) if section.title == "code"]
+    assert [line.partition(":")[0] for line in code.lines] == ["own loss/mine.yaml"]
+    again = compose(["--config-dir", str(a.root), "--config-name", "config", "inference.api_key=mine", "resume=latest"], {})
+    create(again.cfg, [], make_plan(again.cfg, a.root), options=again.origins.files)[1].close()
+    assert "loss/mine.yaml" in own_code.recorded(json.loads(a.provenance.read_text())), "a run that is resumed from its own config.yaml"
+    copies = ["--config-dir", str(a.root / "conf"), "--config-name", "first", "loss=mine", "launcher.check_envs=false"]
+    assert compose([*copies, "inference.api_key=mine"], {}).cfg.loss == load_command(a.root).loss
 
 
 def test_what_a_stranger_on_this_machine_must_not_read_is_the_owners_alone(made, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,6 +137,6 @@ def test_the_day_that_templates_see_stays_that_of_the_first_attempt(made, monkey
     paths = made("run")
     monkeypatch.delenv("RLX_TODAY")
     assert provenance.begun_on(paths) == {"RLX_TODAY": "2024-02-29"}
-    provenance.write_provenance(paths, load_command(paths.root), again=True)
+    provenance.write_provenance(paths, load_command(paths.root), {}, again=True)
     assert provenance.begun_on(paths) == {"RLX_TODAY": "2024-02-29"}
     assert 'export RLX_TODAY="${RLX_TODAY-2024-02-29}"' in paths.reproduce.read_text()

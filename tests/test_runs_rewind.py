@@ -18,10 +18,11 @@ from rlx.config.errors import ConfigError
 from rlx.config.load import compose, load_run
 from rlx.config.schema import Config, OrchestratorConfig, RunConfig
 from rlx.config.schema_rollout import EvalConfig
+from rlx.lock import FileLock
 from rlx.metrics import MetricsWriter, read_metrics
 from rlx.paths import COMPLETE, RunPaths
 from rlx.plan.make import make_plan
-from rlx.runs.claim import RunLock, create, sources
+from rlx.runs.claim import create, sources
 from rlx.runs.rewind import rewind, trim_metrics
 from rlx.runs.status import Status
 from rlx.weights import tmpfs
@@ -32,7 +33,7 @@ def settled(root: Path, **changes) -> Config:
     return replace(config("cpu"), run=RunConfig(name=root.name, dir=str(root)), **changes)
 
 
-def make(cfg: Config) -> tuple[RunPaths, RunLock]:
+def make(cfg: Config) -> tuple[RunPaths, FileLock]:
     return create(cfg, [], make_plan(cfg, Path(str(cfg.run.dir))))
 
 
@@ -206,7 +207,7 @@ def test_a_run_whose_last_version_has_no_evaluation_is_resumed_although_all_step
 
 def test_a_run_that_lives_is_not_resumed(tmp_path: Path) -> None:
     paths = ended(tmp_path / "run")
-    lock = RunLock(paths)
+    lock = FileLock(paths.lock)
     assert lock.share()
     with pytest.raises(ConfigError, match="a run is alive"):
         make(settled(tmp_path / "run", resume="latest"))

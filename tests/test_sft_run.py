@@ -23,11 +23,11 @@ from rlx.config.load import compose, load_run
 from rlx.config.roots import SFT
 from rlx.config.schema import WarmStartConfig
 from rlx.heartbeat import Heartbeat
+from rlx.lock import FileLock
 from rlx.metrics import read_metrics
 from rlx.models import tiny
 from rlx.paths import RunPaths
 from rlx.roles.prepare import make
-from rlx.runs.claim import RunLock
 from rlx.train.warm_start import recipe
 
 pytestmark = pytest.mark.slow
@@ -83,7 +83,7 @@ def check_a_killed_run_goes_on_as(whole: Path, *steps: str) -> None:
         time.sleep(0.005)
     os.killpg(killed.pid, signal.SIGKILL)
     killed.wait()
-    lock = RunLock(RunPaths(data / "killed"))
+    lock = FileLock(RunPaths(data / "killed").lock)
     assert lock.take(60), "the reaper ends what is left of the run"
     lock.close()
     shutil.rmtree(data / "killed" / "checkpoints" / "step_8", ignore_errors=True)  # if the run was faster than the signal

@@ -32,7 +32,7 @@ SEES = """
 import os, sys
 from pathlib import Path
 from rlx.cli.pod import _read
-from rlx.launch.local import RunLock
+from rlx.lock import FileLock
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths, arrived, listed
 from rlx.shared.membership import Answer, answer, answered
@@ -63,7 +63,7 @@ assert answered(RunPaths(here / "run")) is None
 RunPaths(elsewhere / "run").membership.mkdir()
 answer(RunPaths(elsewhere / "run"), "token", "in")
 assert answered(RunPaths(here / "run")) == Answer("token", "in"), "a shared trainer's answer"
-lock, other = RunLock(here / "run.lock"), RunLock(here / "run.lock")
+lock, other = FileLock(here / "run.lock"), FileLock(here / "run.lock")
 assert lock.exclusive() and not other.exclusive(), "processes of one host keep apart"
 """
 

@@ -17,7 +17,7 @@ from rlx.config.load import compose, load_command, to_yaml
 from rlx.config.roots import EVAL
 from rlx.metrics import MetricsWriter
 from rlx.paths import COMPLETE, RunPaths
-from rlx.runs.one_step import other_objective
+from rlx.runs.replay_setup import other_objective
 from rlx.runs.status import Status
 
 EVIL = "from pathlib import Path\nfrom rlx.losses.grpo import grpo\nPath(__file__).with_name('executed').touch()\n"

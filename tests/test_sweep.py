@@ -202,7 +202,7 @@ def test_a_mistake_in_any_run_stops_the_sweep_before_it_starts(argv, said, capsy
     assert list(tmp_path.iterdir()) == []
 
 
-def toy_plan(cfg):
+def toy_plan(cfg, directory):
     code = textwrap.dedent(TOY)
     return [ProcessSpec(role="trainer", replica=0, node=0, gpus=(), argv=(sys.executable, "-c", code, str(cfg.run.dir)))]
 
@@ -210,7 +210,7 @@ def toy_plan(cfg):
 @pytest.fixture
 def toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Replaces real runs by toy runs, in a directory of their own."""
-    monkeypatch.setattr("rlx.launch.sweep.plan_of", toy_plan)
+    monkeypatch.setattr("rlx.plan.make.make_plan", toy_plan)
     monkeypatch.chdir(tmp_path)
     return tmp_path / "out"
 
@@ -251,10 +251,10 @@ def test_an_interrupted_sweep_stops_its_runs(toys: Path):
     code = f"""
 import sys
 from rlx.cli import main
-import rlx.launch.sweep
+import rlx.plan.make
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_sweep import toy_plan
-rlx.launch.sweep.plan_of = toy_plan
+rlx.plan.make.make_plan = toy_plan
 sys.exit(main(["train", "-m", "seed=9,8", "max_steps=3", "run.dir={toys}"]))
 """
     pool = subprocess.Popen([sys.executable, "-c", code], cwd=toys.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -306,7 +306,7 @@ def test_runs_of_several_sizes_share_no_gpus(toys: Path, monkeypatch: pytest.Mon
             return 0 if self.over[0] else None
 
     monkeypatch.setattr(launch_sweep.subprocess, "Popen", Child)
-    monkeypatch.setattr(launch_sweep, "ending_of", lambda _: "completed")
+    monkeypatch.setattr(launch_sweep, "row_of", lambda _: ["completed"])
     monkeypatch.setattr(launch_sweep, "POLL", 0.0)
     elements = sweep.checked(expand(["-m", "seed=1,2", "hardware=gpu4,gpu2", "dry_run=true"], {}).elements, toys, TRAIN)
     launch_sweep.run_pool(elements, 2, [str(gpu) for gpu in range(8)], lambda _: None)

@@ -16,8 +16,8 @@ from rlx.cli.commands import TRAIN
 from rlx.config.errors import ConfigError
 from rlx.config.sweeps import expand
 from rlx.launch import sweep
+from rlx.lock import FileLock
 from rlx.runs import jobs
-from rlx.runs.claim import RunLock
 from rlx.runs.jobs import note_job
 from rlx.runs.status import Status, read_status
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Replaces real runs by toy runs, in a directory of their own."""
-    monkeypatch.setattr("rlx.launch.sweep.plan_of", toy_plan)
+    monkeypatch.setattr("rlx.plan.make.make_plan", toy_plan)
     monkeypatch.chdir(tmp_path)
     return tmp_path / "out"
 
@@ -37,7 +37,7 @@ def prepared(toys: Path, *argv: str) -> list[sweep.Element]:
 
 
 def is_free(found: sweep.Element) -> bool:
-    lock = RunLock(found.paths)
+    lock = FileLock(found.paths.lock)
     free = lock.exclusive()
     lock.close()
     return free

@@ -7,8 +7,6 @@ import os
 import struct
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -125,35 +123,7 @@ def test_a_line_that_is_still_being_written_is_forwarded_when_it_is_whole(tmp_pa
     assert sink.seen == [(0, {"loss/total": 2.0})]
 
 
-def test_the_end_of_the_run_forwards_nothing_that_is_being_forwarded(tmp_path: Path) -> None:
-    """As at the end of a run: the forwarding task is cancelled, its thread continues, and `close` forwards the rest."""
-    paths, sink = RunPaths(tmp_path), Recorder()
-    tracker, in_it, go_on = Tracker(paths, [sink]), threading.Event(), threading.Event()
-    write_metrics(paths)
-    remember = sink.scalars
-
-    def slow(*arguments: Any) -> None:
-        remember(*arguments)
-        in_it.set()
-        go_on.wait(60)
-
-    sink.scalars = slow  # type: ignore[method-assign]
-    left = threading.Thread(target=tracker.forward)
-    left.start()
-    assert in_it.wait(60)
-    end = threading.Thread(target=tracker.close)
-    end.start()
-    time.sleep(0.2)
-    go_on.set()
-    left.join(60)
-    end.join(60)
-    assert len(sink.seen) == 4
-    assert sink.closed
-
-
-def test_a_role_without_an_event_loop_forwards_while_it_works_and_the_rest_at_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_role_forwards_while_it_works_and_the_rest_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths, sink = RunPaths(tmp_path), Recorder()
     monkeypatch.setattr("rlx.tracking.open_tracker", lambda *_: Tracker(paths, [sink]))
     monkeypatch.setattr("rlx.tracking.INTERVAL", 0.01)
@@ -338,10 +308,6 @@ def test_wandb_offline_leaves_a_run_that_holds_metrics_samples_and_configuration
     assert [given["resume"] for given in asked] == ["allow"], "a later attempt goes on with the run of this id instead of replacing it"
     assert not any(b"hidden-key" in path.read_bytes() for path in (tmp_path / "my-run").rglob("*") if path.is_file())
     assert b"hidden-key" not in text
-
-
-def test_nothing_is_imported_where_no_service_is_asked_for(tmp_path: Path) -> None:
-    assert open_tracker(Config(), RunPaths(tmp_path)) is None
 
 
 @pytest.mark.parametrize("service", ["wandb", "tensorboard"])

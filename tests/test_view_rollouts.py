@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 import zstandard
 from test_rollout_runner import outcome
@@ -21,10 +20,9 @@ from rlx.paths import RunPaths
 from rlx.rollout.eval_results import outcome_of, write_results
 from rlx.runs.rollouts import Rollouts, Row, same_example
 from rlx.runs.selection import select, sort
-from rlx.runs.tokens import REPLAY_SUMMARY, REPLAY_TOKENS, texts_of, tokens_of
+from rlx.runs.tokens import texts_of, tokens_of
 from rlx.trace import TraceBuilder
 from rlx.types import Task
-from rlx.view.documents import key_to_colours, known, numbered, values_of
 
 
 @pytest.fixture(scope="module")
@@ -190,37 +188,6 @@ def test_a_run_of_a_sweep_is_shown_by_its_name(tmp_path: Path, capsys: pytest.Ca
     assert main(["show", str(paths.root), "count=1"]) == 0
     assert "assistant: is four" in capsys.readouterr().out
     assert main(["show", "filter=reward<0"]) == 2, "the run is missing"
-
-
-def test_a_replay_of_the_step_gives_its_tokens_two_weights_and_the_norms(paths: RunPaths):
-    """A replay of another recording of the step, and one that is not finished, give nothing."""
-    ids, head = (
-        tokens_of(paths.root, step=2, group=20, member=1)[0].sample.token_ids,
-        "mini_batch,group,member,sample,position,token_id,weight_recorded",
-    )
-    for label, token, whole in (("loss=gspo", ids[9], True), ("loss=old", ids[9] + 1, True), ("loss=now", ids[9], False)):
-        folder = paths.replay_of(2, label)
-        folder.mkdir(parents=True)
-        (folder / REPLAY_TOKENS).write_text(f"{head},weight_other\n0,20,1,0,9,{token},1.0,0.25\n0,20,0,0,9,{token},1.0,9\n")
-        if whole:
-            norms = {"recorded": {"gradient_norm": 1.5}, "other": {"gradient_norm": 0.5}}
-            (folder / REPLAY_SUMMARY).write_text(json.dumps({"mini_batches": [norms]}))
-    (tokens,) = tokens_of(paths.root, step=2, group=20, member=1)
-    assert list(tokens.replays) == ["loss=gspo"]
-    replay = tokens.replays["loss=gspo"]
-    assert (replay.recorded[9], replay.other[9], replay.norms) == (1.0, 0.25, (1.5, 0.5))
-    assert np.isnan(replay.other).sum() == len(ids) - 1
-    values = values_of(tokens, "replay loss=gspo")
-    assert values is not None
-    assert values[9] == 0.75
-    assert known([tokens])[-1] == "replay loss=gspo"
-    assert key_to_colours([tokens], "replay loss=gspo").plain.startswith(
-        "|weight under loss=gspo − under the run's objective|, gradient norm 1.5 → 0.5"
-    )
-    (text,) = numbered([tokens], [[str(i) for i in ids]])
-    lines = text.plain.splitlines()
-    assert lines[0].endswith("w  w loss=gspo")
-    assert next(line for line in lines if line.startswith("    9")).split()[-2:] == ["+1.0000", "+0.2500"]
 
 
 def test_every_rollout_of_a_synthesis_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

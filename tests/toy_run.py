@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from launch_configs import config
+
+from rlx.config.load import to_yaml
 from rlx.descendants import start_time
 from rlx.paths import RunPaths
 from rlx.plan.record import ProcessSpec, write_plan
@@ -20,26 +23,15 @@ from rlx.runs.status import Status, read_status
 LAUNCHER = """
 import sys
 from pathlib import Path
+from rlx.config.load import load_command
 from rlx.launch.local import launch
-from rlx.runs.claim import RunLock
-from rlx.launch.supervisor import Limits
 from rlx.paths import RunPaths
+from rlx.lock import FileLock
 
 paths = RunPaths(Path(sys.argv[1]))
-lock = RunLock(paths)
+lock = FileLock(paths.lock)
 assert lock.share(timeout=0)
-grace, heartbeat_timeout, preempt_grace, hung_timeout = map(float, (*sys.argv[2:5], sys.argv[6]))
-limits = Limits(
-    grace=grace,
-    heartbeat_timeout=heartbeat_timeout,
-    last_lines=5,
-    max_steps=3,
-    preempt_grace=preempt_grace,
-    max_restarts=int(sys.argv[5]),
-    hung_timeout=hung_timeout,
-    when_out_of_memory="Set trainer.ac.freq=1.",
-)
-sys.exit(launch(paths, limits, lock))
+sys.exit(launch(paths, load_command(paths.root), lock))
 """
 FOREVER = "import time\nprint('working', flush=True)\nwhile True: time.sleep(0.05)"
 
@@ -90,9 +82,12 @@ class Run:
         root.mkdir(exist_ok=True)
         self.plan = [replace(spec, argv=tuple(part.replace(RUN_DIR, str(root)) for part in spec.argv)) for spec in plan]
         write_plan(self.paths.plan, self.plan)
+        launcher = {"grace": grace, "heartbeat_timeout": heartbeat_timeout, "preempt_grace": preempt_grace, "last_lines": 5}
+        inference = {"max_restarts": max_restarts, "hung_timeout": hung_timeout}
+        self.paths.config.write_text(to_yaml(config("cpu", max_steps=3, launcher=launcher, inference=inference)))
         self.mark = f"toy-{os.getpid()}-{time.monotonic_ns()}"
         self.launcher = subprocess.Popen(
-            [sys.executable, "-c", LAUNCHER, str(root), *map(str, (grace, heartbeat_timeout, preempt_grace, max_restarts, hung_timeout))],
+            [sys.executable, "-c", LAUNCHER, str(root)],
             env={**os.environ, "RLX_TEST_MARK": self.mark},
             start_new_session=True,  # a process group as a terminal would give it, so that Ctrl-C can be sent to the group
             stderr=subprocess.PIPE,

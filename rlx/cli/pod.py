@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rlx.launch.agents import Agent
 
 SUMMARY = "one host of a run over several (on Kubernetes the command of its containers; elsewhere by hand)"
-LOOK = 5.0  # seconds between two looks of a waiting host at the first host's exit code
+LOOK = 1.0  # seconds between two looks of a waiting host at the first host's exit code
 SHOWN = 20.0  # seconds that the display has to end after the run
 
 
@@ -76,7 +76,7 @@ def _as_init(argv: list[str]) -> int:
 
 
 def _host(given: Namespace, overrides: list[str]) -> int:
-    from rlx.launch.agents import PORT, Agent, ask
+    from rlx.launch.agents import PORT, Agent
     from rlx.paths import write_text
     from rlx.waiting import LEFT
 
@@ -86,7 +86,7 @@ def _host(given: Namespace, overrides: list[str]) -> int:
     places = [place.rpartition(":") for place in (given.hosts.split(",") if given.hosts else pods)]
     hosts = [(name.strip("[]"), int(port)) for name, _, port in places]
     file.parent.mkdir(parents=True, exist_ok=True)
-    end = file.with_name(f"{file.name}.end")  # for a host that is being replaced and cannot be told
+    end = file.with_name(f"{file.name}.end")  # the exit code with which the first host ended the run
     agent = Agent(lambda: _read(file), hosts[index][1])
     if index == 0:
         end.unlink(missing_ok=True)  # of an attempt after which the Job started this host again
@@ -94,11 +94,6 @@ def _host(given: Namespace, overrides: list[str]) -> int:
         if code != LEFT:  # then the Job ends; else the other hosts serve the next attempt
             with contextlib.suppress(OSError):
                 write_text(end, f"{code} {secrets.token_hex(8)}")
-            for host in hosts[1:]:
-                try:
-                    ask(host, _read(file) or "", end=code)
-                except (OSError, ValueError) as error:
-                    print(f"{host[0]} was not told of the end: {error}", flush=True)
         return code
     # By hand, the hosts of the next attempt start in any order, and the file is still that of the last one until the first host is there.
     # A Job whose run has ended starts no next attempt.
@@ -120,18 +115,13 @@ def _serve(agent: Agent, index: int, end: Callable[[], str | None]) -> int:
 
     signal.signal(signal.SIGTERM, leave)
     print(f"host {index} serves", flush=True)
-    look = 0.0
-    while not agent.over.wait(0.2):
-        if (now := time.monotonic()) >= look:
-            look = now + LOOK
-            if (code := end()) is not None:
-                return int(code.split()[0])
-        if taken.is_set():
-            agent.give_notice()
-            while agent.is_busy:  # the kubelet ends this after the pod's grace time
-                time.sleep(0.1)
-            return LEFT
-    return int(agent.ended or 0)
+    while not taken.wait(LOOK):
+        if (code := end()) is not None:
+            return int(code.split()[0])
+    agent.give_notice()
+    while agent.is_busy:  # the kubelet ends this after the pod's grace time
+        time.sleep(0.1)
+    return LEFT
 
 
 def _first(given: Namespace, overrides: list[str], hosts: list[tuple[str, int]], file: Path) -> int:
@@ -179,7 +169,7 @@ def _first(given: Namespace, overrides: list[str], hosts: list[tuple[str, int]],
     def show(root: Path) -> None:
         shown.append(subprocess.Popen([sys.executable, "-m", "rlx.cli", "watch", str(root)]))
 
-    code = attempt(cfg, composed.overrides, plan, hosts, file, given.job, show)
+    code = attempt(cfg, composed.overrides, plan, composed.origins.files, hosts, file, given.job, show)
     sys.stdout.flush()
     for each in shown:
         try:

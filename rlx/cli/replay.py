@@ -35,7 +35,7 @@ def run(argv: list[str]) -> int:
     from rlx.config.errors import ConfigError
     from rlx.config.rules import target_name
     from rlx.report.tokens import as_text, checks, names_of, summary, write
-    from rlx.runs.one_step import changes, label_of, other_objective, policy_of
+    from rlx.runs.replay_setup import changes, label_of, other_objective, policy_of
     from rlx.runs.run import Run
 
     parser = Parser("replay")

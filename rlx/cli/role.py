@@ -101,7 +101,7 @@ def _run(role: str, argv: list[str]) -> int:
         environment = {} if spec is None else environment_of(spec, os.environ)
     except MissingGPU as error:
         raise ConfigError(str(error)) from error
-    paths, lock = join(cfg, composed.overrides, plan)
+    paths, lock = join(cfg, composed.overrides, plan, composed.origins.files)
     if spec is None:
         print(f"nothing to prepare: model {cfg.model.name} is loaded as it is: model.warm_start is not set")
         return 0

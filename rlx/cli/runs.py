@@ -30,12 +30,11 @@ Newest last. The state comes from status.json, except:
   lost          the run has no final state and no living process: resume it with resume=latest
 The kind is the command that made the run: train, sft, eval, synthesize.
 The reward is the mean of the last five steps. The last column says why a run failed or waits.
-SLURM is asked once for all runs. If a run's job ended before it could write its state, this command writes it."""
+SLURM is asked once for all runs. Nothing is written."""
 
 
 def run(argv: list[str]) -> int:
     from rlx.config.errors import ConfigError, may_read
-    from rlx.launch.follow import close_ended
     from rlx.plan.explain import table
     from rlx.runs.jobs import waits
     from rlx.runs.run import find
@@ -53,15 +52,12 @@ def run(argv: list[str]) -> int:
             rows.append([str(each.root), "-", "unreadable", "-", "-", "-", "-", ""])
             print(f"rlx: {error.problems[0].partition(chr(10))[0]}", file=sys.stderr)
     jobs = jobs_of([each for each, *_ in found])
-    if jobs is not None:
-        close_ended([each for each, *_ in found], jobs)
     states = {each: each.state(jobs) for each, *_ in found}
     waiting = {job for each, _, job, _, _ in found if job and states[each].startswith("waiting")}
     why: Mapping[str, object] = {}
     with contextlib.suppress(RuntimeError):  # SLURM does not answer
         why = waits(waiting) if waiting else {}
-    for each, _, job, reward, kind in sorted(found, key=lambda row: row[1].updated if row[1] else 0.0):
-        status = each.status  # that of a job which has ended may be new
+    for each, status, job, reward, kind in sorted(found, key=lambda row: row[1].updated if row[1] else 0.0):
         if status is not None:
             steps, shown = f"{status.step}/{status.max_steps}", "-" if reward is None else f"{reward:.3f}"
             note = status.cause.line if status.cause is not None else str(why.get(job or "", ""))

@@ -23,7 +23,7 @@ from rlx.preflight.chats import check_chats
 from rlx.preflight.hub import check_cache, use_cache
 from rlx.preflight.probes import environments_of, lines_of
 from rlx.runs.claim import changes, create, settle, sources, write_description
-from rlx.runs.differences import change_note
+from rlx.runs.config_diff import change_note
 from rlx.runs.rewind import is_fork
 from rlx.runs.status import Cause, read_status
 
@@ -61,13 +61,12 @@ def run(argv: list[str], command: Command) -> int:
     here = cfg.launcher.name == "local"
     for note in [*composed.notes, *(f"environment {line}" for line in environments)]:
         print(note, flush=True)
-    paths, lock = create(cfg, composed.overrides, plan)
+    paths, lock = create(cfg, composed.overrides, plan, options=composed.origins.files)
 
     if here:
         from rlx.launch.local import launch
-        from rlx.launch.supervisor import Limits
 
-        exit_code = launch(paths, Limits.of(cfg), lock, command.show(paths.root, cfg))
+        exit_code = launch(paths, cfg, lock, command.show(paths.root, cfg))
     else:
         from rlx.launch.follow import follow
         from rlx.launch.slurm import FOLDER, submit
@@ -96,7 +95,7 @@ def _dry_run(cfg: CommandConfig, composed: Composed, plan: Sequence[ProcessSpec]
     sources(cfg)
     explained = explain(cfg, plan, composed.choices, composed.notes, str(root), environments)
     print(f"{to_yaml(cfg)}\n{explained}")
-    if changed := changes(cfg):
+    if changed := changes(cfg, composed.origins.files):
         print("\n" + (f"starts from {cfg.resume}, with {', '.join(changed)}" if is_fork(cfg.resume) else change_note(root, changed)))
     if cfg.launcher.name == "slurm":
         from rlx.launch.slurm import FOLDER, sbatch_script

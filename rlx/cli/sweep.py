@@ -56,8 +56,9 @@ def checked(lines: Sequence[Line], directory: Path, command: Command) -> list[El
     from rlx.config.load import compose
     from rlx.config.schema import RunConfig
     from rlx.config.targets import all_nodes_of
-    from rlx.launch.sweep import Element, plan_of
+    from rlx.launch.sweep import Element
     from rlx.plan.environment import hub_variables
+    from rlx.plan.make import make_plan
     from rlx.preflight.chats import check_chats
     from rlx.preflight.hub import check_cache, use_cache
     from rlx.preflight.probes import environments_of, lines_of
@@ -77,7 +78,7 @@ def checked(lines: Sequence[Line], directory: Path, command: Command) -> list[El
             if nodes not in built:
                 check_nodes(cfg, composed)
                 built.append(nodes)
-            elements.append(Element(line.name, cfg, composed.overrides, plan_of(cfg)))
+            elements.append(Element(line.name, cfg, composed.overrides, make_plan(cfg, Path(str(cfg.run.dir))), composed.origins.files))
         except ConfigError as error:
             for text in error.problems:
                 problems.setdefault(text, []).append(line.name)

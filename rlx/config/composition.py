@@ -12,6 +12,7 @@ import functools
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
@@ -64,6 +65,7 @@ class Files:
     layers: list[Layer]
     choices: dict[str, str]  # group -> option; several options are joined with "+"
     sweeper: dict[str, Any]  # `hydra.sweeper` of the files: what a sweep varies
+    own: dict[str, Path]  # the user's own files
 
 
 Kept = dict[tuple[Any, ...], Files]
@@ -170,7 +172,7 @@ def _compose(
         rest = {name: escaped(value) for name, value in source.data.items() if name not in of_groups}
         layers = [Layer(rest, label(source.file)), *layers]
     data: dict[str, Any] = {}
-    origins = Origins()
+    origins = Origins(files=dict(files.own))
     for layer in layers:
         merge(data, layer.values)
         keys = list(flatten(layer.values)) if layer.origin else []
@@ -215,6 +217,7 @@ def _files(loader: ConfigLoader, name: str, lines: list[str], groups: Groups, st
         raise ConfigError(wrong or f"the configuration cannot be composed: {said}") from None
     layers: list[Layer] = []
     sweeper: dict[str, Any] = {}
+    own: dict[str, Path] = {}
     for default in (each for each in found if each.config_path is not None):
         path = str(default.config_path)
         file = file_at(loader, path)
@@ -225,10 +228,11 @@ def _files(loader: ConfigLoader, name: str, lines: list[str], groups: Groups, st
             merge(sweeper, (values.pop("hydra", None) or {}).get("sweeper") or {})
             values = nested(default.package or "", values)
             of_group = "/" in path
+            own |= {} if is_shipped(file) else {f"{path}.yaml": file}
             layers.append(
                 Layer(groups.of_command(values) if of_group else values, label(file), of_group=of_group, shipped=is_shipped(file))
             )
-    return Files(layers, _find_choices(found, groups.names), sweeper)
+    return Files(layers, _find_choices(found, groups.names), sweeper, own)
 
 
 def _find_choices(defaults: list[ResultDefault], groups: list[str]) -> dict[str, str]:
@@ -271,6 +275,7 @@ def _preset(loader: ConfigLoader, groups: Groups, origins: Origins, group: str, 
     if problems := list(groups.wrong(group, option, f"{key}, {origins.find(key)}")):
         raise ConfigError(problems)
     files = _files(loader, CHOSEN, [f"{group}={option}"], groups, {CHOSEN: []})
+    origins.files |= files.own
     node: dict[str, Any] = {}
     given = set(origins.of_key)
     for layer in files.layers:

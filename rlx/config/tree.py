@@ -18,6 +18,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING as NO_FACTORY
 from dataclasses import Field, dataclass, field, fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 from rlx.config.keys import HIDDEN, MISSING
@@ -57,6 +58,7 @@ class Origins:
     shipped: set[str] = field(default_factory=set)  # keys set last by a file that ships with rlx
     typed: set[str] = field(default_factory=set)  # keys set last by the command line or a variable
     secret: frozenset[str] = frozenset()  # keys whose values are not shown
+    files: dict[str, Path] = field(default_factory=dict)  # the user's own files that count: `loss/mine.yaml` → where it is
 
     def note(self, keys: Iterable[str], origin: str, of_group: bool = False, shipped: bool = False, typed: bool = False) -> None:
         """Record that `origin` set `keys`, after any earlier origin."""

@@ -30,10 +30,10 @@ from typing import Any, TypeVar
 from aiohttp import ClientError, ClientSession, ClientTimeout, ClientWebSocketResponse, WSMsgType, web
 
 from rlx.descendants import TOKEN, kill_all
-from rlx.launch.bound import bound
 from rlx.paths import RunPaths
 from rlx.plan.environment import DEVICES, devices, inherited
 from rlx.plan.record import ProcessSpec
+from rlx.process import die_with_parent
 from rlx.waiting import LEFT
 
 T = TypeVar("T")
@@ -57,8 +57,6 @@ class Agent:
 
     def __init__(self, token: Callable[[], str | None], port: int, host: str | None = None) -> None:
         self.token = token
-        self.ended: int | None = None  # the exit code with which the first host ended the run
-        self.over = threading.Event()
         self._lines: set[web.WebSocketResponse] = set()  # of the processes on this host
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="agent", daemon=True).start()
@@ -105,10 +103,7 @@ class Agent:
             elif "start" in order:
                 await self._run(line, order["start"])
             else:
-                await line.send_json({"done": True})
-                if "end" in order:
-                    self.ended = int(order["end"])
-                    self.over.set()
+                await line.send_json({"there": True})
         return line
 
     async def _run(self, line: web.WebSocketResponse, start: dict[str, Any]) -> None:
@@ -118,7 +113,7 @@ class Agent:
             environment = inherited(os.environ) | start["env"]
             environment |= {DEVICES: ",".join(devices(spec, os.environ.get(DEVICES)))}
             process = await asyncio.create_subprocess_exec(
-                *bound(start["argv"], environment),  # the thread of the loop lives as long as the agent
+                *start["argv"],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -168,7 +163,7 @@ async def _receive(line: web.WebSocketResponse | ClientWebSocketResponse) -> dic
 
 @contextlib.asynccontextmanager
 async def connect(address: tuple[str, int], token: str, **request: Any) -> AsyncIterator[ClientWebSocketResponse]:
-    """A connection to an agent that was sent a request: `start={name, argv, env, gpus}`, `end=CODE`, or none. Raises `GONE`."""
+    """A connection to an agent that was sent a request: `start={name, argv, env, gpus}`, or none. Raises `GONE`."""
     host, port = address
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
     async with (
@@ -180,11 +175,11 @@ async def connect(address: tuple[str, int], token: str, **request: Any) -> Async
         yield line
 
 
-def ask(address: tuple[str, int], token: str, **request: Any) -> None:
-    """Send a request that has no result: none for a sign of life, `end=CODE`. Raises OSError, also if the agent refuses."""
+def greet(address: tuple[str, int], token: str) -> None:
+    """Ask an agent for a sign of life. Raises OSError, also if the agent refuses."""
 
     async def answer() -> dict[str, Any]:
-        async with connect(address, token, **request) as line:
+        async with connect(address, token) as line:
             return await _receive(line)
 
     try:
@@ -201,7 +196,7 @@ def wait_for_agents(addresses: Sequence[tuple[str, int]], token: str, timeout: f
     left = list(addresses)
     while left:
         try:
-            ask(left[0], token)
+            greet(left[0], token)
             left.pop(0)
             continue
         except (OSError, ValueError) as error:
@@ -253,4 +248,5 @@ async def run(order: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
+    die_with_parent()
     sys.exit(asyncio.run(run(json.loads(sys.argv[1]))))

@@ -1,6 +1,7 @@
 """The child processes of a supervisor: start them, notice when they exit, stop them. Also starts the reaper, which outlives the supervisor.
 
-Each child has its own process group and log file, and dies with the supervisor. Exits are noticed through pidfds.
+Each child has its own process group and log file, and dies with the supervisor: roles do so by themselves (`rlx.process`), and the reaper
+kills what is left. Exits are noticed through pidfds.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlx.descendants import kill_all
-from rlx.launch.bound import bound
 from rlx.launch.starters import Starter
 from rlx.launch.verdict import Process
 from rlx.plan.record import ProcessSpec
@@ -91,7 +91,7 @@ class Children:
         argv, its_environment = self.starter.command(spec, environment)
         with log.open("ab") as file:
             process = subprocess.Popen(
-                bound(argv, its_environment),
+                argv,
                 env=its_environment,
                 stdin=subprocess.DEVNULL,
                 stdout=file,

@@ -11,15 +11,13 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TextIO
 
 from rlx.launch.local import UPDATE, Observer
 from rlx.paths import RunPaths
-from rlx.runs.jobs import ENDED, GONE, ends_of, job_of, output_of, queue, waits
-from rlx.runs.lock import RunLock
-from rlx.runs.run import WAITS, Run
+from rlx.runs.jobs import ENDED, GONE, job_of, output_of, queue, waits
+from rlx.runs.run import WAITS
 from rlx.runs.status import FINAL, Status, read_status
 
 ASK = 10.0  # seconds between two queries to the SLURM controller, which all users of a cluster share
@@ -48,7 +46,8 @@ def wait_for_jobs(jobs: Mapping[str, RunPaths], update: Callable[[], None] = lam
 
     `update` is called about five times a second. A run that was submitted again meanwhile is left to its new job.
     """
-    left, gone, waiting, asked = dict(jobs), Counter[str](), Waiting(), -math.inf
+    told: dict[str, str] = {}
+    left, gone, asked = dict(jobs), Counter[str](), -math.inf
     while left := {job: paths for job, paths in left.items() if not _is_over(paths)}:
         if time.monotonic() - asked > ASK:
             asked = time.monotonic()
@@ -61,7 +60,7 @@ def wait_for_jobs(jobs: Mapping[str, RunPaths], update: Callable[[], None] = lam
                         paths = left.pop(job)
                         if job_of(paths) in (None, job):
                             close(paths, job, state)
-                waiting.tell(job for job in left if states.get(job) in WAITS)
+                say_why((job for job in left if states.get(job) in WAITS), told)
         update()
         time.sleep(UPDATE)
 
@@ -84,73 +83,29 @@ def close(paths: RunPaths, job_id: str, state: str) -> Status:
     else:
         ended = f"is {GONE}, and ended" if state == GONE else f"ended as {state}"
         reason = f"SLURM job {job_id} {ended} before the supervisor could say why"
-        status.fail(paths, "supervisor", reason, _says_why(paths, status, job_id), SHOWN)
+        status.fail(paths, "supervisor", reason, _says_why(paths, status), SHOWN)
         return status
     status.write(paths)
     return status
 
 
-def _says_why(paths: RunPaths, status: Status, job_id: str) -> Path:
+def _says_why(paths: RunPaths, status: Status) -> Path:
     """The log of the job's last start: its own output if that start has not become an attempt, as when a comeback is refused."""
-    launcher, output = paths.log(status.attempt, "launcher"), output_of(paths)
-    if output is None or not output.is_file():
-        return launcher
-    if status.job != job_id or status.state == "preempted" or not launcher.is_file():
-        return output
-    # An attempt that could not write its end is `running`, whether it was the last start or not. Only a later start, or SLURM, writes then.
-    return max(launcher, output, key=lambda file: file.stat().st_mtime)
+    logs = [file for file in (paths.log(status.attempt, "launcher"), output_of(paths)) if file is not None and file.is_file()]
+    return max(logs, key=lambda file: file.stat().st_mtime, default=paths.log(status.attempt, "launcher"))
 
 
-def close_ended(runs: Sequence[Run], jobs: Mapping[str, str]) -> None:
-    """Write the final status of the runs whose jobs have ended, if no process of theirs could: the job was cancelled in the queue, say.
+def say_why(jobs: Iterable[str], told: dict[str, str]) -> None:
+    """Print why jobs in the queue wait: of each when its reason changes. The estimated start alone changes with every job of others.
 
-    `jobs`: job id → SLURM's state. A run is left alone if neither SLURM nor its accounting knows the job, if the run is in use, or if its
-    directory may not be written.
+    `told`: the reasons that were printed, by job id. Raises RuntimeError if the controller does not answer.
     """
-    ended = [
-        (run, job, status)
-        for run in runs
-        if (job := run.job) is not None
-        and (status := run.status) is not None
-        and (status.state not in FINAL or status.state == "preempted")
-        and jobs.get(job, GONE) in ENDED
-    ]
-    unknown = [job for _, job, _ in ended if job not in jobs]
-    found = {**jobs, **(ends_of(unknown) if unknown else {})}
-    for run, job, status in ended:
-        paths, state = run.paths, found.get(job, GONE)
-        # What a job wrote last may not be visible here yet; what it would write about its cancellation is the same.
-        if state == GONE or (state != "CANCELLED" and run.is_written(status)):
-            continue
-        try:
-            lock = RunLock(paths)
-        except OSError:
-            continue
-        if lock.exclusive():
-            with contextlib.suppress(OSError):
-                if job_of(paths) == job and read_status(paths) == status:  # else it was submitted again while SLURM answered
-                    close(paths, job, state)
-        lock.close()
-
-
-class Waiting:
-    """Prints why jobs wait: of each when its reason changes. The estimated start alone changes with every job of others."""
-
-    def __init__(self, file: TextIO | None = None) -> None:
-        """`file`: where to; None: standard output."""
-        self._file = file
-        self._told: dict[str, str] = {}  # job id → the reason
-
-    def tell(self, jobs: Iterable[str]) -> None:
-        """`jobs`: ids of jobs in the queue. Raises RuntimeError if the controller does not answer."""
-        wanted = list(jobs)
-        if not wanted:
-            return
-        new: dict[str, list[str]] = {}
-        for job, why in waits(wanted).items():
-            reason = why.partition(",")[0]
-            if self._told.get(job) != reason:
-                new.setdefault(why, []).append(job)
-                self._told[job] = reason
-        for why, (job, *more) in new.items():
-            print(f"job {job}{f' (and {len(more)} more)' if more else ''} waits: {why}", file=self._file, flush=True)
+    wanted = list(jobs)
+    new: dict[str, list[str]] = {}
+    for job, why in waits(wanted).items() if wanted else ():
+        reason = why.partition(",")[0]
+        if told.get(job) != reason:
+            new.setdefault(why, []).append(job)
+            told[job] = reason
+    for why, (job, *more) in new.items():
+        print(f"job {job}{f' (and {len(more)} more)' if more else ''} waits: {why}", flush=True)

@@ -14,11 +14,13 @@ from typing import Protocol, cast
 
 from submitit import LocalExecutor, LocalJob
 
+from rlx.config.load import load_command
+from rlx.config.schema import CommandConfig
 from rlx.descendants import kill_all, start_time
-from rlx.launch.supervisor import Limits, Supervisor
+from rlx.launch.supervisor import Supervisor
+from rlx.lock import FileLock
 from rlx.paths import RunPaths
 from rlx.plan.environment import DEVICES
-from rlx.runs.lock import RunLock
 from rlx.runs.status import FINAL, Status, new_attempt, read_status
 
 POLL = 0.1  # seconds between two checks of the job
@@ -38,14 +40,14 @@ class Observer(Protocol):
         """Called once, after the last process of the run has exited."""
 
 
-def launch(paths: RunPaths, limits: Limits, lock: RunLock, observer: Observer | None = None) -> int:
+def launch(paths: RunPaths, cfg: CommandConfig, lock: FileLock, observer: Observer | None = None) -> int:
     """Run the plan in `paths.plan` and return the run's exit code: 0, 1 or 130. Call it on the main thread.
 
     While it waits, SIGINT, SIGTERM and SIGHUP stop the run, which first writes a checkpoint; a second one kills it at once.
     The run also stops when this process dies.
     """
     paths.job.unlink(missing_ok=True)  # of an earlier attempt on a cluster
-    status = Status(attempt=new_attempt(paths), max_steps=limits.max_steps, launcher={"host": socket.gethostname(), "pid": os.getpid()})
+    status = Status(attempt=new_attempt(paths), max_steps=cfg.total_steps, launcher={"host": socket.gethostname(), "pid": os.getpid()})
     status.write(paths)
     token = secrets.token_hex(16)
     launcher = (os.getpid(), start_time(os.getpid()))
@@ -58,20 +60,19 @@ def launch(paths: RunPaths, limits: Limits, lock: RunLock, observer: Observer | 
     before = {signum: signal.signal(signum, signal.SIG_IGN) for signum in STOP_SIGNALS}
     try:
         visible = os.environ.get(DEVICES)
-        job = cast("LocalJob[int]", executor.submit(_supervise, str(paths.root), limits, token, status.attempt, launcher, visible))
+        job = cast("LocalJob[int]", executor.submit(_supervise, str(paths.root), token, status.attempt, launcher, visible))
         for signum in STOP_SIGNALS:
             if signum != signal.SIGHUP or before[signum] is not signal.SIG_IGN:  # nohup asks to survive the terminal
                 signal.signal(signum, lambda number, frame: requests.append(number))
         try:
-            _follow(limits, job, token, requests, observer)
+            _follow(cfg, job, token, requests, observer)
         except BaseException:  # the observer failed: stop the run, because a run must not outlive its launcher
             requests.append(signal.SIGTERM)
-            _follow(limits, job, token, requests, None)
+            _follow(cfg, job, token, requests, None)
             raise
         finally:
-            _end(paths, limits, job, token)
-            lock.wait_until_alone(timeout=10)
-        status = _close(paths, limits, job, interrupted=bool(requests))
+            _end(paths, cfg, lock, job, token)
+        status = _close(paths, cfg, job, interrupted=bool(requests))
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
@@ -81,23 +82,23 @@ def launch(paths: RunPaths, limits: Limits, lock: RunLock, observer: Observer | 
     return status.exit_code
 
 
-def _supervise(run_dir: str, limits: Limits, token: str, attempt: int, launcher: tuple[int, int | None], visible: str | None) -> int:
+def _supervise(run_dir: str, token: str, attempt: int, launcher: tuple[int, int | None], visible: str | None) -> int:
     """The function that the submitit job runs. `visible`: the launcher's CUDA_VISIBLE_DEVICES, which submitit replaces by an empty one."""
     os.environ.pop(DEVICES, None)
     if visible is not None:
         os.environ[DEVICES] = visible
     paths = RunPaths(Path(run_dir))
-    lock = RunLock(paths)
+    lock = FileLock(paths.lock)
     lock.share()
     log = os.open(paths.log(attempt, "launcher"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
     parent = os.getppid()
     watched = {f"the launcher (process {launcher[0]})": launcher, f"submitit's process {parent}": (parent, start_time(parent))}
-    return Supervisor(paths, limits, token=token, lock_fd=lock.fd, attempt=attempt, watched=watched).run()
+    return Supervisor(paths, load_command(paths.root), token=token, lock_fd=lock.fd, attempt=attempt, watched=watched).run()
 
 
-def _follow(limits: Limits, job: LocalJob[int], token: str, requests: list[int], observer: Observer | None) -> None:
+def _follow(cfg: CommandConfig, job: LocalJob[int], token: str, requests: list[int], observer: Observer | None) -> None:
     """Wait until the job ends. Forwards stop requests, and gives up if the job does not stop in time."""
     updated = asked = 0.0
     deadline = float("inf")
@@ -106,7 +107,7 @@ def _follow(limits: Limits, job: LocalJob[int], token: str, requests: list[int],
         if requests and now - asked > 0.5:  # send SIGTERM repeatedly: a job that is just starting may miss the first
             if not asked:
                 print("stopping the run after a checkpoint; a second signal kills it at once", file=sys.stderr, flush=True)
-                deadline = now + limits.preempt_grace + limits.grace + MARGIN
+                deadline = now + cfg.launcher.preempt_grace + cfg.launcher.grace + MARGIN
             asked = now
             os.kill(int(job.job_id), signal.SIGTERM)
         if len(requests) > 1:
@@ -119,38 +120,31 @@ def _follow(limits: Limits, job: LocalJob[int], token: str, requests: list[int],
         time.sleep(POLL)
 
 
-def _end(paths: RunPaths, limits: Limits, job: LocalJob[int], token: str) -> None:
-    """Kill what is left of the job, whether it ended, is stuck, or lost one of its own processes."""
+def _end(paths: RunPaths, cfg: CommandConfig, lock: FileLock, job: LocalJob[int], token: str) -> None:
+    """Return when no process of the run is left: kill the job if it is stuck, and what it left if it lost one of its own processes."""
+    if job.done():  # if only submitit's process died, the supervisor stops everything by itself; if the supervisor died, the reaper does
+        lock.take(cfg.launcher.grace + MARGIN)
     status = read_status(paths)
     assert status is not None
-    supervisor = status.supervisor["pid"] if status.supervisor is not None else None
-    if job.done() and supervisor is not None:
-        # If only submitit's process died, the supervisor is about to stop everything by itself.
-        deadline = time.monotonic() + limits.grace + MARGIN
-        while start_time(supervisor) is not None and time.monotonic() < deadline:
-            time.sleep(0.05)
-    for pid in (supervisor, None if job.done() else int(job.job_id)):
+    for pid in (status.supervisor["pid"] if status.supervisor is not None else None, None if job.done() else int(job.job_id)):
         if pid is not None and start_time(pid) is not None:
             os.kill(pid, signal.SIGKILL)
     status = read_status(paths) or status
     kill_all([] if status.state in FINAL else [process["pid"] for process in status.processes], token)
+    lock.take(10)
+    lock.share()
 
 
-def _close(paths: RunPaths, limits: Limits, job: LocalJob[int], *, interrupted: bool) -> Status:
-    """Return the final status. Writes it if the supervisor died before it could."""
+def _close(paths: RunPaths, cfg: CommandConfig, job: LocalJob[int], *, interrupted: bool) -> Status:
+    """Return the final status. Writes it if the supervisor died before it could, or was stuck and had to be killed."""
     status = read_status(paths)
     assert status is not None
-    if interrupted and status.state == "failed" and status.cause is not None and status.cause.role == "supervisor":
-        status.finish("interrupted")  # the supervisor was stuck and had to be killed
-        status.write(paths)
-    if status.state in FINAL:
-        return status
-    if interrupted:
+    killed = status.cause is not None and status.cause.role == "supervisor"
+    if interrupted and (killed or status.state not in FINAL):
         status.finish("interrupted")
         status.write(paths)
-        return status
-    log = paths.log(status.attempt, "launcher")
-    if not log.exists() or not log.stat().st_size:
-        log = Path(job.paths.stdout)
-    status.fail(paths, "supervisor", "the supervisor died before it started any process", log, limits.last_lines)
+    elif status.state not in FINAL:
+        log = paths.log(status.attempt, "launcher")
+        log = log if log.exists() and log.stat().st_size else Path(job.paths.stdout)
+        status.fail(paths, "supervisor", "the supervisor died before it started any process", log, cfg.launcher.last_lines)
     return status

@@ -11,18 +11,18 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from rlx.config.schema import CommandConfig
 from rlx.launch.starters import AgentStarter
-from rlx.launch.supervisor import Limits, Supervisor
+from rlx.launch.supervisor import Supervisor
+from rlx.lock import FileLock
 from rlx.paths import RunPaths, write_text
 from rlx.plan.record import ProcessSpec
 from rlx.runs.claim import create
 from rlx.runs.jobs import note_progress, saved_of
-from rlx.runs.lock import RunLock
 from rlx.runs.run import has_done
 from rlx.runs.status import Status, new_attempt, read_status
 from rlx.waiting import LEFT
@@ -44,6 +44,7 @@ def attempt(
     cfg: CommandConfig,
     overrides: Sequence[str],
     plan: Sequence[ProcessSpec],
+    options: Mapping[str, Path],
     hosts: Sequence[tuple[str, int]],
     token: Path,
     job: str,
@@ -60,10 +61,10 @@ def attempt(
         if has_done(paths, read_status(paths), cfg):
             print(f"{paths.root} is completed", flush=True)
             return 0
-        with contextlib.closing(RunLock(paths)) as lock:
+        with contextlib.closing(FileLock(paths.lock)) as lock:
             lock.take(OLD_ATTEMPT)
         cfg = replace(cfg, resume="latest", clean=False)
-    paths, lock = create(cfg, overrides, plan, even_done=restart)
+    paths, lock = create(cfg, overrides, plan, options=options, even_done=restart)
     if not restart:
         paths.job.unlink(missing_ok=True)  # what an earlier Job, or a SLURM job, noted of its own starts
         write_text(paths.kubernetes, json.dumps(_owner(job)) + "\n")
@@ -74,16 +75,8 @@ def attempt(
         print(f"Job {job}, attempt {status.attempt}, on {', '.join(host for host, _ in hosts)}", flush=True)
         if is_given_up(paths, cfg, status, ""):
             return 1
-        return Supervisor(
-            paths,
-            Limits.of(cfg),
-            token=secrets.token_hex(16),
-            lock_fd=lock.fd,
-            attempt=status.attempt,
-            watched={},
-            starter=AgentStarter(hosts, token, paths.root),
-            meaning_of_sigterm=lambda: "preempted",  # the pod is evicted, drained or deleted: it does not say which
-        ).run()
+        starter = AgentStarter(hosts, token, paths.root)
+        return Supervisor(paths, cfg, lock_fd=lock.fd, attempt=status.attempt, starter=starter).run()
 
 
 def is_restart(root: Path, job: str) -> bool:
@@ -113,8 +106,7 @@ def is_given_up(paths: RunPaths, cfg: CommandConfig, status: Status, missing: st
     if barren <= cfg.launcher.max_requeues:
         return False
     reason = f"{missing}the Job was started {barren} times without progress, more than launcher.max_requeues={cfg.launcher.max_requeues}"
-    status.fail(paths, "launcher", reason, paths.log(status.attempt, "launcher"))
-    print(reason, file=sys.stderr, flush=True)
+    status.give_up(paths, reason)
     return True
 
 

@@ -12,7 +12,6 @@ import contextlib
 import io
 import os
 import re
-import secrets
 import signal
 import sys
 import time
@@ -28,7 +27,8 @@ from rlx.config.schema import CommandConfig
 from rlx.launch.container import MOUNTS, Container
 from rlx.launch.sbatch import check_directory, make_executor, own_job_forgotten, sbatch_options, sbatch_script
 from rlx.launch.starters import SrunStarter
-from rlx.launch.supervisor import Limits, Supervisor
+from rlx.launch.supervisor import Supervisor
+from rlx.lock import FileLock
 from rlx.paths import RunPaths, write_text
 from rlx.runs import outside
 from rlx.runs.history import final_reward
@@ -43,7 +43,6 @@ from rlx.runs.jobs import (
     restarts_of,
     saved_of,
 )
-from rlx.runs.lock import RunLock
 from rlx.runs.provenance import take_snapshot
 from rlx.runs.rewind import has_begun, rewind
 from rlx.runs.status import Status, new_attempt, read_status
@@ -114,7 +113,7 @@ class Attempt:
         # For an array task this is `12_5`. SLURM_JOB_ID must not be used: for the last task it is the array's id, and SLURM acts on all.
         job = environment.job_id
         restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-        lock = RunLock(paths)
+        lock = FileLock(paths.lock)
         if not lock.take(timeout=OLD_ATTEMPT):
             print(f"{paths.root} is in use by another run; this job ends", file=sys.stderr)
             raise SystemExit(1)
@@ -146,18 +145,8 @@ class Attempt:
             most = f"launcher.max_requeues={cfg.launcher.max_requeues}"
             _give_up(paths, status, f"the job was requeued {barren} times without progress, more than {most}")
         container = Container.of(cfg, os.environ.get(MOUNTS, "").split(","))
-        starter = SrunStarter(job, environment.hostnames, cfg.hardware.gpus_per_node, cfg.slurm.prefix, container)
-        supervisor = Supervisor(
-            paths,
-            Limits.of(cfg),
-            token=secrets.token_hex(16),
-            lock_fd=lock.fd,
-            attempt=status.attempt,
-            watched={},
-            starter=starter,
-            meaning_of_sigterm=lambda: "preempted" if restarts_of(job) > restarts else "interrupted",
-            find_lost_hosts=starter.lost_hosts,
-        )
+        starter = SrunStarter(job, environment.hostnames, cfg.hardware.gpus_per_node, cfg.slurm.prefix, container, restarts)
+        supervisor = Supervisor(paths, cfg, lock_fd=lock.fd, attempt=status.attempt, starter=starter)
         code = supervisor.run(received)
         left = self._leave_lost_hosts(paths, supervisor, starter, job, restarts) if supervisor.lost else None
         if left is not None:
@@ -258,6 +247,5 @@ def back_to_the_queue(job_id: str, restarts: int) -> str | None:
 
 def _give_up(paths: RunPaths, status: Status, reason: str) -> NoReturn:
     """Write that the run failed, and why; exit."""
-    status.fail(paths, "launcher", reason, paths.log(status.attempt, "launcher"))
-    print(reason, file=sys.stderr, flush=True)
+    status.give_up(paths, reason)
     raise SystemExit(1)

@@ -27,7 +27,6 @@ from rlx.paths import RunPaths, listed, write_text
 from rlx.stacks import BLOCKED, boot
 
 ANSWER = 8.0  # seconds that the processes have to answer
-BY_SIGNAL = 1.0  # seconds that faulthandler has to write its stacks
 HTTP = 3.0  # seconds that a server has to answer
 WAITS = ("waiting", "done", SERVING)  # beginnings of the phases of processes that only wait for others
 STACKS = "\nstacks\n"  # between the lines and the stacks in a file
@@ -109,14 +108,13 @@ def examine(
     paths: RunPaths, question: str, beats: Mapping[str, Mapping[str, Any]], ages: Mapping[str, float], alive: Sequence[str]
 ) -> list[Seen]:
     """Ask all processes and servers of a run what they do. Takes up to `ANSWER` seconds and a little more."""
-    folder = paths.stalls
-    known = {file.stem: _read(file) for file in sorted(folder.glob("*.process"))}
+    known = {file.stem: _read(file) for file in sorted(paths.stalls.glob("*.process"))}
     names = [*beats, *(name for name, facts in known.items() if name not in beats and (name in alive or _is_worker(name, facts)))]
     with contextlib.suppress(OSError):
-        write_text(folder / "ask", question)
+        write_text(paths.stalls / "ask", question)
     serves = {name: answers(paths, name) for name in names if name.startswith("inference_")}
     here = {name: facts for name, facts in known.items() if name in names and _is_here(facts)}
-    asked = {name: folder / f"{question}_{name}.json" for name in names}
+    asked = {name: paths.stalls / f"{question}_{name}.json" for name in names}
 
     def is_stopped(name: str) -> bool:
         return name in here and state_of(here[name]["pid"]) == "T"
@@ -124,24 +122,20 @@ def examine(
     deadline = time.monotonic() + ANSWER
     while time.monotonic() < deadline and not all(listed(file) or is_stopped(name) for name, file in asked.items()):
         time.sleep(0.1)
-    stopped = {name for name in names if is_stopped(name)}
-    found = {name: _read(file) for name, file in asked.items()}
-    quiet = {name: here[name] for name, said in found.items() if not said and name in here and name not in stopped}
-    stacks = _by_signal({facts["pid"]: Path(facts["stacks"]) for facts in quiet.values()})
     seen = []
     for name in names:
-        beat, said, silent = beats.get(name), found.get(name, {}), ages.get(name, 0.0)
-        trouble = (
-            f"stopped by a signal (process {here[name]['pid']} on {here[name]['host']})"
-            if name in stopped
-            else "does not answer GET /health"
-            if serves.get(name) is False
-            else f"silent for {silent:.0f} s"
-            if silent > SILENT
-            else "does not answer"
-            if not said
-            else ""
-        )
+        beat, said, silent, trouble = beats.get(name), _read(asked[name]), ages.get(name, 0.0), ""
+        if is_stopped(name):
+            trouble = f"stopped by a signal (process {here[name]['pid']} on {here[name]['host']})"
+        elif not said and name in here:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(here[name]["pid"], signal.SIGUSR1)  # Python is blocked in it; faulthandler is not
+        if serves.get(name) is False:
+            trouble = trouble or "does not answer GET /health"
+        if silent > SILENT:
+            trouble = trouble or f"silent for {silent:.0f} s"
+        if not said:
+            trouble = trouble or "does not answer; a role writes its stacks to its log"
         seen.append(
             Seen(
                 name=name,
@@ -150,21 +144,10 @@ def examine(
                 trouble=trouble,
                 where=said.get("where", ""),
                 lines=tuple(said.get("lines", ())),
-                stack=said.get("stack", "") or stacks.get(known.get(name, {}).get("pid", 0), ""),
+                stack=said.get("stack", ""),
             )
         )
     return seen
-
-
-def _by_signal(files: Mapping[int, Path]) -> dict[int, str]:
-    """The stacks that processes write on SIGUSR1, even if Python is blocked in them, by process id. `files`: where they write them."""
-    sizes = {pid: len(_text(file)) for pid, file in files.items()}
-    for pid in files:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGUSR1)
-    if files:
-        time.sleep(BY_SIGNAL)
-    return {pid: _text(file)[sizes[pid] :] for pid, file in files.items()}
 
 
 def answers(paths: RunPaths, name: str) -> bool | None:

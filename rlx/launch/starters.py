@@ -19,7 +19,7 @@ from rlx.launch.container import KEPT, Container
 from rlx.plan.environment import DEVICES, OF_A_GROUP, environment_of, inherited
 from rlx.plan.record import ProcessSpec
 from rlx.process import HOST, SUPERVISOR
-from rlx.runs.jobs import ask
+from rlx.runs.jobs import ask, restarts_of
 from rlx.runs.outside import outside
 
 PROBE = 30  # seconds that a host has to start a step
@@ -57,6 +57,14 @@ class Starter:
     def kill(self, names: Sequence[str]) -> None:
         """SIGKILL the processes with these names, if a signal to the child is not enough."""
 
+    def meaning_of_sigterm(self) -> str:
+        """The run's state after a SIGTERM to the supervisor: `interrupted` or `preempted`."""
+        return "interrupted"
+
+    def lost_hosts(self) -> list[str]:
+        """The hosts that do not answer. Asked when a process has failed."""
+        return []
+
 
 class SrunStarter(Starter):
     """Starts steps of the supervisor's SLURM job. Their output comes through `srun`, so each log file has one writer."""
@@ -64,13 +72,20 @@ class SrunStarter(Starter):
     remote = True
 
     def __init__(
-        self, job_id: str, hosts: Sequence[str], gpus_per_node: int = 0, prefix: Sequence[str] = (), container: Container | None = None
+        self,
+        job_id: str,
+        hosts: Sequence[str],
+        gpus_per_node: int = 0,
+        prefix: Sequence[str] = (),
+        container: Container | None = None,
+        restarts: int = 0,
     ) -> None:
         """`job_id`: `12`, or `12_5` for an array task. Not `SLURM_JOB_ID`: for the last task that is `12`, which names the whole array.
 
-        `hosts`: the job's nodes in order. `prefix`: words before every command, such as `numactl --localalloc`."""
+        `hosts`: the job's nodes in order. `prefix`: words before every command, such as `numactl --localalloc`. `restarts`: how often the
+        job had been requeued when this attempt began."""
         self.job_id, self.hosts, self.gpus_per_node, self.prefix = job_id, tuple(hosts), gpus_per_node, tuple(prefix)
-        self.container = container
+        self.container, self.restarts = container, restarts
         self.started: set[str] = set()  # names of the steps
 
     def host(self, spec: ProcessSpec) -> str:
@@ -116,6 +131,9 @@ class SrunStarter(Starter):
         if silent:  # else the step would start when the host answers again
             self.kill([TRIAL])
         return silent
+
+    def meaning_of_sigterm(self) -> str:
+        return "preempted" if restarts_of(self.job_id) > self.restarts else "interrupted"
 
     def _choose_gpus(self, spec: ProcessSpec) -> tuple[str, ...]:
         """Limit the role to the GPUs that the plan gives it, out of the job's GPUs in SLURM's CUDA_VISIBLE_DEVICES.
@@ -174,4 +192,7 @@ class AgentStarter(Starter):
     def command(self, spec: ProcessSpec, environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         start = {"name": spec.name, "argv": list(spec.argv), "gpus": list(spec.gpus), "env": spec.env | {HOST: self.host(spec)}}
         order = {"at": self.hosts[spec.node], "token": str(self.token), "run": str(self.run_dir), "start": start}
-        return [sys.executable, "-m", "rlx.launch.agents", json.dumps(order)], inherited(environment)
+        return [sys.executable, "-m", "rlx.launch.agents", json.dumps(order)], inherited(environment) | {SUPERVISOR: str(os.getpid())}
+
+    def meaning_of_sigterm(self) -> str:
+        return "preempted"  # the pod is evicted, drained or deleted: it does not say which

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from rlx.config.savings import ran_out, when_out_of_memory
 from rlx.config.schema import CommandConfig, TrainingRoot
@@ -45,64 +46,31 @@ LAST_WORDS = 300  # lines at the end of a log in which an error is looked for: o
 SOON = 0.02  # seconds between two looks while the verdict is `settle`
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """The supervisor's part of the configuration."""
-
-    grace: float  # seconds between SIGTERM and SIGKILL
-    heartbeat_timeout: float  # seconds without a heartbeat after which a process counts as hung
-    last_lines: int  # log lines shown of the process that failed
-    max_steps: int  # copied into the status
-    counted: str = "trainer"  # source of the metric records that are the steps of the status
-    preempt_grace: float = 60.0  # seconds from the notice of a preemption until the roles are stopped
-    stall_timeout: float | None = None  # seconds without progress after which the log says what is waited for
-    max_restarts: int = 0  # how often each service may be started again
-    hung_timeout: float | None = None  # seconds without a heartbeat after which a service that has served is killed and started again
-    when_out_of_memory: str = ""  # what the user may do when the trainer's device has no memory left
-
-    @classmethod
-    def of(cls, cfg: CommandConfig) -> Limits:
-        shared = ("grace", "heartbeat_timeout", "last_lines", "preempt_grace", "stall_timeout")
-        values = {name: getattr(cfg.launcher, name) for name in shared}
-        return cls(
-            max_steps=cfg.total_steps,
-            counted=cfg.counted,
-            max_restarts=cfg.max_restarts,
-            hung_timeout=cfg.hung_timeout,
-            when_out_of_memory=when_out_of_memory(cfg) if isinstance(cfg, TrainingRoot) else "",
-            **values,
-        )
-
-
 class Supervisor:
     """One attempt at one run. `run()` is called once, on the main thread."""
 
     def __init__(
         self,
         paths: RunPaths,
-        limits: Limits,
+        cfg: CommandConfig,
         *,
-        token: str,
         lock_fd: int,
         attempt: int,
-        watched: dict[str, tuple[int, int | None]],
         starter: Starter | None = None,
-        meaning_of_sigterm: Callable[[], str] = lambda: "interrupted",
-        find_lost_hosts: Callable[[], Sequence[str]] = tuple,
+        token: str | None = None,
+        watched: Mapping[str, tuple[int, int | None]] = MappingProxyType({}),
     ) -> None:
         """`watched`: name → (pid, `start_time`) of the processes without which the run must stop.
 
-        `meaning_of_sigterm` returns the run's state after a SIGTERM: `interrupted` or `preempted`. `find_lost_hosts` is asked when a
-        process has failed: if hosts do not answer, that is why. The state is then `preempted`, and `lost` and `blamed` say more.
+        If hosts do not answer when a process has failed, that is why: the state is then `preempted`, and `lost` and `blamed` say more.
         """
-        self.paths, self.limits, self.token = paths, limits, token
-        self.status = read_status(paths) or Status(attempt=attempt, max_steps=limits.max_steps)
+        self.paths, self.cfg, self.token = paths, cfg, token or secrets.token_hex(16)
+        self.status = read_status(paths) or Status(attempt=attempt, max_steps=cfg.total_steps)
         self.status.supervisor = {"host": socket.gethostname(), "pid": os.getpid()}
         self.starter = starter or Starter()
-        self.meaning_of_sigterm, self.find_lost_hosts = meaning_of_sigterm, find_lost_hosts
         self.lost: tuple[str, ...] = ()  # hosts that did not answer when a process had failed
         self.blamed: Cause | None = None  # that process
-        self.children = Children(self.starter, token)
+        self.children = Children(self.starter, self.token)
         self.lock_fd = lock_fd
         self.watched = watched
         self.selector = selectors.DefaultSelector()
@@ -112,7 +80,7 @@ class Supervisor:
         self.comes_back = False  # SLURM has already requeued the job, however this attempt ends
         self.leave_by = float("inf")  # monotonic time at which roles that were told to leave are stopped
         self.ages = Ages()
-        self.stalls = StallDoctor(paths, self.status.attempt, limits.stall_timeout, lambda text: self._say(*text.splitlines()))
+        self.stalls = StallDoctor(paths, self.status.attempt, cfg.launcher.stall_timeout, lambda text: self._say(*text.splitlines()))
         self.metrics_offset = 0
         self.counted: set[int] = set()  # steps of the records that are not the trainer's
         self.looked = 0.0
@@ -124,13 +92,13 @@ class Supervisor:
         self.notice |= signal.SIGUSR2 in received
         for signum in received:
             self._say(f"received {signal.Signals(signum).name}")
-        self.children.start_reaper(self.paths.root, self.limits.last_lines, self.lock_fd)
+        self.children.start_reaper(self.paths.root, self.cfg.launcher.last_lines, self.lock_fd)
         try:
             self._read_step()
             self.status.state = "starting"  # earlier attempts wrote the existing metric records
             verdict = self._start() or self._watch()
             state, cause = verdict.state or "failed", self._cause(verdict)
-            if state == "failed" and (lost := tuple(self.find_lost_hosts())):
+            if state == "failed" and (lost := tuple(self.starter.lost_hosts())):
                 self._say(f"{verdict.blamed}: {verdict.reason}; {', '.join(lost)} does not answer, which may be why")
                 state, cause, self.lost, self.blamed = "preempted", None, lost, cause
             self._say(f"{state}: stopping what still runs")
@@ -139,7 +107,7 @@ class Supervisor:
                 self.status.finish(state)
                 self._write_status()
         finally:
-            self.children.stop(self.limits.grace, self._say)
+            self.children.stop(self.cfg.launcher.grace, self._say)
         self._read_step()
         self.status.finish(state, cause)
         self._write_status()
@@ -215,7 +183,7 @@ class Supervisor:
         place, old = next((place, child) for place, child in enumerate(self.children.all) if child.spec.name == name)
         code = self.starter.returncode(old.process.returncode)
         reason, number = old.killed or describe_returncode(code, service=True), old.starts + 1
-        self._say(f"{name}: {reason}; it starts again ({number} of {self.limits.max_restarts} times)")
+        self._say(f"{name}: {reason}; it starts again ({number} of {self.cfg.max_restarts} times)")
         log = self.paths.log(self.status.attempt, f"{name}.{number}")
         self.status.restarts.append(Restart(name=name, reason=reason, log=str(old.log.relative_to(self.paths.root)), time=time.time()))
         self.selector.unregister(old.pidfd)
@@ -231,10 +199,10 @@ class Supervisor:
 
     def _spare(self, child: Child) -> int:
         """How often a process that has ended or hangs may be started again: never if it did not come to serve."""
-        if not child.spec.service or child.starts >= self.limits.max_restarts:
+        if not child.spec.service or child.starts >= self.cfg.max_restarts:
             return 0
         has_served = read_heartbeats(self.paths).get(child.spec.name, {}).get("phase") == SERVING
-        return self.limits.max_restarts - child.starts if has_served else 0
+        return self.cfg.max_restarts - child.starts if has_served else 0
 
     # -- watching
 
@@ -276,11 +244,11 @@ class Supervisor:
             processes=self.children.look(self._spare, None if hung is None else hung[0]),
             remote=self.starter.remote,
             begun=self.status.state != "starting",
-            sigterm=self.meaning_of_sigterm() if self.interrupted else None,
+            sigterm=self.starter.meaning_of_sigterm() if self.interrupted else None,
             notice=self.notice,
             asked=listed(self.paths.preempt),
             told=self.told,
-            overdue=self.limits.preempt_grace if time.monotonic() > self.leave_by else None,
+            overdue=self.cfg.launcher.preempt_grace if time.monotonic() > self.leave_by else None,
             left=listed(self.paths.preempted),
             comes_back=self.comes_back,
             gone=self._gone(),
@@ -290,9 +258,9 @@ class Supervisor:
 
     def _tell(self) -> None:
         """Tell the roles to write a checkpoint and leave."""
-        self._say(f"the roles have {self.limits.preempt_grace:g} s for a checkpoint")
+        self._say(f"the roles have {self.cfg.launcher.preempt_grace:g} s for a checkpoint")
         self.told = True
-        self.leave_by = time.monotonic() + self.limits.preempt_grace
+        self.leave_by = time.monotonic() + self.cfg.launcher.preempt_grace
         self.paths.ask_to_give_way()
         self._read_step()
 
@@ -328,15 +296,15 @@ class Supervisor:
         alive = {child.spec.name: child for child in self.children.all if child.running}
         silent = {name: ages.get(name, self.ages.since(child.started)) for name, child in alive.items()}
         self.stalls.look(beats, ages, self.metrics_offset, list(silent))
-        return find_hung(silent, beats, self.limits.heartbeat_timeout, self.limits.hung_timeout)
+        return find_hung(silent, beats, self.cfg.launcher.heartbeat_timeout, self.cfg.hung_timeout)
 
     def _read_step(self) -> None:
         for record, offset in read_metrics(self.paths.metrics, self.metrics_offset):
             self.metrics_offset = offset
             self.status.state = "running"
-            if record["source"] == self.limits.counted == "trainer":
+            if record["source"] == self.cfg.counted == "trainer":
                 self.status.step = max(self.status.step, record["step"] + 1)
-            elif record["source"] == self.limits.counted:
+            elif record["source"] == self.cfg.counted:
                 self.counted.add(record["step"])  # each record is one
                 self.status.step = len(self.counted)
 
@@ -363,9 +331,9 @@ class Supervisor:
         relative, code, reason = str(log.relative_to(self.paths.root)), verdict.returncode, verdict.reason
         if verdict.blamed == "launcher":
             return Cause(role="launcher", replica=0, returncode=None, reason=reason, log=relative)
-        spec, lines = self.specs[verdict.blamed], last_lines(log, self.limits.last_lines)
-        if spec.role == "trainer" and self.limits.when_out_of_memory and ran_out(last_lines(log, LAST_WORDS)):
-            reason += f"; {self.limits.when_out_of_memory}"
+        spec, lines = self.specs[verdict.blamed], last_lines(log, self.cfg.launcher.last_lines)
+        if spec.role == "trainer" and isinstance(self.cfg, TrainingRoot) and ran_out(last_lines(log, LAST_WORDS)):
+            reason += f"; {when_out_of_memory(self.cfg)}"
         if disk_is_full(self.paths.root):
             reason += f"; the disk of {self.paths.root} is full"  # which may have kept the error out of the log
         return Cause(role=spec.role, replica=spec.replica, returncode=code, reason=reason, log=relative, last_lines=lines)

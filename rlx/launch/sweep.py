@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,25 +23,24 @@ from pathlib import Path
 from rlx.config.errors import ConfigError
 from rlx.config.load import load_command
 from rlx.config.schema import CommandConfig
-from rlx.launch.bound import bound
 from rlx.launch.local import launch
 from rlx.launch.slurm import FOLDER, sbatch_options, submit
-from rlx.launch.supervisor import Limits
+from rlx.lock import FileLock
 from rlx.paths import RunPaths
 from rlx.plan.environment import DEVICES
 from rlx.plan.explain import table
-from rlx.plan.make import make_plan
 from rlx.plan.place import require_one_host
 from rlx.plan.record import ProcessSpec
+from rlx.process import SUPERVISOR, die_with_parent
 from rlx.runs.claim import ask_slurm, create, looks_like_run, writing
-from rlx.runs.differences import differences
+from rlx.runs.config_diff import differences
 from rlx.runs.history import final_reward
 from rlx.runs.jobs import is_alive, job_of
-from rlx.runs.lock import SWEEP, RunLock
 from rlx.runs.rewind import has_begun, rewind
 from rlx.runs.run import Run, has_done
 from rlx.runs.status import FINAL, Status, new_attempt, read_status
 
+SWEEP = ".sweep.lock"  # the lock of a sweep, in its directory, in which each run has a directory of its own
 POLL = 0.2  # seconds between two checks of the pool
 
 
@@ -53,6 +52,7 @@ class Element:
     cfg: CommandConfig
     overrides: list[str]
     plan: list[ProcessSpec]
+    options: Mapping[str, Path] = field(default_factory=dict)  # the user's own option files
     state: str = "new"  # new | done | alive (queued or running) | again (to be resumed)
     job: str | None = None
     environments: list[str] = field(default_factory=list)  # what is known of each environment, one line each
@@ -68,7 +68,7 @@ def alone(directory: Path) -> Iterator[None]:
     """Lock a sweep's directory. Raises ConfigError while another process starts the sweep or runs its pool."""
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        lock = RunLock(directory / SWEEP)
+        lock = FileLock(directory / SWEEP)
     try:
         if not lock.exclusive():
             raise ConfigError(
@@ -125,7 +125,7 @@ def check_local(elements: Sequence[Element], visible: Sequence[str], parallel: i
     return parallel or max(1, len(visible) // gpus)
 
 
-def make_directories(elements: Sequence[Element], jobs: dict[str, str] | None = None) -> list[RunLock]:
+def make_directories(elements: Sequence[Element], jobs: dict[str, str] | None = None) -> list[FileLock]:
     """Create the run directories, or rewind existing ones to their last checkpoint; return their locks, held shared.
 
     This includes a run that was stopped between its last checkpoint and its end: it completes at once. `jobs`: job id → SLURM's state;
@@ -135,18 +135,18 @@ def make_directories(elements: Sequence[Element], jobs: dict[str, str] | None = 
     wanted = len(elements) + 256  # a lock is an open file
     if soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
-    locks: list[RunLock] = []
+    locks: list[FileLock] = []
     try:
         for element in elements:
             cfg = element.cfg if element.state == "new" else replace(element.cfg, resume="latest")
-            locks.append(create(cfg, element.overrides, element.plan, jobs=jobs, even_done=True)[1])
+            locks.append(create(cfg, element.overrides, element.plan, options=element.options, jobs=jobs, even_done=True)[1])
     except BaseException:
         release(locks)
         raise
     return locks
 
 
-def release(locks: Sequence[RunLock]) -> None:
+def release(locks: Sequence[FileLock]) -> None:
     for lock in locks:
         lock.close()
 
@@ -181,8 +181,8 @@ def run_pool(elements: Sequence[Element], parallel: int, visible: Sequence[str],
                 say(f"{element.name}: starting")
                 # Its own session: Ctrl-C then reaches only the pool, which forwards it once.
                 child = subprocess.Popen(
-                    bound(command, os.environ),
-                    env=os.environ | mine,
+                    command,
+                    env=os.environ | mine | {SUPERVISOR: str(os.getpid())},
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     start_new_session=True,
@@ -191,7 +191,7 @@ def run_pool(elements: Sequence[Element], parallel: int, visible: Sequence[str],
             for child in [child for child in running if child.poll() is not None]:
                 element, slot = running.pop(child)
                 slots.append(slot)
-                say(f"{element.name}: {ending_of(element)}")
+                say("  ".join(row_of(element)))
             time.sleep(POLL)
     except KeyboardInterrupt:
         for child in running:
@@ -201,52 +201,34 @@ def run_pool(elements: Sequence[Element], parallel: int, visible: Sequence[str],
         raise
 
 
-def ending_of(element: Element) -> str:
-    """How an element's run ended, as text."""
-    status = read_status(element.paths)
-    if status is None:
-        return "not started"
-    reward = final_reward(element.paths)
-    cause = f": {status.cause.line}" if status.cause is not None else ""
-    return (
-        f"{status.state} after {status.step} of {status.max_steps} steps" + (f", reward {reward:.3f}" if reward is not None else "") + cause
-    )
+def row_of(element: Element) -> list[str]:
+    """How far an element's run has come: name, state, steps, reward, job, why it failed; `-` for what is not known."""
+    status, reward = read_status(element.paths), final_reward(element.paths)
+    return [
+        element.name,
+        status.state if status else "-",
+        f"{status.step}/{status.max_steps}" if status else "-",
+        "-" if reward is None else f"{reward:.3f}",
+        element.job or "-",
+        status.cause.line if status and status.cause else "",
+    ]
 
 
 def summary(elements: Sequence[Element]) -> list[str]:
     """The sweep's table, one line per run."""
-    rows = []
-    for element in elements:
-        status, reward = read_status(element.paths), final_reward(element.paths)
-        cause = status.cause.line if status is not None and status.cause is not None else ""
-        rows.append(
-            [
-                element.name,
-                status.state if status else "-",
-                f"{status.step}/{status.max_steps}" if status else "-",
-                "-" if reward is None else f"{reward:.3f}",
-                element.job or "-",
-                cause,
-            ]
-        )
-    return table(["run", "state", "steps", "reward", "job", ""], rows)
+    return table(["run", "state", "steps", "reward", "job", ""], list(map(row_of, elements)))
 
 
 def failed(elements: Sequence[Element]) -> list[Element]:
     """The elements whose runs are not completed."""
-    return [element for element in elements if (status := read_status(element.paths)) is None or status.state != "completed"]
-
-
-def plan_of(cfg: CommandConfig) -> list[ProcessSpec]:
-    assert cfg.run.dir is not None
-    return make_plan(cfg, Path(cfg.run.dir))
+    return [element for element in elements if row_of(element)[1] != "completed"]
 
 
 def run_element(run_dir: str) -> int:
     """One run of the pool, in its own process. Its CUDA_VISIBLE_DEVICES lists its GPUs. Displays no progress; the pool does."""
     paths = RunPaths(Path(run_dir))
     cfg = load_command(paths.root)
-    lock = RunLock(paths)
+    lock = FileLock(paths.lock)
     if not lock.exclusive():
         print(f"{paths.root} is in use by another run", file=sys.stderr)
         return 1
@@ -260,14 +242,13 @@ def run_element(run_dir: str) -> int:
         except ConfigError as error:
             status = status or Status(max_steps=cfg.total_steps)
             status.attempt = new_attempt(paths)
-            log = paths.log(status.attempt, "launcher")
-            log.write_text(f"{error}\n")
-            status.fail(paths, "launcher", str(error), log)
-            print(error, file=sys.stderr)
+            paths.log(status.attempt, "launcher").write_text(f"{error}\n")
+            status.give_up(paths, str(error))
             return 1
     lock.share()
-    return launch(paths, Limits.of(cfg), lock)
+    return launch(paths, cfg, lock)
 
 
 if __name__ == "__main__":
+    die_with_parent()
     sys.exit(run_element(sys.argv[1]))

@@ -19,7 +19,6 @@ from typing import Any
 from rlx.config.errors import ConfigError
 from rlx.config.schema import CommandConfig, Config, ModelConfig, SftRoot
 from rlx.envs.probed import Probed
-from rlx.launch.bound import bound
 from rlx.plan.environment import DEVICES, inherited
 from rlx.process import SUPERVISOR
 
@@ -64,7 +63,7 @@ def _lacks_a_part(model: ModelConfig) -> bool:
 def _ask(request: str) -> str | None:
     environment = inherited(os.environ) | {DEVICES: "", SUPERVISOR: str(os.getpid()), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        bound([sys.executable, "-m", "rlx.policy.probe"], environment),
+        [sys.executable, "-m", "rlx.policy.probe"],
         input=request,
         env=environment,
         capture_output=True,

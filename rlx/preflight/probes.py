@@ -29,7 +29,6 @@ from rlx.config.schema import CommandConfig, EnvConfig, PlayRoot, TrainingRoot
 from rlx.descendants import TOKEN, kill_all
 from rlx.envs import boot
 from rlx.envs.probed import FIELDS, Probed, file_digest, packages_digest
-from rlx.launch.bound import bound
 from rlx.paths import cache_root, write_text
 from rlx.plan.environment import DEVICES, inherited
 from rlx.process import SUPERVISOR
@@ -168,7 +167,7 @@ def _run(python: str, entry: dict[str, Any]) -> tuple[dict[str, Any] | None, str
     with tempfile.TemporaryFile("w+") as errors:
         try:
             process = subprocess.Popen(
-                bound([python, boot.__file__, "probe"], environment),
+                [python, boot.__file__, "probe"],
                 env=environment | {TOKEN: token},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -22,7 +22,7 @@ from rlx.config.errors import ConfigError, may_read
 from rlx.config.roots import root_of
 from rlx.config.schema import TrainingRoot
 from rlx.config.secret import hidden
-from rlx.runs.compare import flat
+from rlx.runs.config_diff import flat
 from rlx.runs.history import History
 from rlx.runs.own_code import recorded
 from rlx.runs.run import Run, find
@@ -104,7 +104,7 @@ def gather(run: Run, jobs: Mapping[str, str] | None = None, scored_by: str | Non
     provenance = attempt(lambda: run.provenance, None)
     facts.provenance = provenance if isinstance(provenance, Mapping) else None
     if facts.config is not None and facts.provenance is not None:  # runs of other own code are another setting
-        own: dict[str, str] = attempt(partial(recorded, facts.provenance), {})
+        own: dict[str, str] = attempt(partial(recorded, facts.provenance, ("own",)), {})  # config has the values of option files
         facts.config |= {f"code of {name}": digest for name, digest in own.items()}
     return facts
 

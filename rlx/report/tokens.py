@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from rlx.paths import atomic
 from rlx.plan.explain import table
-from rlx.runs.tokens import REPLAY_SUMMARY, REPLAY_TOKENS
 
 if TYPE_CHECKING:
     from rlx.train.compare import Comparison, Side
@@ -159,11 +158,11 @@ def _side(side: Side, number: int) -> dict[str, Any]:
 
 def write(folder: Path, found: Comparison, texts: Mapping[int, str], content: Mapping[str, Any]) -> None:
     """Write both files; each replaces an earlier one atomically."""
-    with atomic(folder / REPLAY_TOKENS) as temporary, temporary.open("w", newline="") as file:
+    with atomic(folder / "tokens.csv") as temporary, temporary.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         writer.writerows({**row, "text": json.dumps(row["text"], ensure_ascii=False)} for row in rows(found, texts))
-    with atomic(folder / REPLAY_SUMMARY) as temporary:
+    with atomic(folder / "summary.json") as temporary:
         temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 

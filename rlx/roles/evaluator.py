@@ -36,7 +36,7 @@ from rlx.heartbeat import EVALUATING, INTERVAL, AtWork, Heartbeat
 from rlx.inference.fleet import Fleet
 from rlx.inference.sampler import Sampler
 from rlx.metrics import MetricsWriter, read_metrics
-from rlx.paths import RunPaths, listed, write_text
+from rlx.paths import RunPaths, listed, step_of, write_text
 from rlx.policy.base import PolicyError
 from rlx.policy.chat import Chat
 from rlx.rollout.eval_summary import write_summary
@@ -193,8 +193,7 @@ def forked_at(resume: str | None) -> int:
 
     `resume`: as settled, so a fork has the path of the other run's checkpoint, `/run/checkpoints/step_4`, at every later attempt too.
     """
-    name = Path(resume or "").name
-    return int(name.removeprefix("step_")) if name.startswith("step_") else 0
+    return step_of(Path(resume or "")) or 0
 
 
 async def evaluate(config: EvalRoot | SftRoot, paths: RunPaths, envs: Mapping[str, Local], chat: Chat | None, heartbeat: Heartbeat) -> None:

@@ -54,7 +54,7 @@ from rlx.rollout.teacher_logprobs import TeacherLogprobs
 from rlx.rollout.updates import WeightUpdates
 from rlx.shared.membership import Member, PutOut
 from rlx.stacks import explain_with
-from rlx.tracking import Tracker, open_tracker
+from rlx.tracking import Tracker, tracked
 from rlx.types import Group, Rollout
 from rlx.waiting import Preempted
 
@@ -82,7 +82,6 @@ class Orchestrator:
         self.paths = paths
         self.sampler, self.fleet = sampler, fleet
         self.heartbeat = heartbeat
-        self.tracker = tracker
         self.teaching = teaching or TeacherLogprobs()
         self.envs, self.member = envs, member
         self.advantage = advantages_of(config)
@@ -128,7 +127,7 @@ class Orchestrator:
         explain_with(explainer(lambda: [*self.collector.waiting(), *self.evaluations.waiting()], self.envs, loop))
         limit = None  # seconds for each part of the end
         try:
-            forever = [self._beat(), self._track(), self.snapshots.keep_answering(self.recorder.wait)]
+            forever = [self._beat(), self.snapshots.keep_answering(self.recorder.wait)]
             forever += [self.member.stay()] if self.member is not None else []
             forever.append(concurrency.follow(self.config, self.fleet, self.collector))
             await first_failure(self._work_until_preempted(), forever=forever)
@@ -138,8 +137,6 @@ class Orchestrator:
         finally:
             await at_most(limit, self.collector.close(), self.evaluations.close())
             await at_most(limit, *(env.close() for env in self.envs.values()))
-            if self.tracker is not None:
-                await asyncio.to_thread(self.tracker.close)
 
     async def _work_until_preempted(self) -> None:
         """All the work. Raises Preempted if a resumed run is to end it.
@@ -244,12 +241,6 @@ class Orchestrator:
             self.heartbeat.beat(phase, step=self.step)
             await asyncio.sleep(INTERVAL / 2)
 
-    async def _track(self) -> None:
-        """Forward metrics to the tracker."""
-        while self.tracker is not None:
-            await asyncio.to_thread(self.tracker.forward)
-            await asyncio.sleep(1.0)
-
 
 async def orchestrate(
     config: Config,
@@ -259,6 +250,7 @@ async def orchestrate(
     heartbeat: Heartbeat,
     member: Member | None,
     digests: Mapping[str, Any],
+    tracker: Tracker | None,
 ) -> None:
     """Connect to the run's servers and run to the end."""
     async with (
@@ -269,7 +261,6 @@ async def orchestrate(
             adapter=lambda: fleet.adapter(sampler.version),
         ) as teaching,
     ):
-        tracker = await asyncio.to_thread(open_tracker, config, paths)
         await Orchestrator(config, paths, envs, sampler, fleet, heartbeat, tracker, teaching, member, digests).run()
 
 
@@ -283,7 +274,8 @@ def main() -> int:
     envs, chat = load(config, paths, heartbeat)
     assert chat is not None
     digests = keep_digests(paths, envs)
-    return run_until_stopped(orchestrate(config, paths, envs, chat, heartbeat, member, digests), paths)
+    with tracked(config, paths, "orchestrator") as tracker:
+        return run_until_stopped(orchestrate(config, paths, envs, chat, heartbeat, member, digests, tracker), paths)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ imported.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -21,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from rlx.config.load import load_command, to_yaml
 from rlx.config.schema import CommandConfig, PlayRoot
 from rlx.config.warm_start import supervised
 from rlx.heartbeat import AtWork, Heartbeat
-from rlx.lock import sees_other_hosts, try_lock
+from rlx.lock import FileLock
 from rlx.metrics import read_metrics
 from rlx.paths import COMPLETE, RunPaths, listed_with_folder, write_text
 from rlx.process import die_with_parent
@@ -85,11 +85,10 @@ def find_or_make(config: CommandConfig, heartbeat: Heartbeat) -> Path:
 def locked(folder: Path, heartbeat: Heartbeat) -> Iterator[bool]:
     """Hold the lock of a model folder. The kernel releases it if the holder dies. Yields whether it also keeps other hosts out."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with (path := folder.with_name(f".{folder.name}.lock")).open("w") as file:
+    with contextlib.closing(FileLock(folder.with_name(f".{folder.name}.lock"))) as lock:
         waiting = "waiting for another run that makes the same model"
-        take = partial(try_lock, file.fileno(), path)
-        wait_for(take, f"another run that makes {folder}", LOCK_TIMEOUT, poll=0.1, tick=lambda: heartbeat.beat(waiting))
-        yield sees_other_hosts(file.fileno(), path)
+        wait_for(lock.exclusive, f"another run that makes {folder}", LOCK_TIMEOUT, poll=0.1, tick=lambda: heartbeat.beat(waiting))
+        yield lock.sees_other_hosts
 
 
 def make(config: CommandConfig, what: dict[str, Any], folder: Path, heartbeat: Heartbeat, *, alone: bool = True) -> None:

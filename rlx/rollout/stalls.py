@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlx.stacks import BLOCKED, Waiting, main_thread, own_line, rollout_name, tasks_of
+from rlx.stacks import BLOCKED, main_thread, own_line, rollout_name, tasks_of
 from rlx.types import Task
 
 GROUPS = 5  # that are named, the oldest first
@@ -30,13 +30,14 @@ def explainer(
 
 def in_words(
     groups: Sequence[tuple[Task, int, float]],
-    tasks: Sequence[Waiting] | None,
+    tasks: Mapping[str, Sequence[str]] | None,
     sources: Mapping[str, Path | None],
     main: Sequence[str],
 ) -> list[str]:
     """One line for each group, the oldest first. Pure.
 
-    `tasks`: the event loop's tasks of rollouts; None: the loop does not answer. `main`: the lines of the main thread, the innermost first.
+    `tasks`: the frames at which the event loop's tasks of rollouts wait, by name; None: the loop does not answer. `main`: the lines of the
+    main thread, the innermost first.
     """
     lines = []
     if tasks is None:
@@ -45,7 +46,7 @@ def in_words(
     for task, left, seconds in groups[:GROUPS]:
         text = f"{task.env}, example {task.example_id}: {left} rollout{'s' * (left != 1)} for {seconds:.0f} s"
         mine = rollout_name(task)
-        where = Counter(own_line(each.frames, sources.get(task.env)) for each in tasks or () if each.name.startswith(mine))
+        where = Counter(own_line(frames, sources.get(task.env)) for name, frames in (tasks or {}).items() if name.startswith(mine))
         text += "".join(f"; {count} at {line}" for line, count in where.most_common(PLACES))
         lines.append(text)
     if len(groups) > GROUPS:

@@ -25,12 +25,12 @@ from rlx.config.schema import CommandConfig, Config, RunConfig
 from rlx.config.schema_eval import PlayWithModel
 from rlx.config.schema_synthesize import SynthesizeRoot
 from rlx.config.secret import hide_lines, secrets_of
+from rlx.lock import FileLock
 from rlx.paths import RunPaths, listed, write_text
 from rlx.plan.record import ProcessSpec, write_plan
 from rlx.runs import own_code
-from rlx.runs.differences import NOT_COMPARED, change_note, changed_keys, differences, differing
+from rlx.runs.config_diff import NOT_COMPARED, change_note, changed_keys, differences, differing
 from rlx.runs.jobs import is_alive, job_of, queue
-from rlx.runs.lock import RunLock
 from rlx.runs.members import check_shared, member_of, members_in, wait_until_let_go
 from rlx.runs.provenance import write_provenance
 from rlx.runs.replay import check_replay
@@ -81,14 +81,15 @@ def create(
     overrides: Sequence[str],
     plan: Sequence[ProcessSpec],
     *,
+    options: Mapping[str, Path] = own_code.NO_OPTIONS,
     jobs: Mapping[str, str] | None = None,
     even_done: bool = False,
-) -> tuple[RunPaths, RunLock]:
+) -> tuple[RunPaths, FileLock]:
     """Create the run directory of a settled configuration and write its initial files. Returns the lock held shared.
 
     With `replay`, the run starts from the initial model of the replayed run. With `resume=latest` or a step, the run resumes in its own
-    directory; with a path, a new run starts from that checkpoint. `jobs`: job id → SLURM's state; None: SLURM is asked. `even_done`: a run
-    whose checkpoint already contains its last step is accepted too; it ends at once.
+    directory; with a path, a new run starts from that checkpoint. `options`: the user's own option files, by name. `jobs`: job id → SLURM's
+    state; None: SLURM is asked. `even_done`: a run whose checkpoint already contains its last step is accepted too; it ends at once.
     Raises ConfigError if the directory is taken, in use, or cannot be written, and if there is nothing to resume or to replay.
     """
     paths = _paths(cfg)
@@ -109,16 +110,21 @@ def create(
         )
     with writing(paths.root):
         if cfg.resume is not None and not is_fork(cfg.resume) and (cfg.resume != LATEST or (paths.root.exists() and not _is_free(paths))):
-            lock = _go_on(paths, cfg, overrides, plan, jobs, even_done)
+            lock = _go_on(paths, cfg, overrides, plan, options, jobs, even_done)
         else:
-            lock = _begin(paths, cfg, overrides, plan, jobs)
+            lock = _begin(paths, cfg, overrides, plan, options, jobs)
     lock.share()
     return paths, lock
 
 
 def _begin(
-    paths: RunPaths, cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpec], jobs: Mapping[str, str] | None
-) -> RunLock:
+    paths: RunPaths,
+    cfg: CommandConfig,
+    overrides: Sequence[str],
+    plan: Sequence[ProcessSpec],
+    options: Mapping[str, Path],
+    jobs: Mapping[str, str] | None,
+) -> FileLock:
     """Make the directory of a new run. Returns the lock held exclusively."""
     if cfg.resume == LATEST:
         say(f"there is no run in {paths.root} yet: starting {'at step 0' if cfg.has_checkpoints else 'a new one'}")
@@ -127,10 +133,10 @@ def _begin(
     cfg = replace(cfg, resume=str(start.checkpoint)) if start else cfg
     lock = _claim(paths, clean=cfg.clean, jobs=jobs)
     try:
-        if source := note_fork(paths, start, cfg) if start else replayed:
+        if source := note_fork(paths, start, cfg, options) if start else replayed:
             write_text(paths.initial_model, source.initial_model.read_text())
         write_start(paths, _adopt(paths, start) if start else None)
-        _fill(paths, cfg, overrides, plan)
+        _fill(paths, cfg, overrides, plan, options)
         (paths.root / MAKING).unlink()
     except BaseException:
         lock.close()
@@ -163,9 +169,10 @@ def _go_on(
     cfg: CommandConfig,
     overrides: Sequence[str],
     plan: Sequence[ProcessSpec],
+    options: Mapping[str, Path],
     jobs: Mapping[str, str] | None,
     even_done: bool,
-) -> RunLock:
+) -> FileLock:
     """Take over the directory of an ended run and rewind it to the checkpoint of `cfg.resume`. Returns the lock held exclusively.
 
     Raises ConfigError before any change if that is impossible.
@@ -186,9 +193,9 @@ def _go_on(
         start = rewind(paths, cfg.resume, max_steps=None if even_done else cfg.total_steps)
         if cfg.has_checkpoints:
             say(f"{paths.root}: resuming after {start.step} steps" if start else f"{paths.root} has no checkpoint: starting from step 0")
-        if changed := changes(cfg):
+        if changed := changes(cfg, options):
             say(change_note(paths.root, changed))
-        write_provenance(paths, cfg, again=True)
+        write_provenance(paths, cfg, options, again=True)
         _keep_secrets(paths, cfg)
         _describe(paths, replace(cfg, resume=before.resume), overrides, plan)
         paths.make_folders()  # one may have been deleted since
@@ -202,7 +209,7 @@ def _listed(lines: Sequence[str]) -> str:
     return "".join(f"\n  {line}" for line in lines[:8]) + ("\n  …" if len(lines) > 8 else "")
 
 
-def changes(cfg: CommandConfig) -> list[str]:
+def changes(cfg: CommandConfig, options: Mapping[str, Path] = own_code.NO_OPTIONS) -> list[str]:
     """What resuming changes in the run's configuration, or a fork in that of its source, `max_steps: 40 → 100`; empty without a run."""
     paths = _paths(cfg)
     if is_fork(cfg.resume):
@@ -210,10 +217,12 @@ def changes(cfg: CommandConfig) -> list[str]:
     if cfg.resume is None or not paths.config.is_file() or not looks_like_run(paths):
         return []
     before = load_command(paths.root, secrets=False)
-    return [*changed_keys(before, cfg), *own_code.changed(paths, cfg)] if type(before) is type(cfg) else []
+    return [*changed_keys(before, cfg), *own_code.changed(paths, cfg, options)] if type(before) is type(cfg) else []
 
 
-def join(cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> tuple[RunPaths, RunLock]:
+def join(
+    cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpec], options: Mapping[str, Path] = own_code.NO_OPTIONS
+) -> tuple[RunPaths, FileLock]:
     """Join the run directory of other roles of the same run, or create it. Returns the lock held shared.
 
     Raises ConfigError if it holds a run with another configuration, or one whose roles have all ended.
@@ -234,14 +243,14 @@ def join(cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpe
         except ConfigError:
             if not listed(paths.lock):  # not a run; with a lock, another role fills the directory at this moment, or has filled it
                 raise
-        lock = RunLock(paths)
+        lock = FileLock(paths.lock)
         refuse_ended(paths, lock)
 
         # If several roles start at once, one fills the directory and the others wait for it.
         def ready() -> bool:
             if not listed(paths.config) and lock.exclusive() and not listed(paths.config):
                 new_attempt(paths)  # environment workers of a role by hand write their logs there
-                _fill(paths, cfg, overrides, plan)
+                _fill(paths, cfg, overrides, plan, options)
             return listed(paths.config)
 
         try:
@@ -250,8 +259,7 @@ def join(cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpe
             raise ConfigError(f"{error}\n  fix: end that role, or give another run.dir=") from error
         lock.share()
     here, there = asdict(cfg), asdict(load_command(paths.root))
-    others = [line for line in differing(there, here) if re.split("[.:]", line)[0] not in NOT_COMPARED]
-    if others:
+    if others := list(differing(there, here, NOT_COMPARED)):
         raise ConfigError(
             f"run.dir={paths.root} holds a run with another configuration (there ≠ here):{_listed(others)}\n"
             "  fix: give the same overrides, or another run.dir="
@@ -302,7 +310,7 @@ def _is_free(paths: RunPaths) -> bool:
     return entries - {paths.sbatch.name, paths.explained.name, paths.report.name} in (set(), described)
 
 
-def _claim(paths: RunPaths, *, clean: bool, jobs: Mapping[str, str] | None) -> RunLock:
+def _claim(paths: RunPaths, *, clean: bool, jobs: Mapping[str, str] | None) -> FileLock:
     """Create the directory, or empty it if it holds an old run and `clean` is set. Returns the lock held exclusively."""
     root = paths.root
     root.mkdir(parents=True, exist_ok=True)
@@ -335,9 +343,9 @@ def ask_slurm(paths: RunPaths) -> dict[str, str]:
         ) from error
 
 
-def _alone(paths: RunPaths, jobs: Mapping[str, str] | None) -> RunLock:
+def _alone(paths: RunPaths, jobs: Mapping[str, str] | None) -> FileLock:
     """The directory's lock, held exclusively. Raises ConfigError if another process holds it or a SLURM job owns the directory."""
-    lock, problem = RunLock(paths), ""
+    lock, problem = FileLock(paths.lock), ""
     try:
         job, status = job_of(paths), read_status(paths)
         if not lock.exclusive():
@@ -370,8 +378,8 @@ def _refuse_taken(paths: RunPaths, *, clean: bool) -> None:
         )
 
 
-def _fill(paths: RunPaths, cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpec]) -> None:
-    write_provenance(paths, cfg)
+def _fill(paths: RunPaths, cfg: CommandConfig, overrides: Sequence[str], plan: Sequence[ProcessSpec], options: Mapping[str, Path]) -> None:
+    write_provenance(paths, cfg, options)
     _keep_secrets(paths, cfg)
     paths.make_folders()
     is_member = isinstance(cfg, Config) and cfg.trainer.shared is not None  # the shared trainer writes the name of its initial model

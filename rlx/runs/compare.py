@@ -12,10 +12,10 @@ from typing import Any
 
 from rlx.config.errors import ConfigError
 from rlx.metrics import read_metrics
+from rlx.runs.config_diff import NOT_COMPARED, differing
 from rlx.runs.own_code import recorded
 from rlx.runs.run import Run
 
-NOT_COMPARED = ("run", "dry_run", "clean", "resume")  # they do not change what a run computes
 SHOWN = 12  # number of metrics shown for the last common step
 FIRST = ("reward/mean", "loss/total", "policy/entropy", "mismatch/kl", "optim/grad_norm")  # metrics shown before all others
 
@@ -36,34 +36,15 @@ def compare(a: Run, b: Run) -> list[Section]:
             raise ConfigError(
                 f"{run.root} cannot be compared: a run directory has both {run.paths.config.name} and {run.paths.provenance.name}."
             )
-    assert a.provenance is not None and b.provenance is not None  # noqa: PT018
+    assert a.provenance and b.provenance and a.config and b.config  # noqa: PT018
     before, after = a.provenance, b.provenance
     return [
-        Section("configuration", list(_config(a, b))),
-        Section("code", list(_differences(_code(a, before), _code(b, after)))),
-        Section("packages", list(_differences(_packages(before), _packages(after)))),
+        Section("configuration", list(differing(asdict(a.config), asdict(b.config), NOT_COMPARED, "→"))),
+        Section("code", list(differing(_code(a, before), _code(b, after), between="→"))),
+        Section("packages", list(differing(_packages(before), _packages(after), between="→"))),
         _data(a, b),
         _metrics(a, b),
     ]
-
-
-def _config(a: Run, b: Run) -> Iterator[str]:
-    configs = [asdict(run.config) for run in (a, b) if run.config is not None]
-    for config in configs:
-        for name in NOT_COMPARED:
-            config.pop(name)
-    return _differences(*(flat(config) for config in configs))
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The leaves of a nested mapping, by dotted name."""
-    leaves: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            leaves |= flat(value, f"{prefix}{name}.")
-        else:
-            leaves[f"{prefix}{name}"] = value
-    return leaves
 
 
 def _code(run: Run, provenance: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,17 +64,7 @@ def _data(a: Run, b: Run) -> Section:
     if there is None or here is None:
         who = " and ".join(run.name for run, found in ((a, there), (b, here)) if found is None)
         return Section("data", [] if there is here else ["recorded for one run only"], f"{who} ended too early, or was a replay")
-    return Section("data", list(_differences(flat(there), flat(here))))
-
-
-def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
-    for name in sorted({*there, *here}):
-        if name not in here:
-            yield f"{name}: {there[name]} → absent"
-        elif name not in there:
-            yield f"{name}: absent → {here[name]}"
-        elif there[name] != here[name]:
-            yield f"{name}: {there[name]} → {here[name]}"
+    return Section("data", list(differing(there, here, between="→")))
 
 
 def _metrics(a: Run, b: Run) -> Section:

@@ -1,4 +1,4 @@
-"""The state of SLURM jobs, from `squeue`, `sacct` and `scontrol`, and the job id of a run.
+"""The state of SLURM jobs, from `squeue` and `scontrol`, and the job id of a run.
 
 Submits and stops nothing.
 """
@@ -9,7 +9,7 @@ import json
 import re
 import subprocess
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,24 +102,6 @@ def _squeue(*options: str) -> dict[str, list[str]]:
         raise RuntimeError(f"squeue failed: {done.stderr.strip()}")
     rows = (line.strip().split("|") for line in done.stdout.splitlines() if "|" in line)
     return {job: fields for job, *fields in rows}
-
-
-def ends_of(job_ids: Iterable[str]) -> dict[str, str]:
-    """Job id → the state in which SLURM's accounting says that it ended; empty if there is no accounting.
-
-    It is asked for whole arrays, because the tasks that never started share a row: `12_[1,4-6]`.
-    """
-    job_ids = list(job_ids)
-    arrays = {job.partition("_")[0] for job in job_ids}
-    try:
-        done = ask("sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={','.join(sorted(arrays))}", "--format=JobID,State")
-    except RuntimeError:
-        return {}
-    rows = [line.split("|", 1) for line in done.stdout.splitlines() if "|" in line]
-    told = {job: state.split()[0] for job, state in rows if state.split()}  # `CANCELLED by 1000`
-    shared = {job.partition("_")[0]: state for job, state in told.items() if "[" in job}
-    found = {job: told.get(job) or shared.get(job.partition("_")[0]) for job in job_ids}
-    return {job: state for job, state in found.items() if state in ENDED}
 
 
 def is_alive(job_id: str, states: Mapping[str, str] | None = None) -> bool:

@@ -1,7 +1,9 @@
-"""The researcher's own code in a run's record: modules behind `_target_` that are not rlx's, reward functions, and environments.
+"""The researcher's own code in a run's record: modules behind `_target_` that are not rlx's, reward functions, environments, option files.
 
     provenance.json  "own": {"my_losses": {"path": "/home/me/my_losses.py", "code": "3f9a2c1b04d5e6f7", "copy": "code/my_losses.py"}}
-    run.dir/code/    the copies, which `reproduce.sh` runs
+                     "options": {"loss/mine.yaml": {…, "copy": "conf/loss/mine.yaml"}}
+    run.dir/code/    the copies of modules, which `reproduce.sh` runs
+    run.dir/conf/    the copies of the user's own option files (`--config-dir`); `config.yaml` has their values
 
 Packages from an index are known by name and version (`packages`, `pythons`); those of environments are recorded here all the same.
 """
@@ -14,8 +16,9 @@ import importlib.util
 import json
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import xxhash
@@ -27,31 +30,45 @@ from rlx.config.signatures import OWN_KINDS, READABLE, module_of
 from rlx.config.targets import all_nodes_of
 from rlx.paths import RunPaths
 
-FOLDER = "code"
+FOLDER, OPTIONS = "code", "conf"
+KINDS = ("own", "options")
+Copy = Callable[[Path, Path], object]
+NO_OPTIONS: Mapping[str, Path] = MappingProxyType({})
 LARGEST = 32 << 20  # bytes of a package that are copied; a larger one is only hashed
 NOT_WRITTEN = {"__pycache__", ".git", ".venv"}
 INSTALLED = {"site-packages", "dist-packages"}
 
 
-def record(paths: RunPaths, cfg: CommandConfig, copy: bool) -> dict[str, dict[str, Any]]:
-    """What the record says of each module. `copy`: into the run directory. Of one that cannot be read, its path alone."""
+def record(paths: RunPaths, places: Iterable[tuple[str, Path, str]], copy: Copy | None) -> dict[str, dict[str, Any]]:
+    """What the record says of each file or folder. Of one that cannot be read, its path alone.
+
+    `places`: the name, the place, and the name of the copy in the run directory. `copy`: writes a file's copy; None: nothing is copied.
+    """
     found: dict[str, dict[str, Any]] = {}
-    for name, place in modules(cfg):
+    for name, place, target in places:
         found[name] = {"path": str(place), "code": None, "copy": None}
         with contextlib.suppress(OSError):
-            found[name] |= _read(paths, place, copy)
+            files = files_of(place)
+            found[name]["code"] = digest_of(place.parent, files)
+            if copy is not None and sum(file.stat().st_size for file in files) <= LARGEST:
+                for file in files:
+                    to = paths.root / target / file.relative_to(place)
+                    to.parent.mkdir(parents=True, exist_ok=True)
+                    copy(file, to)
+                found[name]["copy"] = target
     return found
 
 
-def _read(paths: RunPaths, place: Path, copy: bool) -> dict[str, Any]:
-    files = files_of(place)
-    target = paths.root / FOLDER / place.name
-    copied = copy and sum(file.stat().st_size for file in files) <= LARGEST
-    for file in files if copied else ():
-        to = target / file.relative_to(place) if place.is_dir() else target
-        to.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, to)
-    return {"code": digest_of(place.parent, files), "copy": f"{FOLDER}/{place.name}" if copied else None}
+def all_of(
+    paths: RunPaths, cfg: CommandConfig, options: Mapping[str, Path], copy_option: Copy | None = None
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """The records of modules and of option files. `options`: the user's own option files, by their names below a `--config-dir`.
+
+    `copy_option`: writes the copy of an option file, which may hold a secret; None: nothing is copied, no module either.
+    """
+    own = [(name, place, f"{FOLDER}/{place.name}") for name, place in modules(cfg)]
+    of_options = [(name, place, f"{OPTIONS}/{name}") for name, place in options.items()]
+    return {"own": record(paths, own, None if copy_option is None else shutil.copyfile), "options": record(paths, of_options, copy_option)}
 
 
 def modules(cfg: CommandConfig) -> Iterator[tuple[str, Path]]:
@@ -107,16 +124,19 @@ def digest_of(root: Path, files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def recorded(provenance: Mapping[str, Any]) -> dict[str, str]:
-    """Digests by module, of a run's newest attempt. Empty for runs of before there was such a record."""
-    newest = [provenance, *provenance.get("later_attempts", [])][-1]
-    return {name: str(each["code"]) for name, each in newest.get("own", {}).items()}
+def recorded(provenance: Mapping[str, Any], kinds: Sequence[str] = KINDS) -> dict[str, str]:
+    """Digests by module or option file, of a run's newest attempt. Empty for runs of before there was such a record."""
+    return {name: str(each["code"]) for kind in kinds for name, each in newest(provenance).get(kind, {}).items()}
 
 
-def changed(paths: RunPaths, cfg: CommandConfig) -> list[str]:
+def newest(provenance: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The record of a run's newest attempt."""
+    return [provenance, *provenance.get("later_attempts", [])][-1]
+
+
+def changed(paths: RunPaths, cfg: CommandConfig, options: Mapping[str, Path]) -> list[str]:
     """What of the own code is not what it was when the run last started: `code of my_losses: 3f9a… → 77ab…`."""
     if not paths.provenance.is_file():
         return []
-    before = recorded(json.loads(paths.provenance.read_text()))
-    now = {name: str(each["code"]) for name, each in record(paths, cfg, copy=False).items()}
+    before, now = recorded(json.loads(paths.provenance.read_text())), recorded(all_of(paths, cfg, options))
     return [f"code of {name}: {before[name]} → {now[name]}" for name in now if before.get(name, now[name]) != now[name]]

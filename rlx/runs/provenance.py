@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,21 +47,28 @@ LEAST = 8  # characters of a secret that is looked for in text
 SECRET = ("KEY", "TOKEN", "SECRET")  # environment variables with one of these in their name are not recorded
 
 
-def write_provenance(paths: RunPaths, cfg: CommandConfig, *, again: bool = False) -> None:
+def write_provenance(paths: RunPaths, cfg: CommandConfig, options: Mapping[str, Path], *, again: bool = False) -> None:
     """Write `provenance.json`, the uncommitted changes beside it, and `reproduce.sh`.
 
-    `again`: this is a later attempt; its facts are appended under `later_attempts`.
+    `options`: the user's own option files. `again`: this is a later attempt; its facts are appended under `later_attempts`.
     """
     source = source_state()
     api_key_var = getattr(getattr(cfg, "client", None), "api_key_var", None)
     # A variable may set a whole section, RLX_INFERENCE={api_key: …}, also one that this command does not have, or that was overridden.
-    secrets = secrets_of(cfg).values()
+    secrets = [str(secret) for secret in secrets_of(cfg).values()]
     diff = DIFF
     earlier = json.loads(paths.provenance.read_text()) if again else {}
     if again:
         diff = f"uncommitted_{len(earlier.get('later_attempts', [])) + 1}.diff"
     if source["diff"]:
-        write_text(paths.root / diff, _without_secrets(source["diff"], [str(secret) for secret in secrets]), 0o600)
+        write_text(paths.root / diff, _without_secrets(source["diff"], secrets), 0o600)
+
+    def copy_option(file: Path, to: Path) -> None:
+        write_text(to, _without_secrets(file.read_text(), secrets), 0o600)
+
+    own = own_code.all_of(paths, cfg, options, None if again else copy_option)
+    if again and not options:  # resumed from its own `config.yaml`, which has their values
+        own["options"] = own_code.newest(earlier).get("options", {})
     record: dict[str, Any] = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": hide_lines(sys.argv, cfg),
@@ -71,13 +78,13 @@ def write_provenance(paths: RunPaths, cfg: CommandConfig, *, again: bool = False
         "rlx": rlx.__version__,
         "source": {**source, "diff": diff if source["diff"] else None},
         "python": {"version": platform.python_version(), "executable": sys.executable},
-        "own": own_code.record(paths, cfg, copy=not again),
+        **own,
         "packages": packages(),
         "pythons": pythons(paths, cfg),
         "machine": machine(gpus=cfg.hardware.device != "cpu"),
         "seeds": {"run": cfg.seed} | ({"warm_start": cfg.model.warm_start.seed} if cfg.model.warm_start else {}),
         "environment": {
-            name: HIDDEN if any(str(secret) in value for secret in secrets) else conceal(f"{name}={value}").removeprefix(f"{name}=")
+            name: HIDDEN if any(secret in value for secret in secrets) else conceal(f"{name}={value}").removeprefix(f"{name}=")
             for name, value in sorted(os.environ.items())
             if name != api_key_var
             and (name.startswith("RLX_") or name == "CUDA_VISIBLE_DEVICES")

@@ -17,7 +17,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.load import load_run
 from rlx.config.schema import Config
 from rlx.paths import RunPaths
-from rlx.runs.compare import flat
+from rlx.runs.config_diff import flat
 from rlx.started import program
 
 WITHOUT_EFFECT = (

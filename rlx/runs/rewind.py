@@ -7,12 +7,11 @@ The caller must hold the directory's lock.
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rlx.checkpoints import folders
@@ -23,10 +22,11 @@ from rlx.config.evaluated import is_due
 from rlx.config.load import load_command
 from rlx.config.schema import CommandConfig, EvaluatedRun, TrainingRoot
 from rlx.heartbeat import INTERVAL
+from rlx.lock import FileLock
 from rlx.metrics import read_metrics
-from rlx.paths import RunPaths, atomic, write_text
-from rlx.runs.differences import changed_keys
-from rlx.runs.lock import RunLock
+from rlx.paths import RunPaths, atomic, step_of, write_text
+from rlx.runs import own_code
+from rlx.runs.config_diff import changed_keys
 from rlx.started import program
 from rlx.weights import tmpfs
 from rlx.weights.files import WeightsError, verify, versions
@@ -93,7 +93,7 @@ def check_fork(start: Start, cfg: CommandConfig, warn: Callable[[str], None] = s
         warn(f"{cfg.run.dir}: model.name={here.name} changes no weights: the run starts from those of {start.checkpoint}")
 
 
-def note_fork(paths: RunPaths, start: Start, cfg: CommandConfig) -> RunPaths:
+def note_fork(paths: RunPaths, start: Start, cfg: CommandConfig, options: Mapping[str, Path]) -> RunPaths:
     """Record which run a new one is forked from, and say what it changes. Returns that run's directory."""
     source = source_of(start)
     try:
@@ -102,7 +102,7 @@ def note_fork(paths: RunPaths, start: Start, cfg: CommandConfig) -> RunPaths:
         before = None
     write_forked(paths, source, start.step, before if isinstance(before, TrainingRoot) else None)
     if isinstance(before, TrainingRoot):
-        changed = ", ".join(changed_keys(before, cfg)) or "the same configuration"
+        changed = ", ".join([*changed_keys(before, cfg), *own_code.changed(source, cfg, options)]) or "the same configuration"
         say(f"{paths.root}: starts from step {start.step} of {source.root}, with {changed} (docs/resume.md: what other data mean)")
     return source
 
@@ -153,7 +153,7 @@ def rewind(paths: RunPaths, wanted: str = LATEST, warn: Callable[[str], None] = 
     folders.write_start(paths, start)
     trim_metrics(paths, done, warn)
     for place in _of_steps(paths):
-        if int(re.sub(r"\D.*", "", place.name.removeprefix("step_"))) >= done:
+        if (step_of(place) or 0) >= done:
             shutil.rmtree(place) if place.is_dir() else place.unlink()
     _forget_processes(paths)
     tmpfs.clear(paths.weights)
@@ -188,7 +188,7 @@ def has_begun(paths: RunPaths) -> bool:
     return paths.metrics.exists() or any(paths.checkpoints.glob("step_*"))
 
 
-def refuse_ended(paths: RunPaths, lock: RunLock) -> None:
+def refuse_ended(paths: RunPaths, lock: FileLock) -> None:
     """Raise ConfigError if a run has begun and all its roles have ended. A role that joins it starts at version 0, whatever is there.
 
     It would write records of the same steps again, and the servers would sample with the newest version of the roles before it. `lock`:

@@ -18,7 +18,7 @@ import msgspec
 import zstandard
 
 from rlx.config.errors import ConfigError, may_read
-from rlx.paths import RunPaths
+from rlx.paths import RunPaths, step_of
 from rlx.rollout.eval_results import RESULTS
 from rlx.rollout.lines import lines_of, record_of
 
@@ -154,9 +154,8 @@ def _environment(path: Path) -> tuple[str, str]:
 
 
 def _step(path: Path) -> int:
-    """12 for `step_000012.jsonl.zst` and `step_12`; NONE for other names."""
-    digits = path.name.partition(".")[0].removeprefix("step_")
-    return int(digits) if path.name.startswith("step_") and digits.isdecimal() else NONE
+    step = step_of(path)
+    return NONE if step is None else step
 
 
 def rows_of(source: Source) -> list[Row]:

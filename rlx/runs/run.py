@@ -26,7 +26,7 @@ from rlx.config.schema_eval import EvalRoot
 from rlx.config.schema_synthesize import SynthesizeRoot
 from rlx.descendants import start_time
 from rlx.metrics import read_metrics
-from rlx.paths import RunPaths
+from rlx.paths import RunPaths, step_of
 from rlx.plan.record import ProcessSpec, read_plan
 from rlx.runs.history import History
 from rlx.runs.jobs import ENDED, GONE, job_of
@@ -130,7 +130,12 @@ class Run:
     @property
     def rollouts(self) -> list[int]:
         """Steps whose rollouts were saved, in order."""
-        return sorted(int(path.name.removeprefix("step_").split(".")[0]) for path in self.paths.rollouts.glob("step_*.jsonl.zst"))
+        return sorted(step_of(path) or 0 for path in self.paths.rollouts.glob("step_*.jsonl.zst"))
+
+    @property
+    def recorded(self) -> list[int]:
+        """Steps whose batches were recorded, in order."""
+        return sorted(step_of(path) or 0 for path in self.paths.recorded.glob("step_*.batch.zst"))
 
     # state
     def state(self, jobs: Mapping[str, str] | None = None) -> str:
@@ -144,7 +149,8 @@ class Run:
         now = jobs.get(job, GONE)
         if now in WAITS:
             return f"waiting ({now.lower()})"
-        if status.state == "preempted" and now in ("CANCELLED", GONE):
+        waited = status.state == "preempted"
+        if (now == "CANCELLED" and (waited or status.state not in FINAL)) or (now == GONE and waited):
             return "interrupted"  # the job was cancelled in the queue, so no process could write the status
         return status.state if status.state in FINAL or now not in ENDED else "lost"
 
@@ -157,10 +163,7 @@ class Run:
         here = [each["pid"] for each in named if each["host"] == socket.gethostname() and each["pid"] is not None]
         if any(_started_before(pid, status.updated) for pid in here):
             return True
-        return self.is_written(status) and any(each["host"] != socket.gethostname() for each in named)
-
-    def is_written(self, status: Status) -> bool:
-        return abs(time.time() - status.updated) < STALE
+        return abs(time.time() - status.updated) < STALE and any(each["host"] != socket.gethostname() for each in named)
 
     # reading
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -85,6 +86,11 @@ class Status:
         where, lines = os.path.relpath(log, paths.root), last_lines(log, num_lines)
         self.finish("failed", Cause(role=role, replica=0, returncode=None, reason=reason, log=where, last_lines=lines))
         self.write(paths)
+
+    def give_up(self, paths: RunPaths, reason: str) -> None:
+        """Write that the run failed before its processes started, and why; print it."""
+        self.fail(paths, "launcher", reason, paths.log(self.attempt, "launcher"))
+        print(reason, file=sys.stderr, flush=True)
 
     def write(self, paths: RunPaths) -> None:
         """Replace the file atomically. On a full disk a final state overwrites the old file in place; any other state raises OSError."""

@@ -1,14 +1,11 @@
 """The tokens of one rollout with their numbers, from the recorded batch of its step, and their texts, if the run's tokenizer is at hand.
-The weights that `rlx replay` gave them come from the files of that command.
 
 Needs neither torch nor the model. It reads the whole batch of the step, about 21 bytes a token.
 """
 
 from __future__ import annotations
 
-import csv
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,25 +17,13 @@ from rlx.arrays import Float
 from rlx.config.errors import ConfigError
 from rlx.data.scores import TokenScores, read_scores
 from rlx.data.source import read_recorded
-from rlx.paths import RunPaths
+from rlx.paths import RunPaths, step_of
 from rlx.types import TrainingSample
-
-REPLAY_TOKENS, REPLAY_SUMMARY = "tokens.csv", "summary.json"
-"""The files of `rlx replay` (docs/replay.md); the second is written last."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replayed:
-    """What two objectives do with the tokens of one sample (`rlx replay`). NaN where no loss reads the token."""
-
-    recorded: Float  # [L] weight under the run's objective
-    other: Float  # [L] weight under the other
-    norms: tuple[float, float]  # of the gradients of its mini-batch, the run's and the other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """One training sample, a token sequence, with what the trainer and replays computed for it. NaN where the policy did not sample.
+    """One training sample, a token sequence, with what the trainer computed for it. NaN where the policy did not sample.
 
     A rollout has several if its turns do not extend each other.
     """
@@ -46,7 +31,6 @@ class Tokens:
     sample: TrainingSample
     entropy: Float | None  # [L] in nats, of the trainer's forward pass; None: not recorded
     mismatch: Float | None  # [L] log-probability of the trainer's forward pass minus the engine's; None: not recorded
-    replays: Mapping[str, Replayed]  # by the other objective's overrides
 
 
 def tokens_of(run: Path, step: int, group: int, member: int) -> list[Tokens]:
@@ -63,11 +47,10 @@ def tokens_of(run: Path, step: int, group: int, member: int) -> list[Tokens]:
     places = [i for i, one in enumerate(samples) if (one.group, one.member) == (group, member)]
     if not places:
         raise ConfigError(f"the batch of step {step} has no tokens of this rollout: it was not trained on")
-    replays = _replays(paths, step, [samples[place] for place in places])
-    return [_tokens(samples[place], ranks, place, found) for place, found in zip(places, replays, strict=True)]
+    return [_tokens(samples[place], ranks, place) for place in places]
 
 
-def _tokens(sample: TrainingSample, ranks: Sequence[TokenScores], place: int, replays: Mapping[str, Replayed]) -> Tokens:
+def _tokens(sample: TrainingSample, ranks: Sequence[TokenScores], place: int) -> Tokens:
     """`place`: of the sample in the batch, by which one of the ranks knows it."""
     for rank in ranks:
         for number in np.flatnonzero(rank.samples == place):
@@ -75,33 +58,8 @@ def _tokens(sample: TrainingSample, ranks: Sequence[TokenScores], place: int, re
             part = slice(end - int(rank.lengths[number]), end)
             entropy, mismatch = np.full((2, len(sample.token_ids)), np.nan, np.float32)
             entropy[sample.loss_mask], mismatch[sample.loss_mask] = rank.entropy[part], rank.mismatch[part]
-            return Tokens(sample=sample, entropy=entropy, mismatch=mismatch, replays=replays)
-    return Tokens(sample=sample, entropy=None, mismatch=None, replays=replays)
-
-
-def _replays(paths: RunPaths, step: int, samples: Sequence[TrainingSample]) -> list[dict[str, Replayed]]:
-    """The replays of each sample of one rollout, by their names. A replay of a batch that was recorded again since is left out."""
-    found: list[dict[str, Replayed]] = [{} for _ in samples]
-    rollout = (str(samples[0].group), str(samples[0].member))
-    for folder in sorted(paths.replays.glob(f"step_{step}--*")):
-        try:
-            parts = json.loads((folder / REPLAY_SUMMARY).read_text())["mini_batches"]
-            with (folder / REPLAY_TOKENS).open(newline="") as file:
-                rows = [row for row in csv.DictReader(file) if (row["group"], row["member"]) == rollout]
-            weights = [np.full((2, len(sample.token_ids)), np.nan, np.float32) for sample in samples]
-            part_of, same = [0] * len(samples), bool(rows)
-            for row in rows:
-                number, at = int(row["sample"]), int(row["position"])
-                same = same and int(samples[number].token_ids[at]) == int(row["token_id"])
-                weights[number][:, at] = float(row["weight_recorded"]), float(row["weight_other"])
-                part_of[number] = int(row["mini_batch"])
-            norms = [(parts[part]["recorded"]["gradient_norm"], parts[part]["other"]["gradient_norm"]) for part in part_of]
-        except (OSError, ValueError, KeyError, IndexError):  # not finished, or of another version
-            continue
-        if same:
-            for one, both, pair in zip(found, weights, norms, strict=True):
-                one[folder.name.partition("--")[2]] = Replayed(recorded=both[0], other=both[1], norms=pair)
-    return found
+            return Tokens(sample=sample, entropy=entropy, mismatch=mismatch)
+    return Tokens(sample=sample, entropy=None, mismatch=None)
 
 
 def texts_of(run: Path, ids: Sequence[int]) -> list[str]:
@@ -125,7 +83,7 @@ def texts_of(run: Path, ids: Sequence[int]) -> list[str]:
 
 def tokenizer_file(paths: RunPaths) -> Path | None:
     """`tokenizer.json` of a run: of its newest policy version, of its initial model, or that model's in the hub's cache. No network."""
-    versions = sorted(paths.weights.glob("step_*/tokenizer.json"), key=lambda path: int(path.parent.name.removeprefix("step_")))
+    versions = sorted(paths.weights.glob("step_*/tokenizer.json"), key=lambda path: step_of(path.parent) or 0)
     if versions:
         return versions[-1]
     try:

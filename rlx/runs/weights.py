@@ -24,15 +24,11 @@ def resolve(cfg: EvalRoot) -> EvalRoot:
     if cfg.weights_dir is None:
         _refuse("steps", cfg.steps)
         return cfg
-    folder, run = find_weights(cfg.weights_dir)
-    there = versions(folder)
-    _check_there(folder, there, sorted(set(cfg.steps or ())))
-    cfg = replace(cfg, weights_dir=str(folder), steps=there if cfg.steps is None else sorted(set(cfg.steps)))
+    folder = find_weights(cfg.weights_dir)[0]
+    cfg = replace(cfg, weights_dir=str(folder), steps=versions(folder) if cfg.steps is None else sorted(set(cfg.steps)))
     if not cfg.versions:
         raise ConfigError(f"{folder} has no complete step_N, and eval_base=false.\n  fix: name another weights_dir, or eval_base=true")
-    _check_kind(cfg, folder, cfg.versions)
-    if 0 in cfg.versions and run is not None and not cfg.lora.on:
-        _check_initial(run)
+    _check(cfg, folder, cfg.versions)
     return cfg
 
 
@@ -44,16 +40,12 @@ def resolve_step(cfg: SynthesizeRoot) -> SynthesizeRoot:
     if cfg.weights_dir is None:
         _refuse("step", cfg.step)
         return cfg
-    folder, run = find_weights(cfg.weights_dir)
+    folder = find_weights(cfg.weights_dir)[0]
     there = versions(folder)
     if cfg.step is None and not there:
         raise ConfigError(f"{folder} has no complete step_N.\n  fix: name another weights_dir, or step=0 for the run's initial model")
-    step = there[-1] if cfg.step is None else cfg.step
-    _check_there(folder, there, [step])
-    if step == 0:
-        _check_initial(run or folder)
-    cfg = replace(cfg, weights_dir=str(folder), step=step)
-    _check_kind(cfg, folder, [step])
+    cfg = replace(cfg, weights_dir=str(folder), step=there[-1] if cfg.step is None else cfg.step)
+    _check(cfg, folder, [cfg.step])
     return cfg
 
 
@@ -62,32 +54,27 @@ def _refuse(key: str, value: object) -> None:
         raise ConfigError(f"{key}={value} needs the weights that it chooses from.\n  fix: weights_dir=RUN")
 
 
-def _check_there(folder: Path, there: Sequence[int], wanted: Sequence[int]) -> None:
-    """Raise ConfigError if a version of a run is not there; 0 is its initial model."""
+def _check(cfg: PlayWithModel, folder: Path, wanted: Sequence[int | None]) -> None:
+    """Raise ConfigError unless the versions are there and hold what `lora` says: adapters for the initial model, or whole models.
+
+    Version 0 is the initial model of the run that has the weights.
+    """
+    there, run = versions(folder), find_weights(str(folder))[1]
     if missing := [step for step in wanted if step not in (0, *there)]:
         raise ConfigError(
             f"{folder} has no complete step_{missing[0]}; it has {', '.join(map(str, there)) or 'none'}.\n"
             "  fix: name some of these; a training keeps its newest versions (weight_broadcast.keep_last) and those of checkpoints"
         )
-
-
-def _check_initial(run: Path) -> None:
-    if not _is_there(RunPaths(run).initial_model):
-        raise ConfigError(f"the initial model of {run} is gone, so version 0 cannot be played.\n  fix: name steps of its weights")
-
-
-def _check_kind(cfg: PlayWithModel, folder: Path, steps: Sequence[int]) -> None:
-    """Raise ConfigError unless the steps hold what `lora` says: adapters for the initial model, or whole models."""
-    for step in filter(None, steps):
+    for step in filter(None, wanted):
         file = folder / f"step_{step}" / ADAPTER_CONFIG
         if file.is_file() and not cfg.lora.on:
             rank = json.loads(file.read_text()).get("r")
             raise ConfigError(f"{file.parent} holds adapters, but lora.rank is not set.\n  fix: lora.rank={rank}, with their model")
         if not file.is_file() and cfg.lora.on:
             raise ConfigError(f"{file.parent} holds a whole model, but lora.rank={cfg.lora.rank} expects adapters.\n  fix: lora.rank=null")
-    run = find_weights(str(folder))[1]
-    if cfg.lora.on and run is not None and not _is_there(RunPaths(run).initial_model):
-        raise ConfigError(f"the initial model of {run} is gone, and its weights are adapters for it.\n  fix: restore that model's folder")
+    if (cfg.lora.on or 0 in wanted) and run is not None and not _is_there(RunPaths(run).initial_model):
+        needs = "its weights are adapters for it" if cfg.lora.on else "it is version 0"
+        raise ConfigError(f"the initial model of {run} is gone, and {needs}.\n  fix: restore that model's folder, or name other steps")
 
 
 def initial_model(cfg: PlayWithModel) -> str | None:

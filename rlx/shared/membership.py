@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rlx.lock import try_lock
+from rlx.lock import FileLock
 from rlx.paths import MEMBER, RunPaths, listed, listed_with_folder, write_text
 
 log = logging.getLogger(__name__)
@@ -54,12 +53,10 @@ class Presence:
         """Take it. Raises RuntimeError if another process has it."""
         path = paths.membership / PRESENT
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        end = time.monotonic() + TAKE
-        while not try_lock(self.fd, path):
-            if time.monotonic() > end:
-                raise RuntimeError(f"another process is at work in {paths.root} ({path} is locked)")
-            time.sleep(0.02)
+        lock = FileLock(path)
+        self.fd = lock.fd
+        if not lock.take(TAKE):
+            raise RuntimeError(f"another process is at work in {paths.root} ({path} is locked)")
 
 
 def is_present(paths: RunPaths) -> bool:
@@ -68,13 +65,13 @@ def is_present(paths: RunPaths) -> bool:
     if not listed_with_folder(path):
         return False
     try:
-        fd = os.open(path, os.O_RDWR)
+        lock = FileLock(path, create=False)
     except FileNotFoundError:  # the directory was deleted meanwhile
         return False
     try:
-        return not try_lock(fd, path, shared=True)
+        return not lock.share(0.0)
     finally:
-        os.close(fd)
+        lock.close()
 
 
 def asking(host: RunPaths) -> Iterator[tuple[RunPaths, str]]:

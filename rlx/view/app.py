@@ -43,7 +43,7 @@ in the list
 
 in a rollout
   t                             text, tokens in colours, tokens as numbers
-  c                             colour tokens by log-probability, entropy, mismatch, version, advantage, or a replay of the step
+  c                             colour tokens by log-probability, entropy, mismatch, version or advantage
   n p                           next and previous rollout of the list
   x                             the same example at another step
   q esc                         back

@@ -15,12 +15,11 @@ from rich.text import Text
 
 from rlx.arrays import Float
 from rlx.runs.tokens import Tokens
-from rlx.view.colours import PLAIN, SCALES, WEIGHT, has_colours, legend, of_kind, of_sign, on_scale
+from rlx.view.colours import PLAIN, SCALES, has_colours, legend, of_kind, of_sign, on_scale
 from rlx.view.lines import conversation, facts, more_facts, printable
 
 BOLD, DIM, ITALIC = Style(bold=True), Style(dim=True), Style(italic=True)
 _ROLE = {"system": "magenta", "user": "blue", "assistant": "green", "tool": "cyan"}
-REPLAY = "replay "  # before the name of a replay
 BLOCK = 500  # parts of a text
 Part = tuple[str, Style]
 QUANTITIES = (*SCALES, "version", "advantage")
@@ -62,19 +61,11 @@ def _blocks(parts: Iterable[Part]) -> list[Text]:
 
 def known(samples: Sequence[Tokens]) -> list[str]:
     """The quantities that were recorded."""
-    recorded = [name for name in QUANTITIES if all(values_of(one, name) is not None for one in samples)]
-    return recorded + [REPLAY + name for name in _replays(samples)]
-
-
-def _replays(samples: Sequence[Tokens]) -> list[str]:
-    return list(dict.fromkeys(name for one in samples for name in one.replays))
+    return [name for name in QUANTITIES if all(values_of(one, name) is not None for one in samples)]
 
 
 def values_of(one: Tokens, quantity: str) -> Float | None:
-    """A quantity of each token [L]: surprise is the negative log-probability; of a replay, |Δ weight|. None: it was not recorded."""
-    if quantity.startswith(REPLAY):
-        replay = one.replays.get(quantity.removeprefix(REPLAY))
-        return None if replay is None else np.abs(replay.other - replay.recorded)
+    """A quantity of each token [L]: surprise is the negative log-probability. None: it was not recorded."""
     recorded: dict[str, Any] = {
         "log-probability": -one.sample.inference_logprobs,
         "entropy": one.entropy,
@@ -91,7 +82,7 @@ def style_of(quantity: str, value: float) -> Style:
         return of_kind(int(value))
     if quantity == "advantage":
         return of_sign(value)
-    return on_scale(SCALES.get(quantity, WEIGHT), value)
+    return on_scale(SCALES[quantity], value)
 
 
 def key_to_colours(samples: Sequence[Tokens], quantity: str) -> Text:
@@ -105,11 +96,7 @@ def key_to_colours(samples: Sequence[Tokens], quantity: str) -> Text:
     elif quantity == "advantage":
         steps = [(" negative ", of_sign(-1)), (" positive ", of_sign(1))]
     else:
-        steps = legend(SCALES.get(quantity, WEIGHT))
-    if quantity.startswith(REPLAY):
-        name = quantity.removeprefix(REPLAY)
-        norms = dict.fromkeys("{:.4g} → {:.4g}".format(*one.replays[name].norms) for one in samples if name in one.replays)
-        what = f"|weight under {name} − under the run's objective|, gradient norm {', '.join(norms)}"
+        steps = legend(SCALES[quantity])
     return Text(" ").join([Text(what), *(Text(label, style) for label, style in steps)])
 
 
@@ -129,19 +116,7 @@ def coloured(samples: Sequence[Tokens], texts: Sequence[Sequence[str]], quantity
 
 def numbered(samples: Sequence[Tokens], texts: Sequence[Sequence[str]]) -> list[Text]:
     """A line for each sampled token with all its numbers. Tokens that the policy did not sample are only counted."""
-    replays = _replays(samples)
-    names = [
-        "id",
-        "logprob",
-        "p",
-        "entropy",
-        "mismatch",
-        "version",
-        "advantage",
-        "temp",
-        *(["w"] if replays else []),
-        *(f"w {name}" for name in replays),
-    ]
+    names = ("id", "logprob", "p", "entropy", "mismatch", "version", "advantage", "temp")
     parts: list[Part] = []
     for one, pieces in zip(samples, texts, strict=True):
         sample = one.sample
@@ -155,10 +130,8 @@ def numbered(samples: Sequence[Tokens], texts: Sequence[Sequence[str]]) -> list[
             "version": (sample.versions, ""),
             "advantage": (sample.advantages, "+.3f"),
             "temp": (sample.temperature, "g"),
-            **{f"w {name}": (replay.other, "+.4f") for name, replay in one.replays.items()},
-            "w": (next((replay.recorded for replay in one.replays.values()), None), "+.4f"),
         }
-        shown = [(max(len(name), 7), *columns.get(name, (None, ""))) for name in names]
+        shown = [(max(len(name), 7), *columns[name]) for name in names]
         for sampled, run in groupby(range(len(pieces)), key=sample.loss_mask.tolist().__getitem__):
             if not sampled:
                 parts.append((f"…      {len(list(run))} tokens that the policy did not sample\n", DIM))

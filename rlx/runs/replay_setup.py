@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from rlx.checkpoints import folders
-from rlx.config.checks import check
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose
 from rlx.config.objectives import loss_of
 from rlx.config.rules import declared
 from rlx.config.schema import Config, LossTerms
+from rlx.config.secret import secrets_of
 from rlx.config.strangers import executing, is_mine, said
-from rlx.runs.compare import flat
+from rlx.runs.config_diff import flat
 from rlx.runs.run import Run
 from rlx.started import program
 from rlx.weights.files import versions
@@ -39,11 +39,6 @@ class Policy:
     step: int  # the version that `model`, or the checkpoint, holds; later steps must be trained again
     checkpoint: Path | None
     initial: str | None  # version 0, for a reference; None: unknown
-
-
-def recorded_steps(run: Run) -> list[int]:
-    """Steps whose batches were recorded, in order."""
-    return sorted(int(path.name.removeprefix("step_").split(".")[0]) for path in run.paths.recorded.glob("step_*.batch.zst"))
 
 
 def other_objective(run: Run, overrides: Sequence[str]) -> tuple[Config, Config, list[str]]:
@@ -74,26 +69,10 @@ def other_objective(run: Run, overrides: Sequence[str]) -> tuple[Config, Config,
             "  fix: leave it out; to train the whole run again with it: "
             f"{program()} --config-dir {shlex.quote(str(run.root))} --config-name config {shlex.join([f'replay={run.root}', *without])}"
         )
-    of_env = {line: match[1] for line, key in keys.items() if (match := OF_ENV.fullmatch(key))}
-    saved = [*flags[2:], "--config-dir", str(run.root.absolute()), "--config-name", "config"]
-    if "loss" in keys.values():  # a saved configuration has no groups to choose from, so the node comes from the default run's
-        composed = compose([*flags, *(line for line in lines if line not in of_env)], {})
-        ref = {key.partition(".")[2]: getattr(composed.cfg.ref, key.partition(".")[2]) for key in keys.values() if key.startswith("ref.")}
-        other = replace(recorded, loss=composed.cfg.loss, ref=replace(recorded.ref, **ref))
-        vague = [line for line, name in of_env.items() if not recorded.envs[name].loss and f"envs.{name}.loss" not in keys.values()]
-        if vague:
-            raise ConfigError(
-                f"{', '.join(vague)}: differs from the run's loss, which loss=… replaces.\n  fix: name the whole objective, such as "
-                f"envs.{of_env[vague[0]]}.loss=gspo"
-            )
-        of_envs = compose([*saved, *of_env], {}).cfg.envs
-    else:
-        composed = compose([*saved, *lines], {})
-        other, of_envs = replace(recorded, loss=composed.cfg.loss, ref=composed.cfg.ref), composed.cfg.envs
-    other = replace(other, envs={name: replace(env, loss=of_envs[name].loss) for name, env in recorded.envs.items()})
-    problems = [problem.text for problem in check(other) if any(map(_may_differ, problem.keys))]
-    if problems:
-        raise ConfigError(problems)
+    given = ["dry_run=true", *(f"{key}=unknown" for key in secrets_of(recorded))]  # nothing is started, and no server is asked
+    composed = compose([*flags, "--config-dir", str(run.root.absolute()), "--config-name", "config", *given, *lines], {}).cfg
+    envs = {name: replace(env, loss=composed.envs[name].loss) for name, env in recorded.envs.items()}
+    other = replace(recorded, loss=composed.loss, ref=composed.ref, envs=envs)
     notes = []
     if keys_of := _without_ratios(recorded, other):
         notes.append(
@@ -156,7 +135,7 @@ def _split(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def policy_of(run: Run, cfg: Config, other: Config, step: int) -> Policy:
     """Where the policy of `step` comes from. Raises ConfigError if it is gone, or the batch was not recorded."""
-    paths, recorded = run.paths, recorded_steps(run)
+    paths, recorded = run.paths, run.recorded
     if step not in recorded:
         raise ConfigError(
             f"{run.root} has no recorded batch of step {step}, only of steps {_listed(recorded)}.\n  fix: name one with --step"

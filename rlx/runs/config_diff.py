@@ -1,9 +1,8 @@
-"""What differs between two configurations of a run, in words."""
+"""What differs between two trees of values, such as two configurations of a run, in words."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,24 +17,37 @@ NOT_COMPARED = ("run", "dry_run", "clean", "resume")  # keys that do not change 
 WHERE = ("launcher", "slurm", "hardware", "inference", "weight_broadcast")
 MAY_CHANGE = (*NOT_COMPARED, *WHERE, "max_steps", "steps", "ckpt", "logger", "profile")
 SECRET = {key for root in ROOTS for key in secret_keys(root.schema)}
+ABSENT = "absent"  # a key that one of the trees lacks; null says the same
 
 
-def differing(there: Any, here: Any, key: str = "", between: str = "≠") -> Iterator[str]:
-    """`key: VALUE ≠ VALUE` for each key of two trees that differs; a secret's values are not shown."""
-    if isinstance(there, dict) and isinstance(here, dict):
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The leaves of a nested mapping, by dotted name."""
+    leaves: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            leaves |= flat(value, f"{prefix}{name}.")
+        else:
+            leaves[f"{prefix}{name}"] = value
+    return leaves
+
+
+def differing(there: Any, here: Any, free: tuple[str, ...] = (), between: str = "≠", key: str = "") -> Iterator[str]:
+    """`key: VALUE ≠ VALUE` for each key of two trees that differs and is not in `free`; a secret's values are not shown."""
+    if key in free or there == here or (there, here) in ((None, ABSENT), (ABSENT, None)):
+        return
+    if isinstance(there, Mapping) and isinstance(here, Mapping):
         for name in dict.fromkeys([*there, *here]):
-            yield from differing(there.get(name), here.get(name), f"{key}.{name}" if key else name, between)
-    elif there != here:
+            yield from differing(there.get(name, ABSENT), here.get(name, ABSENT), free, between, f"{key}.{name}" if key else name)
+    else:
         yield f"{key}: a different value (secret)" if key in SECRET else f"{key}: {there} {between} {here}"
 
 
 def changed_keys(before: CommandConfig, cfg: CommandConfig) -> list[str]:
     """What resuming with `cfg` changes: `max_steps: 40 → 100`."""
-    lines = differing(asdict(before), asdict(hidden(cfg)), between="→")
-    return [line for line in lines if re.split("[.:]", line)[0] not in NOT_COMPARED]
+    return list(differing(asdict(before), asdict(hidden(cfg)), NOT_COMPARED, between="→"))
 
 
-def change_note(root: Path, changed: Sequence[str]) -> str:
+def change_note(root: Path, changed: list[str]) -> str:
     """The note about the result of `changed_keys`."""
     return (
         f"resuming with other values than before: {', '.join(changed)}\n"
@@ -47,6 +59,4 @@ def differences(before: CommandConfig, cfg: CommandConfig) -> list[str]:
     """The keys in which a run's configuration differs from `cfg` and that may not change when it resumes. Secrets are not compared."""
     if type(before) is not type(cfg):
         return [f"it is a directory of rlx {root_of(before).command}"]
-    free = (*MAY_CHANGE, *cfg.may_change)
-    lines = differing(asdict(before), asdict(hidden(cfg)))
-    return [line for line in lines if not any(re.match(rf"{re.escape(key)}[.:]", line) for key in free)]
+    return list(differing(asdict(before), asdict(hidden(cfg)), (*MAY_CHANGE, *cfg.may_change)))

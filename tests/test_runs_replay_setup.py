@@ -11,10 +11,10 @@ import pytest
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose, to_yaml
 from rlx.config.objectives import loss_of
-from rlx.runs.one_step import changes, label_of, other_objective
+from rlx.runs.replay_setup import changes, label_of, other_objective
 
 EQUAL = "this is the run's own objective, so both sides are equal"
-MIX = ("env=[sums,reverse_text]", "envs.sums.loss=dppo")
+MIX = ("inference.api_key=of-the-servers", "env=[sums,reverse_text]", "envs.sums.loss=dppo")
 
 
 def run_of(root: Path, *overrides: str) -> Any:
@@ -34,6 +34,9 @@ def test_the_objective_of_one_environment_can_be_another(tmp_path: Path) -> None
     assert loss_of(other, "sums")["eps_high"] == 0.01
     _, other, notes = other_objective(run, ["loss=gspo", "envs.sums.loss=grpo"])
     assert [loss_of(other, name)["_target_"] for name in ("sums", "reverse_text")] == ["rlx.losses.grpo.grpo", "rlx.losses.gspo.gspo"]
+    _, other, _ = other_objective(run, ["loss=gspo", "envs.reverse_text.loss.eps_high=0.3"])
+    assert (loss_of(other, "reverse_text")["_target_"], loss_of(other, "reverse_text")["eps_high"]) == ("rlx.losses.gspo.gspo", 0.3)
+    assert loss_of(other, "sums")["_target_"] == "rlx.losses.dppo.dppo"
 
 
 def test_equal_sides_are_noticed(tmp_path: Path) -> None:
@@ -56,7 +59,6 @@ def test_an_objective_whose_ratios_are_all_1_at_the_recorded_weights_is_noticed(
     [
         (["envs.sums.weight=2"], "envs.sums.weight=2: has no effect"),
         (["envs.sums.loss.mask_overlong=true"], "has no effect"),
-        (["loss=gspo", "envs.reverse_text.loss.eps_high=0.3"], r"name the whole objective, such as envs\.reverse_text\.loss="),
     ],
 )
 def test_an_override_of_an_environment_that_says_nothing_is_refused(tmp_path: Path, overrides: list[str], said: str) -> None:
