@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlx.config.composition import Kept
+from rlx.config.composition import Kept, compose_tree
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose, load_run
 from rlx.config.roots import TRAIN
@@ -294,3 +294,12 @@ def test_compositions_that_share_files_are_what_each_is_alone(tmp_path: Path):
         for argv in [*lines, *reversed(lines)]:
             assert made(argv, environ, kept) == made(argv, environ)
     assert len(kept) < 3 * len(lines), "some are shared"
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("${seed}", 7), ("${optim.lr}", 0.5), ("${${run.name}}", 7), ("${oc.select:model.nothing,3}", 3)]
+)
+def test_a_value_may_refer_to_another_section(value: str, expected: float):
+    """Only sections that refer, or are referred to, go through OmegaConf."""
+    found = compose_tree([f"loss.eps_high='{value}'", "seed=7", "optim.lr=0.5", "run.name=seed"], {})
+    assert found.data["loss"]["eps_high"] == expected
