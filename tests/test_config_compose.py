@@ -247,13 +247,6 @@ def test_heavy_packages_stay_out(tmp_path: Path, code: str, absent: tuple[str, .
     assert found.stdout.strip() == "[]"
 
 
-def test_the_configuration_page_is_up_to_date():
-    from rlx.config.docs import render
-
-    page = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
-    assert page.read_text() == render(), "run `python -m rlx.config.docs`"
-
-
 def test_a_composition_changes_nothing_that_a_later_one_reads():
     """Files and schema are read once in a process; each composition gets nodes of its own."""
     before = compose([], {}).yaml

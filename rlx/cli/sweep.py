@@ -28,15 +28,6 @@ def run(argv: list[str], command: Command) -> int:
 
     sweep = expand(argv, None, command.root)
     directory = folder(sweep)
-    if sweep.sweeper is not None:
-        from rlx.cli.sweeper import optimise
-
-        if command.root.command != "train":
-            raise ConfigError(
-                f"hydra/sweeper={sweep.sweeper} proposes runs by the rewards of earlier ones, which `rlx {command.root.command}` does not "
-                "return.\n  fix: -m with the values themselves"
-            )
-        return optimise(sweep, directory)
     elements = checked(sweep.elements, directory, command)
     if elements[0].cfg.dry_run:
         print(dry_run(elements, sweep, directory))
@@ -103,9 +94,7 @@ def start(elements: list[Element], name: str, directory: Path, *, wait: bool) ->
     """Start the elements that are not done or alive; return the exit code."""
     from rlx.launch import sweep
     from rlx.launch.follow import wait_for_jobs
-    from rlx.runs.provenance import source_state
 
-    source_state.cache_clear()  # a sweeper starts runs for hours
     with sweep.alone(directory):
         launcher = elements[0].cfg.launcher
         code = _submit(elements, name, directory) if launcher.name == "slurm" else _run_here(elements, directory)
@@ -165,14 +154,6 @@ def _run_here(elements: list[Element], directory: Path) -> int:
     if left:
         print(f"{len(left)} of {len(elements)} runs are not completed; run the same command again to resume them", file=sys.stderr)
     return 1 if left else 0
-
-
-def state_of(element: Element) -> str:
-    """The state in `status.json` of an element's run."""
-    from rlx.runs.status import read_status
-
-    status = read_status(element.paths)
-    return "not started" if status is None else status.state
 
 
 def dry_run(elements: list[Element], sweep: Sweep, directory: Path) -> str:

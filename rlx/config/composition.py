@@ -63,7 +63,7 @@ class Files:
 
     layers: list[Layer]
     choices: dict[str, str]  # group -> option; several options are joined with "+"
-    sweeper: dict[str, Any]  # `hydra.sweeper` of the files: what a sweep varies
+    swept: dict[str, Any]  # `hydra.sweeper.params` of the files: what a sweep varies
 
 
 Kept = dict[tuple[Any, ...], Files]
@@ -80,7 +80,7 @@ class Tree:
     overrides: list[str]  # from the command line, as written
     notes: list[str]  # messages for the user
     problems: list[Problem]
-    sweeper: dict[str, Any]  # `hydra.sweeper` of the files: what a sweep varies
+    swept: dict[str, Any]  # `hydra.sweeper.params` of the files: what a sweep varies
     chosen: list[str]  # groups that the command line or a variable chooses
 
 
@@ -183,7 +183,7 @@ def _compose(
     problems_found = _sections_off(root, origins, {o.key_or_group for o in values if isinstance(value_of(o), dict)})
     data = _resolve(data, origins, problems_found)
     notes += [f"hardware=auto: {layout[1]}"] if files.choices.get("hardware") == "auto" else []
-    return Tree(data, origins, dict(files.choices), list(request.lines), notes, problems_found, files.sweeper, chosen)
+    return Tree(data, origins, dict(files.choices), list(request.lines), notes, problems_found, files.swept, chosen)
 
 
 def _store(root: Root, variables: Sequence[Variable], inherited: Sequence[Inherited]) -> dict[str, list[Layer]]:
@@ -214,7 +214,7 @@ def _files(loader: ConfigLoader, name: str, lines: list[str], groups: Groups, st
         wrong = list(groups.wrong(group, option, said)) if group in groups.names else []
         raise ConfigError(wrong or f"the configuration cannot be composed: {said}") from None
     layers: list[Layer] = []
-    sweeper: dict[str, Any] = {}
+    swept: dict[str, Any] = {}
     for default in (each for each in found if each.config_path is not None):
         path = str(default.config_path)
         file = file_at(loader, path)
@@ -222,13 +222,13 @@ def _files(loader: ConfigLoader, name: str, lines: list[str], groups: Groups, st
             layers += stored[path]
         elif file is not None:
             values = {name: value for name, value in read(file).items() if name != "defaults"}
-            merge(sweeper, (values.pop("hydra", None) or {}).get("sweeper") or {})
+            swept |= ((values.pop("hydra", None) or {}).get("sweeper") or {}).get("params") or {}
             values = nested(default.package or "", values)
             of_group = "/" in path
             layers.append(
                 Layer(groups.of_command(values) if of_group else values, label(file), of_group=of_group, shipped=is_shipped(file))
             )
-    return Files(layers, _find_choices(found, groups.names), sweeper)
+    return Files(layers, _find_choices(found, groups.names), swept)
 
 
 def _find_choices(defaults: list[ResultDefault], groups: list[str]) -> dict[str, str]:

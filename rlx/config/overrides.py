@@ -64,7 +64,7 @@ def read_request(argv: list[str], environ: Mapping[str, str], root: Root) -> Req
         if o.key_or_group == "hydra.searchpath" and isinstance(value_of(o), list):
             asked += [("hydra.searchpath", str(path).removeprefix("file://")) for path in value_of(o)]
         else:
-            problems.append(f"`{line_of(o)}` has no effect: without -m, hydra.searchpath=[DIR] is the only hydra key that rlx reads.")
+            problems.append(f"`{line_of(o)}` has no effect: hydra.searchpath=[DIR] is the only hydra key that rlx reads.")
     problems += [
         f"{origin} {directory} is not a directory (current directory: {Path.cwd()})."
         for origin, directory in asked

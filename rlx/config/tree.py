@@ -131,23 +131,25 @@ def _walk(cls: type, prefix: str = "", mappings: bool = True) -> Iterator[tuple[
 
 
 @functools.cache
-def leaves(cls: type) -> tuple[str, ...]:
+def _walked(cls: Any, mappings: bool = True) -> tuple[tuple[str, Any, Field], ...]:
+    return tuple(_walk(cls, mappings=mappings))
+
+
+def leaves(cls: Any) -> tuple[str, ...]:
     """Every dotted key of a dataclass, also in optional sections, but not the sections themselves."""
-    keys = [key for key, _, _ in _walk(cls)]
+    keys = [key for key, _, _ in _walked(cls)]
     sections = {key.rpartition(".")[0].removesuffix(".<name>") for key in keys}
     return tuple(key for key in keys if key not in sections)
 
 
-@functools.cache
-def secret_keys(cls: type) -> tuple[str, ...]:
+def secret_keys(cls: Any) -> tuple[str, ...]:
     """Every dotted key that the schema marks as secret."""
-    return tuple(key for key, _, f in _walk(cls, mappings=False) if f.metadata.get("secret"))
+    return tuple(key for key, _, f in _walked(cls, mappings=False) if f.metadata.get("secret"))
 
 
-@functools.cache
-def optional_sections(cls: type) -> tuple[str, ...]:
+def optional_sections(cls: Any) -> tuple[str, ...]:
     """The dotted key of every section that may be None."""
-    optional = ((key, *split_optional(kind)) for key, kind, _ in _walk(cls, mappings=False))
+    optional = ((key, *split_optional(kind)) for key, kind, _ in _walked(cls, mappings=False))
     return tuple(key for key, plain, may_be_none in optional if may_be_none and is_dataclass(plain))
 
 

@@ -20,7 +20,7 @@ from rlx.envs.kinds import has_classic
 
 CLASSIC = re.compile(r"^\s*(?:(?:async )?def |from .+ import .*|import .*)?load_environment\b", re.MULTILINE)  # defined or imported
 FIRST = re.compile(r"^([A-Za-z]\w*)(?:/__init__)?\.py,", re.MULTILINE)  # modules at the top, in a package's list of files
-NEVER = {"rlx", "verifiers", "hydra_plugins"}
+NEVER = {"rlx", "verifiers"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
