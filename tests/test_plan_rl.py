@@ -11,7 +11,7 @@ from launch_configs import config
 from rlx.config.errors import ConfigError
 from rlx.config.load import load_run, to_yaml
 from rlx.config.memory import size, trainer_memory
-from rlx.config.rows import why
+from rlx.config.rows import kept_numbers, why
 from rlx.config.schema import Config
 from rlx.config.tree import Builder
 from rlx.plan.environment import MissingGPU, environment_of
@@ -206,12 +206,13 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
 def test_memory_of_an_8b_model_is_counted_term_by_term() -> None:
     trainer = trainer_memory(config("node8", trainer={"ac": {"freq": 1}, "micro_batch_tokens": 8192}))
     shard, table = 8.19e9 / 4, 151936 * 4096
+    results, products = kept_numbers(config("node8").model)
     assert trainer.parameters == trainer.gradients == trainer.optimizer / 2 == shard * 4
     assert trainer.context == GIB
     assert trainer.table == table * 2, "embedding or head, gathered in 16 bits"
     assert trainer.head_gradient == table * 2
     assert trainer.table_gradients == table * (2 + 4), "a gradient in 16 bits, and the float32 reduction buffer"
-    assert trainer.activations == 8192 * 4096 * 2 * (36 + 17), "one input per layer, and one recomputed layer"
+    assert trainer.activations == 8192 * 2 * (36 * 4096 + results), "one input per layer, and one recomputed layer"
     assert trainer.head == 4 * (2 * 8192 * 8192 + 8192 * 4096 + 8192 * 4096), "a row has fewer tokens than a tile"
     assert trainer.update == shard * 4
     assert trainer.published == 8.19e9 * 2, "one copy, in 16 bits"
@@ -219,9 +220,9 @@ def test_memory_of_an_8b_model_is_counted_term_by_term() -> None:
     reduced = trainer.states + trainer.layers + trainer.table + trainer.activations + trainer.table_gradients
     assert trainer.device == max(reduced, trainer.states + trainer.moments["backward begins"])
     partly = trainer_memory(config("node8", trainer={"ac": {"freq": 1, "mode": "selective"}, "micro_batch_tokens": 8192}))
-    assert partly.activations == 8192 * 4096 * 2 * (36 * 12 + 17), "an input and eleven results of products per layer"
+    assert partly.activations == 8192 * 2 * (36 * (4096 + products) + results), "an input and the results of products per layer"
     on_host = trainer_memory(config("node8", trainer={"ac": {"freq": 1}, "ac_offloading": True, "micro_batch_tokens": 8192}))
-    assert on_host.activations == 8192 * 4096 * 2 * 17
+    assert on_host.activations == 8192 * 2 * results
     copies = trainer_memory(config("node8", trainer={"dp_replicate": 2}))
     assert copies.parameters == 2 * trainer.parameters, "each of two copies lies on half of the ranks"
     kept = trainer_memory(config("node8", trainer={"reshard_after_forward": False}))
@@ -271,18 +272,20 @@ def rows(hardware: str = "cpu", /, **sections) -> tuple[int, str]:
     return cfg.micro_batch_tokens, why(cfg)
 
 
-SMALL = {"hidden_size": 576, "num_layers": 30, "dtype": "float32"}  # SmolLM2-135M: 1.12 MiB of activations a token
+HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
+SMALL = {"hidden_size": 576, "intermediate_size": 1536, "num_layers": 30, "dtype": "float32", **HEADS}  # SmolLM2-135M
+QWEN = {"hidden_size": 1024, "intermediate_size": 3072, "num_layers": 28, "num_attention_heads": 16}  # 0.6B
 
 
 @pytest.mark.parametrize(
     ("hardware", "sections", "row", "reason"),
     [
-        ("cpu", {"model": SMALL, "seq_len": 96}, 1792, "what 2 GiB of activations at 1.12 MiB a token allow"),
+        ("cpu", {"model": SMALL, "seq_len": 96}, 1792, "what 2 GiB of activations at 1.05 MiB a token allow"),
         ("cpu", {"model": SMALL, "seq_len": 96, "trainer": {"micro_batch_tokens": 512}}, 512, "trainer.micro_batch_tokens"),
         ("cpu", {"model": SMALL, "seq_len": 4096}, 4096, "seq_len"),
         ("cpu", {"model": SMALL, "seq_len": 24, "trainer": {"num_minibatches": 4}}, 1536, "all tokens of a rank in an optimizer step"),
-        ("node8", {"model": {"hidden_size": 1024, "num_layers": 28}}, 8704, "what 8 GiB of activations at 0.93 MiB a token allow"),
-        ("gpu1_shared", {"model": {"hidden_size": 1024, "num_layers": 28}, "seq_len": 512}, 4352, "what 4 GiB of activations"),
+        ("node8", {"model": QWEN, "seq_len": 4096}, 6656, "what 8 GiB of activations at 1.20 MiB a token allow"),
+        ("gpu1_shared", {"model": QWEN, "seq_len": 512}, 3328, "what 4 GiB of activations"),
         ("node8", {}, 8192, "seq_len"),
     ],
 )
@@ -320,7 +323,7 @@ def test_the_plan_in_words_names_processes_batch_arithmetic_staleness_and_memory
         "2 per step",
         "20 in the run of 10 steps",
         "at most 1 policy version old",
-        "the card must have at least",
+        "each GPU must have at least",
         "rank 0 also: 15.3 GiB of host memory for the copy of the weights",
     ):
         assert words in text, f"{words!r} is not in\n{text}"

@@ -17,6 +17,7 @@ from rlx.config.targets import must_be_built, nodes_of
 from rlx.plan.environment import hub_variables
 from rlx.plan.explain import explain
 from rlx.plan.make import make_plan
+from rlx.plan.memory import fit_lines
 from rlx.plan.place import require_one_host
 from rlx.plan.record import ProcessSpec
 from rlx.preflight.chats import check_chats
@@ -59,7 +60,7 @@ def run(argv: list[str], command: Command) -> int:
     if cfg.dry_run:
         return _dry_run(cfg, composed, plan, environments)
     here = cfg.launcher.name == "local"
-    for note in [*composed.notes, *(f"environment {line}" for line in environments)]:
+    for note in [*composed.notes, *(f"environment {line}" for line in environments), *fit_lines(cfg, only_wrong=True)]:
         print(note, flush=True)
     paths, lock = create(cfg, composed.overrides, plan)
 

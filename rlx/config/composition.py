@@ -27,7 +27,7 @@ from rlx.config.env_nodes import KEY, NODES, Preset, as_node, fill_in, spell_out
 from rlx.config.environment import Variable, read_variables
 from rlx.config.errors import ConfigError
 from rlx.config.gpus import choose_layout
-from rlx.config.inherited import Inherited
+from rlx.config.inherited import Inherited, of_name
 from rlx.config.nested import flatten, merge, nested, section_at
 from rlx.config.overrides import LATE, Groups, Request, chooses_one, line_of, one_each, parse, read_request, read_variable, value_of
 from rlx.config.roots import ROOTS, TRAIN, Root, key_of
@@ -95,7 +95,7 @@ def compose_tree(argv: list[str], environ: Mapping[str, str], root: Root = TRAIN
     compose = functools.partial(_compose, request, source, environ, root, {} if kept is None else kept)
     tree = compose()
     layout = _layout_of_cluster(tree)
-    found = root.inherits(tree.data, tree.chosen) if source is None else ()
+    found = [] if source is not None else root.inherits(tree.data, tree.chosen) or of_name(tree.data, tree.chosen)
     refused = {group: why for each in found for group, why in each.refuses.items() if group in tree.chosen}
     if refused:
         raise ConfigError([f"{group}={tree.choices.get(group)} has no effect: {why}.\nRemove it." for group, why in refused.items()])

@@ -8,6 +8,8 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import os
+import shutil
+import subprocess
 from pathlib import Path
 
 LAYOUTS = ((8, "node8"), (4, "gpu4"), (2, "gpu2"), (1, "gpu1_shared"))  # fewest GPUs of each layout, largest first
@@ -39,6 +41,15 @@ def visible_gpus() -> int:
     devices = [part.strip() for part in chosen.split(",")]
     exist = [bool(each) and (not each.lstrip("-").isdigit() or 0 <= int(each) < installed) for each in devices]
     return (*exist, False).index(False)  # CUDA stops at the first device that does not exist, too
+
+
+def gpu_memory() -> float | None:
+    """Bytes of the smallest GPU that is installed here; None without one, or without nvidia-smi."""
+    if not installed_gpus() or not shutil.which("nvidia-smi"):
+        return None
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    said = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
+    return min((float(each) * 2**20 for each in said if each.isdecimal()), default=None)
 
 
 def has_gpu_build() -> bool:
