@@ -21,6 +21,7 @@ from rlx.plan.memory import fit_lines
 from rlx.plan.place import require_one_host
 from rlx.plan.record import ProcessSpec
 from rlx.preflight.chats import check_chats
+from rlx.preflight.doctor import ask_first
 from rlx.preflight.hub import check_cache, use_cache
 from rlx.preflight.probes import environments_of, lines_of
 from rlx.runs.claim import changes, create, settle, sources, write_description
@@ -54,6 +55,7 @@ def run(argv: list[str], command: Command) -> int:
         require_one_host(plan)
     check_nodes(cfg, composed)
     check_cache([cfg])
+    ask_first(cfg)
     (found,) = environments_of([cfg])
     check_chats([cfg], [found])
     environments = lines_of(found)

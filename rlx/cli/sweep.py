@@ -50,6 +50,7 @@ def checked(lines: Sequence[Line], directory: Path, command: Command) -> list[El
     from rlx.launch.sweep import Element, plan_of
     from rlx.plan.environment import hub_variables
     from rlx.preflight.chats import check_chats
+    from rlx.preflight.doctor import ask_first
     from rlx.preflight.hub import check_cache, use_cache
     from rlx.preflight.probes import environments_of, lines_of
 
@@ -83,6 +84,7 @@ def checked(lines: Sequence[Line], directory: Path, command: Command) -> list[El
         check_directory(directory)
     configs = [element.cfg for element in elements]
     check_cache(configs)
+    ask_first(configs[0])
     found = environments_of(configs)
     check_chats(configs, found)
     for element, environments in zip(elements, found, strict=True):
