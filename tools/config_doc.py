@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx.config.environment import RESERVED
+from rlx.config.nested import SYNONYMS
 from rlx.config.roots import ROOTS, has_key, key_of
 from rlx.config.schema import MISSING
 from rlx.config.shipped import shipped_groups
@@ -110,7 +111,9 @@ def render() -> str:
             if new := [row for row in table if row not in rows]:
                 parts += [f"### {title}\n\n| key | type | default | meaning |\n| --- | --- | --- | --- |", *new, ""]
                 rows.update(new)
-    parts += ["## Other environment variables\n", "| variable | meaning |\n| --- | --- |"]
+    parts += ["## Other names\n", "Some keys are accepted under another name, too.\n", "| name | key |\n| --- | --- |"]
+    parts += [f"| `{name}` | `{key}` |" for name, key in SYNONYMS.items()]
+    parts += ["\n## Other environment variables\n", "| variable | meaning |\n| --- | --- |"]
     parts += [f"| `{name}` | {meaning} |" for name, meaning in RESERVED.items()]
     return "\n".join(parts).rstrip() + "\n"
 

@@ -28,7 +28,7 @@ from rlx.config.environment import Variable, read_variables
 from rlx.config.errors import ConfigError
 from rlx.config.gpus import choose_layout
 from rlx.config.inherited import Inherited, of_name
-from rlx.config.nested import flatten, merge, nested, section_at
+from rlx.config.nested import flatten, merge, nested, section_at, use_own_names
 from rlx.config.overrides import LATE, Groups, Request, chooses_one, line_of, one_each, parse, read_request, read_variable, value_of
 from rlx.config.roots import ROOTS, TRAIN, Root, key_of
 from rlx.config.run_config import Source, escaped, source_of
@@ -224,6 +224,7 @@ def _files(loader: ConfigLoader, name: str, lines: list[str], groups: Groups, st
             values = {name: value for name, value in read(file).items() if name != "defaults"}
             swept |= ((values.pop("hydra", None) or {}).get("sweeper") or {}).get("params") or {}
             values = nested(default.package or "", values)
+            use_own_names(values)
             of_group = "/" in path
             layers.append(
                 Layer(groups.of_command(values) if of_group else values, label(file), of_group=of_group, shipped=is_shipped(file))

@@ -22,6 +22,7 @@ from hydra.errors import HydraException
 
 from rlx.config.environment import Variable
 from rlx.config.errors import ConfigError
+from rlx.config.nested import own_name
 from rlx.config.roots import Root, has_key, key_of, where_else
 from rlx.config.search_path import folders_of
 from rlx.config.secret import conceal
@@ -81,7 +82,9 @@ def parse(lines: Iterable[str], schema: type | None = None) -> list[Override]:
     parsed, problems = [], []
     for line in lines:
         try:
-            parsed.append(copy.copy(_with_text(_parse(line), line, schema)))
+            override = copy.copy(_with_text(_parse(line), line, schema))
+            override.key_or_group = own_name(override.key_or_group)
+            parsed.append(override)
         except HydraException:
             problems.append(
                 f"`{conceal(line)}` cannot be parsed. Write key=value without spaces around `=`, and quote special characters: "
