@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlx.config.roots import root_of
-from rlx.config.schema import CommandConfig, EvaluatedRun, TensorboardConfig, TrainingRoot, WandbConfig
+from rlx.config.schema import CommandConfig, Config, EvaluatedRun, TensorboardConfig, TrainingRoot, WandbConfig
 from rlx.config.secret import hidden
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths, write_text
@@ -182,7 +182,7 @@ def tracks(config: TrainingRoot, role: str) -> bool:
     plays = isinstance(config, EvaluatedRun) and config.plays
     if config.measured == "inference":
         return role == "load_generator"
-    return role == ("orchestrator" if config.has_orchestrator else "evaluator" if plays else "trainer")
+    return role == ("orchestrator" if isinstance(config, Config) and config.plays else "evaluator" if plays else "trainer")
 
 
 @contextlib.contextmanager

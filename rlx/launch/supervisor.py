@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rlx.config.savings import ran_out, when_out_of_memory
-from rlx.config.schema import CommandConfig, TrainingRoot
+from rlx.config.schema import CommandConfig, PlayRoot, TrainingRoot
 from rlx.descendants import TOKEN, start_time
 from rlx.heartbeat import EVALUATING, SERVING, Ages, read_heartbeats
 from rlx.launch.children import Child, Children
@@ -64,11 +64,12 @@ class Limits:
     def of(cls, cfg: CommandConfig) -> Limits:
         shared = ("grace", "heartbeat_timeout", "last_lines", "preempt_grace", "stall_timeout")
         values = {name: getattr(cfg.launcher, name) for name in shared}
+        inference = cfg.inference if isinstance(cfg, PlayRoot) else None
         return cls(
             max_steps=cfg.total_steps,
             counted=cfg.counted,
-            max_restarts=cfg.max_restarts,
-            hung_timeout=cfg.hung_timeout,
+            max_restarts=inference.max_restarts if inference is not None else 0,
+            hung_timeout=inference.hung_timeout if inference is not None else None,
             when_out_of_memory=when_out_of_memory(cfg) if isinstance(cfg, TrainingRoot) else "",
             **values,
         )

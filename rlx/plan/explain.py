@@ -213,10 +213,11 @@ def command_lines(cfg: PlayRoot, plan: Sequence[ProcessSpec]) -> list[str]:
     Raises ConfigError if vLLM cannot serve the model so.
     """
     model = "<initial model>" if cfg.model.prepared or getattr(cfg, "weights_dir", None) else cfg.model.name
+    host = cfg.inference.host or ("0.0.0.0" if cfg.hardware.nodes > 1 else "127.0.0.1")
     lines = []
     for spec in (spec for spec in plan if spec.role == "inference"):
         try:
-            words = command(cfg, model, cfg.listens_on, spec.ports["http"] or "<a free port>", spec.replica, spec.argv[0])
+            words = command(cfg, model, host, spec.ports["http"] or "<a free port>", spec.replica, spec.argv[0])
         except ValueError as error:
             raise ConfigError(str(error)) from error
         variables = environment(cfg, {}) | ({DEVICES: ",".join(map(str, spec.gpus))} if spec.gpus else {})

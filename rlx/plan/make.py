@@ -79,7 +79,7 @@ def _training(cfg: TrainingRoot, start: Start) -> Iterator[ProcessSpec]:
         yield from _servers(start, cfg, inference)
     if isinstance(cfg, SftRoot) and cfg.plays:
         yield start("evaluator", trainers[0][0])
-    if cfg.has_orchestrator:
+    if isinstance(cfg, Config) and cfg.plays:
         yield start("orchestrator", trainers[0][0])  # on the host of the trainer, which reads its batches
     module = "shared_trainer" if isinstance(cfg, Config) and cfg.hosts else None
     if cfg.trainer_ranks == 1:
