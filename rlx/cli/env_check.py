@@ -14,10 +14,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from rlx.rollout.worth import Assessment
 
 WORTH, NOT_PLAYABLE, NOT_WORTH = 0, 1, 3  # exit codes
 DEFAULTS = {  # of a check; the user's own values win
@@ -34,6 +30,7 @@ def run(name: str, given: Sequence[str], as_json: bool) -> int:
     from rlx.cli.env import next_commands
     from rlx.config.errors import ConfigError
     from rlx.config.load import compose
+    from rlx.config.yaml_files import described
     from rlx.paths import RunPaths
     from rlx.preflight.probes import environments_of
     from rlx.rollout.results import RESULTS, read_results
@@ -70,10 +67,10 @@ def run(name: str, given: Sequence[str], as_json: bool) -> int:
         answer |= asdict(verdict) | {"facts": asdict(facts), "results": str(file)}
         code = WORTH if verdict.worth else NOT_WORTH if verdict.playable else NOT_PLAYABLE
         head = "worth training on" if verdict.worth else "not worth training on as it is" if verdict.playable else "not playable"
-        notes = [*verdict.reasons, *(f"note: {note}" for note in verdict.notes)]
-        said = [f"\n{own.id} with {cfg.model.name}", *in_words(facts), f"  {head}:", *(f"    {note}" for note in notes)]
-        said += [f"  next       {next_commands(own.id)[1]}"] if verdict.worth else []
-        print("\n".join([*said, f"  results    {file}"]), file=sys.stderr if as_json else sys.stdout)
+        said = [f"\n{own.id} with {cfg.model.name}", described(facts), f"{head}:"]
+        said += [f"  {note}" for note in (*verdict.reasons, *(f"note: {note}" for note in verdict.notes))]
+        said += [f"next: {next_commands(own.id)[1]}"] if verdict.worth else []
+        print("\n".join([*said, f"results: {file}"]), file=sys.stderr if as_json else sys.stdout)
     if as_json:
         print(json.dumps(answer | {"exit_code": code}, indent=1))
     return code
@@ -90,20 +87,3 @@ def overrides(name: str, given: Sequence[str]) -> tuple[str, list[str]]:
     if not keys & {"run.name", "run.dir", "dry_run"}:
         defaults["run.name"] = f"check-{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}-{secrets.token_hex(3)}"
     return env, [*(f"{key}={value}" for key, value in defaults.items() if key not in keys), *given]
-
-
-def in_words(facts: Assessment) -> list[str]:
-    """One line for each kind of fact."""
-    lines = [f"  rollouts   {facts.examples} examples × {facts.per_example}, {facts.failed:.0%} failed, {facts.truncated:.0%} truncated"]
-    lines += [f"             {one.count} {one.cause}: {one.first}" for one in facts.failures]
-    if facts.baseline is None:
-        return lines
-    base, (low, high) = facts.baseline, facts.scale
-    lines.append(f"  baseline   {base.mean:.3f}, 95 % interval {base.low:.3f} to {base.high:.3f}")
-    lines.append(f"  functions  {' · '.join(f'{name} {value:.3g}' for name, value in facts.by_function.items())}")
-    ends = f"{facts.equal_low:.0%} all {low:g}, {facts.equal_high:.0%} all {high:g}"
-    lines.append(f"  groups     rewards differ in {facts.differing:.0%} of {facts.groups} (mean deviation {facts.spread:.3f}); {ends}")
-    if facts.reward_errors:
-        lines.append(f"  rewards    a function raised in {facts.reward_errors:.0%}: {facts.first_reward_error}")
-    lines += [f"  turn {one.turn:<6} {one.prompt:.0f} tokens of prompt, {one.sampled:.1f} sampled" for one in facts.turns]
-    return [*lines, "  seconds    " + " · ".join(f"{part} {seconds:.3g}" for part, seconds in facts.seconds.items())]
