@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlx.cli.start import check_cluster, check_nodes
+from rlx.cli.start import check_nodes, look, resolve
 from rlx.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,15 +44,9 @@ def folder(sweep: Sweep) -> Path:
 
 def checked(lines: Sequence[Line], directory: Path, command: Command) -> list[Element]:
     """Compose, check and plan all runs of a command. Raises one ConfigError with the problems of all of them."""
-    from rlx.config.load import compose
     from rlx.config.schema import RunConfig
     from rlx.config.targets import all_nodes_of
     from rlx.launch.sweep import Element, plan_of
-    from rlx.plan.environment import hub_variables
-    from rlx.preflight.chats import check_chats
-    from rlx.preflight.doctor import ask_first
-    from rlx.preflight.hub import check_cache, use_cache
-    from rlx.preflight.probes import environments_of, lines_of
 
     elements: list[Element] = []
     problems: dict[str, list[str]] = {}  # problem -> names of the runs that have it
@@ -60,11 +54,8 @@ def checked(lines: Sequence[Line], directory: Path, command: Command) -> list[El
     kept: Kept = {}
     for line in lines:
         try:
-            composed = compose(line.argv, None, command.root, kept)
-            check_cluster(composed)
-            if not composed.cfg.dry_run:
-                use_cache(hub_variables(composed.cfg))
-            cfg = replace(command.resolve(composed.cfg), run=RunConfig(name=line.name, dir=str(directory / line.name)))
+            composed, resolved = resolve(line.argv, command, kept)
+            cfg = replace(resolved, run=RunConfig(name=line.name, dir=str(directory / line.name)))
             nodes = tuple(node for node, _ in all_nodes_of(cfg).values())
             if nodes not in built:
                 check_nodes(cfg, composed)
@@ -82,13 +73,8 @@ def checked(lines: Sequence[Line], directory: Path, command: Command) -> list[El
         from rlx.launch.slurm import check_directory
 
         check_directory(directory)
-    configs = [element.cfg for element in elements]
-    check_cache(configs)
-    ask_first(configs[0])
-    found = environments_of(configs)
-    check_chats(configs, found)
-    for element, environments in zip(elements, found, strict=True):
-        element.environments = lines_of(environments)
+    for element, environments in zip(elements, look([element.cfg for element in elements]), strict=True):
+        element.environments = environments
     return elements
 
 

@@ -7,8 +7,10 @@ import re
 import shutil
 from collections.abc import Iterator
 
+from rlx.config.rows import attention_widths
 from rlx.config.rules import Rule, Show, check_of, problem, table, target_name
 from rlx.config.schema import CommandConfig, Config, EvaluatedRun, PlayRoot, TrainingRoot
+from rlx.config.schema_model import CPU_WIDTHS
 from rlx.config.tree import Problem
 
 LAYOUT: list[Rule[CommandConfig]] = [
@@ -46,8 +48,18 @@ SERVERS: list[Rule[PlayRoot]] = [
         "tensor parallelism must divide the query heads, and divide the key and value heads or be a multiple of them",
         "another hardware.tensor_parallel",
     ),
+    Rule(
+        "model.head_dim hardware.device",
+        lambda c: c.num_servers and c.hardware.device == "cpu" and _head_width(c) not in CPU_WIDTHS,
+        "vLLM on a CPU does not compute attention for heads of this width, and ends at its first request",
+        "a model whose heads have another width, or a GPU",
+    ),
 ]
 table(PlayRoot, SERVERS)
+
+
+def _head_width(cfg: PlayRoot) -> int:
+    return attention_widths(cfg.model)[0] // cfg.model.num_attention_heads
 
 
 def _divides_heads(cfg: PlayRoot) -> bool:
