@@ -11,7 +11,7 @@ from launch_configs import config
 from rlx.config.errors import ConfigError
 from rlx.config.load import load_run, to_yaml
 from rlx.config.memory import size, trainer_memory
-from rlx.config.rows import kept_numbers, why
+from rlx.config.rows import why
 from rlx.config.schema import Config
 from rlx.config.tree import Builder
 from rlx.plan.environment import MissingGPU, environment_of
@@ -201,45 +201,6 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
     plan = make_plan(config("node8", model={"warm_start": {}}), tmp_path)
     write_plan(tmp_path / "plan.yaml", plan)
     assert read_plan(tmp_path / "plan.yaml") == plan
-
-
-def test_memory_of_an_8b_model_is_counted_term_by_term() -> None:
-    trainer = trainer_memory(config("node8", trainer={"ac": {"freq": 1}, "micro_batch_tokens": 8192}))
-    shard, table = 8.19e9 / 4, 151936 * 4096
-    results, products = kept_numbers(config("node8").model)
-    assert trainer.parameters == trainer.gradients == trainer.optimizer / 2 == shard * 4
-    assert trainer.context == GIB
-    assert trainer.table == table * 2, "embedding or head, gathered in 16 bits"
-    assert trainer.head_gradient == table * 2
-    assert trainer.table_gradients == table * (2 + 4), "a gradient in 16 bits, and the float32 reduction buffer"
-    assert trainer.activations == 8192 * 2 * (36 * 4096 + results), "one input per layer, and one recomputed layer"
-    assert trainer.head == 4 * (2 * 8192 * 8192 + 8192 * 4096 + 8192 * 4096), "a row has fewer tokens than a tile"
-    assert trainer.update == shard * 4
-    assert trainer.published == 8.19e9 * 2, "one copy, in 16 bits"
-    assert trainer.loading == table / 4 * 4, "this rank's shard of a table in 32 bits"
-    reduced = trainer.states + trainer.layers + trainer.table + trainer.activations + trainer.table_gradients
-    assert trainer.device == max(reduced, trainer.states + trainer.moments["backward begins"])
-    partly = trainer_memory(config("node8", trainer={"ac": {"freq": 1, "mode": "selective"}, "micro_batch_tokens": 8192}))
-    assert partly.activations == 8192 * 2 * (36 * (4096 + products) + results), "an input and the results of products per layer"
-    on_host = trainer_memory(config("node8", trainer={"ac": {"freq": 1}, "ac_offloading": True, "micro_batch_tokens": 8192}))
-    assert on_host.activations == 8192 * 2 * results
-    copies = trainer_memory(config("node8", trainer={"dp_replicate": 2}))
-    assert copies.parameters == 2 * trainer.parameters, "each of two copies lies on half of the ranks"
-    kept = trainer_memory(config("node8", trainer={"reshard_after_forward": False}))
-    assert kept.layers == 18 * trainer.layers, "all 36 layers instead of two"
-
-
-def test_adapters_alone_have_gradients_and_optimizer_states_and_the_reference_is_no_copy() -> None:
-    whole = trainer_memory(config("node8"))
-    adapters = trainer_memory(config("node8", lora={"rank": 32}, loss={"kl": {"beta": 0.1}}))
-    layer = 32 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 12288))  # q and o, k and v, gate, up and down
-    assert adapters.gradients * 4 / 4 == pytest.approx(36 * layer, rel=0.15), "the configuration has no width of the feed-forward layer"
-    assert adapters.optimizer == 2 * adapters.gradients
-    assert adapters.parameters == pytest.approx(8.19e9 / 4 * 2 + adapters.gradients), "frozen ones in 16 bits"
-    assert adapters.reference == adapters.head_gradient == adapters.table_gradients == 0
-    assert adapters.published == pytest.approx(adapters.gradients * 4 / 2)
-    assert adapters.activations == whole.activations
-    assert adapters.states < whole.states / 5
 
 
 def test_one_process_in_its_own_dtype_gathers_nothing() -> None:

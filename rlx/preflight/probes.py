@@ -162,12 +162,12 @@ def _run(python: str, entry: dict[str, Any]) -> tuple[dict[str, Any] | None, str
         SUPERVISOR: str(os.getpid()),
         "OMP_NUM_THREADS": "1",
     }
-    token, command = secrets.token_hex(16), bound([python, boot.__file__, "probe"], environment)
+    token = secrets.token_hex(16)
     # Files, no pipes: what the environment has started may hold them open.
     with tempfile.TemporaryFile("w+") as messages, tempfile.TemporaryFile("w+") as errors:
         try:  # a session of its own has no terminal: an environment that asks for a password gets an error instead of waiting
             process = subprocess.Popen(
-                command,
+                bound([python, boot.__file__, "probe"], environment),
                 env=environment | {TOKEN: token},
                 stdin=subprocess.PIPE,
                 stdout=messages,
