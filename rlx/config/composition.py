@@ -23,13 +23,13 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from rlx.config.env_nodes import KEY, NODES, Preset, as_node, fill_in, spell_out
 from rlx.config.environment import Variable, read_variables
 from rlx.config.errors import ConfigError
 from rlx.config.gpus import choose_layout
 from rlx.config.inherited import Inherited, of_name
 from rlx.config.nested import flatten, merge, nested, section_at, use_own_names
 from rlx.config.overrides import LATE, Groups, Request, chooses_one, line_of, one_each, parse, read_request, read_variable, value_of
+from rlx.config.per_env_loss import KEY, NODES, Preset, as_node, fill_in, spell_out
 from rlx.config.roots import ROOTS, TRAIN, Root, key_of
 from rlx.config.run_config import Source, escaped, source_of
 from rlx.config.schema import MISSING

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlx.config.near import near_keys
 from rlx.config.nested import own_name
 from rlx.config.roots import has_key, key_of, where_else
+from rlx.config.suggest import near_keys
 from rlx.config.tree import closest, split_optional, type_at
 
 PREFIX = "RLX_"

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 from rlx.config.checks import check
 from rlx.config.checks.sizes import use_own_sizes
 from rlx.config.errors import ConfigError
-from rlx.config.near import suggest
 from rlx.config.nested import merge, nested, use_own_names
 from rlx.config.notes import notes_of
 from rlx.config.pythons import python_for, shipped
@@ -29,6 +28,7 @@ from rlx.config.schema import CommandConfig, Config, PlayRoot, TrainingRoot
 from rlx.config.secret import FILE as SECRETS
 from rlx.config.secret import hidden
 from rlx.config.signatures import READABLE, module_of
+from rlx.config.suggest import suggest
 from rlx.config.targets import all_nodes_of, check_targets, instantiate
 from rlx.config.tree import Builder, Origins
 from rlx.config.yaml_files import read
