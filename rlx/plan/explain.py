@@ -44,8 +44,7 @@ def explain(
         "environments": [*environments],
         "processes": [
             *table(["process", "host", "GPUs", "ports", "layout"], [_process(cfg, spec) for spec in plan]),
-            *_apart(cfg, plan),
-            *_idle(cfg, plan),
+            *_warnings(cfg, plan),
         ],
         "vLLM's command lines": command_lines(cfg, plan) if isinstance(cfg, PlayRoot) else [],
     }
@@ -91,29 +90,23 @@ def _layout(cfg: CommandConfig, spec: ProcessSpec) -> str:
     return f"{cfg.concurrency} rollouts in flight{more}"
 
 
-def _apart(cfg: CommandConfig, plan: Sequence[ProcessSpec]) -> list[str]:
-    """Warnings of groups of ranks that exchange tokens in every layer and do not lie on one host."""
-    nodes = [spec.node for spec in plan if spec.role == "trainer"]
-    if not isinstance(cfg, TrainingRoot) or len(set(nodes)) < 2:
-        return []
-    on_host = nodes.count(nodes[0])
-    return [
-        f"warning: trainer.{key}={size} does not divide the {on_host} trainer ranks of a host, so some groups exchange tokens "
-        "between hosts in every layer"
-        for key, size in (("tp", cfg.trainer.tp), ("ep", cfg.trainer.ep))
-        if on_host % size
+def _warnings(cfg: CommandConfig, plan: Sequence[ProcessSpec]) -> list[str]:
+    """Warnings of hosts and GPUs without a process, and of groups of ranks that exchange tokens in every layer and lie on several hosts."""
+    hardware, nodes = cfg.hardware, [spec.node for spec in plan if spec.role == "trainer"]
+    trainer = cfg.trainer if isinstance(cfg, TrainingRoot) and len(set(nodes)) > 1 else None
+    groups = {} if trainer is None else {"tp": trainer.tp, "ep": trainer.ep}
+    found = [
+        f"warning: trainer.{key}={size} does not divide the {nodes.count(nodes[0])} trainer ranks of a host, so some groups exchange "
+        "tokens between hosts in every layer"
+        for key, size in groups.items()
+        if nodes.count(nodes[0]) % size
     ]
-
-
-def _idle(cfg: CommandConfig, plan: Sequence[ProcessSpec]) -> list[str]:
-    """A line about hosts and GPUs that a job would have for nothing."""
-    hardware = cfg.hardware
     hosts = sorted({*range(hardware.nodes)} - {spec.node for spec in plan})
     have = hardware.nodes * hardware.gpus_per_node if hardware.device == "cuda" else 0
     gpus = have - len({(spec.node, gpu) for spec in plan for gpu in spec.gpus})
     parts = [f"host {', '.join(map(str, hosts))} (hardware.nodes={hardware.nodes})"] if hosts else []
     parts += [f"{gpus} of {have} GPUs (hardware.gpus_per_node={hardware.gpus_per_node})"] if have and gpus else []
-    return [f"warning: no process is on {' and '.join(parts)}"] if parts else []
+    return found + ([f"warning: no process is on {' and '.join(parts)}"] if parts else [])
 
 
 def _batch(cfg: Config) -> list[Row]:
