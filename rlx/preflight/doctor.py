@@ -301,10 +301,16 @@ def hub(cfg: CommandConfig) -> Result:
         return FAILED, f"{where}: no access to {name}", "ask for access on its page, then: export HF_TOKEN=…"
     except errors.RepositoryNotFoundError:
         return FAILED, f"{where}: there is no {name}, or no access to it", "correct model.name, or export HF_TOKEN=…"
+    except errors.HfHubHTTPError as error:  # a mirror need not have this route
+        return WARNING, f"{where}: the question for {name} was not answered: {_first_line(error)}", "try: rlx fetch"
     except Exception as error:  # of the network: the hub's library and its client raise many types
         remedy = "a proxy (HTTPS_PROXY), a mirror (HF_ENDPOINT), or without a network: `rlx fetch` elsewhere and HF_HUB_OFFLINE=1"
-        return FAILED, f"{where}: cannot be reached: {(str(error).splitlines() or [type(error).__name__])[0]}", remedy
+        return FAILED, f"{where}: cannot be reached: {_first_line(error)}", remedy
     return OK, f"{where}: has {parts}, which a run downloads", ""
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def wandb(cfg: CommandConfig) -> Result:
