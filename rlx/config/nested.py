@@ -14,9 +14,6 @@ SYNONYMS = {  # another name that means the same → the key: names of other fra
     "max_off_policy_steps": "max_async_level",
     "monitors.wandb": "logger.wandb",
     "hardware.colocate": "hardware.shared",
-    "lora.r": "lora.rank",
-    "optim.learning_rate": "optim.lr",
-    "optim.max_grad_norm": "optim.max_norm",
 }
 
 

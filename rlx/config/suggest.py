@@ -10,6 +10,8 @@ from rlx.config.tree import Origins, closest, leaves, types_of
 ALIASES = {  # the name that other frameworks have for it → key; a synonym's last part counts, too
     **{name.rpartition(".")[2]: key for name, key in SYNONYMS.items() if not name.startswith("monitors.")},
     "lr": "optim.lr",
+    "learning_rate": "optim.lr",
+    "max_grad_norm": "optim.max_norm",
     "weight_decay": "optim.weight_decay",
     "beta": "loss.kl.beta",
     "kl_coef": "loss.kl.beta",
