@@ -63,7 +63,9 @@ def test_the_plan_says_what_does_not_fit_with_both_numbers_and_the_keys_that_hel
     assert fit_lines(large, only_wrong=True) == []
     assert fit_lines(config("node8")) == ["each GPU must have at least 76.9 GiB; hardware.gpu_memory_gb=… says whether it has"]
     monkeypatch.setattr("rlx.plan.memory.gpu_memory", lambda: 16.0 * 2**30)
-    assert fit_lines(config("node8")) == fit_lines(small), "the device is there"
+    for there, known in ((8, fit_lines(small)), (1, fit_lines(config("node8", launcher={"name": "slurm"})))):
+        monkeypatch.setattr("rlx.plan.memory.visible_gpus", lambda there=there: there)
+        assert fit_lines(config("node8")) == known, "of this machine, if it has them"
     assert fit_lines(config("cpu")) == []
 
 

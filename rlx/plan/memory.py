@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rlx.config.gpus import gpu_memory
+from rlx.config.gpus import gpu_memory, visible_gpus
 from rlx.config.memory import (
     TrainerMemory,
     engine_memory,
@@ -39,18 +39,17 @@ def fit_lines(cfg: CommandConfig, only_wrong: bool = False) -> list[str]:
 
     `only_wrong`: leave out what fits.
     """
-    if cfg.num_gpus == 0:
-        return []
     servers = cfg if isinstance(cfg, PlayRoot) and cfg.num_servers else None
     share = servers.inference.gpu_memory_utilization if servers is not None else 0.0
     needs: list[tuple[str, float, float, list[str]]] = []  # who, bytes that it needs, its share of a GPU, what helps
     if isinstance(cfg, TrainingRoot) and cfg.own_ranks:
-        left = 1 - share if cfg.hardware.shared else 1.0
-        needs.append(("the trainer", trainer_memory(cfg).device, left, remedies(cfg)))
+        needs.append(("the trainer", trainer_memory(cfg).device, 1 - share if cfg.hardware.shared else 1.0, remedies(cfg)))
     if servers is not None:
         engine = engine_memory(servers)
         fix = "a larger hardware.tensor_parallel or inference.gpu_memory_utilization, a smaller inference.max_model_len, or another model"
         needs.append(("a server", engine.weights + engine.kv_longest, share, [fix]))
+    if not needs or cfg.num_gpus == 0:
+        return []
     card = _card(cfg)
     if card is None:
         least = max(need / share if share > 0 else math.inf for _, need, share, _ in needs)
@@ -69,7 +68,8 @@ def _card(cfg: CommandConfig) -> float | None:
     """Bytes of a GPU of the run; None if they are not known."""
     if cfg.hardware.gpu_memory_gb is not None:
         return cfg.hardware.gpu_memory_gb * 2**30
-    return gpu_memory() if cfg.launcher.name == "local" else None
+    here = cfg.launcher.name == "local" and cfg.num_gpus <= visible_gpus()  # else it is a plan for another machine
+    return gpu_memory() if here else None
 
 
 def _of_servers(cfg: PlayRoot) -> list[str]:
