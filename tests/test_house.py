@@ -72,8 +72,8 @@ HOME_OF = {  # library -> rooms, or files in a room, that may import it
     "openai": ("policy",),
     "verifiers": ("envs",),
     "submitit": ("launch", "preflight"),
-    "hydra": ("config", "cli"),
-    "omegaconf": ("config", "cli"),
+    "hydra": ("config",),
+    "omegaconf": ("config",),
     "textual": ("view",),
 }
 LONGEST = 420
