@@ -25,7 +25,6 @@ COPY conf conf
 COPY slurm slurm
 COPY sweeps sweeps
 COPY environments environments
-COPY hydra_plugins hydra_plugins
 RUN uv pip install --python /opt/rlx/bin/python --no-cache --no-deps . \
     && RLX_PYTHONS=/opt/pythons /opt/rlx/bin/rlx env install rlx
 

@@ -74,5 +74,5 @@ lint: install
 	.venv/bin/mkdocs build --strict --quiet --site-dir .site
 
 docs: install
-	.venv/bin/python -m rlx.config.docs
+	.venv/bin/python tools/config_doc.py
 	.venv/bin/python tools/metrics_doc.py

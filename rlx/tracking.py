@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.config.schema import CommandConfig, EvaluatedRun, TrainingRoot
+from rlx.config.schema import CommandConfig, Config, EvaluatedRun, TrainingRoot
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths
 from rlx.trackers import MissingPackage, Mlflow, Progress, Prometheus, Sink, Tensorboard, Trackio, Wandb
@@ -119,7 +119,7 @@ def tracks(config: TrainingRoot, role: str) -> bool:
     plays = isinstance(config, EvaluatedRun) and config.plays
     if config.measured == "inference":
         return role == "load_generator"
-    return role == ("orchestrator" if config.has_orchestrator else "evaluator" if plays else "trainer")
+    return role == ("orchestrator" if isinstance(config, Config) and config.plays else "evaluator" if plays else "trainer")
 
 
 @contextlib.contextmanager

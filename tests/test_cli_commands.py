@@ -74,18 +74,6 @@ def test_a_reader_of_the_output_that_leaves_ends_a_command_quietly(monkeypatch: 
         output.flush()  # as Python does at exit
 
 
-def test_another_broken_pipe_stays_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(argv: list[str]) -> int:
-        raise BrokenPipeError("a server left")
-
-    monkeypatch.setattr("rlx.cli.show.run", broken)
-    reading, writing = os.pipe()
-    with os.fdopen(writing, "w") as output, os.fdopen(reading):
-        monkeypatch.setattr(sys, "stdout", output)
-        with pytest.raises(BrokenPipeError, match="a server left"):
-            main(["show"])
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0

@@ -84,4 +84,3 @@ def test_a_variable_has_no_effect_on_a_run_again_and_a_note_says_so(tmp_path: Pa
     assert not any("sesame" in note for note in composed.notes)
     assert not is_sweep(again(tmp_path), environ)
     assert is_sweep([], environ)
-    assert is_sweep(["hydra/sweeper=basic", "hydra.sweeper.max_batch_size=2"], environ)

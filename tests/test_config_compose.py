@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 
-from rlx.config.composition import Kept
+from rlx.config.composition import Kept, compose_tree
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose, load_run
 from rlx.config.roots import TRAIN
@@ -247,13 +248,6 @@ def test_heavy_packages_stay_out(tmp_path: Path, code: str, absent: tuple[str, .
     assert found.stdout.strip() == "[]"
 
 
-def test_the_configuration_page_is_up_to_date():
-    from rlx.config.docs import render
-
-    page = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
-    assert page.read_text() == render(), "run `python -m rlx.config.docs`"
-
-
 def test_a_composition_changes_nothing_that_a_later_one_reads():
     """Files and schema are read once in a process; each composition gets nodes of its own."""
     before = compose([], {}).yaml
@@ -294,3 +288,39 @@ def test_compositions_that_share_files_are_what_each_is_alone(tmp_path: Path):
         for argv in [*lines, *reversed(lines)]:
             assert made(argv, environ, kept) == made(argv, environ)
     assert len(kept) < 3 * len(lines), "some are shared"
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("${seed}", 7), ("${optim.lr}", 0.5), ("${${run.name}}", 7), ("${oc.select:model.nothing,3}", 3)]
+)
+def test_a_value_may_refer_to_another_section(value: str, expected: float):
+    """Only sections that refer, or are referred to, go through OmegaConf."""
+    found = compose_tree([f"loss.eps_high='{value}'", "seed=7", "optim.lr=0.5", "run.name=seed"], {})
+    assert found.data["loss"]["eps_high"] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [("orchestrator.group_size", "orchestrator.rollouts_per_example", 4), ("max_off_policy_steps", "max_async_level", 3)],
+)
+def test_another_name_of_a_key_is_accepted_wherever_the_key_is(tmp_path: Path, name: str, key: str, value: int):
+    def found(argv: list[str], environ: dict[str, str] | None = None) -> object:
+        return attrgetter(key)(compose(argv, environ or {}).cfg)
+
+    write(tmp_path / "experiment" / "mine.yaml", f"# @package _global_\n{name.replace('.', ': {')}: {value}{'}' * name.count('.')}\n")
+    mine = ["--config-dir", str(tmp_path), "experiment=mine"]
+    assert found([f"{name}={value}"]) == found(mine) == found([], {"RLX_" + name.upper().replace(".", "__"): str(value)}) == value
+    assert found([*mine, f"{key}=2"]) == 2, "the command line wins over a file's synonym"
+    assert found([*mine, f"{name}=2"]) == 2
+
+
+def test_two_names_of_one_key_in_one_file_are_refused(tmp_path: Path):
+    write(tmp_path / "experiment" / "both.yaml", "# @package _global_\norchestrator: {group_size: 4, rollouts_per_example: 8}\n")
+    with pytest.raises(ConfigError, match="are two names of one key"):
+        compose(["--config-dir", str(tmp_path), "experiment=both"], {})
+
+
+def test_a_section_of_another_name_is_the_keys_section(tmp_path: Path):
+    write(tmp_path / "experiment" / "mine.yaml", "# @package _global_\nmonitors: {wandb: {project: mine, mode: offline}}\n")
+    for line in (["--config-dir", str(tmp_path), "experiment=mine"], ["logger=wandb_offline", "monitors.wandb.project=mine"]):
+        assert compose([*line, "dry_run=true"], {}).cfg.logger.wandb.project == "mine"

@@ -68,6 +68,7 @@ CASES = {
     "file_of_text": Case("--config-dir my_conf loss=mine", files={"loss/mine.yaml": "just text\n"}),
     "file_of_a_list": Case("--config-dir my_conf env=mine", files={"env/mine.yaml": "- a\n- b\n"}),
     "file_whose_defaults_are_no_list": Case("--config-dir my_conf loss=mine", files={"loss/mine.yaml": "defaults: grpo\n"}),
+    "heads_that_vllm_does_not_compute_on_a_cpu": Case("model=smollm2_135m model.head_dim=72 env=sums hardware=cpu"),
     "unknown_variable": Case("", environ={"RLX_MODEL_DTYPE": "float32", "RLX_MAX_STEP": "3", "RLX_ZZZ": "1"}),
     "unknown_config_name": Case("--config-dir my_conf --config-name nope", files={"mine.yaml": "defaults: [train, _self_]\n"}),
     "unknown_command_line_option": Case("--dry-run"),

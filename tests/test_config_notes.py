@@ -10,7 +10,7 @@ import pytest
 from rlx.cli import main
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose
-from rlx.config.roots import SFT
+from rlx.config.roots import EVAL, SFT, TRAIN, Root
 
 
 def of(*overrides: str, root=None) -> list[str]:
@@ -65,3 +65,33 @@ def test_a_model_that_is_not_here_is_said_not_to_have_been_compared(tmp_path: Pa
     assert not [note for note in compose(argv, {}).notes if "were not compared" in note]
     (note,) = [note for note in compose([*argv, "model.name=meta-llama/Llama-3.3-70B-Instruct"], {}).notes if "were not compared" in note]
     assert "model.name=meta-llama/Llama-3.3-70B-Instruct (command line)" in note
+
+
+MADE = {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+MADE |= {"vocab_size": 151936, "intermediate_size": 3072, "max_position_embeddings": 40960, "tie_word_embeddings": True}
+GPT2 = {"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
+
+
+@pytest.mark.parametrize(
+    ("made", "parameters", "width"), [(MADE, 596e6, 3072), (GPT2, 124e6, None)], ids=["of the names of today", "of GPT-2"]
+)
+@pytest.mark.parametrize("root", [TRAIN, SFT, EVAL], ids=lambda root: root.command)
+def test_a_model_needs_no_option(tmp_path: Path, root: Root, made: dict[str, int], parameters: float, width: int | None):
+    (tmp_path / "config.json").write_text(json.dumps(made))
+    more = {"train": ["env=math"], "sft": [f"data.name={tmp_path}"], "eval": ["env=math"]}[root.command]
+    line = [f"model.name={tmp_path}", "seq_len=512", "sampling.max_tokens=256", "dry_run=true", *more]
+    composed = compose(line, {}, root)
+    model = composed.cfg.model
+    assert composed.choices["model"] == "named"
+    assert (model.hidden_size, model.intermediate_size, model.warm_start) == (made.get("hidden_size", 768), width, None)
+    assert model.num_parameters == pytest.approx(parameters, rel=0.01)
+    assert str(tmp_path / "config.json") in composed.origins.show("model.hidden_size", 1)
+    assert compose([*line, "model=named"], {}, root).cfg.model == model, "also by its name"
+
+
+def test_a_name_that_the_hub_does_not_have_is_one_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(
+        ConfigError, match=r"model\.name=no/such is no folder with a config\.json, and neither the hub nor its cache has one"
+    ):
+        compose(["model.name=no/such"], {})

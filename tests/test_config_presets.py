@@ -36,6 +36,8 @@ GROUPS = (
     "experiment",
 )
 PRESETS = [(group, file.stem) for group in GROUPS for file in sorted(shipped_groups()[group].glob("*.yaml"))]
+SIZES = {"context_length": 4096, "num_parameters": 1e8, "hidden_size": 256, "num_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 4, "vocab_size": 1000}
 NEEDED = {
     ("env", "custom"): ["env.id=rlx_sums"],
     ("env", "function"): ["env.args.data=rows.jsonl", "env.args.reward=rewards.exact"],
@@ -44,6 +46,7 @@ NEEDED = {
     ("loss", "opd"): ["ref.name=a/teacher"],
     ("loss", "sdft"): ["teacher.demonstration=answer", "inference.max_model_len=128"],
     ("model", "endpoint"): ["model.name=x"],
+    ("model", "named"): ["model.name=x", *(f"model.{key}={value}" for key, value in SIZES.items())],
     ("model", "tiny_trained"): ["model.name=x"],
     ("data", "rows"): ["data.name=a/b"],
     ("launcher", "slurm"): ["hardware=cpu"],  # without the file of a cluster nothing is known of its nodes

@@ -4,22 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from hydra.core.config_store import ConfigStore
 
 from rlx.config import composition, roots
-from rlx.config.docs import render
 from rlx.config.errors import ConfigError
 from rlx.config.keys import MISSING, key, section
 from rlx.config.load import compose, load_run
 from rlx.config.roots import ROOTS, TRAIN, Root
 from rlx.config.schema import EnvConfig, InferenceConfig, ModelConfig, RunConfig, SamplingConfig
-from rlx.config.tree import types_of
 
 
 @dataclass
@@ -99,16 +96,3 @@ def test_a_file_of_the_roots_configuration_is_the_configuration_again(conf: Path
     (tmp_path / "config.yaml").write_text(composed.yaml)
     assert load_run(tmp_path, PROBE) == composed.cfg
     assert set(yaml.safe_load(composed.yaml)) == {"defaults", *ProbeConfig.__dataclass_fields__}
-
-
-def keys_of(schema: Any, prefix: str = "") -> Iterator[str]:
-    """All keys of a schema, but for those of environments and open nodes."""
-    for f in fields(schema):
-        inner = types_of(schema)[f.name]
-        yield from keys_of(inner, f"{prefix}{f.name}.") if is_dataclass(inner) else [f"{prefix}{f.name}"]
-
-
-@pytest.mark.parametrize("root", ROOTS, ids=lambda root: root.command)
-def test_the_page_of_the_keys_names_every_key_of_every_command(root: Root):
-    page = render()
-    assert [key for key in keys_of(root.schema) if f"`{key}`" not in page and not key.endswith("envs")] == []

@@ -20,7 +20,7 @@ from rlx.checkpoints.folders import Start, write_start
 from rlx.cli import display as module
 from rlx.cli import main
 from rlx.cli.console import Console
-from rlx.cli.display import count, sparkline
+from rlx.cli.display import sparkline
 from rlx.cli.show import run as show
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose
@@ -28,10 +28,8 @@ from rlx.config.schema import Config
 from rlx.launch.stall import STACKS
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths
-from rlx.runs.history import History
 from rlx.runs.rewind import trim_metrics
 from rlx.runs.status import Restart, Status
-from rlx.terminal import clock, duration
 
 DROPS = {"rollouts/dropped_off_policy": 16.0, "rollouts/failed_timeout": 2.0, "rollouts/failed_no_answer": 0.0}
 
@@ -78,38 +76,6 @@ def rendered(console: Console) -> str:
     terminal = rich.console.Console(file=io.StringIO(), width=100, record=True)
     terminal.print(console._panel())
     return terminal.export_text()
-
-
-def test_a_curve_has_its_lowest_and_highest_block_at_its_extremes_and_is_never_wider_than_asked():
-    assert sparkline([]) == ""
-    assert sparkline([3.0]) == "▁"
-    assert sparkline([2.0, 2.0, 2.0]) == "▁▁▁"
-    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
-    assert sparkline([1.0, 0.0]) == "█▁"
-    assert sparkline([-1.0, 0.0, 7.0], width=3) == "▁▂█"
-    long = sparkline([float(n) for n in range(1000)], width=30)
-    assert (len(long), long[0], long[-1]) == (30, "▁", "█")
-    assert list(long) == sorted(long)
-
-
-def test_numbers_are_written_for_people():
-    assert [clock(s) for s in (0, 7.9, 754, 3723)] == ["0:00", "0:07", "12:34", "1:02:03"]
-    assert [duration(s) for s in (0.04, 1, 12.34, 200, 7300, 9e5)] == ["40 ms", "1 s", "12.3 s", "3.33 min", "2.03 h", "10.4 d"]
-    assert [count(v) for v in (0.4, 950, 9_130, 2_340_000)] == ["0", "950", "9.1k", "2.3M"]
-
-
-def test_the_pace_is_that_of_the_last_steps_and_unknown_before_there_are_two(run):
-    history = History(RunPaths(run))
-    add_step(run, 0, 1000.0)
-    history.read()
-    assert history.steps_per_second() is None
-    add_step(run, 1, 1100.0)
-    for step in range(2, 13):
-        add_step(run, step, 1100.0 + 0.5 * (step - 1))
-    history.read()
-    assert history.steps == 13
-    assert history.steps_per_second(over=10) == pytest.approx(2.0), "the slow first step is over"
-    assert history.steps_per_second(over=10**9) == pytest.approx(12 / 105.5)
 
 
 def test_the_live_panel_shows_what_starts_before_the_first_step(run, capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ import yaml
 
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose, instantiate
-from rlx.config.roots import SFT
+from rlx.config.roots import ROOTS, SFT, Root
 from rlx.config.savings import when_out_of_memory
 from rlx.config.schema import LossTerms, split_terms
+from rlx.config.tree import leaves
 from rlx.losses.base import Objective
 from rlx.losses.tokens import TokenBatch
 from rlx.metrics import METRICS
@@ -26,11 +28,19 @@ from rlx.preflight.probes import environments_of
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-import metrics_doc  # noqa: E402  (a script, not a module of the package)
+import config_doc  # noqa: E402  (scripts, not modules of the package)
+import metrics_doc  # noqa: E402
 
 
-def test_the_metrics_page_is_up_to_date():
-    assert (ROOT / "docs" / "metrics.md").read_text() == metrics_doc.render(), "run `make docs`"
+@pytest.mark.parametrize(("page", "render"), [("metrics", metrics_doc.render), ("configuration", config_doc.render)])
+def test_a_generated_page_is_up_to_date(page: str, render: Callable[[], str]):
+    assert (ROOT / "docs" / f"{page}.md").read_text() == render(), "run `make docs`"
+
+
+@pytest.mark.parametrize("root", ROOTS, ids=lambda root: root.command)
+def test_the_page_of_the_keys_names_every_key_of_every_command(root: Root):
+    page = config_doc.render()
+    assert [key for key in leaves(root.schema) if f"`{key}`" not in page and not key.startswith("envs.")] == []
 
 
 def test_every_preset_is_explained_and_none_that_does_not_ship():

@@ -6,6 +6,7 @@ import fcntl
 import importlib.metadata
 import json
 import resource
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from rlx.config.gpus import visible_gpus
 from rlx.config.load import compose
 from rlx.config.schema import Config
 from rlx.preflight import doctor
-from rlx.preflight.doctor import CHECKS, Examined, judge_gpus
+from rlx.preflight.doctor import CHECKS, judge_gpus
 
 pytestmark = pytest.mark.slow
 
@@ -26,11 +27,11 @@ def config(*overrides: str) -> Config:
 
 
 @pytest.fixture
-def examined(tmp_path: Path) -> Examined:
-    return Examined(cfg=config(), run_dir=tmp_path / "outputs" / "mine")
+def examined(tmp_path: Path) -> Config:
+    return config(f"run.dir={tmp_path}/outputs/mine")
 
 
-def test_every_check_has_a_finding_here_and_nothing_stays_on_the_disk(examined: Examined, tmp_path: Path):
+def test_every_check_has_a_finding_here_and_nothing_stays_on_the_disk(examined: Config, tmp_path: Path):
     found = list(doctor.examine(examined, CHECKS))
     assert [each.name for each in found] == list(CHECKS)
     assert [each for each in found if "could not be checked" in each.found] == []
@@ -39,8 +40,8 @@ def test_every_check_has_a_finding_here_and_nothing_stays_on_the_disk(examined: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_check_that_breaks_is_a_finding_and_the_others_go_on(examined: Examined):
-    def broken(_: Examined) -> doctor.Result:
+def test_a_check_that_breaks_is_a_finding_and_the_others_go_on(examined: Config):
+    def broken(_: Config) -> doctor.Result:
         raise RuntimeError("no such thing")
 
     first, second = doctor.examine(examined, {"mine": broken, "open files": doctor.open_files})
@@ -73,7 +74,7 @@ def test_a_disk_must_hold_the_runs_versions_and_have_locks(tmp_path, monkeypatch
         if error is not None:
             raise error
 
-    large = Examined(cfg=config("model=qwen3_8b", "hardware=node8", "env=math"), run_dir=tmp_path)
+    large = config("model=qwen3_8b", "hardware=node8", "env=math", f"run.dir={tmp_path}")
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=free, total=free))
     monkeypatch.setattr(fcntl, "flock", flock)
     found, there, remedy = doctor.run_disk(large)
@@ -83,23 +84,23 @@ def test_a_disk_must_hold_the_runs_versions_and_have_locks(tmp_path, monkeypatch
 def test_memory_is_compared_with_the_layout_only_where_the_run_would_be(tmp_path, monkeypatch):
     cfg = config("model=qwen3_8b", "hardware=cpu", "env=math")
     monkeypatch.setattr(doctor, "host_memory", lambda: 16 * 2**30)
-    assert doctor.memory(Examined(cfg=cfg, run_dir=tmp_path))[0] == "failed"
-    assert doctor.memory(Examined(cfg=cfg, run_dir=tmp_path, here=False))[0] == "skipped"
-    assert doctor.memory(Examined(cfg=config(), run_dir=tmp_path))[0] == "ok"
+    assert doctor.memory(cfg)[0] == "failed"
+    assert doctor.memory(config("model=qwen3_8b", "hardware=cpu", "env=math", "launcher=slurm"))[0] == "skipped"
+    assert doctor.memory(config())[0] == "ok"
 
 
 def test_little_shared_memory_fails_only_with_several_gpus(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(total=64 * 2**20, free=64 * 2**20))
-    assert doctor.shared_memory(Examined(cfg=config(), run_dir=tmp_path))[0] == "warning"
-    state, _, remedy = doctor.shared_memory(Examined(cfg=config("hardware=node8"), run_dir=tmp_path))
+    assert doctor.shared_memory(config())[0] == "warning"
+    state, _, remedy = doctor.shared_memory(config("hardware=node8"))
     assert state == "failed"
     assert "--shm-size=8g" in remedy
 
 
 def test_a_missing_compiler_fails_on_a_gpu_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "missing_part", lambda: "it needs a C compiler, but there is none; install one")
-    assert doctor.compiler(Examined(cfg=config(), run_dir=tmp_path))[0] == "skipped"
-    state, _, remedy = doctor.compiler(Examined(cfg=config("hardware=gpu2"), run_dir=tmp_path))
+    assert doctor.compiler(config())[0] == "skipped"
+    state, _, remedy = doctor.compiler(config("hardware=gpu2"))
     assert (state, remedy) == ("failed", "install one")
 
 
@@ -132,7 +133,7 @@ FINE = {"cuda": "13.0", "available": True, "devices": [GPU, GPU], "apart": [], "
         ({"cuda": None}, (13, 0), 2, "failed", "make install EXTRA=gpu"),
         ({"available": False}, (13, 0), 2, "failed", "nvidia-smi"),
         ({}, (13, 0), 8, "failed", "another hardware="),
-        ({"devices": [GPU | {"capability": [7, 5]}]}, (13, 0), 1, "warning", "model.dtype=float16"),
+        ({"devices": [GPU | {"capability": [7, 5]}]}, (13, 0), 1, "warning", "model.dtype=float32"),
         ({"nccl": {"error": "unhandled system error"}}, (13, 0), 2, "failed", "NCCL_DEBUG=INFO"),
         ({"apart": [[0, 1]]}, (13, 0), 2, "warning", "no peer access: 0-1"),
         ({"error": "no answer in 180 s"}, (13, 0), 2, "failed", "torch cannot ask them: no answer"),
@@ -146,8 +147,8 @@ def test_what_torch_finds_of_the_gpus_is_judged(changed, driver, need, state, wo
 
 def test_a_layout_of_gpus_fails_where_there_is_none(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "installed_gpus", lambda: 0)
-    assert doctor.gpus(Examined(cfg=config(), run_dir=tmp_path))[0] == "skipped"
-    state, found, _ = doctor.gpus(Examined(cfg=config("hardware=node8"), run_dir=tmp_path))
+    assert doctor.gpus(config())[0] == "skipped"
+    state, found, _ = doctor.gpus(config("hardware=node8"))
     assert (state, found) == ("failed", "no GPU; hardware=node8 needs 8 on a host")
 
 
@@ -164,7 +165,7 @@ def test_slurm_must_have_what_the_clusters_yaml_names(tmp_path, monkeypatch, ver
     (tmp_path / "sinfo").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     cfg = config("launcher=slurm", "hardware=cpu", f"slurm.partition={partition}")
-    judged, found, _ = doctor.slurm(Examined(cfg=cfg, run_dir=tmp_path, here=False))
+    judged, found, _ = doctor.slurm(cfg)
     assert judged == state, found
     assert words in found
 
@@ -172,7 +173,7 @@ def test_slurm_must_have_what_the_clusters_yaml_names(tmp_path, monkeypatch, ver
 def test_without_slurm_only_a_run_on_slurm_fails(examined, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert doctor.slurm(examined)[0] == "skipped"
-    assert doctor.slurm(Examined(cfg=config("launcher=slurm", "hardware=cpu"), run_dir=tmp_path))[0] == "failed"
+    assert doctor.slurm(config("launcher=slurm", "hardware=cpu"))[0] == "failed"
 
 
 @pytest.mark.parametrize(
@@ -182,6 +183,7 @@ def test_without_slurm_only_a_run_on_slurm_fails(examined, tmp_path, monkeypatch
         ("GatedRepoError", "ask for access"),
         ("RepositoryNotFoundError", "correct model.name"),
         ("OfflineModeIsEnabled", "HF_ENDPOINT"),
+        ("HfHubHTTPError", "rlx fetch"),
     ],
 )
 def test_the_hub_is_asked_for_a_model_that_is_not_in_the_cache(examined, tmp_path, monkeypatch, error, words):
@@ -194,15 +196,15 @@ def test_the_hub_is_asked_for_a_model_that_is_not_in_the_cache(examined, tmp_pat
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.auth_check", auth_check)
-    large = Examined(cfg=config("model=qwen3_8b", "env=math", "model.name=owner/absent"), run_dir=tmp_path)
+    large = config("model=qwen3_8b", "env=math", "model.name=owner/absent")
     state, found, remedy = doctor.hub(large)
-    assert (state, words in remedy) == ("failed" if words else "ok", True), found
+    assert (state, words in remedy) == ("warning" if error == "HfHubHTTPError" else "failed" if words else "ok", True), found
     assert doctor.hub(examined)[0] == "ok", "the default run needs no hub"
 
 
 def test_a_login_of_wandb_is_found_where_wandb_looks(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
-    logged = Examined(cfg=config("logger=wandb"), run_dir=tmp_path)
+    logged = config("logger=wandb")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     assert doctor.wandb(logged)[::2] == ("failed", "wandb login, or export WANDB_API_KEY=…, or logger=wandb_offline")
@@ -210,7 +212,7 @@ def test_a_login_of_wandb_is_found_where_wandb_looks(tmp_path, monkeypatch):
     (tmp_path / "netrc").chmod(0o600)
     state, found, _ = doctor.wandb(logged)
     assert (state, "secret" in found) == ("ok", False)
-    assert doctor.wandb(Examined(cfg=config("logger=wandb_offline"), run_dir=tmp_path))[0] == "ok"
+    assert doctor.wandb(config("logger=wandb_offline"))[0] == "ok"
 
 
 def test_the_table_puts_each_remedy_below_its_finding_and_the_exit_code_says_that_something_fails(tmp_path, monkeypatch, capsys):
@@ -250,4 +252,20 @@ def test_ranks_reduce_and_a_failure_of_one_is_the_answer():
 )
 def test_processors_are_too_few_for_more_threads_or_more_processes_than_there_are(arguments, state, tmp_path, monkeypatch):
     monkeypatch.setattr(doctor.limits, "cores", lambda: 2)
-    assert doctor.cores(Examined(cfg=config("hardware=cpu", *arguments), run_dir=tmp_path))[0] == state
+    assert doctor.cores(config("hardware=cpu", *arguments))[0] == state
+
+
+def test_a_run_asks_first_what_would_end_it_later(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("wandb")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        assert main(["train", "hardware=cpu", "logger=wandb", f"inference.port={taken.getsockname()[1]}"]) == 2
+    said = capsys.readouterr().err
+    assert "W&B: no login for https://api.wandb.ai" in said
+    assert "ports: another process has port" in said
+    assert not (tmp_path / "outputs").exists()

@@ -16,7 +16,7 @@ from trainer_examples import make_model
 from transformers import AutoModelForCausalLM
 from transformers.models.deepseek_v2 import DeepseekV2Config
 
-from rlx.config.kv_cache import CPU_BLOCK
+from rlx.config.memory import CPU_BLOCK
 from rlx.config.schema_model import CPU_WIDTHS
 from rlx.models.load import load_policy
 from rlx.models.tiny import VOCABULARY, build_tokenizer

@@ -117,7 +117,7 @@ def test_mistakes_are_explained_before_anything_starts(trained: Path, monkeypatc
             ("the model would be in two places", "client.api_key_var=OPENAI_API_KEY (default)"),
         ),
         ([*endpoint, "model=tiny", "resume=3", "run.name=x"], ("no endpoint serves a model that rlx makes itself", "fix: resume=latest")),
-        (["model.name=org/model"], ("would only be a label", "there is no environment")),
+        (["model=tiny", "model.name=org/model"], ("would only be a label", "there is no environment")),
         (["env=sums", "num_exampels=3", "max_steps=3"], ("Did you mean `num_examples`", "It is a key of `rlx train`")),
     ):
         with pytest.raises(ConfigError) as caught:

@@ -72,8 +72,8 @@ HOME_OF = {  # library -> rooms, or files in a room, that may import it
     "openai": ("policy",),
     "verifiers": ("envs",),
     "submitit": ("launch", "preflight"),
-    "hydra": ("config", "cli"),
-    "omegaconf": ("config", "cli"),
+    "hydra": ("config",),
+    "omegaconf": ("config",),
     "textual": ("view",),
 }
 LONGEST = 420
@@ -337,9 +337,9 @@ def declared_packages(*, extras: bool = False) -> set[str]:
 
 def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
     provided = importlib.metadata.packages_distributions()
-    ours = {"rlx", "hydra_plugins", *(path.name for path in (ROOT / "environments").glob("*/*/") if (path / "__init__.py").exists())}
+    ours = {"rlx", *(path.name for path in (ROOT / "environments").glob("*/*/") if (path / "__init__.py").exists())}
     optional, imported, wrong = declared_packages(extras=True), set(), []
-    shipped = [*FILES, *(path for folder in ("environments", "hydra_plugins") for path in (ROOT / folder).rglob("*.py"))]
+    shipped = [*FILES, *(path for path in (ROOT / "environments").rglob("*.py"))]
     for path in shipped:
         for node in nodes(parsed(path)):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

@@ -14,7 +14,7 @@ from rlx.config.memory import size, trainer_memory
 from rlx.config.rows import why
 from rlx.config.schema import Config
 from rlx.config.tree import Builder
-from rlx.plan.environment import MissingGPU, environment_of
+from rlx.plan.environment import environment_of
 from rlx.plan.explain import explain
 from rlx.plan.make import make_plan
 from rlx.plan.place import place, require_one_host
@@ -79,7 +79,7 @@ def test_a_process_gets_its_gpus_by_the_names_of_its_host(visible: str | None, g
 
 
 def test_a_host_that_shows_fewer_gpus_than_the_plan_needs_is_named_with_both_numbers() -> None:
-    with pytest.raises(MissingGPU, match=r"gives trainer GPU 1 .*CUDA_VISIBLE_DEVICES=5 names 1"):
+    with pytest.raises(ValueError, match=r"gives trainer GPU 1 .*CUDA_VISIBLE_DEVICES=5 names 1"):
         environment_of(process(gpus=(1,)), {"CUDA_VISIBLE_DEVICES": "5"})
 
 
@@ -203,44 +203,6 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
     assert read_plan(tmp_path / "plan.yaml") == plan
 
 
-def test_memory_of_an_8b_model_is_counted_term_by_term() -> None:
-    trainer = trainer_memory(config("node8", trainer={"ac": {"freq": 1}, "micro_batch_tokens": 8192}))
-    shard, table = 8.19e9 / 4, 151936 * 4096
-    assert trainer.parameters == trainer.gradients == trainer.optimizer / 2 == shard * 4
-    assert trainer.context == GIB
-    assert trainer.table == table * 2, "embedding or head, gathered in 16 bits"
-    assert trainer.head_gradient == table * 2
-    assert trainer.table_gradients == table * (2 + 4), "a gradient in 16 bits, and the float32 reduction buffer"
-    assert trainer.activations == 8192 * 4096 * 2 * (36 + 17), "one input per layer, and one recomputed layer"
-    assert trainer.head == 4 * (2 * 8192 * 8192 + 8192 * 4096 + 8192 * 4096), "a row has fewer tokens than a tile"
-    assert trainer.update == shard * 4
-    assert trainer.published == 8.19e9 * 2, "one copy, in 16 bits"
-    assert trainer.loading == table / 4 * 4, "this rank's shard of a table in 32 bits"
-    reduced = trainer.states + trainer.layers + trainer.table + trainer.activations + trainer.table_gradients
-    assert trainer.device == max(reduced, trainer.states + trainer.moments["backward begins"])
-    partly = trainer_memory(config("node8", trainer={"ac": {"freq": 1, "mode": "selective"}, "micro_batch_tokens": 8192}))
-    assert partly.activations == 8192 * 4096 * 2 * (36 * 12 + 17), "an input and eleven results of products per layer"
-    on_host = trainer_memory(config("node8", trainer={"ac": {"freq": 1}, "ac_offloading": True, "micro_batch_tokens": 8192}))
-    assert on_host.activations == 8192 * 4096 * 2 * 17
-    copies = trainer_memory(config("node8", trainer={"dp_replicate": 2}))
-    assert copies.parameters == 2 * trainer.parameters, "each of two copies lies on half of the ranks"
-    kept = trainer_memory(config("node8", trainer={"reshard_after_forward": False}))
-    assert kept.layers == 18 * trainer.layers, "all 36 layers instead of two"
-
-
-def test_adapters_alone_have_gradients_and_optimizer_states_and_the_reference_is_no_copy() -> None:
-    whole = trainer_memory(config("node8"))
-    adapters = trainer_memory(config("node8", lora={"rank": 32}, loss={"kl": {"beta": 0.1}}))
-    layer = 32 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 12288))  # q and o, k and v, gate, up and down
-    assert adapters.gradients * 4 / 4 == pytest.approx(36 * layer, rel=0.15), "the configuration has no width of the feed-forward layer"
-    assert adapters.optimizer == 2 * adapters.gradients
-    assert adapters.parameters == pytest.approx(8.19e9 / 4 * 2 + adapters.gradients), "frozen ones in 16 bits"
-    assert adapters.reference == adapters.head_gradient == adapters.table_gradients == 0
-    assert adapters.published == pytest.approx(adapters.gradients * 4 / 2)
-    assert adapters.activations == whole.activations
-    assert adapters.states < whole.states / 5
-
-
 def test_one_process_in_its_own_dtype_gathers_nothing() -> None:
     trainer = trainer_memory(config("cpu", model={"dtype": "float32"}))
     assert trainer.layers == trainer.table == trainer.table_gradients == trainer.context == 0
@@ -271,18 +233,20 @@ def rows(hardware: str = "cpu", /, **sections) -> tuple[int, str]:
     return cfg.micro_batch_tokens, why(cfg)
 
 
-SMALL = {"hidden_size": 576, "num_layers": 30, "dtype": "float32"}  # SmolLM2-135M: 1.12 MiB of activations a token
+HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
+SMALL = {"hidden_size": 576, "intermediate_size": 1536, "num_layers": 30, "dtype": "float32", **HEADS}  # SmolLM2-135M
+QWEN = {"hidden_size": 1024, "intermediate_size": 3072, "num_layers": 28, "num_attention_heads": 16}  # 0.6B
 
 
 @pytest.mark.parametrize(
     ("hardware", "sections", "row", "reason"),
     [
-        ("cpu", {"model": SMALL, "seq_len": 96}, 1792, "what 2 GiB of activations at 1.12 MiB a token allow"),
+        ("cpu", {"model": SMALL, "seq_len": 96}, 1792, "what 2 GiB of activations at 1.05 MiB a token allow"),
         ("cpu", {"model": SMALL, "seq_len": 96, "trainer": {"micro_batch_tokens": 512}}, 512, "trainer.micro_batch_tokens"),
         ("cpu", {"model": SMALL, "seq_len": 4096}, 4096, "seq_len"),
         ("cpu", {"model": SMALL, "seq_len": 24, "trainer": {"num_minibatches": 4}}, 1536, "all tokens of a rank in an optimizer step"),
-        ("node8", {"model": {"hidden_size": 1024, "num_layers": 28}}, 8704, "what 8 GiB of activations at 0.93 MiB a token allow"),
-        ("gpu1_shared", {"model": {"hidden_size": 1024, "num_layers": 28}, "seq_len": 512}, 4352, "what 4 GiB of activations"),
+        ("node8", {"model": QWEN, "seq_len": 4096}, 6656, "what 8 GiB of activations at 1.20 MiB a token allow"),
+        ("gpu1_shared", {"model": QWEN, "seq_len": 512}, 3328, "what 4 GiB of activations"),
         ("node8", {}, 8192, "seq_len"),
     ],
 )
@@ -320,7 +284,7 @@ def test_the_plan_in_words_names_processes_batch_arithmetic_staleness_and_memory
         "2 per step",
         "20 in the run of 10 steps",
         "at most 1 policy version old",
-        "the card must have at least",
+        "each GPU must have at least",
         "rank 0 also: 15.3 GiB of host memory for the copy of the weights",
     ):
         assert words in text, f"{words!r} is not in\n{text}"

@@ -17,7 +17,6 @@ from rlx.config.errors import ConfigError
 from rlx.config.load import compose
 from rlx.plan.environment import hub_variables
 from rlx.preflight import doctor
-from rlx.preflight.doctor import Examined
 from rlx.preflight.hub import check_cache, lacks, models_of, use_cache
 from rlx.weights.files import STATIC
 from rlx.weights.hub import WANTED
@@ -103,7 +102,7 @@ def test_another_cache_than_that_of_the_cluster_is_refused(cache: Path) -> None:
 
 def test_doctor_looks_into_the_cache_of_the_cluster_and_advises_to_fetch(cache: Path, tmp_path: Path) -> None:
     line = [*LINE, "dry_run=true", "slurm.offline=true", f"slurm.hf_home={cache.parents[3]}"]
-    examined = Examined(cfg=compose(line, {}).cfg, run_dir=tmp_path)
+    examined = compose(line, {}).cfg
     state, found, remedy = doctor.hub(examined)
     assert (state, remedy) == ("failed", "rlx fetch, with the same arguments, where there is internet")
     assert found.endswith(f"offline, cache {cache.parents[2]}: the cache lacks team/tiny (all of it)")

@@ -94,50 +94,6 @@ def test_files_of_ones_own_are_found(tmp_path: Path):
     ]
 
 
-OPTUNA = """# @package _global_
-hydra:
-  sweeper:
-    {n_trials: 20, direction: maximize, sampler: {seed: 3, name: 'it"s'}, max_batch_size: null, params: {optim.lr: 'interval(1e-5,1e-2)'}}
-"""
-
-
-def test_a_sweeper_gets_the_keys_of_the_chosen_file_and_those_of_the_command_line_win(tmp_path: Path):
-    from hydra.types import RunMode
-
-    from rlx.config.search_path import make_sweep_loader
-
-    (tmp_path / "sweeps").mkdir()
-    (tmp_path / "sweeps" / "mine.yaml").write_text(OPTUNA)
-    line = ["-m", "--config-dir", str(tmp_path), "sweeps=mine", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=5"]
-    found = expand(line, {})
-    assert found.params == ("optim.lr=interval(1e-5,1e-2)",)
-    lines = [each for each in found.options if each != "hydra/sweeper=optuna"]  # which need not be installed
-    lines = ["++" + each.lstrip("+") for each in lines]
-    config = make_sweep_loader([]).load_configuration(config_name=None, overrides=lines, run_mode=RunMode.MULTIRUN)
-    sweeper = config.hydra.sweeper
-    assert (sweeper.n_trials, sweeper.direction, sweeper.sampler, sweeper.max_batch_size) == (
-        5,
-        "maximize",
-        {"seed": 3, "name": 'it"s'},
-        None,
-    )
-
-
-@pytest.mark.parametrize(
-    ("sweeper", "fix"),
-    [
-        ("optuna", "hydra.sweeper.direction=maximize"),
-        ("ax", "hydra.sweeper.ax_config.experiment.minimize=false"),
-        ("nevergrad", "hydra.sweeper.optim.maximize=true"),
-    ],
-)
-def test_a_sweeper_that_would_minimise_the_reward_is_refused(sweeper: str, fix: str):
-    line = ["-m", f"hydra/sweeper={sweeper}", "optim.lr=interval(1e-5,1e-2)"]
-    with pytest.raises(ConfigError, match=rf"its reward\.\n  fix: {fix}"):
-        expand(line, {})
-    assert expand([*line, fix], {}).sweeper == sweeper
-
-
 @pytest.mark.parametrize(
     ("argv", "environ", "several"),
     [
@@ -311,34 +267,6 @@ def test_runs_of_several_sizes_share_no_gpus(toys: Path, monkeypatch: pytest.Mon
     elements = sweep.checked(expand(["-m", "seed=1,2", "hardware=gpu4,gpu2", "dry_run=true"], {}).elements, toys, TRAIN)
     launch_sweep.run_pool(elements, 2, [str(gpu) for gpu in range(8)], lambda _: None)
     assert sorted(len(gpus) for gpus, _ in runs) == [2, 2, 4, 4]
-
-
-@pytest.mark.long
-def test_a_sweeper_of_hydra_proposes_runs_and_gets_their_rewards(toys: Path, capsys: pytest.CaptureFixture[str]):
-    from hydra_plugins.rlx_launcher import RlxLauncher
-    from rlx.cli import sweeper
-    from rlx.config.sweeps import Sweep
-
-    def through_hydra(values: str) -> int:
-        """`hydra/sweeper=basic` stands for any sweeper: it is created and called like Optuna's."""
-        return sweeper.optimise(Sweep("mine", str(toys), (), "basic", ("hydra/sweeper=basic",), (values,), ("max_steps=2",)), toys)
-
-    assert through_hydra("seed=1,2") == 0
-    assert {path.name for path in toys.glob("seed=*")} == {"seed=1", "seed=2"}
-    jobs = RlxLauncher("mine", str(toys), ["max_steps=2"]).launch([["seed=2"], ["seed=1"]], 0)
-    assert [(job.overrides, job.return_value) for job in jobs] == [(["seed=2"], 0.2), (["seed=1"], 0.1)]
-    assert "2 already completed" in capsys.readouterr().out
-    assert through_hydra("seed=3,4") == 1
-    assert "seed=3: failed" in capsys.readouterr().out
-    jobs = RlxLauncher("mine", str(toys), ["max_steps=2"]).launch([["seed=5"], ["seed=5"]], 0)  # as Optuna does in a small space
-    assert [(job.overrides, job.return_value) for job in jobs] == [(["seed=5"], 0.5)] * 2
-    with pytest.raises(ConfigError, match="different runs with the same directory"):
-        RlxLauncher("mine", str(toys), []).launch([["run.name=a/b"], ["run.name=a_b"]], 0)
-
-
-def test_a_sweeper_that_is_not_installed_is_a_problem_of_the_command_line(toys: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["train", "-m", "hydra/sweeper=nowhere", "seed=1,2"]) == 2
-    assert "hydra/sweeper=nowhere" in capsys.readouterr().err
 
 
 def test_a_sweep_whose_launcher_died_before_it_started_anything_is_started_again(toys: Path):

@@ -151,17 +151,6 @@ def test_a_silent_controller_is_an_error_in_words(toys: Path, monkeypatch: pytes
         sweep.find_states(elements)
 
 
-def test_a_dry_run_with_a_sweeper_of_hydra_starts_nothing(toys: Path):
-    from rlx.cli import sweeper
-    from rlx.config.sweeps import Sweep
-
-    with pytest.raises(ConfigError, match="dry_run=true does not work with hydra's sweepers"):
-        sweeper.optimise(
-            Sweep("mine", str(toys), (), "basic", ("hydra/sweeper=basic",), ("seed=1,2",), ("max_steps=2", "dry_run=true")), toys
-        )
-    assert list(toys.glob("seed=*")) == []
-
-
 @pytest.mark.parametrize(("state", "found"), [("failed", "again"), ("interrupted", "again"), ("completed", "again"), ("running", "alive")])
 def test_a_run_with_a_final_state_is_not_asked_whether_it_lives(toys: Path, state: str, found: str):
     (first, _) = elements = prepared(toys)

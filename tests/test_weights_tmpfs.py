@@ -201,8 +201,8 @@ def test_the_versions_that_a_folder_in_memory_holds_are_counted(shm: Path) -> No
 
 
 def test_rlx_doctor_asks_for_room_and_counts_it_as_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def examined(*more: str) -> doctor.Examined:
-        return doctor.Examined(cfg=compose(["model=qwen3_8b", "env=math", *more, "dry_run=true"], environ={}).cfg, run_dir=tmp_path)
+    def examined(*more: str) -> Config:
+        return compose(["model=qwen3_8b", "env=math", *more, "dry_run=true"], environ={}).cfg
 
     large, without = examined("hardware=node8", "weight_broadcast.folder=/dev/shm"), examined("hardware=node8")
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(total=32 * GIB, free=32 * GIB))
@@ -211,8 +211,7 @@ def test_rlx_doctor_asks_for_room_and_counts_it_as_memory(tmp_path: Path, monkey
     assert "61.0 GiB for weights" in found
     assert remedy.endswith("or weight_broadcast.folder=null")
     assert doctor.shared_memory(without)[0] == "ok"
-    assert isinstance(large.cfg, Config)
-    assert needed_memory(large.cfg) - needed_memory(without.cfg) == versions_in_memory(large.cfg)
+    assert needed_memory(large) - needed_memory(without) == versions_in_memory(large)
 
 
 def test_a_role_that_is_started_by_hand_has_nobody_who_deletes_what_it_leaves(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from rlx.checkpoints import folders
 from rlx.checkpoints.folders import kept
 from rlx.checkpoints.orchestrator import STATE
 from rlx.config.evaluated import is_due
-from rlx.config.schema import CkptConfig, TrainingRoot
+from rlx.config.schema import CkptConfig, Config, TrainingRoot
 from rlx.paths import RunPaths, listed
 from rlx.train.checkpoint import Progress, Saver, Saving
 from rlx.train.step import PolicyTrainer
@@ -73,7 +73,7 @@ class Checkpoints:
             *(paths, replace(cfg.ckpt, interval=None) if cfg.bench else cfg.ckpt, trainer),
             last=cfg.max_steps,
             facts={"ranks": trainer.mesh.world_size, "model": cfg.model.name},
-            with_orchestrator=cfg.has_orchestrator,
+            with_orchestrator=isinstance(cfg, Config) and cfg.plays,
             is_evaluated=partial(is_due, cfg),
             tick=tick,
         )

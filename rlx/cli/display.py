@@ -94,7 +94,6 @@ class Display(ABC):
         self._ages = Ages()
         self._looked = 0.0
         self._ends: dict[str, str] = {}  # last log lines of the processes in `tail`
-        self._told = ""  # the last note that was printed
         self._attempt: str | None = None  # target of the link logs/latest
         self._begin()
         terminal = Console(file=raw(sys.stdout))
@@ -105,10 +104,8 @@ class Display(ABC):
 
     def _begin(self) -> None:
         """Forget what was printed of another attempt."""
-        self._phases: dict[str, tuple[str, float]] = {}  # last printed phase of a process, and when
-        self._printed: tuple[int, str, float] = (-1, "", 0.0)  # what was done, its line, and when
-        self._stall = ""  # the newest account of a stall
-        self._restarts: list[Restart] = []
+        self._printed: dict[str, tuple[str, str, float]] = {}  # of each process, and of all (""): what was printed last, its kind, when
+        self._news: list[str] = []  # what is unusual now
 
     @abstractmethod
     def progress(self) -> Progress | None:
@@ -144,8 +141,7 @@ class Display(ABC):
         status, root, newest = self.run.status, self.paths.root, ""
         state = "ended" if status is None else status.state
         rows = self.results()
-        self._restarts = [] if status is None else status.restarts
-        rows += [("restarted", self._restarted())] if self._restarts else []
+        rows += [("restarted", self._restarted())] if self._restarts() else []
         rows.append(("run", str(root)))
         if state in STOPPED:
             steps = checkpoints(self.paths)
@@ -171,29 +167,25 @@ class Display(ABC):
             self._begin()
         if time.monotonic() - self._looked >= LINE_INTERVAL:
             self._looked = time.monotonic()
-            self._look_for_stalls()
-            self._look_for_restarts()
+            root = self.paths.root
+            again = [f"{one.name}: {one.reason}; it starts again (its log: {root / one.log})" for one in self._restarts()]
+            news = [self.note, *self._stall(), *again]
+            for number, line in enumerate(news):
+                if news[: number + 1].count(line) > self._news.count(line):
+                    self._say(line)
+            self._news = news
             self._ends = {name: line for name in self.tail for line in last_lines(self.paths.latest_logs / f"{name}.log", 1)}
-        if self.note != self._told:
-            self._say(self.note)
-            self._told = self.note
 
-    def _look_for_stalls(self) -> None:
-        """Read the newest account of a stall, and print what is new in it."""
+    def _stall(self) -> list[str]:
+        """The newest account of a stall."""
         files = sorted(self.paths.latest_logs.glob("stall_*.txt"), key=lambda file: (len(file.name), file.name))
         text = files[-1].read_text().partition(STACKS)[0].strip() if files else ""
-        if text != self._stall:
-            new = text.removeprefix(self._stall).strip()
-            self._stall = text
-            self._say(f"{new}\n(stacks: {files[-1]})" if new == text else new)
+        return [*text.splitlines(), f"(stacks: {files[-1]})"] if text else []
 
-    def _look_for_restarts(self) -> None:
-        """Print which processes died and were started again since the last look."""
+    def _restarts(self) -> list[Restart]:
+        """Processes that died and were started again."""
         status = self.run.status
-        restarts = [] if status is None else status.restarts
-        for one in restarts[len(self._restarts) :]:
-            self._say(f"{one.name}: {one.reason}; it starts again\n(its log: {self.paths.root / one.log})")
-        self._restarts = restarts
+        return [] if status is None else status.restarts
 
     def _say(self, text: str) -> None:
         """Print a plain line; a terminal has the panel instead."""
@@ -202,8 +194,8 @@ class Display(ABC):
 
     def _restarted(self) -> str:
         """Which processes died and were started again, how often, and how the last of them died."""
-        counts = Counter(one.name for one in self._restarts)
-        last = self._restarts[-1]
+        restarts = self._restarts()
+        counts, last = Counter(one.name for one in restarts), restarts[-1]
         return ", ".join(f"{name} {times} ×" for name, times in sorted(counts.items())) + f"; the last: {last.reason}, {last.log}"
 
     def _panel(self) -> Any:
@@ -220,8 +212,8 @@ class Display(ABC):
             parts.append(grid([f"{now.what} {now.done}/{now.total}", bar, _eta(now)]))
             parts += [Text(shown(now.details)), Text(shown(now.more), style="dim")]
         parts.append(grid(*([name, beat["phase"], clock(in_phase(beat, ages[name]))] for name, beat in beats.items())))
-        again = f"started again: {self._restarted()}" if self._restarts else ""
-        parts += [Text(shown(text), style="yellow") for text in (self.note, self._stall, again) if text]
+        again = f"started again: {self._restarted()}" if self._restarts() else ""
+        parts += [Text(shown(text), style="yellow") for text in (self.note, *self._stall(), again) if text]
         parts += [grid(*([f"{name}.log", line] for name, line in self._ends.items()))] if self._ends else []
         return Panel(Group(*parts), title=Text(shown(f"{self.paths.root.name}  {clock(time.time() - self.started)}")), title_align="left")
 
@@ -233,29 +225,21 @@ class Display(ABC):
         return {name: beat for name, beat in beats.items() if beat["phase"] != "done"}
 
     def _lines(self, final: bool = False) -> None:
-        """Print a plain line if something is new. `final`: the run has ended."""
-        now, at = self.progress(), time.time()
+        """Print a plain line for what is new: a step, or before the first one what each process does. `final`: the run has ended."""
+        now = self.progress()
         if now is None:
-            self._new_phases()
+            for name, beat in self._beats().items():
+                self._line(name, f"{name}: {beat['phase']}", beat["phase"].split(" ")[0], 0.0)
             return
-        line = "   ".join(filter(None, [f"{now.what} {now.done}/{now.total}", now.details, _eta(now)]))
-        done, before, then = self._printed
-        pause = SLOW_LINES if now.done == done else 0.0 if final or now.done == now.total else LINE_INTERVAL
-        if line != before and at - then >= pause:
-            self._printed = now.done, line, at
-            tell(f"[{clock(at - self.started)}] {line}")
+        pause = 0.0 if final or now.done == now.total else LINE_INTERVAL
+        self._line("", "   ".join(filter(None, [f"{now.what} {now.done}/{now.total}", now.details, _eta(now)])), str(now.done), pause)
 
-    def _new_phases(self) -> None:
-        """Print a line for every process whose kind of phase is new: `warm start 12/250` and `warm start 13/250` are one.
-
-        A phase of the same kind that has moved on is printed again every `SLOW_LINES` seconds.
-        """
-        now = time.monotonic()
-        for name, beat in self._beats().items():
-            phase, (last, at) = beat["phase"], self._phases.get(name, ("", 0.0))
-            if last.split(" ")[0] != phase.split(" ")[0] or (phase != last and now - at >= SLOW_LINES):
-                self._phases[name] = (phase, now)
-                tell(f"[{clock(time.time() - self.started)}] {name}: {phase}")
+    def _line(self, name: str, line: str, kind: str, pause: float) -> None:
+        """Print a line if it is new and the last one was `pause` seconds ago; of the same kind (`warm start 12/250`), `SLOW_LINES`."""
+        before, last, then = self._printed.get(name, ("", "", 0.0))
+        if line != before and time.time() - then >= (SLOW_LINES if kind == last else pause):
+            self._printed[name] = line, kind, time.time()
+            tell(f"[{clock(time.time() - self.started)}] {line}")
 
 
 def _eta(now: Progress) -> str:

@@ -6,7 +6,6 @@ import json
 import socket
 from collections.abc import Iterable
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -43,8 +42,7 @@ def run(argv: list[str]) -> int:
     overrides = [part for part in argv if part != "--json"]
     cfg = compose([*overrides, "dry_run=true"]).cfg  # so that the rules accept what this machine lacks; this command reports it
     use_cache(hub_variables(cfg))  # before anything imports the hub's library
-    examined = doctor.Examined(cfg=cfg, run_dir=Path(cfg.run.dir or "outputs"), here=cfg.launcher.name == "local")
-    found, host = list(doctor.examine(examined, doctor.CHECKS)), socket.gethostname()
+    found, host = list(doctor.examine(cfg, doctor.CHECKS)), socket.gethostname()
     failed = sum(each.state == doctor.FAILED for each in found)
     if "--json" in argv:
         print(json.dumps({"host": host, "failed": failed, "findings": [asdict(each) for each in found]}, indent=1))

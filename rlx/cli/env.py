@@ -7,6 +7,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,6 @@ from rlx.started import program
 
 if TYPE_CHECKING:
     from rlx.envs.kinds import Listed
-    from rlx.envs.probed import Entry, Probed
 
 SUMMARY = "environments: list, info, install, init, check"
 MANY = 4  # environments of one package whose commands are printed
@@ -108,6 +108,7 @@ def _info(chosen: argparse.Namespace) -> int:
     from rlx.config.errors import ConfigError
     from rlx.config.pythons import python_for, sources_of
     from rlx.config.schema import EnvConfig
+    from rlx.config.yaml_files import described
     from rlx.preflight.probes import about_of
 
     env_id = shipped_options().get(chosen.name, chosen.name)
@@ -116,39 +117,10 @@ def _info(chosen: argparse.Namespace) -> int:
         raise ConfigError(f"{chosen.name} is not installed.\n  fix: `rlx env list` shows what is; rlx env install {chosen.name}")
     python = None if own is None else str(own.path)
     about = about_of(EnvConfig(id=env_id, python=python))
-    print("\n".join(_described(env_id, python, about)))
+    print(described({"name": env_id, "python": python} | asdict(about)))
+    if about.problem is None:
+        print("\nnext", *(f"  {line}" for line in next_commands(env_id, about.prompt_chars)), sep="\n")
     return 1 if about.problem else 0
-
-
-def _described(env_id: str, python: str | None, about: Probed) -> list[str]:
-    lines = [f"{env_id}: {about.kind or 'unknown kind'}" + (f", {about.type}" if about.type else "")]
-    lines += [f"  {about.doc}"] if about.doc else []
-    lines += [f"  python   {python}"] if python else []
-    lines += [f"  data     {about.examples:,} {'tasks' if about.kind.startswith('v1') else 'examples'}"] if about.examples else []
-    lines += [f"  {'prompt   ' if number == 0 else ' ' * 9}{line}" for number, line in enumerate(about.prompt.splitlines())]
-    groups = {
-        "arguments (env.args.NAME=VALUE)": about.arguments,
-        "rewards" + (", comparing the rollouts of a group" if about.scores_groups else ""): [one for one in about.rewards if one.weight],
-        "metrics": [one for one in about.rewards if not one.weight],
-        "tools": about.tools,
-        "agents": about.agents,
-    }
-    for title, entries in groups.items():
-        lines += ["", title, *_entries(entries)] if entries else []
-    if about.problem:
-        return [*lines, "", f"problem: {about.problem}", f"  fix: {about.fix}"]
-    return [*lines, "", "next", *(f"  {line}" for line in next_commands(env_id, about.prompt_chars))]
-
-
-def _entries(entries: Sequence[Entry]) -> list[str]:
-    from rlx.plan.explain import table
-
-    rows = []
-    for one in entries:
-        value = f"= {one.default}" if one.default is not None else "must be given" if one.type and one.weight is None else ""
-        weight = f"× {one.weight:g}" if one.weight not in (None, 0, 1) else ""
-        rows.append([f"  {one.name}", " ".join(filter(None, (one.type, value, weight))), one.doc])
-    return [line.rstrip() for line in table(["", "", ""], rows)[1:]]
 
 
 def next_commands(env_id: str, prompt_chars: int = 0) -> list[str]:

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 WORTH, NOT_PLAYABLE, NOT_WORTH = 0, 1, 3  # exit codes
 DEFAULTS = {  # of a check; the user's own values win
@@ -31,6 +30,7 @@ def run(name: str, given: Sequence[str], as_json: bool) -> int:
     from rlx.cli.env import next_commands
     from rlx.config.errors import ConfigError
     from rlx.config.load import compose
+    from rlx.config.yaml_files import described
     from rlx.paths import RunPaths
     from rlx.preflight.probes import environments_of
     from rlx.rollout.env_report import diagnose
@@ -66,10 +66,10 @@ def run(name: str, given: Sequence[str], as_json: bool) -> int:
         answer |= asdict(verdict) | {"results": str(file)}
         code = WORTH if verdict.worth else NOT_WORTH if verdict.playable else NOT_PLAYABLE
         head = "worth training on" if verdict.worth else "not worth training on as it is" if verdict.playable else "not playable"
-        notes = [*verdict.reasons, *(f"note: {note}" for note in verdict.notes)]
-        said = [f"\n{own.id} with {cfg.model.name}", *in_words(verdict.facts), f"  {head}:", *(f"    {note}" for note in notes)]
-        said += [f"  next       {next_commands(own.id)[1]}"] if verdict.worth else []
-        print("\n".join([*said, f"  results    {file}"]), file=sys.stderr if as_json else sys.stdout)
+        said = [f"\n{own.id} with {cfg.model.name}", described(verdict.facts), f"{head}:"]
+        said += [f"  {note}" for note in (*verdict.reasons, *(f"note: {note}" for note in verdict.notes))]
+        said += [f"next: {next_commands(own.id)[1]}"] if verdict.worth else []
+        print("\n".join([*said, f"results: {file}"]), file=sys.stderr if as_json else sys.stdout)
     if as_json:
         print(json.dumps(answer | {"exit_code": code}, indent=1))
     return code
@@ -85,15 +85,3 @@ def overrides(name: str, given: Sequence[str]) -> tuple[str, list[str]]:
     if not keys & {"run.name", "run.dir", "dry_run"}:
         defaults["run.name"] = f"check-{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}-{secrets.token_hex(3)}"
     return env, [*(f"{key}={value}" for key, value in defaults.items() if key not in keys), *given]
-
-
-def in_words(facts: dict[str, Any]) -> list[str]:
-    """One line for each kind of fact."""
-    lines = [f"  rollouts   {facts['examples']} examples × {facts['rollouts_per_example']}, {facts['failed']:.0%} failed"]
-    lines += [f"             {count} {cause}" for cause, count in facts["causes"].items()]
-    if "baseline" in facts:
-        interval = f"95 % interval {facts['baseline_low']:.3f} to {facts['baseline_high']:.3f}"
-        lines.append(f"  baseline   {facts['baseline']:.3f}, {interval}; rewards differ in {facts['differing']:.0%} of the groups")
-        lines.append(f"  functions  {' · '.join(f'{name} {value:.3g}' for name, value in facts['functions'].items())}")
-        lines.append(f"  a rollout  {facts['tokens']:.0f} tokens sampled, {facts['seconds']:.3g} s; {facts['truncated']:.0%} truncated")
-    return lines

@@ -127,8 +127,7 @@ def _serve(agent: Agent, index: int, end: Callable[[], str | None]) -> int:
 def _first(given: Namespace, overrides: list[str], hosts: list[tuple[str, int]], file: Path) -> int:
     """Run one attempt of the run. Returns its exit code."""
     from rlx.cli.commands import BY_NAME
-    from rlx.cli.start import label_of
-    from rlx.config.load import compose
+    from rlx.cli.start import label_of, resolve
     from rlx.launch.agents import wait_for_agents
     from rlx.launch.pods import after_missing, attempt, is_restart, make_token
     from rlx.paths import RunPaths
@@ -139,8 +138,7 @@ def _first(given: Namespace, overrides: list[str], hosts: list[tuple[str, int]],
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(LEFT))
     command = BY_NAME[given.command]
-    composed = compose(arguments(given, overrides, command.root), None, command.root)
-    cfg = command.resolve(composed.cfg)
+    composed, cfg = resolve(arguments(given, overrides, command.root), command)
     if cfg.run.dir is None:
         cfg = replace(cfg, run=replace(cfg.run, dir=str(given.volume / str(cfg.run.name))))
     cfg = settle(cfg, label_of(composed, command))

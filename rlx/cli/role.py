@@ -55,7 +55,7 @@ def _run(role: str, argv: list[str]) -> int:
     from rlx.config.errors import ConfigError
     from rlx.config.gpus import visible_gpus
     from rlx.config.load import compose
-    from rlx.plan.environment import MissingGPU, environment_of
+    from rlx.plan.environment import environment_of
     from rlx.plan.make import make_plan
     from rlx.preflight.probes import environments_of, lines_of
     from rlx.process import SUPERVISOR
@@ -97,10 +97,7 @@ def _run(role: str, argv: list[str]) -> int:
             f"{spec.name} computes on GPU {', '.join(map(str, spec.gpus))} of its host (counted from 0), and the number of GPUs visible "
             f"here is {visible}.\n  fix: start it on a host that has them, or choose a smaller hardware= than {cfg.hardware.name}"
         )
-    try:
-        environment = {} if spec is None else environment_of(spec, os.environ)
-    except MissingGPU as error:
-        raise ConfigError(str(error)) from error
+    environment = {} if spec is None else environment_of(spec, os.environ)
     paths, lock = join(cfg, composed.overrides, plan, composed.origins.files)
     if spec is None:
         print(f"nothing to prepare: model {cfg.model.name} is loaded as it is: model.warm_start is not set")

@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlx.config.errors import ConfigError
 from rlx.config.load import Composed, compose, to_yaml
@@ -17,9 +17,11 @@ from rlx.config.targets import must_be_built, nodes_of
 from rlx.plan.environment import hub_variables
 from rlx.plan.explain import explain
 from rlx.plan.make import make_plan
+from rlx.plan.memory import fit_lines
 from rlx.plan.place import require_one_host
 from rlx.plan.record import ProcessSpec
 from rlx.preflight.chats import check_chats
+from rlx.preflight.doctor import ask_first
 from rlx.preflight.hub import check_cache, use_cache
 from rlx.preflight.probes import environments_of, lines_of
 from rlx.runs.claim import changes, create, settle, sources, write_description
@@ -29,6 +31,7 @@ from rlx.runs.status import Cause, read_status
 
 if TYPE_CHECKING:
     from rlx.cli.commands import Command
+    from rlx.config.composition import Kept
 
 
 def run(argv: list[str], command: Command) -> int:
@@ -38,11 +41,8 @@ def run(argv: list[str], command: Command) -> int:
         from rlx.cli import sweep
 
         return sweep.run(argv, command)
-    composed = compose(argv, None, command.root)
-    check_cluster(composed)
-    if not composed.cfg.dry_run:  # which may be absent where a dry run is made
-        use_cache(hub_variables(composed.cfg))
-    cfg = settle(command.resolve(composed.cfg), label_of(composed, command))
+    composed, resolved = resolve(argv, command)
+    cfg = settle(resolved, label_of(composed, command))
     root = Path(str(cfg.run.dir))
     plan = make_plan(cfg, root)
     if cfg.launcher.name == "slurm":
@@ -52,14 +52,11 @@ def run(argv: list[str], command: Command) -> int:
     elif not cfg.dry_run:  # a plan may be for other machines
         require_one_host(plan)
     check_nodes(cfg, composed)
-    check_cache([cfg])
-    (found,) = environments_of([cfg])
-    check_chats([cfg], [found])
-    environments = lines_of(found)
+    (environments,) = look([cfg])
     if cfg.dry_run:
         return _dry_run(cfg, composed, plan, environments)
     here = cfg.launcher.name == "local"
-    for note in [*composed.notes, *(f"environment {line}" for line in environments)]:
+    for note in [*composed.notes, *(f"environment {line}" for line in environments), *fit_lines(cfg, only_wrong=True)]:
         print(note, flush=True)
     paths, lock = create(cfg, composed.overrides, plan, options=composed.origins.files)
 
@@ -87,6 +84,27 @@ def run(argv: list[str], command: Command) -> int:
     if status is not None and status.cause is not None:
         print(failure(status.cause, paths.root), file=sys.stderr)
     return exit_code
+
+
+def resolve(argv: Sequence[str], command: Command, kept: Kept | None = None) -> tuple[Composed, Any]:
+    """A composed configuration, and the same with what is found on this machine."""
+    composed = compose(argv, None, command.root, kept)
+    check_cluster(composed)
+    if not composed.cfg.dry_run:  # the cache may be absent where a dry run is made
+        use_cache(hub_variables(composed.cfg))
+    return composed, command.resolve(composed.cfg)
+
+
+def look(configs: Sequence[CommandConfig]) -> list[list[str]]:
+    """Look at what runs need besides themselves: models, logins, ports, environments, chat templates. Raises ConfigError.
+
+    Returns a line for each environment of each configuration.
+    """
+    check_cache(configs)
+    ask_first(configs[0])
+    environments = environments_of(configs)
+    check_chats(configs, environments)
+    return list(map(lines_of, environments))
 
 
 def _dry_run(cfg: CommandConfig, composed: Composed, plan: Sequence[ProcessSpec], environments: Sequence[str]) -> int:

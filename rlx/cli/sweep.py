@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlx.cli.start import check_cluster, check_nodes
+from rlx.cli.start import check_nodes, look, resolve
 from rlx.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,15 +28,6 @@ def run(argv: list[str], command: Command) -> int:
 
     sweep = expand(argv, None, command.root)
     directory = folder(sweep)
-    if sweep.sweeper is not None:
-        from rlx.cli.sweeper import optimise
-
-        if command.root.command != "train":
-            raise ConfigError(
-                f"hydra/sweeper={sweep.sweeper} proposes runs by the rewards of earlier ones, which `rlx {command.root.command}` does not "
-                "return.\n  fix: -m with the values themselves"
-            )
-        return optimise(sweep, directory)
     elements = checked(sweep.elements, directory, command)
     if elements[0].cfg.dry_run:
         print(dry_run(elements, sweep, directory))
@@ -53,15 +44,10 @@ def folder(sweep: Sweep) -> Path:
 
 def checked(lines: Sequence[Line], directory: Path, command: Command) -> list[Element]:
     """Compose, check and plan all runs of a command. Raises one ConfigError with the problems of all of them."""
-    from rlx.config.load import compose
     from rlx.config.schema import RunConfig
     from rlx.config.targets import all_nodes_of
     from rlx.launch.sweep import Element
-    from rlx.plan.environment import hub_variables
     from rlx.plan.make import make_plan
-    from rlx.preflight.chats import check_chats
-    from rlx.preflight.hub import check_cache, use_cache
-    from rlx.preflight.probes import environments_of, lines_of
 
     elements: list[Element] = []
     problems: dict[str, list[str]] = {}  # problem -> names of the runs that have it
@@ -69,11 +55,8 @@ def checked(lines: Sequence[Line], directory: Path, command: Command) -> list[El
     kept: Kept = {}
     for line in lines:
         try:
-            composed = compose(line.argv, None, command.root, kept)
-            check_cluster(composed)
-            if not composed.cfg.dry_run:
-                use_cache(hub_variables(composed.cfg))
-            cfg = replace(command.resolve(composed.cfg), run=RunConfig(name=line.name, dir=str(directory / line.name)))
+            composed, resolved = resolve(line.argv, command, kept)
+            cfg = replace(resolved, run=RunConfig(name=line.name, dir=str(directory / line.name)))
             nodes = tuple(node for node, _ in all_nodes_of(cfg).values())
             if nodes not in built:
                 check_nodes(cfg, composed)
@@ -91,12 +74,8 @@ def checked(lines: Sequence[Line], directory: Path, command: Command) -> list[El
         from rlx.launch.slurm import check_directory
 
         check_directory(directory)
-    configs = [element.cfg for element in elements]
-    check_cache(configs)
-    found = environments_of(configs)
-    check_chats(configs, found)
-    for element, environments in zip(elements, found, strict=True):
-        element.environments = lines_of(environments)
+    for element, environments in zip(elements, look([element.cfg for element in elements]), strict=True):
+        element.environments = environments
     return elements
 
 
@@ -104,9 +83,7 @@ def start(elements: list[Element], name: str, directory: Path, *, wait: bool) ->
     """Start the elements that are not done or alive; return the exit code."""
     from rlx.launch import sweep
     from rlx.launch.follow import wait_for_jobs
-    from rlx.runs.provenance import source_state
 
-    source_state.cache_clear()  # a sweeper starts runs for hours
     with sweep.alone(directory):
         launcher = elements[0].cfg.launcher
         code = _submit(elements, name, directory) if launcher.name == "slurm" else _run_here(elements, directory)
@@ -166,14 +143,6 @@ def _run_here(elements: list[Element], directory: Path) -> int:
     if left:
         print(f"{len(left)} of {len(elements)} runs are not completed; run the same command again to resume them", file=sys.stderr)
     return 1 if left else 0
-
-
-def state_of(element: Element) -> str:
-    """The state in `status.json` of an element's run."""
-    from rlx.runs.status import read_status
-
-    status = read_status(element.paths)
-    return "not started" if status is None else status.state
 
 
 def dry_run(elements: list[Element], sweep: Sweep, directory: Path) -> str:

@@ -24,13 +24,13 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from rlx.config.env_nodes import KEY, NODES, Preset, as_node, fill_in, spell_out
 from rlx.config.environment import Variable, read_variables
 from rlx.config.errors import ConfigError
 from rlx.config.gpus import choose_layout
-from rlx.config.inherited import Inherited
-from rlx.config.nested import flatten, merge, nested, section_at
+from rlx.config.inherited import Inherited, of_name
+from rlx.config.nested import flatten, merge, nested, section_at, use_own_names
 from rlx.config.overrides import LATE, Groups, Request, chooses_one, line_of, one_each, parse, read_request, read_variable, value_of
+from rlx.config.per_env_loss import KEY, NODES, Preset, as_node, fill_in, spell_out
 from rlx.config.roots import ROOTS, TRAIN, Root, key_of
 from rlx.config.run_config import Source, escaped, source_of
 from rlx.config.schema import MISSING
@@ -64,7 +64,7 @@ class Files:
 
     layers: list[Layer]
     choices: dict[str, str]  # group -> option; several options are joined with "+"
-    sweeper: dict[str, Any]  # `hydra.sweeper` of the files: what a sweep varies
+    swept: dict[str, Any]  # `hydra.sweeper.params` of the files: what a sweep varies
     own: dict[str, Path]  # the user's own files
 
 
@@ -82,7 +82,7 @@ class Tree:
     overrides: list[str]  # from the command line, as written
     notes: list[str]  # messages for the user
     problems: list[Problem]
-    sweeper: dict[str, Any]  # `hydra.sweeper` of the files: what a sweep varies
+    swept: dict[str, Any]  # `hydra.sweeper.params` of the files: what a sweep varies
     chosen: list[str]  # groups that the command line or a variable chooses
 
 
@@ -97,7 +97,7 @@ def compose_tree(argv: list[str], environ: Mapping[str, str], root: Root = TRAIN
     compose = functools.partial(_compose, request, source, environ, root, {} if kept is None else kept)
     tree = compose()
     layout = _layout_of_cluster(tree)
-    found = root.inherits(tree.data, tree.chosen) if source is None else ()
+    found = [] if source is not None else root.inherits(tree.data, tree.chosen) or of_name(tree.data, tree.chosen)
     refused = {group: why for each in found for group, why in each.refuses.items() if group in tree.chosen}
     if refused:
         raise ConfigError([f"{group}={tree.choices.get(group)} has no effect: {why}.\nRemove it." for group, why in refused.items()])
@@ -185,7 +185,7 @@ def _compose(
     problems_found = _sections_off(root, origins, {o.key_or_group for o in values if isinstance(value_of(o), dict)})
     data = _resolve(data, origins, problems_found)
     notes += [f"hardware=auto: {layout[1]}"] if files.choices.get("hardware") == "auto" else []
-    return Tree(data, origins, dict(files.choices), list(request.lines), notes, problems_found, files.sweeper, chosen)
+    return Tree(data, origins, dict(files.choices), list(request.lines), notes, problems_found, files.swept, chosen)
 
 
 def _store(root: Root, variables: Sequence[Variable], inherited: Sequence[Inherited]) -> dict[str, list[Layer]]:
@@ -216,7 +216,7 @@ def _files(loader: ConfigLoader, name: str, lines: list[str], groups: Groups, st
         wrong = list(groups.wrong(group, option, said)) if group in groups.names else []
         raise ConfigError(wrong or f"the configuration cannot be composed: {said}") from None
     layers: list[Layer] = []
-    sweeper: dict[str, Any] = {}
+    swept: dict[str, Any] = {}
     own: dict[str, Path] = {}
     for default in (each for each in found if each.config_path is not None):
         path = str(default.config_path)
@@ -225,14 +225,15 @@ def _files(loader: ConfigLoader, name: str, lines: list[str], groups: Groups, st
             layers += stored[path]
         elif file is not None:
             values = {name: value for name, value in read(file).items() if name != "defaults"}
-            merge(sweeper, (values.pop("hydra", None) or {}).get("sweeper") or {})
+            swept |= ((values.pop("hydra", None) or {}).get("sweeper") or {}).get("params") or {}
             values = nested(default.package or "", values)
+            use_own_names(values)
             of_group = "/" in path
             own |= {} if is_shipped(file) else {f"{path}.yaml": file}
             layers.append(
                 Layer(groups.of_command(values) if of_group else values, label(file), of_group=of_group, shipped=is_shipped(file))
             )
-    return Files(layers, _find_choices(found, groups.names), sweeper, own)
+    return Files(layers, _find_choices(found, groups.names), swept, own)
 
 
 def _find_choices(defaults: list[ResultDefault], groups: list[str]) -> dict[str, str]:
@@ -302,13 +303,19 @@ def _sections_off(root: Root, origins: Origins, whole: set[str]) -> list[Problem
 
 
 def _resolve(data: dict[str, Any], origins: Origins, problems: list[Problem]) -> dict[str, Any]:
-    """The values without interpolations, with `???` for those that have none. Adds a problem for each of these with a cause of its own."""
+    """The values without interpolations, with `???` for those that have none. Adds a problem for each of these with a cause of its own.
+
+    OmegaConf gets only the sections that refer to others or are referred to, because it takes longer than all the rest.
+    """
+    references = {name: _references(value) for name, value in data.items()}
+    asked = " ".join(references.values())
+    needed = {name: value for name, value in data.items() if references[name] or name in asked or "${${" in asked}
     cfg = None
     while True:
         try:
-            cfg = OmegaConf.create(data) if cfg is None else cfg
+            cfg = OmegaConf.create(needed) if cfg is None else cfg
             resolved: Any = OmegaConf.to_container(cfg, resolve=True)
-            return {str(name): value for name, value in resolved.items()}
+            return data | resolved
         except OmegaConfBaseException as error:
             key, node = str(error.full_key), error.parent_node
             said = str(error).splitlines()[0].rpartition("while resolving interpolation: ")[2]
@@ -318,3 +325,10 @@ def _resolve(data: dict[str, Any], origins: Origins, problems: list[Problem]) ->
             if not isinstance(error, InterpolationToMissingValueError):  # the missing value is reported as its own problem
                 problems.append(Problem(text, (key,)))
             node[error.key] = MISSING
+
+
+def _references(value: Any) -> str:
+    """The texts inside a value that refer to other values, as one text; empty if there are none."""
+    if isinstance(value, dict | list):
+        return " ".join(filter(None, map(_references, value.values() if isinstance(value, dict) else value)))
+    return value if isinstance(value, str) and "${" in value else ""

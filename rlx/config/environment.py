@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlx.config.near import near_keys
+from rlx.config.nested import own_name
 from rlx.config.roots import has_key, key_of, where_else
+from rlx.config.suggest import near_keys
 from rlx.config.tree import closest, split_optional, type_at
 
 PREFIX = "RLX_"
@@ -55,7 +56,7 @@ def read_variables(environ: Mapping[str, str], groups: list[str], schema: type) 
     """
     found, problems = [], []
     for name in sorted(name for name in environ if name.startswith(PREFIX) and name not in RESERVED):
-        key = name.removeprefix(PREFIX).lower().replace("__", ".")
+        key = own_name(name.removeprefix(PREFIX).lower().replace("__", "."))
         is_group = key in groups
         if is_group or has_key(schema, key):
             is_text = not is_group and split_optional(type_at(schema, key))[0] is str

@@ -5,9 +5,10 @@ Asks the NVIDIA driver on Linux and reads `CUDA_VISIBLE_DEVICES`. Never imports 
 
 from __future__ import annotations
 
-import ctypes
 import importlib.metadata
 import os
+import shutil
+import subprocess
 from pathlib import Path
 
 LAYOUTS = ((8, "node8"), (4, "gpu4"), (2, "gpu2"), (1, "gpu1_shared"))  # fewest GPUs of each layout, largest first
@@ -16,18 +17,21 @@ LAYOUTS = ((8, "node8"), (4, "gpu4"), (2, "gpu2"), (1, "gpu1_shared"))  # fewest
 def installed_gpus() -> int:
     """GPUs that the NVIDIA driver of this machine reports, whatever `CUDA_VISIBLE_DEVICES` says; 0 without a driver."""
     listed = Path("/proc/driver/nvidia/gpus")
-    if listed.is_dir():
-        return sum(1 for _ in listed.iterdir())
-    try:  # containers may hide /proc/driver
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return 0
-    count = ctypes.c_uint(0)
-    if nvml.nvmlInit_v2() != 0:
-        return 0
-    failed = nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
-    nvml.nvmlShutdown()
-    return 0 if failed else count.value
+    return len(list(listed.iterdir())) if listed.is_dir() else len(_memories())  # containers may hide /proc/driver
+
+
+def _memories() -> list[float]:
+    """Bytes of each GPU that is installed here, by nvidia-smi."""
+    if not shutil.which("nvidia-smi"):
+        return []
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    said = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
+    return [float(each) * 2**20 for each in said if each.isdecimal()]
+
+
+def gpu_memory() -> float | None:
+    """Bytes of the smallest GPU that is installed here; None if there is none."""
+    return min(_memories(), default=None)
 
 
 def visible_gpus() -> int:

@@ -1,4 +1,4 @@
-"""Values that a configuration takes from the run whose weights it uses, or from a named endpoint.
+"""Values that a configuration takes from the run whose weights it uses, a named endpoint, or the config.json of its model.
 
 They stand in the defaults list before environment variables, so everything that the user gives is stronger. Reads files; imports no hydra.
 """
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rlx.config.errors import ConfigError, may_read
+from rlx.config.keys import MISSING
+from rlx.config.model_sizes import found_config, sizes_in
 from rlx.config.nested import merge, nested, section_at
 from rlx.config.strangers import executing, is_mine, said
 from rlx.config.yaml_files import read
@@ -25,6 +27,7 @@ OF_ENV = (  # not its split, weight and group size, nor how many runs of an epis
     *("id", "args", "agents", "num_tasks"),
     *("rollout_timeout", "turn_timeout", "reward_raises", "workers", "python", "sampling", "sandbox", "box", "harness"),
 )
+NAMED = "named"  # the option of a model that its own config.json describes
 ENDPOINT = ("base_url", "api_key_var", "model")  # keys of an entry in a file of endpoints
 
 
@@ -53,6 +56,16 @@ def of_model(data: Mapping[str, Any], chosen: Sequence[str]) -> list[Inherited]:
         takes_envs = "env" not in chosen and all(isinstance(env, dict) and "id" not in env for env in given)
         found.append(_of_run(run, takes_envs))
     return found
+
+
+def of_name(data: Mapping[str, Any], chosen: Sequence[str]) -> list[Inherited]:
+    """The sizes of a model that only its name describes (`model.name=FOLDER`, without `model=`): those of its config.json."""
+    model = data["model"]
+    has_sizes = model["hidden_size"] != MISSING and ("model" in chosen or model.get("warm_start") is None)  # from an option
+    if has_sizes or "/" not in str(model["name"]):
+        return []
+    path = found_config(model["name"])
+    return [Inherited(str(path), {"model": dict(sizes_in(path))}, groups={"model": NAMED}, literal=True)]
 
 
 def find_weights(given: str) -> tuple[Path, Path | None]:

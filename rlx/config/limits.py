@@ -13,7 +13,6 @@ from pathlib import Path, PurePosixPath
 
 GROUPS = Path("/proc/self/cgroup")  # a line for each hierarchy: `0::/path` in version 2, `4:cpu,cpuacct:/path` in version 1
 MOUNT = Path("/sys/fs/cgroup")
-MACHINE = Path("/proc/meminfo")
 
 
 def cores() -> int:
@@ -37,30 +36,6 @@ def memory() -> int | None:
             with contextlib.suppress(OSError, ValueError):  # `max` has no limit
                 found.append(int((folder / name).read_text()))
     return min(found, default=None)
-
-
-def free_memory() -> int:
-    """Bytes that the processes of this group may still take: what the machine has available, and what each limit leaves.
-
-    Pages of files count as free, because the kernel gives them up.
-    """
-    machine = dict(line.split(":", 1) for line in MACHINE.read_text().splitlines())
-    found = [int(machine["MemAvailable"].split()[0]) * 1024]
-    for folder in _folders("memory"):
-        for most, now in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-            with contextlib.suppress(OSError, ValueError):  # `max` has no limit
-                limit, used = (int((folder / name).read_text()) for name in (most, now))
-                found.append(limit - used + _of_files(folder))
-    return max(0, min(found))
-
-
-def _of_files(folder: Path) -> int:
-    """Bytes of files that a group holds in memory; of version 1 the sums over its groups."""
-    try:
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except OSError:
-        return 0
-    return sum(int(stat.get(f"total_{name}", stat.get(name, 0))) for name in ("inactive_file", "active_file"))
 
 
 def _folders(controller: str) -> Iterator[Path]:

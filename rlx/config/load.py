@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 from rlx.config.checks import check
 from rlx.config.checks.sizes import use_own_sizes
 from rlx.config.errors import ConfigError
-from rlx.config.near import suggest
-from rlx.config.nested import merge, nested
+from rlx.config.nested import merge, nested, use_own_names
 from rlx.config.notes import notes_of
 from rlx.config.pythons import python_for, shipped
 from rlx.config.roots import TRAIN, Root, root_named, root_of, where_else
@@ -29,6 +28,7 @@ from rlx.config.schema import CommandConfig, Config, PlayRoot, TrainingRoot
 from rlx.config.secret import FILE as SECRETS
 from rlx.config.secret import hidden
 from rlx.config.signatures import READABLE, module_of
+from rlx.config.suggest import suggest
 from rlx.config.targets import all_nodes_of, check_targets, instantiate
 from rlx.config.tree import Builder, Origins
 from rlx.config.yaml_files import read
@@ -165,6 +165,7 @@ def _load(run_dir: str | os.PathLike[str], kind: type, secrets: bool) -> Any:
         raise ConfigError(f"{path} does not exist: {run_dir} is no run directory.")
     data = read(path)
     root = root_named(data.pop("defaults", None))
+    use_own_names(data)  # of a version in which a key had another name
     if not issubclass(root.schema, kind):
         raise ConfigError(f"{run_dir} is a directory of `rlx {root.command}`, not of this command.\n  fix: use rlx {root.command}")
     # Modules that it names may lie here. PYTHONPATH cannot say so where another rlx does, too: it would come before an installed one.

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlx.config.kv_cache import kv_token_bytes
-from rlx.config.rows import BYTES, activation_bytes
-from rlx.config.schema import CommandConfig, PlayRoot, TrainingRoot
+from rlx.config.rows import BYTES, activation_bytes, attention_widths, feed_forward_width
+from rlx.config.schema import ModelConfig, PlayRoot, TrainingRoot
 
 STATES = {"sgd": 1, "muon": 1}  # optimizer states per parameter, by class name (SGD's is its momentum); two for all others (Adam)
 TILE = {"cpu": (1024, 1024), "cuda": (16_384, 8192)}  # tokens × vocabulary of one tile of the head op (rlx/kernels/tiles.py)
 # Float32 tiles alive at once: the logits, and the results of the row functions. On CUDA Triton's return 16 bits; torch's take a tile more.
 TILES = {"cpu": 3, "cuda": 2}
 BUCKET = 2**28  # bytes of parameters that `trainer.optim_cpu_offload` updates at a time (rlx/train/offload.py)
+CPU_BLOCK = 32  # tokens of a cache block on CPU. Rollouts cannot share prompts shorter than a block, and vLLM's CPU default is 128.
+CPU_CACHE = 2**30  # bytes of a server's KV cache on CPU: on a workstation
+SPARE = 2  # as much again stays for prompts that are shared, and for rollouts that wait for their environments
 CONTEXT = 2**30  # of a CUDA process: about half for context and kernels, the rest for cuBLAS workspaces and NCCL buffers
 
 
@@ -44,7 +46,8 @@ class TrainerMemory:
     layer_gradients: float  # of one layer: unsharded in the compute dtype, plus the reduction buffer
     table_gradients: float  # the same for the head, when backward begins, or for the embedding at its end, when activations are freed
 
-    # the optimizer step's temporary: one number per parameter of its shard; with `optimizer_on_host` of the largest bucket, with its state
+    # the optimizer step's temporary, unless it is fused: one number per parameter of its shard; with `optimizer_on_host` of the
+    # largest bucket, with its state
     update: float
 
     loading: float  # in host memory, while a process reads its shards to its GPU, one tensor at a time; a layer's fused experts whole
@@ -102,23 +105,16 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes / 2**10:,.1f} KiB"
 
 
-def attention_widths(cfg: CommandConfig) -> tuple[int, int]:
-    """Widths of a layer's queries, and of its keys, over all heads."""
-    model = cfg.model
-    head = model.head_dim or model.hidden_size // model.num_attention_heads
-    return model.num_attention_heads * head, model.num_key_value_heads * head
+def layer_parameters(model: ModelConfig) -> float:
+    """Parameters of a decoder layer: attention, and its feed-forward layers."""
+    return model.hidden_size * (2 * sum(attention_widths(model)) + 3 * feed_forward_width(model) * (model.num_experts or 1))
 
 
 def adapter_parameters(cfg: TrainingRoot) -> float:
     """Parameters of one adapter beside all linear layers of a dense model, an upper bound; 0 without `lora.rank`."""
-    model = cfg.model
-    if not cfg.lora.rank:
-        return 0.0
-    width, (queries, keys) = model.hidden_size, attention_widths(cfg)
-    layer = (model.num_parameters - model.vocab_size * width) / model.num_layers
-    inner = max(0.0, layer - 2 * width * (queries + keys)) / (3 * width)  # of a gated feed-forward layer
-    sides = 2 * (width + queries) + 2 * (width + keys) + 3 * (width + inner)
-    return cfg.lora.rank * sides * model.num_layers
+    width, (queries, keys) = cfg.model.hidden_size, attention_widths(cfg.model)
+    sides = 2 * (width + queries) + 2 * (width + keys) + 3 * (width + feed_forward_width(cfg.model))
+    return (cfg.lora.rank or 0) * sides * cfg.model.num_layers
 
 
 def trained_parameters(cfg: TrainingRoot) -> float:
@@ -149,14 +145,16 @@ def trainer_memory(cfg: TrainingRoot) -> TrainerMemory:
     table = model.vocab_size * model.hidden_size  # parameters of the embedding; an untied head has as many
     beside = 2.0 * table if optimizer == "muon" and not cfg.lora.on else 0.0  # embedding and head have AdamW's second state
     kept = not cfg.reshards  # the configuration does not say whether the head is tied: assume that it is not
-    layer = max(0.0, model.num_parameters - table) / model.num_layers
+    layer = layer_parameters(model)
     sharded = cfg.trainer_ranks > 1 or cfg.shards_alone
     cast = trained * compute if cfg.lora.on and not sharded and master != compute else 0.0  # adapters, until backward
     copied = cfg.uses_reference and (cfg.ref.name is not None or not cfg.lora.on)  # else it is the model without its adapters
     # One that follows the policy has its parameters, because small changes would be lost in the compute dtype.
     reference = model.num_parameters / ranks * (compute if cfg.ref.sync_interval is None else master)
     offloads = cfg.trainer.optim_cpu_offload and cuda
-    # On CUDA, torch's optimizers update all parameters at once, or those of a bucket. The embedding may be larger than that.
+    # On CUDA, torch's optimizers update all parameters at once, or those of a bucket. The embedding may be larger than that. A fused one
+    # needs no temporary.
+    temporaries = (0 if cfg.optim.get("fused") else 1) + (states if offloads else 0)
     updated = min(shard * master, max(BUCKET, 0.0 if cfg.lora.on else table / ranks * master)) if offloads else shard * master
     tiles, (tile_rows, tile_columns) = TILES[cfg.hardware.device], TILE[cfg.hardware.device]
     row = cfg.micro_batch_tokens
@@ -178,10 +176,29 @@ def trainer_memory(cfg: TrainingRoot) -> TrainerMemory:
         head_gradient=table * compute if sharded and not cfg.lora.on else 0.0,
         layer_gradients=layer * share * (compute + reduced) / divided if sharded else 0.0,
         table_gradients=table * (compute + reduced) if sharded and not cfg.lora.on else 0.0,
-        update=updated * (1 + (states if offloads else 0)) if cuda else 0.0,
+        update=updated * temporaries if cuda else 0.0,
         loading=(table / ranks if model.num_experts is None else layer) * master if cuda and not cfg.trainer.fsdp_cpu_offload else 0.0,
         published=published_bytes(cfg),
     )
+
+
+def kv_token_bytes(cfg: PlayRoot) -> float:
+    """Bytes of the keys and values of one token, on each device of a replica."""
+    model, (_, keys) = cfg.model, attention_widths(cfg.model)
+    # If there are fewer key-value heads than devices, heads are copied, never split.
+    divided = min(model.num_key_value_heads, cfg.hardware.tensor_parallel)
+    return 2 * model.num_layers * keys / divided * BYTES[model.dtype]
+
+
+def kv_cache_bytes(cfg: PlayRoot) -> int:
+    """Bytes of the KV cache of one server on CPU: `inference.kv_cache_gb`, or SPARE times what all its sequences take at full length.
+
+    The latter is at most CPU_CACHE unless one sequence takes more: vLLM zeroes the cache at its start, so an idle gigabyte costs a second.
+    """
+    if cfg.inference.kv_cache_gb is not None:
+        return int(cfg.inference.kv_cache_gb * 2**30)
+    sequence = SPARE * kv_token_bytes(cfg) * CPU_BLOCK * -(-cfg.max_model_len // CPU_BLOCK)
+    return int(max(sequence, min(CPU_CACHE, sequence * cfg.inference.max_num_seqs)))
 
 
 def engine_memory(cfg: PlayRoot) -> EngineMemory:

@@ -1,4 +1,4 @@
-"""Nested dictionaries and their dotted keys."""
+"""Nested dictionaries and their dotted keys, and the names under which keys are accepted besides their own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from rlx.config.errors import ConfigError
 from rlx.config.keys import MISSING
+
+SYNONYMS = {  # another name that means the same → the key: names of other frameworks, and those that a key had or will have
+    "orchestrator.group_size": "orchestrator.rollouts_per_example",
+    "max_off_policy_steps": "max_async_level",
+    "monitors.wandb": "logger.wandb",
+    "hardware.colocate": "hardware.shared",
+}
 
 
 def merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
@@ -40,3 +48,24 @@ def section_at(data: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     for name in names:
         inner = inner.get(name) if isinstance(inner, dict) else None
     return inner if isinstance(inner, dict) else {}
+
+
+def own_name(key: str) -> str:
+    """A key by its own name, if it or a section around it has a synonym."""
+    found = (own + key.removeprefix(name) for name, own in SYNONYMS.items() if f"{key}.".startswith(f"{name}."))
+    return next(found, key)
+
+
+def use_own_names(values: dict[str, Any]) -> None:
+    """Move values from synonyms to the keys themselves, in place. Raises ConfigError where both are given."""
+    for name, key in SYNONYMS.items():
+        *above, last = name.split(".")
+        section = section_at(values, above)
+        if last not in section:
+            continue
+        *around, own = key.split(".")
+        if own in section_at(values, around):
+            raise ConfigError(f"`{name}` and `{key}` are two names of one key.\n  fix: give it once")
+        merge(values, nested(key, section.pop(last)))
+        if above and not section:
+            section_at(values, above[:-1]).pop(above[-1])

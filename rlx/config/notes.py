@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rlx.config.checks.sizes import config_of
+from rlx.config.model_sizes import config_of
 from rlx.config.schema import Config, TrainingRoot
 from rlx.config.tree import Origins
 

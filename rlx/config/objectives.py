@@ -1,6 +1,6 @@
 """Which objective and which advantage train each environment: the run's, or its own. Pure; reads the configuration only.
 
-`envs.NAME.loss` and `envs.NAME.advantage` are complete nodes here: `rlx.config.env_nodes` filled them in when the run was composed.
+`envs.NAME.loss` and `envs.NAME.advantage` are complete nodes here: `rlx.config.per_env_loss` filled them in when the run was composed.
 Equal nodes are one objective, whichever key they come from.
 """
 

@@ -23,6 +23,7 @@ from hydra.errors import HydraException
 
 from rlx.config.environment import Variable
 from rlx.config.errors import ConfigError
+from rlx.config.nested import own_name
 from rlx.config.roots import Root, has_key, key_of, where_else
 from rlx.config.search_path import folders_of
 from rlx.config.secret import conceal
@@ -65,7 +66,7 @@ def read_request(argv: list[str], environ: Mapping[str, str], root: Root) -> Req
         if o.key_or_group == "hydra.searchpath" and isinstance(value_of(o), list):
             asked += [("hydra.searchpath", str(path).removeprefix("file://")) for path in value_of(o)]
         else:
-            problems.append(f"`{line_of(o)}` has no effect: without -m, hydra.searchpath=[DIR] is the only hydra key that rlx reads.")
+            problems.append(f"`{line_of(o)}` has no effect: hydra.searchpath=[DIR] is the only hydra key that rlx reads.")
     problems += [
         f"{origin} {directory} is not a directory (current directory: {Path.cwd()})."
         for origin, directory in asked
@@ -90,7 +91,9 @@ def parse(lines: Iterable[str], schema: type | None = None) -> list[Override]:
     parsed, problems = [], []
     for line in lines:
         try:
-            parsed.append(copy.copy(_with_text(_parse(line), line, schema)))
+            override = copy.copy(_with_text(_parse(line), line, schema))
+            override.key_or_group = own_name(override.key_or_group)
+            parsed.append(override)
         except HydraException:
             problems.append(
                 f"`{conceal(line)}` cannot be parsed. Write key=value without spaces around `=`, and quote special characters: "

@@ -1,6 +1,14 @@
-"""How many trainer processes a layout has when `hardware.trainer_processes` is null: one for each place that inference leaves free."""
+"""The GPUs of inference servers, and how many trainer processes a layout has when `hardware.trainer_processes` is null."""
 
 from __future__ import annotations
+
+Place = tuple[int, tuple[int, ...]]  # index of a host, and indices of GPUs on it
+
+
+def places_of_servers(number: int, size: int, gpus_per_node: int) -> list[Place]:
+    """Places of so many servers with `size` GPUs each: hosts and GPUs in their order."""
+    by_host = max(1, gpus_per_node // size)
+    return [(server // by_host, tuple(range(server % by_host * size, (server % by_host + 1) * size))) for server in range(number)]
 
 
 def ranks_left(*, cuda: bool, nodes: int, gpus_per_node: int, servers: int, gpus_per_server: int, shared: bool) -> int:
@@ -15,9 +23,7 @@ def ranks_left(*, cuda: bool, nodes: int, gpus_per_node: int, servers: int, gpus
         return nodes if nodes == 1 else nodes - min(servers, nodes - 1)
     if shared and servers:
         return servers * gpus_per_server
-    by_host = max(gpus_per_node // gpus_per_server, 1)  # servers
-    full, last = divmod(servers, by_host)
-    if whole := max(nodes - full - (last > 0), 0):
-        return max(whole * gpus_per_node, 1)
-    rest = gpus_per_node - last * gpus_per_server if last and full < nodes else gpus_per_node - by_host * gpus_per_server
-    return max(rest, 1)
+    places = places_of_servers(servers, gpus_per_server, gpus_per_node)
+    free_hosts = nodes - len({host for host, _ in places})
+    rest = gpus_per_node - places[-1][1][-1] - 1 if places else 0  # of the last server's host
+    return max(free_hosts * gpus_per_node if free_hosts > 0 else rest, 1)

@@ -10,14 +10,42 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rlx.config.schema import TrainingRoot
+    from rlx.config.schema_model import ModelConfig
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-ACTIVATION = 17  # numbers kept per token, layer and unit of width, without attention scores: 34 bytes in 16 bits, arXiv 2205.05198, 4.1
-PRODUCTS = 11  # of these, results of matrix products and attention in a gated layer: q, k and v, attention, o, gate, up and down
+EXPERTS = 8  # that a token is assumed to have where `model.num_experts_per_tok` does not say
 GATHERED = 2  # with `trainer.tp`, tokens gathered for attention and for feed-forward, once for each of the ranks that they came from
 BUDGET = {"cpu": 2 * 2**30, "cuda": 8 * 2**30}  # bytes for activations: on a workstation; on a GPU, a tenth of 80 GB
 SHARED = 2  # an engine on the same card halves the budget
 WHOLE = 256  # rows are a multiple of this many tokens, unless they are seq_len or the whole batch
+
+
+def attention_widths(model: ModelConfig) -> tuple[int, int]:
+    """Widths of a layer's queries, and of its keys, over all heads."""
+    head = model.head_dim or model.hidden_size // model.num_attention_heads
+    return model.num_attention_heads * head, model.num_key_value_heads * head
+
+
+def feed_forward_width(model: ModelConfig) -> float:
+    """Width of a feed-forward layer, or of each expert's; from the number of parameters if the configuration does not say."""
+    if model.intermediate_size is not None:
+        return model.intermediate_size
+    layer = (model.num_parameters - model.vocab_size * model.hidden_size) / model.num_layers
+    left = layer - 2 * model.hidden_size * sum(attention_widths(model))
+    return max(0.0, left) / (3 * model.hidden_size * (model.num_experts or 1))
+
+
+def kept_numbers(model: ModelConfig) -> tuple[float, float]:
+    """Numbers that a layer keeps of a token for its backward pass, with all results, and with those of matrix products and attention alone.
+
+    Measured on an H200 with Qwen3 models of 0.6, 4 and 8 billion parameters: tests/test_plan_memory.py.
+    """
+    hidden, inner, (queries, keys) = model.hidden_size, feed_forward_width(model), attention_widths(model)
+    experts = model.num_experts_per_tok or EXPERTS
+    of_results, of_products = 3 * inner, 2 * inner + hidden
+    if model.num_experts is not None:
+        of_results, of_products = experts * (2 * hidden + 4 * inner), experts * of_products
+    return of_results + 4 * hidden + 3 * (queries + keys), of_products + hidden + 2 * (queries + keys)
 
 
 def activation_bytes(cfg: TrainingRoot) -> float:
@@ -28,11 +56,15 @@ def activation_bytes(cfg: TrainingRoot) -> float:
     rows keeps its scores, also not with a softcap or sinks (`rlx.models.attention`);
     transformers' own may (`model.attention=rows`, GPT-OSS).
     """
-    width, layers, ac = BYTES[cfg.model.dtype] * cfg.model.hidden_size, cfg.model.num_layers, cfg.trainer.ac
+    model, layers, ac = cfg.model, cfg.model.num_layers, cfg.trainer.ac
+    results, products = kept_numbers(model)
+    results += GATHERED * (cfg.trainer.tp - 1) * model.hidden_size
     recomputed = -(-layers // ac.freq) if ac.freq else 0
-    kept = 0 if cfg.trainer.ac_offloading and cfg.hardware.device == "cuda" else 1 if ac.mode == "full" else 1 + PRODUCTS
-    numbers = ACTIVATION + GATHERED * (cfg.trainer.tp - 1)
-    return ((layers - recomputed + min(1, recomputed)) * numbers + recomputed * kept) * width / cfg.trainer.ranks_of_a_row
+    kept = model.hidden_size + (products if ac.mode == "selective" else 0)
+    if cfg.trainer.ac_offloading and cfg.hardware.device == "cuda":
+        kept = 0
+    numbers = (layers - recomputed + min(1, recomputed)) * results + recomputed * kept
+    return BYTES[model.dtype] * numbers / cfg.trainer.ranks_of_a_row
 
 
 def tokens_of_an_update(cfg: TrainingRoot) -> int:

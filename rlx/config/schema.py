@@ -128,16 +128,6 @@ class TrainingRoot(CommandConfig):
         return self.max_steps
 
     @property
-    def has_orchestrator(self) -> bool:
-        """Whether an orchestrator makes the batches of this run."""
-        return False
-
-    @property
-    def records_scores(self) -> bool:
-        """Whether the log-probability and entropy of every trained token are kept beside the recorded batches."""
-        return False
-
-    @property
     def versions_kept(self) -> int:
         """How many of the newest versions stay on the disk, besides those of checkpoints."""
         return 1
@@ -283,21 +273,6 @@ class Config(EvaluatedRun):
         return self.bench_role if self.bench else None
 
     @property
-    def on_random_tokens(self) -> bool:
-        """Whether this is a benchmark whose speed does not depend on what the model has learned."""
-        return self.measured in ("trainer", "inference")
-
-    @property
-    def fixed_answers(self) -> bool:
-        """Whether every answer of the policy has as many tokens as it may have, because a benchmark says so."""
-        return self.measured == "rl" and self.bench_length == "fixed"
-
-    @property
-    def load(self) -> int:
-        """Requests in flight while servers alone are measured."""
-        return min(self.concurrency, self.num_groups * self.orchestrator.rollouts_per_example)
-
-    @property
     def counted(self) -> str:
         return "inference" if self.measured == "inference" else super().counted
 
@@ -324,14 +299,6 @@ class Config(EvaluatedRun):
         """
         like_the_run = self.hardware.trainer_processes is None and not self.hosts
         return self.servers_of_layout if like_the_run else self.num_servers
-
-    @property
-    def records_scores(self) -> bool:
-        return self.orchestrator.save_batches and self.plays and not self.trained_elsewhere
-
-    @property
-    def has_orchestrator(self) -> bool:
-        return self.plays
 
     @property
     def versions_kept(self) -> int:

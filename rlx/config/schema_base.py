@@ -77,16 +77,6 @@ class CommandConfig:
         return None
 
     @property
-    def max_restarts(self) -> int:
-        """How often each service may be started again."""
-        return 0
-
-    @property
-    def hung_timeout(self) -> float | None:
-        """Seconds without a heartbeat after which a service that has served counts as hung; None: as for every role."""
-        return None
-
-    @property
     def num_gpus(self) -> int:
         """GPUs that the layout needs, over all hosts; 0 on CPU."""
         if self.hardware.device == "cpu":
@@ -126,14 +116,6 @@ class PlayRoot(CommandConfig):
         return 0 if self.inference.base_url else self.hardware.inference_replicas
 
     @property
-    def max_restarts(self) -> int:
-        return self.inference.max_restarts
-
-    @property
-    def hung_timeout(self) -> float | None:
-        return self.inference.hung_timeout
-
-    @property
     def concurrency(self) -> int:
         """The most rollouts in flight; at the start, if that follows the engines."""
         servers = len(self.inference.base_url) or self.hardware.inference_replicas
@@ -143,11 +125,6 @@ class PlayRoot(CommandConfig):
     def follows_engines(self) -> bool:
         """Whether the number of rollouts in flight follows what the engines can use."""
         return self.orchestrator.max_concurrent is None
-
-    @property
-    def listens_on(self) -> str:
-        """The address to which its servers bind."""
-        return self.inference.host or ("0.0.0.0" if self.hardware.nodes > 1 else "127.0.0.1")
 
     @property
     def max_model_len(self) -> int:

@@ -54,6 +54,12 @@ class ModelConfig:
     num_attention_heads: int = key(MISSING, "query heads; a multiple of `hardware.tensor_parallel`", low=1)
     num_key_value_heads: int = key(MISSING, "key and value heads", low=1)
     num_experts: int | None = key(None, "experts of a layer; a multiple of `trainer.ep`. null: the model has none", low=1)
+    num_experts_per_tok: int | None = key(None, "experts that compute a token, for the memory estimate of the plan; null: 8", low=1)
+    intermediate_size: int | None = key(
+        None,
+        "width of a feed-forward layer, or of each expert's, for the memory estimate of the plan; null: what `num_parameters` leaves",
+        low=1,
+    )
     divides_heads: bool = key(
         True, "transformers' plan of the model's family divides attention by heads, as `trainer.tp` needs; false: OLMoE, GPT-2, GPT-OSS"
     )
@@ -232,6 +238,9 @@ class HardwareConfig:
     device: str = key(MISSING, "`cpu` or `cuda`", choices=("cpu", "cuda"))
     nodes: int = key(1, "number of hosts; more than one needs launcher=slurm, or `rlx pod` or role commands on each by hand", low=1)
     gpus_per_node: int = key(0, "GPUs per host", low=0)
+    gpu_memory_gb: float | None = key(
+        None, "memory of a GPU in GiB: the plan says whether the run fits; null: that of this machine's GPUs, if the run is here", above=0
+    )
     inference_replicas: int = key(1, "number of independent vLLM servers", low=1)
     tensor_parallel: int = key(1, "GPUs per vLLM server", low=1)
     trainer_processes: int | None = key(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from hydra import initialize_config_dir
 from hydra.core.config_loader import ConfigLoader
@@ -82,13 +82,6 @@ def make_loader(directories: Sequence[str], layout: str | None = None) -> Config
     Directories.of_user = directories
     with initialize_config_dir(str(conf_directory()), version_base="1.3"):
         return GlobalHydra.instance().config_loader()
-
-
-def make_sweep_loader(directories: Sequence[str]) -> ConfigLoader:
-    """A loader for hydra's sweepers. They load every run that they propose as a check; the launcher checks them anyway."""
-    loader: Any = make_loader(directories)
-    loader.load_sweep_config = lambda master_config, sweep_overrides: OmegaConf.create({})
-    return loader
 
 
 def folders_of(loader: ConfigLoader) -> list[Folder]:

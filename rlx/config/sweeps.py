@@ -12,11 +12,9 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from omegaconf import OmegaConf
 
 from rlx.config.composition import compose_tree
 from rlx.config.errors import ConfigError
@@ -24,15 +22,10 @@ from rlx.config.overrides import line_of, parse, read_request, value_of, with_be
 from rlx.config.roots import TRAIN, Root
 from rlx.config.run_config import source_of
 from rlx.config.search_path import make_loader
-from rlx.config.tree import secret_keys, show
+from rlx.config.tree import secret_keys
 
 LONGEST = 120  # maximum characters of a folder's name
 OF_THE_SWEEP = ("run.name", "run.dir")  # these name the sweep; its runs are in its folder
-REWARD = {  # a sweeper that minimises unless told otherwise -> what tells it to find the largest reward
-    "optuna": ("hydra.sweeper.direction", "maximize"),
-    "ax": ("hydra.sweeper.ax_config.experiment.minimize", "false"),
-    "nevergrad": ("hydra.sweeper.optim.maximize", "true"),
-}
 NOT_PART = ("launcher", "slurm", "dry_run", "clean")  # keys that do not make it a different sweep
 
 
@@ -52,10 +45,6 @@ class Sweep:
     name: str  # name of its folder, unless the command line gives run.dir
     directory: str | None  # run.dir on the command line
     elements: tuple[Line, ...]
-    sweeper: str | None  # a hydra sweeper other than `basic`; it proposes the runs itself, so `elements` is empty
-    options: tuple[str, ...] = ()  # options of that sweeper: hydra.sweeper.n_trials=20
-    params: tuple[str, ...] = ()  # the swept overrides, for that sweeper
-    argv: tuple[str, ...] = ()  # the arguments that all runs share
 
 
 def is_sweep(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> bool:
@@ -66,18 +55,13 @@ def is_sweep(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> b
     lines = [part for part in argv if part.lstrip("+").startswith("sweeps=")]
     if lines or environ.get("RLX_SWEEPS", "null") == "null":
         return bool(lines) and lines[-1].partition("=")[2] != "null"
-    return source_of(read_request([part for part in argv if not _is_hydras(part)], environ, TRAIN), TRAIN) is None
-
-
-def _is_hydras(part: str) -> bool:
-    return part.lstrip("+").startswith(("hydra/", "hydra.")) and not part.startswith("hydra.searchpath")
+    return source_of(read_request(list(argv), environ, TRAIN), TRAIN) is None
 
 
 def expand(argv: Sequence[str], environ: Mapping[str, str] | None = None, root: Root = TRAIN) -> Sweep:
     """The runs of a sweep. Raises ConfigError when the line cannot be parsed, sweeps nothing, or gives two runs the same name."""
     environ = os.environ if environ is None else environ
-    hydra_lines = [part for part in argv if _is_hydras(part)]
-    argv = [part for part in argv if part not in ("-m", "--multirun") and not _is_hydras(part)]
+    argv = [part for part in argv if part not in ("-m", "--multirun")]
     argv = with_benchmarks(argv, environ, root)
     request = read_request(argv, environ, root)
     values = [o for o in request.overrides if not o.is_sweep_override()]
@@ -85,21 +69,14 @@ def expand(argv: Sequence[str], environ: Mapping[str, str] | None = None, root: 
     static = [o for o in values if o.key_or_group not in OF_THE_SWEEP]
     shared = [*(part for part in argv if part not in request.lines), *map(line_of, static)]  # with --config-dir and similar
 
-    of_file = dict(compose_tree(shared, environ, root).sweeper)
+    of_files = compose_tree(shared, environ, root).swept
     chosen = {o.key_or_group for o in request.overrides}
-    params = parse(f"{key}={value}" for key, value in (of_file.pop("params", None) or {}).items() if key not in chosen)
+    params = parse(f"{key}={value}" for key, value in of_files.items() if key not in chosen)
     shared += [line_of(o) for o in params if not o.is_sweep_override()]  # a file may give a key only one value
     swept = [o for o in (*params, *request.overrides) if o.is_sweep_override()]
     for key, o in itertools.product(secret_keys(root.schema), swept):
         if o.key_or_group == key or (key.startswith(f"{o.key_or_group}.") and key.rpartition(".")[2] in line_of(o)):
             raise ConfigError(f"{key} is secret, but the directories of a sweep are named after the swept values. Give it only one value.")
-    name, directory = named.get("run.name") or _name(static, swept), named.get("run.dir")
-    sweeper = next((line.partition("=")[2] for line in hydra_lines if line.startswith("hydra/sweeper=")), "basic")
-    if sweeper != "basic":
-        options = [*(f"++hydra.sweeper.{key}={_written(value)}" for key, value in of_file.items()), *hydra_lines]  # the last one wins
-        if sweeper in REWARD:
-            _require_direction(sweeper, of_file, options)
-        return Sweep(name, directory, (), sweeper, tuple(options), tuple(map(line_of, swept)), tuple(shared))
     if not swept:
         raise ConfigError(
             "-m starts several runs, but nothing here has several values.\nGive a key or a group several values (loss=grpo,gspo or "
@@ -110,27 +87,7 @@ def expand(argv: Sequence[str], environ: Mapping[str, str] | None = None, root: 
     names = [element.name for element in elements]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"two runs of the sweep have the same directory {twice[0]}.\nGive each value only once.")
-    return Sweep(name, directory, elements, None)
-
-
-def _require_direction(sweeper: str, of_file: Mapping[str, Any], lines: Sequence[str]) -> None:
-    """Raise ConfigError if neither the chosen files nor the command line say what a sweeper does with the reward: it would minimise it."""
-    key, value = REWARD[sweeper]
-    in_file = OmegaConf.select(OmegaConf.create(dict(of_file)), key.removeprefix("hydra.sweeper."))
-    if in_file is None and not any(line.lstrip("+").startswith(f"{key}=") for line in lines):
-        raise ConfigError(
-            f"hydra/sweeper={sweeper} looks for the smallest value unless it is told otherwise, and the value of a run is its reward.\n"
-            f"  fix: {key}={value}"
-        )
-
-
-def _written(value: Any) -> str:
-    """A value of a file, as hydra's grammar reads it on the command line."""
-    if isinstance(value, str):
-        return '"' + value.replace('"', '\\"') + '"'
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{name}: {_written(inner)}" for name, inner in value.items()) + "}"
-    return "[" + ",".join(map(_written, value)) + "]" if isinstance(value, list) else show(value)
+    return Sweep(named.get("run.name") or _name(static, swept), named.get("run.dir"), elements)
 
 
 def element_name(swept: Sequence[str]) -> str:
@@ -156,5 +113,5 @@ def _product(swept: list[Override], directories: list[str]) -> list[tuple[str, .
     parser = OverridesParser.create(config_loader=make_loader(directories))  # choices like loss=glob(*) need the loader
     overrides = parser.parse_overrides([line_of(o) for o in swept])
     if endless := [line_of(o) for o in overrides if not o.is_discrete_sweep()]:
-        raise ConfigError(f"`{endless[0]}` has no list of values. Give several, or choose a sweeper: hydra/sweeper=optuna.")
+        raise ConfigError(f"`{endless[0]}` has no list of values. Give several.")
     return list(itertools.product(*([f"{o.get_key_element()}={value}" for value in o.sweep_string_iterator()] for o in overrides)))

@@ -14,10 +14,10 @@ from typing import Any
 
 from rlx.config.declared import OPTIM_RANGES
 from rlx.config.errors import ConfigError
-from rlx.config.near import suggest
 from rlx.config.rules import declared
 from rlx.config.schema import LossTerms, OptimTerms, split_terms
 from rlx.config.signatures import locate, signature_of
+from rlx.config.suggest import suggest
 from rlx.config.tree import Builder, Origins, Problem, closest, convert
 
 TERMS: dict[str, type | None] = {"loss": LossTerms, "advantage": None, "optim": OptimTerms}

@@ -132,22 +132,27 @@ def _walk(cls: type, prefix: str = "", mappings: bool = True) -> Iterator[tuple[
             yield from _walk(typing.cast(type, plain), f"{key}.", mappings)
 
 
-def leaves(cls: type) -> Iterator[str]:
+@functools.cache
+def _walked(cls: Any, mappings: bool = True) -> tuple[tuple[str, Any, Field], ...]:
+    return tuple(_walk(cls, mappings=mappings))
+
+
+def leaves(cls: Any) -> tuple[str, ...]:
     """Every dotted key of a dataclass, also in optional sections, but not the sections themselves."""
-    keys = [key for key, _, _ in _walk(cls)]
+    keys = [key for key, _, _ in _walked(cls)]
     sections = {key.rpartition(".")[0].removesuffix(".<name>") for key in keys}
-    return (key for key in keys if key not in sections)
+    return tuple(key for key in keys if key not in sections)
 
 
-def secret_keys(cls: type) -> tuple[str, ...]:
+def secret_keys(cls: Any) -> tuple[str, ...]:
     """Every dotted key that the schema marks as secret."""
-    return tuple(key for key, _, f in _walk(cls, mappings=False) if f.metadata.get("secret"))
+    return tuple(key for key, _, f in _walked(cls, mappings=False) if f.metadata.get("secret"))
 
 
-def optional_sections(cls: type) -> Iterator[str]:
+def optional_sections(cls: Any) -> tuple[str, ...]:
     """The dotted key of every section that may be None."""
-    optional = ((key, *split_optional(kind)) for key, kind, _ in _walk(cls, mappings=False))
-    return (key for key, plain, may_be_none in optional if may_be_none and is_dataclass(plain))
+    optional = ((key, *split_optional(kind)) for key, kind, _ in _walked(cls, mappings=False))
+    return tuple(key for key, plain, may_be_none in optional if may_be_none and is_dataclass(plain))
 
 
 def called_a_secret(name: str) -> bool:

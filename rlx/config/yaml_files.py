@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,3 +62,18 @@ def read(path: Path) -> dict[str, Any]:
 def dumped(data: dict[str, Any]) -> str:
     """The text of a file with these keys."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
+
+
+def described(record: Any) -> str:
+    """A record for people, as YAML: without what is empty, numbers to four digits."""
+    return dumped(_plain(record)).rstrip()
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, dict):
+        return {str(name): _plain(each) for name, each in value.items() if each not in (None, "", (), [], {})}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value

@@ -99,7 +99,12 @@ def sampling_of(config: PlayRoot, env: EnvConfig) -> dict[str, Any]:
     """The sampling parameters of one environment, by vLLM's names. The environment's own values override those of the run."""
     own = {field.name: getattr(env.sampling, field.name) for field in fields(env.sampling)}
     chosen = {name: getattr(config.sampling, name) if value is None else value for name, value in own.items()}
-    if isinstance(config, Config) and config.fixed_answers and getattr(env, "played_by", "policy") == "policy":
+    if (
+        isinstance(config, Config)
+        and config.measured == "rl"
+        and config.bench_length == "fixed"
+        and getattr(env, "played_by", "policy") == "policy"
+    ):
         chosen["min_tokens"] = chosen["max_tokens"]
     return chosen
 

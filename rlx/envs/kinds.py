@@ -125,7 +125,7 @@ def load_one(name: str, config: EnvConfig, settings: Settings) -> LocalEnvironme
 
 CLASSIC = re.compile(r"^\s*(?:(?:async )?def |from .+ import .*|import .*)?load_environment\b", re.MULTILINE)  # defined or imported
 FIRST = re.compile(r"^([A-Za-z]\w*)(?:/__init__)?\.py,", re.MULTILINE)  # modules at the top, in a package's list of files
-NEVER = {"rlx", "verifiers", "hydra_plugins"}
+NEVER = {"rlx", "verifiers"}
 
 
 class Listed(msgspec.Struct, frozen=True, kw_only=True):

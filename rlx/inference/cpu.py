@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlx.config.kv_cache import CPU_BLOCK, kv_cache_bytes
+from rlx.config.memory import CPU_BLOCK, kv_cache_bytes
 from rlx.config.schema import PlayRoot
 
 

@@ -73,7 +73,7 @@ class Children:
     # -- starting and looking
 
     def start(self, spec: ProcessSpec, environment: Mapping[str, str], log: Path) -> Child:
-        """Start a process and append its output to `log`. Raises OSError or ValueError (MissingGPU) if it cannot start."""
+        """Start a process and append its output to `log`. Raises OSError or ValueError (a missing GPU) if it cannot start."""
         child = self._start(spec, environment, log)
         self.all.append(child)
         return child

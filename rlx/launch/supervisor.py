@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from rlx.config.savings import ran_out, when_out_of_memory
-from rlx.config.schema import CommandConfig, TrainingRoot
+from rlx.config.schema import CommandConfig, PlayRoot, TrainingRoot
 from rlx.descendants import TOKEN, start_time
 from rlx.heartbeat import EVALUATING, SERVING, Ages, read_heartbeats
 from rlx.launch.children import Child, Children
@@ -65,6 +65,9 @@ class Supervisor:
         If hosts do not answer when a process has failed, that is why: the state is then `preempted`, and `lost` and `blamed` say more.
         """
         self.paths, self.cfg, self.token = paths, cfg, token or secrets.token_hex(16)
+        inference = cfg.inference if isinstance(cfg, PlayRoot) else None
+        self.max_restarts = 0 if inference is None else inference.max_restarts
+        self.hung_timeout = None if inference is None else inference.hung_timeout
         self.status = read_status(paths) or Status(attempt=attempt, max_steps=cfg.total_steps)
         self.status.supervisor = {"host": socket.gethostname(), "pid": os.getpid()}
         self.starter = starter or Starter()
@@ -183,7 +186,7 @@ class Supervisor:
         place, old = next((place, child) for place, child in enumerate(self.children.all) if child.spec.name == name)
         code = self.starter.returncode(old.process.returncode)
         reason, number = old.killed or describe_returncode(code, service=True), old.starts + 1
-        self._say(f"{name}: {reason}; it starts again ({number} of {self.cfg.max_restarts} times)")
+        self._say(f"{name}: {reason}; it starts again ({number} of {self.max_restarts} times)")
         log = self.paths.log(self.status.attempt, f"{name}.{number}")
         self.status.restarts.append(Restart(name=name, reason=reason, log=str(old.log.relative_to(self.paths.root)), time=time.time()))
         self.selector.unregister(old.pidfd)
@@ -199,10 +202,10 @@ class Supervisor:
 
     def _spare(self, child: Child) -> int:
         """How often a process that has ended or hangs may be started again: never if it did not come to serve."""
-        if not child.spec.service or child.starts >= self.cfg.max_restarts:
+        if not child.spec.service or child.starts >= self.max_restarts:
             return 0
         has_served = read_heartbeats(self.paths).get(child.spec.name, {}).get("phase") == SERVING
-        return self.cfg.max_restarts - child.starts if has_served else 0
+        return self.max_restarts - child.starts if has_served else 0
 
     # -- watching
 
@@ -296,7 +299,7 @@ class Supervisor:
         alive = {child.spec.name: child for child in self.children.all if child.running}
         silent = {name: ages.get(name, self.ages.since(child.started)) for name, child in alive.items()}
         self.stalls.look(beats, ages, self.metrics_offset, list(silent))
-        return find_hung(silent, beats, self.cfg.launcher.heartbeat_timeout, self.cfg.hung_timeout)
+        return find_hung(silent, beats, self.cfg.launcher.heartbeat_timeout, self.hung_timeout)
 
     def _read_step(self) -> None:
         for record, offset in read_metrics(self.paths.metrics, self.metrics_offset):

@@ -21,10 +21,6 @@ OF_A_GROUP = (
 OTHERS = ("TORCHELASTIC_", "SUBMITIT_")  # prefixes of variables that torchrun and submitit set for their own processes
 
 
-class MissingGPU(ValueError):
-    """The host shows fewer GPUs than the plan needs there."""
-
-
 def inherited(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that a process of a run may inherit: all except those that would make it a member of another process group."""
     return {name: value for name, value in environment.items() if name not in OF_A_GROUP and not name.startswith(OTHERS)}
@@ -44,7 +40,7 @@ def hub_variables(cfg: CommandConfig) -> dict[str, str]:
 def environment_of(spec: ProcessSpec, environment: Mapping[str, str]) -> dict[str, str]:
     """The environment of a process of the plan on this host. `environment`: the host's own variables.
 
-    If the host's CUDA_VISIBLE_DEVICES is set, GPU i of the plan is the i-th device in it. Raises MissingGPU if there is none.
+    If the host's CUDA_VISIBLE_DEVICES is set, GPU i of the plan is the i-th device in it. Raises ValueError if there is none.
     """
     return inherited(environment) | spec.env | {DEVICES: ",".join(devices(spec, environment.get(DEVICES)))}
 
@@ -55,7 +51,7 @@ def devices(spec: ProcessSpec, visible: str | None) -> list[str]:
         return [str(gpu) for gpu in spec.gpus]
     names = [part.strip() for part in visible.split(",") if part.strip()]
     if spec.gpus and max(spec.gpus) >= len(names):
-        raise MissingGPU(
+        raise ValueError(
             f"the plan gives {spec.name} GPU {max(spec.gpus)} (counted from 0), and {DEVICES}={visible} names {len(names)}; "
             "name more devices, or choose a smaller hardware="
         )

@@ -1,21 +1,25 @@
 """Explains a plan in words and numbers before the run starts.
 
-Pure: turns a configuration and its plan into text.
+Turns a configuration and its plan into text. Asks the machine only for the memory of its GPUs.
 """
 
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 
+from rlx.config.errors import ConfigError
 from rlx.config.evaluated import evaluated, is_due
-from rlx.config.memory import TrainerMemory, size, trained_parameters, trainer_memory, versions_in_memory
 from rlx.config.rows import why
 from rlx.config.schema import CommandConfig, Config, PlayRoot, SftRoot, TrainingRoot
-from rlx.config.schema_eval import EvalRoot, PlayWithModel
+from rlx.config.schema_eval import EvalRoot
 from rlx.config.schema_synthesize import SynthesizeRoot
+from rlx.inference.arguments import command, environment
+from rlx.inference.middleware import SECRET
+from rlx.plan.environment import DEVICES
+from rlx.plan.memory import memory_lines
 from rlx.plan.record import ProcessSpec
-from rlx.plan.servers import command_lines, memory_of
 
 Row = tuple[str, str]
 
@@ -40,8 +44,7 @@ def explain(
         "environments": [*environments],
         "processes": [
             *table(["process", "host", "GPUs", "ports", "layout"], [_process(cfg, spec) for spec in plan]),
-            *_apart(cfg, plan),
-            *_idle(cfg, plan),
+            *_warnings(cfg, plan),
         ],
         "vLLM's command lines": command_lines(cfg, plan) if isinstance(cfg, PlayRoot) else [],
     }
@@ -50,7 +53,7 @@ def explain(
     elif isinstance(cfg, Config | SftRoot) and cfg.measured != "inference":
         rows = _runs(cfg) if cfg.hosts else _batch_of_rows(cfg) if isinstance(cfg, SftRoot) else _batch(cfg)
         sections["one step"] = table(["", ""], rows)[1:]
-    sections["memory (estimates)"] = [*_memory_of_trainer(cfg), *_memory_of_servers(cfg, plan)]
+    sections["memory (estimates)"] = memory_lines(cfg, plan)
     return "\n\n".join(f"{title}\n" + "\n".join(f"  {line}" for line in lines) for title, lines in sections.items() if lines)
 
 
@@ -87,29 +90,23 @@ def _layout(cfg: CommandConfig, spec: ProcessSpec) -> str:
     return f"{cfg.concurrency} rollouts in flight{more}"
 
 
-def _apart(cfg: CommandConfig, plan: Sequence[ProcessSpec]) -> list[str]:
-    """Warnings of groups of ranks that exchange tokens in every layer and do not lie on one host."""
-    nodes = [spec.node for spec in plan if spec.role == "trainer"]
-    if not isinstance(cfg, TrainingRoot) or len(set(nodes)) < 2:
-        return []
-    on_host = nodes.count(nodes[0])
-    return [
-        f"warning: trainer.{key}={size} does not divide the {on_host} trainer ranks of a host, so some groups exchange tokens "
-        "between hosts in every layer"
-        for key, size in (("tp", cfg.trainer.tp), ("ep", cfg.trainer.ep))
-        if on_host % size
+def _warnings(cfg: CommandConfig, plan: Sequence[ProcessSpec]) -> list[str]:
+    """Warnings of hosts and GPUs without a process, and of groups of ranks that exchange tokens in every layer and lie on several hosts."""
+    hardware, nodes = cfg.hardware, [spec.node for spec in plan if spec.role == "trainer"]
+    trainer = cfg.trainer if isinstance(cfg, TrainingRoot) and len(set(nodes)) > 1 else None
+    groups = {} if trainer is None else {"tp": trainer.tp, "ep": trainer.ep}
+    found = [
+        f"warning: trainer.{key}={size} does not divide the {nodes.count(nodes[0])} trainer ranks of a host, so some groups exchange "
+        "tokens between hosts in every layer"
+        for key, size in groups.items()
+        if nodes.count(nodes[0]) % size
     ]
-
-
-def _idle(cfg: CommandConfig, plan: Sequence[ProcessSpec]) -> list[str]:
-    """A line about hosts and GPUs that a job would have for nothing."""
-    hardware = cfg.hardware
     hosts = sorted({*range(hardware.nodes)} - {spec.node for spec in plan})
     have = hardware.nodes * hardware.gpus_per_node if hardware.device == "cuda" else 0
     gpus = have - len({(spec.node, gpu) for spec in plan for gpu in spec.gpus})
     parts = [f"host {', '.join(map(str, hosts))} (hardware.nodes={hardware.nodes})"] if hosts else []
     parts += [f"{gpus} of {have} GPUs (hardware.gpus_per_node={hardware.gpus_per_node})"] if have and gpus else []
-    return [f"warning: no process is on {' and '.join(parts)}"] if parts else []
+    return found + ([f"warning: no process is on {' and '.join(parts)}"] if parts else [])
 
 
 def _batch(cfg: Config) -> list[Row]:
@@ -203,62 +200,20 @@ def _more_prompts(cfg: Config) -> str:
     return text
 
 
-def _memory_of_servers(cfg: CommandConfig, plan: Sequence[ProcessSpec]) -> list[str]:
-    if not isinstance(cfg, PlayRoot) or (isinstance(cfg, PlayWithModel) and cfg.client.base_url):
-        return []
-    if isinstance(cfg, TrainingRoot) and (cfg.hosts or not cfg.plays):
-        return []
-    shares = isinstance(cfg, TrainingRoot) and cfg.own_ranks
-    return memory_of(cfg, plan, trainer_memory(cfg).device if shares and isinstance(cfg, TrainingRoot) else 0.0)
+def command_lines(cfg: PlayRoot, plan: Sequence[ProcessSpec]) -> list[str]:
+    """What starts each inference server; the same in another shell makes a server that a run can train (`inference.base_url`).
 
-
-def _of_trainer(cfg: TrainingRoot, memory: TrainerMemory) -> list[str]:
-    """The parts of the trainer's memory, one line each, with the arithmetic."""
-    ranks, row = cfg.trainer_ranks // cfg.trainer.dp_replicate, cfg.micro_batch_tokens
-    numbers = f"{cfg.model.num_parameters / 1e9:.3g}e9 parameters" + (f" / {ranks} ranks" if ranks > 1 else "")
-    if cfg.lora.on:
-        runs = f", one for each of {cfg.trainer.max_concurrent_runs} runs" if cfg.hosts else ""
-        numbers += f", frozen; at most {trained_parameters(cfg) / 1e6:,.3g} million of adapters of rank {cfg.lora.rank}{runs}"
-    where, apart = "in host memory, " if memory.on_host else "", memory.optimizer_on_host
-    again = cfg.reshards  # gathered again for backward
-    tables = f"vocabulary {cfg.model.vocab_size:,} × width {cfg.model.hidden_size:,}"
-    peak = max(memory.moments, key=lambda name: memory.moments[name])
-    lines = [
-        (memory.parameters + memory.gradients + (0.0 if apart else memory.optimizer), f"{where}parameters {size(memory.parameters)}, "
-         f"gradients {size(memory.gradients)}{'' if apart else f', optimizer {size(memory.optimizer)}'}: {numbers}"),
-        (memory.reference, f"{where}reference model, frozen"),
-        (memory.context, "the process on the GPU: context, workspaces, NCCL"),
-        (memory.layers, "two gathered layers: one computes, the next is prefetched" if again
-         else "all layers, gathered until backward"),
-        (memory.table, f"embedding {'or' if again else 'and'} head, gathered: {tables} × {cfg.model.dtype}"),
-        (memory.activations, f"activations of one row: {row:,} tokens × {size(memory.activations / row)}"),
-        (memory.head, "the head op: tiles of logits, gradients of hidden states and of one slice of the head"),
-        (memory.head_gradient, f"the head's gradient: {tables} × {cfg.model.dtype}"),
-        (memory.layer_gradients, f"a layer's gradients in {cfg.model.dtype} and their {cfg.trainer.reduce_dtype} reduction buffer"),
-        (memory.table_gradients, "the same for the head, or for the embedding at the end of backward"),
-        (0.0 if memory.on_host else memory.update, "a part of the optimizer's state, on the GPU for its update, and a temporary" if apart
-         else "a temporary of the optimizer step: one number per parameter"),
-    ]  # fmt: skip
-    others = ", ".join(f"{name} +{size(value)}" for name, value in memory.moments.items() if value and name != peak)
-    shown = [f"{size(value).rjust(9)}  {what}" for value, what in lines if value]
-    less = f" ({others})" if others else ""
-    return [*shown, f"the peak: {size(memory.states)} always, plus {size(memory.moments[peak])} when {peak}{less}"]
-
-
-def _memory_of_trainer(cfg: CommandConfig) -> list[str]:
-    if not isinstance(cfg, TrainingRoot) or cfg.measured == "inference":
-        return []
-    if cfg.trained_elsewhere:
-        return [f"trainer: elsewhere ({cfg.trainer.shared}); a dry run of its own command shows its memory"]
-    trainer = trainer_memory(cfg)
-    kind = "process" if cfg.hardware.device == "cpu" else "GPU"
-    alone = cfg.lora.on or cfg.hardware.nodes == 1
-    return [
-        f"trainer, each {kind}: {size(trainer.device)}",
-        *(f"  {line}" for line in _of_trainer(cfg, trainer)),
-        *([f"  each also: {size(trainer.loading)} of host memory while it reads its shards of the model"] if trainer.loading else []),
-        *([f"  each also: {size(trainer.optimizer)} of host memory for the optimizer's state"] if trainer.optimizer_on_host else []),
-        f"  {'rank 0' if alone else 'its hosts together'} also: {size(trainer.published)} of host memory for the copy of the weights"
-        f"{' of each run' if cfg.hosts else ''} that is written beside the next step",
-        *([f"  its host also: {size(kept)} for versions in weight_broadcast.folder"] if (kept := versions_in_memory(cfg)) else []),
-    ]
+    Raises ConfigError if vLLM cannot serve the model so.
+    """
+    model = "<initial model>" if cfg.model.prepared or getattr(cfg, "weights_dir", None) else cfg.model.name
+    host = cfg.inference.host or ("0.0.0.0" if cfg.hardware.nodes > 1 else "127.0.0.1")
+    lines = []
+    for spec in (spec for spec in plan if spec.role == "inference"):
+        try:
+            words = command(cfg, model, host, spec.ports["http"] or "<a free port>", spec.replica, spec.argv[0])
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        variables = environment(cfg, {}) | ({DEVICES: ",".join(map(str, spec.gpus))} if spec.gpus else {})
+        shown = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
+        lines.append(f"{spec.name}: {shown} {SECRET}=<secret> {shlex.join(words)}")
+    return lines

@@ -15,10 +15,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from rlx.config.ranks import Place
 from rlx.config.schema import CommandConfig, Config, PlayRoot, SftRoot, TrainingRoot
 from rlx.config.schema_eval import EvalRoot, PlayWithModel
 from rlx.config.schema_synthesize import SynthesizeRoot
-from rlx.plan.place import Place, place, place_servers
+from rlx.plan.place import place, place_servers
 from rlx.plan.record import ProcessSpec
 
 Start = Callable[..., ProcessSpec]  # `_process` with what the processes of a run have in common
@@ -54,7 +55,7 @@ def _processes(cfg: CommandConfig, start: Start) -> Iterator[ProcessSpec]:
 
 def _playing(cfg: PlayRoot, start: Start, role: str) -> Iterator[ProcessSpec]:
     """The processes that play with a model. `role`: the one that plays; it runs on the first host."""
-    places = place_servers(cfg)
+    places = place_servers(cfg, cfg.num_servers)
     if cfg.model.prepared and (not isinstance(cfg, PlayWithModel) or cfg.weights_dir is None):
         yield start("prepare", *((places[0][0], places[0][1][:1]) if places else (0, ())))
     yield from _servers(start, cfg, places)
@@ -64,7 +65,7 @@ def _playing(cfg: PlayRoot, start: Start, role: str) -> Iterator[ProcessSpec]:
 def _training(cfg: TrainingRoot, start: Start) -> Iterator[ProcessSpec]:
     """The processes of a command that trains."""
     if isinstance(cfg, Config) and cfg.trainer.shared is not None:  # the shared trainer makes the initial model and trains
-        yield from _servers(start, cfg, place_servers(cfg))
+        yield from _servers(start, cfg, place_servers(cfg, cfg.num_servers))
         yield start("orchestrator")
         return
     if isinstance(cfg, Config) and cfg.measured == "inference":
@@ -79,7 +80,7 @@ def _training(cfg: TrainingRoot, start: Start) -> Iterator[ProcessSpec]:
         yield from _servers(start, cfg, inference)
     if isinstance(cfg, SftRoot) and cfg.plays:
         yield start("evaluator", trainers[0][0])
-    if cfg.has_orchestrator:
+    if isinstance(cfg, Config) and cfg.plays:
         yield start("orchestrator", trainers[0][0])  # on the host of the trainer, which reads its batches
     module = "shared_trainer" if isinstance(cfg, Config) and cfg.hosts else None
     if cfg.trainer_ranks == 1:

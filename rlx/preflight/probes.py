@@ -14,7 +14,6 @@ import secrets
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -154,7 +153,7 @@ def about_of(env: EnvConfig) -> Probed:
 def _run(python: str, entry: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
     """The answer about an environment, if there is one, and how its process ended, with its last line.
 
-    Everything that the environment started ends with the process: it may hold the pipe of the answer, or a port that the run needs.
+    Everything that the environment started ends with the process: it may hold a port that the run needs.
     """
     print(f"loading the environment {entry['name']}", file=sys.stderr, flush=True)  # which may take long
     environment = inherited(boot.environment(another=python != sys.executable)) | {
@@ -163,45 +162,28 @@ def _run(python: str, entry: dict[str, Any]) -> tuple[dict[str, Any] | None, str
         "OMP_NUM_THREADS": "1",
     }
     token = secrets.token_hex(16)
-    answer: dict[str, Any] | None = None
-    with tempfile.TemporaryFile("w+") as errors:
-        try:
+    # Files, no pipes: what the environment has started may hold them open.
+    with tempfile.TemporaryFile("w+") as messages, tempfile.TemporaryFile("w+") as errors:
+        try:  # a session of its own has no terminal: an environment that asks for a password gets an error instead of waiting
             process = subprocess.Popen(
                 [python, boot.__file__, "probe"],
                 env=environment | {TOKEN: token},
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdout=messages,
                 stderr=errors,
                 text=True,
-                start_new_session=True,  # no terminal: an environment that asks for a password gets an error instead of waiting
+                start_new_session=True,
             )
         except OSError as error:
             return None, f"{python} cannot be started here: {error.strerror}"
-        assert process.stdin is not None
-        assert process.stdout is not None
-        reaper = threading.Thread(target=_end_leftovers, args=(process.pid, token), daemon=True)
-        reaper.start()
         try:
-            with contextlib.suppress(BrokenPipeError):  # it has ended already; its last line says why
-                try:
-                    process.stdin.write(json.dumps({"envs": [entry]}))
-                finally:
-                    process.stdin.close()
-            for message in map(json.loads, process.stdout):
-                answer = message if "loading" not in message else answer
-            reaper.join()
+            process.communicate(json.dumps({"envs": [entry]}))
         finally:
             kill_all([process.pid], token)
-            reaper.join()  # before `wait`: until then no other process can have this number
             process.wait()
-            process.stdout.close()
+        messages.seek(0)
         errors.seek(0)
-        said = [line for line in errors.read().splitlines() if line.strip()]
+        answers = [answer for answer in map(json.loads, messages) if "loading" not in answer]
+        said = [line for line in errors if line.strip()]
     ending = describe_returncode(process.returncode, service=False)
-    return answer, ending + (f"; its last line: {said[-1].strip()}" if said else "")
-
-
-def _end_leftovers(pid: int, token: str) -> None:
-    """Wait until a child has ended, without reaping it, and kill what it has started: its session, and what carries the token."""
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    kill_all([pid], token)
+    return next(reversed(answers), None), ending + (f"; its last line: {said[-1].strip()}" if said else "")

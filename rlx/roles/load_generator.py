@@ -105,6 +105,7 @@ class LoadGenerator:
     def __init__(self, config: Config, paths: RunPaths, fleet: Fleet, sampler: Sampler, flops: Flops, heartbeat: Heartbeat) -> None:
         self.config, self.paths, self.fleet, self.sampler, self.flops, self.heartbeat = config, paths, fleet, sampler, flops, heartbeat
         self.source = fake_rollouts(config)
+        self.in_flight = min(config.concurrency, config.num_groups * config.orchestrator.rollouts_per_example)
         self.metrics = MetricsWriter(paths.metrics, "inference")
         self.step = self.answered = 0
         self.servers: list[ServerState] = []
@@ -124,7 +125,7 @@ class LoadGenerator:
         for step in range(self.config.max_steps):
             samples = enumerate(chain.from_iterable(self.source.receive(step).mini_batches))
             self.step, self.tally = step, Tally()
-            await all_of(self._lane(samples) for _ in range(self.config.load))
+            await all_of(self._lane(samples) for _ in range(self.in_flight))
             ended = time.perf_counter()
             with suppress(ServerUnreachable):  # the record then has the latest that is known
                 self.servers = await self.fleet.states()
@@ -153,7 +154,7 @@ class LoadGenerator:
         """Write the record of the step that ended at `ended`."""
         done = self.tally
         done.states = done.states or self.seen  # a step may be shorter than the time between two looks
-        values = done.metrics(ended) | memory_of(self.servers) | {"perf/in_flight": self.config.load}
+        values = done.metrics(ended) | memory_of(self.servers) | {"perf/in_flight": self.in_flight}
         self.metrics.write(
             self.step,
             values | compute_of(self.flops, done.lengths, values["time/step"], [d["device"] for s in self.servers for d in s.devices]),

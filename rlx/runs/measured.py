@@ -9,8 +9,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlx.config.kv_cache import kv_cache_bytes
-from rlx.config.memory import engine_memory, trainer_memory
+from rlx.config.memory import engine_memory, kv_cache_bytes, trainer_memory
 from rlx.config.schema import PlayRoot, TrainingRoot
 
 Record = Mapping[str, Any]

@@ -7,7 +7,7 @@ import logging
 
 from torch import Tensor
 
-from rlx.config.schema import TrainingRoot
+from rlx.config.schema import Config, TrainingRoot
 from rlx.data.scores import write_scores
 from rlx.parallel.mesh import Mesh
 from rlx.paths import RunPaths, write_text
@@ -43,7 +43,7 @@ class ScoreKeeper:
 
     def __init__(self, cfg: TrainingRoot, paths: RunPaths, mesh: Mesh, trainer: PolicyTrainer) -> None:
         self.paths, self.mesh = paths, mesh
-        self.keeps = cfg.records_scores and mesh.leads
+        self.keeps = isinstance(cfg, Config) and cfg.orchestrator.save_batches and cfg.plays and not cfg.trained_elsewhere and mesh.leads
         self._rows: dict[int, tuple[MicroBatch, Tensor, Tensor]] = {}  # on the device until the step is done: no row waits for a copy
         if self.keeps:
             trainer.after_forward = self._add

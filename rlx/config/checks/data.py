@@ -16,15 +16,17 @@ from rlx.config.schema import Config, EnvConfig, EvaluatedRun, PlayRoot, SftRoot
 from rlx.config.signatures import OWN_KINDS, is_installed, module_of
 from rlx.config.tree import Problem
 
-PLAYED: list[Rule[PlayRoot]] = [
-    Rule(
-        "sampling.max_tokens seq_len",
-        lambda c: c.plays and c.sampling.max_tokens >= c.seq_len,
-        "a completion leaves no room for its prompt, because seq_len counts both",
-        "a smaller sampling.max_tokens or a larger seq_len",
-    ),
-]
-table(PlayRoot, PLAYED)
+table(
+    PlayRoot,
+    [
+        Rule(
+            "sampling.max_tokens seq_len",
+            lambda c: c.plays and c.sampling.max_tokens >= c.seq_len,
+            "a completion leaves no room for its prompt, because seq_len counts both",
+            "a smaller sampling.max_tokens or a larger seq_len",
+        ),
+    ],
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,28 +43,6 @@ class Env:
         return self.cfg.max_model_len if self.at.startswith("eval.") else self.cfg.seq_len
 
 
-OF_ENVS: list[Rule[Env]] = [
-    Rule(
-        "{s.at}.sampling.max_tokens seq_len inference.max_model_len",
-        lambda s: (s.env.sampling.max_tokens or 0) >= s.limit,
-        "{s.env.sampling.max_tokens} new tokens leave no room for the prompts of {s.at} in {s.limit}",
-        "a smaller max_tokens, or a larger seq_len",
-    ),
-    Rule(
-        "{s.at}.python {s.at}.workers orchestrator.env_workers",
-        lambda s: s.env.python is not None and (s.cfg.orchestrator.env_workers if s.env.workers is None else s.env.workers) == 0,
-        "another Python needs a process of its own, and {s.at} has no workers",
-        "{s.at}.workers=1 or more, or remove `python`",
-    ),
-    Rule(
-        "{s.at}.python",
-        lambda s: s.env.python is not None and s.cfg.launcher.name == "local" and not Path(program_of(s.env.python)).is_file(),
-        "{s.env.python} is no Python that can be run here",
-        "the path of one, such as /…/venv/bin/python; or rlx env install NAME",
-    ),
-]
-
-
 def is_complete(cfg: PlayRoot) -> bool:
     """Whether every evaluated environment is known; a rule of its own reports one that is not."""
     return not isinstance(cfg, EvaluatedRun) or all(entry.id is not None or name in cfg.envs for name, entry in cfg.eval.envs.items())
@@ -74,7 +54,30 @@ def _envs(cfg: PlayRoot) -> list[Env]:
     return [Env(cfg, f"envs.{name}" if name in cfg.envs else section_of(name), env) for name, env in loaded.items()]
 
 
-table_each(PlayRoot, _envs, OF_ENVS)
+table_each(
+    PlayRoot,
+    _envs,
+    [
+        Rule(
+            "{s.at}.sampling.max_tokens seq_len inference.max_model_len",
+            lambda s: (s.env.sampling.max_tokens or 0) >= s.limit,
+            "{s.env.sampling.max_tokens} new tokens leave no room for the prompts of {s.at} in {s.limit}",
+            "a smaller max_tokens, or a larger seq_len",
+        ),
+        Rule(
+            "{s.at}.python {s.at}.workers orchestrator.env_workers",
+            lambda s: s.env.python is not None and (s.cfg.orchestrator.env_workers if s.env.workers is None else s.env.workers) == 0,
+            "another Python needs a process of its own, and {s.at} has no workers",
+            "{s.at}.workers=1 or more, or remove `python`",
+        ),
+        Rule(
+            "{s.at}.python",
+            lambda s: s.env.python is not None and s.cfg.launcher.name == "local" and not Path(program_of(s.env.python)).is_file(),
+            "{s.env.python} is no Python that can be run here",
+            "the path of one, such as /…/venv/bin/python; or rlx env install NAME",
+        ),
+    ],
+)
 
 
 @check_of(PlayRoot)
@@ -99,63 +102,65 @@ def module_problems(key: str, env_id: str, installed: bool, of: Show) -> Iterato
         yield problem(f"the environment is not installed: there is no module {module}", [key], fix, of)
 
 
-TRAIN: list[Rule[Config]] = [
-    Rule(
-        "sampling.max_tokens seq_len",
-        lambda c: c.measured == "inference" and c.sampling.max_tokens >= c.seq_len,
-        "a completion leaves no room for its random prompt",
-        "a smaller sampling.max_tokens or a larger seq_len",
-    ),
-    Rule(
-        "orchestrator.batch_size orchestrator.rollouts_per_example",
-        lambda c: abs(c.num_groups * c.mean_group_size - c.orchestrator.batch_size) >= 0.5,
-        "a batch must hold whole groups, of {s.mean_group_size:.4g} rollouts on average",
-        "an orchestrator.batch_size that is a multiple of {s.mean_group_size:.4g}",
-    ),
-    Rule(
-        "trainer.num_minibatches orchestrator.batch_size orchestrator.rollouts_per_example",
-        lambda c: c.num_groups < c.trainer.num_minibatches,
-        "a batch of {s.num_groups} groups cannot be split into more minibatches than groups",
-        "trainer.num_minibatches={s.num_groups} or fewer",
-    ),
-    Rule(
-        "orchestrator.difficulty_filter.min_reward orchestrator.difficulty_filter.max_reward",
-        lambda c: _above(c.orchestrator.difficulty_filter.min_reward, c.orchestrator.difficulty_filter.max_reward),
-        "the difficulty filter drops every group",
-        "lower the first or raise the second",
-    ),
-    Rule(
-        "orchestrator.buffer.hard_threshold orchestrator.buffer.easy_threshold",
-        lambda c: _above(c.orchestrator.buffer.hard_threshold, c.orchestrator.buffer.easy_threshold),
-        "an example would be both easy and hard",
-        "lower the first or raise the second",
-    ),
-    Rule(
-        "orchestrator.buffer.easy_fraction orchestrator.buffer.easy_threshold",
-        lambda c: c.orchestrator.buffer.easy_fraction > 0 and c.orchestrator.buffer.easy_threshold is None,
-        "there is no easy pool to draw from",
-        "orchestrator.buffer.easy_threshold=0.9 or so",
-    ),
-    Rule(
-        "orchestrator.buffer.hard_fraction orchestrator.buffer.hard_threshold",
-        lambda c: c.orchestrator.buffer.hard_fraction > 0 and c.orchestrator.buffer.hard_threshold is None,
-        "there is no hard pool to draw from",
-        "orchestrator.buffer.hard_threshold=0.1 or so",
-    ),
-    Rule(
-        "orchestrator.buffer.easy_fraction orchestrator.buffer.hard_fraction",
-        lambda c: c.orchestrator.buffer.easy_fraction + c.orchestrator.buffer.hard_fraction > 1,
-        "the shares of the pools add up to more than 1",
-        "lower one of them",
-    ),
-    Rule(
-        "reward.overlong_cache sampling.max_tokens",
-        lambda c: c.reward.overlong_cache is not None and c.reward.overlong_cache > _shortest(c),
-        "every rollout would get a length penalty",
-        "a reward.overlong_cache below every maximum of new tokens; null: a fifth of it",
-    ),
-]
-table(Config, TRAIN)
+table(
+    Config,
+    [
+        Rule(
+            "sampling.max_tokens seq_len",
+            lambda c: c.measured == "inference" and c.sampling.max_tokens >= c.seq_len,
+            "a completion leaves no room for its random prompt",
+            "a smaller sampling.max_tokens or a larger seq_len",
+        ),
+        Rule(
+            "orchestrator.batch_size orchestrator.rollouts_per_example",
+            lambda c: abs(c.num_groups * c.mean_group_size - c.orchestrator.batch_size) >= 0.5,
+            "a batch must hold whole groups, of {s.mean_group_size:.4g} rollouts on average",
+            "an orchestrator.batch_size that is a multiple of {s.mean_group_size:.4g}",
+        ),
+        Rule(
+            "trainer.num_minibatches orchestrator.batch_size orchestrator.rollouts_per_example",
+            lambda c: c.num_groups < c.trainer.num_minibatches,
+            "a batch of {s.num_groups} groups cannot be split into more minibatches than groups",
+            "trainer.num_minibatches={s.num_groups} or fewer",
+        ),
+        Rule(
+            "orchestrator.difficulty_filter.min_reward orchestrator.difficulty_filter.max_reward",
+            lambda c: _above(c.orchestrator.difficulty_filter.min_reward, c.orchestrator.difficulty_filter.max_reward),
+            "the difficulty filter drops every group",
+            "lower the first or raise the second",
+        ),
+        Rule(
+            "orchestrator.buffer.hard_threshold orchestrator.buffer.easy_threshold",
+            lambda c: _above(c.orchestrator.buffer.hard_threshold, c.orchestrator.buffer.easy_threshold),
+            "an example would be both easy and hard",
+            "lower the first or raise the second",
+        ),
+        Rule(
+            "orchestrator.buffer.easy_fraction orchestrator.buffer.easy_threshold",
+            lambda c: c.orchestrator.buffer.easy_fraction > 0 and c.orchestrator.buffer.easy_threshold is None,
+            "there is no easy pool to draw from",
+            "orchestrator.buffer.easy_threshold=0.9 or so",
+        ),
+        Rule(
+            "orchestrator.buffer.hard_fraction orchestrator.buffer.hard_threshold",
+            lambda c: c.orchestrator.buffer.hard_fraction > 0 and c.orchestrator.buffer.hard_threshold is None,
+            "there is no hard pool to draw from",
+            "orchestrator.buffer.hard_threshold=0.1 or so",
+        ),
+        Rule(
+            "orchestrator.buffer.easy_fraction orchestrator.buffer.hard_fraction",
+            lambda c: c.orchestrator.buffer.easy_fraction + c.orchestrator.buffer.hard_fraction > 1,
+            "the shares of the pools add up to more than 1",
+            "lower one of them",
+        ),
+        Rule(
+            "reward.overlong_cache sampling.max_tokens",
+            lambda c: c.reward.overlong_cache is not None and c.reward.overlong_cache > _shortest(c),
+            "every rollout would get a length penalty",
+            "a reward.overlong_cache below every maximum of new tokens; null: a fifth of it",
+        ),
+    ],
+)
 
 
 def _above(low: float | None, high: float | None) -> bool:
@@ -167,22 +172,25 @@ def _shortest(cfg: Config) -> int:
     return min((env.sampling.max_tokens or cfg.sampling.max_tokens for env in cfg.envs.values()), default=cfg.sampling.max_tokens)
 
 
-IN_THE_MIX: list[Rule[tuple[Config, str]]] = [
-    Rule(
-        "orchestrator.min_group orchestrator.rollouts_per_example envs.{s[1]}.rollouts_per_example",
-        lambda s: s[0].orchestrator.min_group > max(s[0].group_size(s[1]), 2),
-        "a group of envs.{s[1]} never has so many rollouts with a score",
-        "a smaller orchestrator.min_group",
-    ),
-    Rule(
-        "envs.{s[1]}.agents_per_group orchestrator.difficulty_filter.min_reward orchestrator.difficulty_filter.max_reward "
-        "orchestrator.difficulty_filter.min_reward_variance orchestrator.buffer.easy_threshold orchestrator.buffer.hard_threshold",
-        lambda s: s[0].envs[s[1]].agents_per_group == "all" and _reads_rewards(s[0]),
-        "a group with the rewards of several agents has no mean reward to filter by",
-        "orchestrator.difficulty_filter.zero_advantage=true, or agents_per_group=one",
-    ),
-]
-table_each(Config, lambda cfg: [(cfg, name) for name in cfg.envs], IN_THE_MIX)
+table_each(
+    Config,
+    lambda cfg: [(cfg, name) for name in cfg.envs],
+    [
+        Rule(
+            "orchestrator.min_group orchestrator.rollouts_per_example envs.{s[1]}.rollouts_per_example",
+            lambda s: s[0].orchestrator.min_group > max(s[0].group_size(s[1]), 2),
+            "a group of envs.{s[1]} never has so many rollouts with a score",
+            "a smaller orchestrator.min_group",
+        ),
+        Rule(
+            "envs.{s[1]}.agents_per_group orchestrator.difficulty_filter.min_reward orchestrator.difficulty_filter.max_reward "
+            "orchestrator.difficulty_filter.min_reward_variance orchestrator.buffer.easy_threshold orchestrator.buffer.hard_threshold",
+            lambda s: s[0].envs[s[1]].agents_per_group == "all" and _reads_rewards(s[0]),
+            "a group with the rewards of several agents has no mean reward to filter by",
+            "orchestrator.difficulty_filter.zero_advantage=true, or agents_per_group=one",
+        ),
+    ],
+)
 
 
 def _reads_rewards(cfg: Config) -> bool:
@@ -191,73 +199,79 @@ def _reads_rewards(cfg: Config) -> bool:
     return bool(filters) or buffer.easy_threshold is not None or buffer.hard_threshold is not None
 
 
-ROWS: list[Rule[TrainingRoot]] = [
-    Rule(
-        "trainer.micro_batch_tokens seq_len",
-        lambda c: c.trainer.micro_batch_tokens is not None and c.trainer.micro_batch_tokens < c.seq_len,
-        "the longest sample does not fit into a packed row",
-        "trainer.micro_batch_tokens={s.seq_len} or more, or null",
-    ),
-]
-table(TrainingRoot, ROWS)
+table(
+    TrainingRoot,
+    [
+        Rule(
+            "trainer.micro_batch_tokens seq_len",
+            lambda c: c.trainer.micro_batch_tokens is not None and c.trainer.micro_batch_tokens < c.seq_len,
+            "the longest sample does not fit into a packed row",
+            "trainer.micro_batch_tokens={s.seq_len} or more, or null",
+        ),
+    ],
+)
 
-SUPERVISED: list[Rule[SftRoot]] = [
-    Rule(
-        "data.type data.name",
-        lambda c: c.data.type != "fake" and not c.data.all_sets,
-        "there is nothing to train on",
-        "data.name=FILE (JSONL or Parquet), a folder, or a name on the hub; data=fake for random tokens",
-    ),
-    Rule(
-        "data.type data.name",
-        lambda c: c.data.type == "fake" and c.data.all_sets,
-        "random tokens come from no data set",
-        "remove one of the two",
-    ),
-    Rule(
-        "data.name",
-        lambda c: c.data.name is not None and "data" in c.data.sets,
-        "this data set and data.sets.data would have one name",
-        "rename the second: data.sets.NAME",
-    ),
-    Rule(
-        "data.loss_mask.assistant",
-        lambda c: not c.data.loss_mask.roles,
-        "no message would be trained",
-        "data.loss_mask.assistant=true",
-    ),
-    Rule(
-        "bench data.type val.name",
-        lambda c: c.bench and (c.data.type != "fake" or c.val.name is not None),
-        "a benchmark trains on random tokens, and validates nothing",
-        "data=fake val.name=null",
-    ),
-    Rule(
-        "loss._target_",
-        lambda c: declared(c.loss).uses_ratio,
-        "this objective weighs tokens by a ratio against the policy that sampled them, and no policy sampled these rows",
-        "loss=sft",
-    ),
-    Rule(
-        "loss.correction loss.proximal loss.ce_coef",
-        lambda c: c.loss.get("correction", "none") != "none" or c.loss.get("proximal", "inference") != "inference" or c.loss.get("ce_coef"),
-        "no policy sampled these rows, so no token has a ratio, and the objective itself is their cross-entropy",
-        "leave them out",
-    ),
-    Rule(
-        "trainer.num_minibatches trainer.num_iterations",
-        lambda c: c.trainer.num_minibatches * c.trainer.num_iterations > 1,
-        "a batch of rows is one optimizer step",
-        "a smaller data.batch_size, or more max_steps",
-    ),
-    Rule(
-        "trainer.shared trainer.max_concurrent_runs",
-        lambda c: c.trained_elsewhere or c.hosts,
-        "a shared trainer trains the runs of `rlx train`",
-        "leave it out",
-    ),
-]
-table(SftRoot, SUPERVISED)
+table(
+    SftRoot,
+    [
+        Rule(
+            "data.type data.name",
+            lambda c: c.data.type != "fake" and not c.data.all_sets,
+            "there is nothing to train on",
+            "data.name=FILE (JSONL or Parquet), a folder, or a name on the hub; data=fake for random tokens",
+        ),
+        Rule(
+            "data.type data.name",
+            lambda c: c.data.type == "fake" and c.data.all_sets,
+            "random tokens come from no data set",
+            "remove one of the two",
+        ),
+        Rule(
+            "data.name",
+            lambda c: c.data.name is not None and "data" in c.data.sets,
+            "this data set and data.sets.data would have one name",
+            "rename the second: data.sets.NAME",
+        ),
+        Rule(
+            "data.loss_mask.assistant",
+            lambda c: not c.data.loss_mask.roles,
+            "no message would be trained",
+            "data.loss_mask.assistant=true",
+        ),
+        Rule(
+            "bench data.type val.name",
+            lambda c: c.bench and (c.data.type != "fake" or c.val.name is not None),
+            "a benchmark trains on random tokens, and validates nothing",
+            "data=fake val.name=null",
+        ),
+        Rule(
+            "loss._target_",
+            lambda c: declared(c.loss).uses_ratio,
+            "this objective weighs tokens by a ratio against the policy that sampled them, and no policy sampled these rows",
+            "loss=sft",
+        ),
+        Rule(
+            "loss.correction loss.proximal loss.ce_coef",
+            lambda c: (
+                c.loss.get("correction", "none") != "none" or c.loss.get("proximal", "inference") != "inference" or c.loss.get("ce_coef")
+            ),
+            "no policy sampled these rows, so no token has a ratio, and the objective itself is their cross-entropy",
+            "leave them out",
+        ),
+        Rule(
+            "trainer.num_minibatches trainer.num_iterations",
+            lambda c: c.trainer.num_minibatches * c.trainer.num_iterations > 1,
+            "a batch of rows is one optimizer step",
+            "a smaller data.batch_size, or more max_steps",
+        ),
+        Rule(
+            "trainer.shared trainer.max_concurrent_runs",
+            lambda c: c.trained_elsewhere or c.hosts,
+            "a shared trainer trains the runs of `rlx train`",
+            "leave it out",
+        ),
+    ],
+)
 
 
 @check_of(SftRoot)
@@ -279,32 +293,36 @@ def is_file_or_folder(name: str) -> bool:
 
 FACTS = ("examples", "completion_mean")  # metrics of every evaluation, beside its scores
 
-OF_SFT: list[Rule[SftRoot]] = [
-    Rule(
-        "eval.interval",
-        lambda c: c.eval.interval is not None and not c.envs and not c.eval.envs,
-        "there is no environment to evaluate on",
-        "env=reverse_text, or several: env=[sums,reverse_text]",
-    ),
-    Rule(
-        "eval.interval",
-        lambda c: c.eval.interval is None and c.envs,
-        "supervised training plays no environment, and there is no evaluation",
-        "eval.interval=50 or so, or leave out env=",
-    ),
-]
-table(SftRoot, OF_SFT)
+table(
+    SftRoot,
+    [
+        Rule(
+            "eval.interval",
+            lambda c: c.eval.interval is not None and not c.envs and not c.eval.envs,
+            "there is no environment to evaluate on",
+            "env=reverse_text, or several: env=[sums,reverse_text]",
+        ),
+        Rule(
+            "eval.interval",
+            lambda c: c.eval.interval is None and c.envs,
+            "supervised training plays no environment, and there is no evaluation",
+            "eval.interval=50 or so, or leave out env=",
+        ),
+    ],
+)
 
 
-BEST: list[Rule[EvaluatedRun]] = [
-    Rule(
-        "ckpt.keep_best eval.interval ckpt.interval",
-        lambda c: c.ckpt.keep_best and not (c.eval.interval and c.ckpt.interval and c.eval.interval % c.ckpt.interval == 0),
-        "every evaluated version must have a checkpoint",
-        "an eval.interval that is a multiple of ckpt.interval",
-    ),
-]
-table(EvaluatedRun, BEST)
+table(
+    EvaluatedRun,
+    [
+        Rule(
+            "ckpt.keep_best eval.interval ckpt.interval",
+            lambda c: c.ckpt.keep_best and not (c.eval.interval and c.ckpt.interval and c.eval.interval % c.ckpt.interval == 0),
+            "every evaluated version must have a checkpoint",
+            "an eval.interval that is a multiple of ckpt.interval",
+        ),
+    ],
+)
 
 
 @check_of(EvaluatedRun)

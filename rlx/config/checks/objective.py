@@ -77,58 +77,59 @@ class Chosen:
         return own is True or (isinstance(own, str) and isinstance(value := self.node.get(own, 0), int | float) and value > 0)
 
 
-LOSSES: list[Rule[Chosen]] = [
-    Rule(
-        "{s.key}.correction {s.key}.proximal",
-        lambda s: s.correction != "none" and s.node.get("proximal", "inference") == "inference",
-        "there is nothing to correct, because the ratios already use the engine's log-probabilities",
-        "{s.key}.proximal=recompute or {s.key}.correction=none",
-    ),
-    Rule(
-        "{s.key}.correction",
-        lambda s: s.facts.against_engine and s.correction in ("tis", "seq_tis"),
-        "{s.name} already weighs tokens by their ratio to the engine, so the mismatch would count twice",
-        "{s.key}.correction=none, or mis or seq_mis, which only drop tokens",
-    ),
-    Rule(
-        "{s.key}.correction",
-        lambda s: s.facts.by_sequence and s.correction in ("tis", "mis"),
-        "all tokens of a rollout share one weight in {s.name}, so a correction cannot weigh or drop single tokens",
-        "{s.key}.correction=seq_{s.correction}, or an objective with a loss per token, such as {s.key}=gspo_token",
-    ),
-    Rule(
-        "{s.key}.dual_clip",
-        lambda s: s.node.get("dual_clip") is not None and s.follows_no_sign,
-        "dual clip limits the loss where the advantage is negative, and {s.name} does not follow its sign as it is set",
-        "{s.key}.dual_clip=null",
-    ),
-    Rule(
-        "ref.name teacher.base_url",
-        lambda s: s.facts.needs_teacher and not s.facts.demonstrated and s.cfg.ref.name is None and not s.cfg.teacher.base_url,
-        "the objective {s.name} learns from a teacher, and there is none",
-        "ref.name, a model with the policy's vocabulary that the trainer loads; or teacher.base_url, servers that have it",
-    ),
-    Rule(
-        "{s.key}.kl.target_kl {s.key}.kl.beta",
-        lambda s: kl_of(s.node).get("target_kl") is not None and not kl_of(s.node).get("beta"),
-        "a KL target needs a KL weight to start from",
-        "{s.key}.kl.beta=0.01 or so",
-    ),
-    Rule(
-        "{s.key}.kl.target_kl",
-        lambda s: kl_of(s.node).get("target_kl") is not None and len(trained_by(s.cfg)) > 1,
-        "the KL is measured over all environments, so it cannot steer one of several objectives",
-        "{s.key}.kl.target_kl=null, or one objective for all",
-    ),
-    Rule(
-        "{s.key}.ce_coef",
-        lambda s: s.node.get("ce_coef") and not any(e.learn or e.played_by == "teacher" for e in _users(s)),
-        "there is nothing for cross-entropy to learn",
-        "envs.NAME.learn.tool=1 (or user, system), or {s.key}.ce_coef=0",
-    ),
-]
 table_each(
-    Config, lambda cfg: [Chosen(cfg, key, node) for key, node in losses_of(cfg).items() if key == "loss" or node != cfg.loss], LOSSES
+    Config,
+    lambda cfg: [Chosen(cfg, key, node) for key, node in losses_of(cfg).items() if key == "loss" or node != cfg.loss],
+    [
+        Rule(
+            "{s.key}.correction {s.key}.proximal",
+            lambda s: s.correction != "none" and s.node.get("proximal", "inference") == "inference",
+            "there is nothing to correct, because the ratios already use the engine's log-probabilities",
+            "{s.key}.proximal=recompute or {s.key}.correction=none",
+        ),
+        Rule(
+            "{s.key}.correction",
+            lambda s: s.facts.against_engine and s.correction in ("tis", "seq_tis"),
+            "{s.name} already weighs tokens by their ratio to the engine, so the mismatch would count twice",
+            "{s.key}.correction=none, or mis or seq_mis, which only drop tokens",
+        ),
+        Rule(
+            "{s.key}.correction",
+            lambda s: s.facts.by_sequence and s.correction in ("tis", "mis"),
+            "all tokens of a rollout share one weight in {s.name}, so a correction cannot weigh or drop single tokens",
+            "{s.key}.correction=seq_{s.correction}, or an objective with a loss per token, such as {s.key}=gspo_token",
+        ),
+        Rule(
+            "{s.key}.dual_clip",
+            lambda s: s.node.get("dual_clip") is not None and s.follows_no_sign,
+            "dual clip limits the loss where the advantage is negative, and {s.name} does not follow its sign as it is set",
+            "{s.key}.dual_clip=null",
+        ),
+        Rule(
+            "ref.name teacher.base_url",
+            lambda s: s.facts.needs_teacher and not s.facts.demonstrated and s.cfg.ref.name is None and not s.cfg.teacher.base_url,
+            "the objective {s.name} learns from a teacher, and there is none",
+            "ref.name, a model with the policy's vocabulary that the trainer loads; or teacher.base_url, servers that have it",
+        ),
+        Rule(
+            "{s.key}.kl.target_kl {s.key}.kl.beta",
+            lambda s: kl_of(s.node).get("target_kl") is not None and not kl_of(s.node).get("beta"),
+            "a KL target needs a KL weight to start from",
+            "{s.key}.kl.beta=0.01 or so",
+        ),
+        Rule(
+            "{s.key}.kl.target_kl",
+            lambda s: kl_of(s.node).get("target_kl") is not None and len(trained_by(s.cfg)) > 1,
+            "the KL is measured over all environments, so it cannot steer one of several objectives",
+            "{s.key}.kl.target_kl=null, or one objective for all",
+        ),
+        Rule(
+            "{s.key}.ce_coef",
+            lambda s: s.node.get("ce_coef") and not any(e.learn or e.played_by == "teacher" for e in _users(s)),
+            "there is nothing for cross-entropy to learn",
+            "envs.NAME.learn.tool=1 (or user, system), or {s.key}.ce_coef=0",
+        ),
+    ],
 )
 
 
@@ -137,21 +138,24 @@ def _users(s: Chosen) -> list[Any]:
     return [env for name, env in s.cfg.envs.items() if loss_of(s.cfg, name) == s.node]
 
 
-ADVANTAGES: list[Rule[Chosen]] = [
-    Rule(
-        "{s.key}._target_ reward.soft_overlong reward.length_penalty",
-        lambda s: s.facts.rewards_from_0 and (s.cfg.reward.soft_overlong or s.cfg.reward.length_penalty > 0),
-        "the advantage {s.name} needs rewards of at least 0, and reward shaping makes some negative",
-        "reward.soft_overlong=false reward.length_penalty=0, or {s.key}=group_norm",
-    ),
-    Rule(
-        "{s.key}.ddof orchestrator.batch_size",
-        lambda s: s.facts.std_over == "batch" and 1 < s.cfg.orchestrator.batch_size <= s.ddof,
-        "the std of a batch divides by its rollouts - ddof",
-        "{s.key}.ddof=1, or 0",
-    ),
-]
-table_each(Config, lambda cfg: [Chosen(cfg, key, node) for key, node in advantages_of(cfg).items()], ADVANTAGES)
+table_each(
+    Config,
+    lambda cfg: [Chosen(cfg, key, node) for key, node in advantages_of(cfg).items()],
+    [
+        Rule(
+            "{s.key}._target_ reward.soft_overlong reward.length_penalty",
+            lambda s: s.facts.rewards_from_0 and (s.cfg.reward.soft_overlong or s.cfg.reward.length_penalty > 0),
+            "the advantage {s.name} needs rewards of at least 0, and reward shaping makes some negative",
+            "reward.soft_overlong=false reward.length_penalty=0, or {s.key}=group_norm",
+        ),
+        Rule(
+            "{s.key}.ddof orchestrator.batch_size",
+            lambda s: s.facts.std_over == "batch" and 1 < s.cfg.orchestrator.batch_size <= s.ddof,
+            "the std of a batch divides by its rollouts - ddof",
+            "{s.key}.ddof=1, or 0",
+        ),
+    ],
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,59 +197,62 @@ class Trained:
         return {"ref_kl"} if distils else {"policy", "ref_kl"} if kl else {"policy"}
 
 
-ENVS: list[Rule[Trained]] = [
-    Rule(
-        "{s.group_key} orchestrator.min_group",
-        lambda s: s.advantage.facts.compares_group and min(s.size, s.cfg.orchestrator.min_group) == 1,
-        "the advantage {s.advantage.name} compares the rollouts of a group, so it is always 0 in a group of one",
-        "at least 2 for both, or {s.advantage.key}=none",
-    ),
-    Rule(
-        "{s.advantage.key}.ddof {s.group_key}",
-        lambda s: s.advantage.facts.std_over == "group" and 1 < s.size <= s.advantage.ddof,
-        "the std of a group divides by its rollouts - ddof",
-        "{s.advantage.key}.ddof=1, or 0",
-    ),
-    Rule(
-        "envs.{s.name}.learn",
-        lambda s: not {*s.env.learn} <= {*ROLES} or min(s.env.learn.values(), default=1) <= 0,
-        "roles of an environment's messages are user, tool and system, their weights above 0",
-        "envs.{s.name}.learn.tool=1",
-    ),
-    Rule(
-        "envs.{s.name}.learn {s.loss.key}.ce_coef",
-        lambda s: s.env.learn and not s.loss.node.get("ce_coef"),
-        "what envs.{s.name} says would not be learned, because cross-entropy is off",
-        "{s.loss.key}.ce_coef=0.1 or so, or leave out `learn`",
-    ),
-    Rule(
-        "envs.{s.name}.loss_weights {s.loss.key}._target_",
-        lambda s: (
-            not {*s.env.loss_weights} <= s.reads or min(s.weights.values()) < 0 or (s.env.loss_weights and s.env.played_by == "teacher")
+table_each(
+    Config,
+    lambda cfg: [Trained(cfg, name) for name in cfg.envs],
+    [
+        Rule(
+            "{s.group_key} orchestrator.min_group",
+            lambda s: s.advantage.facts.compares_group and min(s.size, s.cfg.orchestrator.min_group) == 1,
+            "the advantage {s.advantage.name} compares the rollouts of a group, so it is always 0 in a group of one",
+            "at least 2 for both, or {s.advantage.key}=none",
         ),
-        "weights belong to losses of tokens that the policy samples here, and are at least 0",
-        "`policy`; `ref_kl` with {s.loss.key}.kl.beta above 0; `ref_kl` alone for an objective that distils",
-    ),
-    Rule(
-        "envs.{s.name}.loss_weights",
-        lambda s: s.env.played_by != "teacher" and not any(s.weights[each] for each in s.reads) and not s.env.learn,
-        "nothing of envs.{s.name} would be trained",
-        "remove the weight of 0, or envs.{s.name}",
-    ),
-    Rule(
-        "envs.{s.name}.loss_weights {s.loss.key}.aggregate",
-        lambda s: s.weights["policy"] == 0 and len(s.reads) > 1 and s.loss.node.get("aggregate") == "group_token_mean",
-        "this aggregate divides the KL term by the tokens of the policy's loss, and there are none",
-        "another aggregate, or a small weight above 0",
-    ),
-    Rule(
-        "envs.{s.name}.loss_weights {s.loss.key}.kl.target_kl",
-        lambda s: kl_of(s.loss.node).get("target_kl") is not None and (s.weights["policy"] == 0 or s.weights["ref_kl"] != 1),
-        "the KL is measured over all tokens of the policy's loss, each counting once, so it cannot steer a term over others",
-        "{s.loss.key}.kl.target_kl=null, or remove the weight",
-    ),
-]
-table_each(Config, lambda cfg: [Trained(cfg, name) for name in cfg.envs], ENVS)
+        Rule(
+            "{s.advantage.key}.ddof {s.group_key}",
+            lambda s: s.advantage.facts.std_over == "group" and 1 < s.size <= s.advantage.ddof,
+            "the std of a group divides by its rollouts - ddof",
+            "{s.advantage.key}.ddof=1, or 0",
+        ),
+        Rule(
+            "envs.{s.name}.learn",
+            lambda s: not {*s.env.learn} <= {*ROLES} or min(s.env.learn.values(), default=1) <= 0,
+            "roles of an environment's messages are user, tool and system, their weights above 0",
+            "envs.{s.name}.learn.tool=1",
+        ),
+        Rule(
+            "envs.{s.name}.learn {s.loss.key}.ce_coef",
+            lambda s: s.env.learn and not s.loss.node.get("ce_coef"),
+            "what envs.{s.name} says would not be learned, because cross-entropy is off",
+            "{s.loss.key}.ce_coef=0.1 or so, or leave out `learn`",
+        ),
+        Rule(
+            "envs.{s.name}.loss_weights {s.loss.key}._target_",
+            lambda s: (
+                not {*s.env.loss_weights} <= s.reads or min(s.weights.values()) < 0 or (s.env.loss_weights and s.env.played_by == "teacher")
+            ),
+            "weights belong to losses of tokens that the policy samples here, and are at least 0",
+            "`policy`; `ref_kl` with {s.loss.key}.kl.beta above 0; `ref_kl` alone for an objective that distils",
+        ),
+        Rule(
+            "envs.{s.name}.loss_weights",
+            lambda s: s.env.played_by != "teacher" and not any(s.weights[each] for each in s.reads) and not s.env.learn,
+            "nothing of envs.{s.name} would be trained",
+            "remove the weight of 0, or envs.{s.name}",
+        ),
+        Rule(
+            "envs.{s.name}.loss_weights {s.loss.key}.aggregate",
+            lambda s: s.weights["policy"] == 0 and len(s.reads) > 1 and s.loss.node.get("aggregate") == "group_token_mean",
+            "this aggregate divides the KL term by the tokens of the policy's loss, and there are none",
+            "another aggregate, or a small weight above 0",
+        ),
+        Rule(
+            "envs.{s.name}.loss_weights {s.loss.key}.kl.target_kl",
+            lambda s: kl_of(s.loss.node).get("target_kl") is not None and (s.weights["policy"] == 0 or s.weights["ref_kl"] != 1),
+            "the KL is measured over all tokens of the policy's loss, each counting once, so it cannot steer a term over others",
+            "{s.loss.key}.kl.target_kl=null, or remove the weight",
+        ),
+    ],
+)
 
 
 @check_of(TrainingRoot)
@@ -275,79 +282,84 @@ def played(cfg: Config) -> list[str]:
     return [name for name, env in cfg.envs.items() if env.played_by == "teacher"]
 
 
-PLAYED: list[Rule[Trained]] = [
-    Rule(
-        "envs.{s.name}.played_by teacher.base_url teacher.model",
-        lambda s: not s.cfg.teacher.base_url or s.cfg.teacher.model is None,
-        "the teacher who plays needs an address and the name of its model there",
-        "teacher.base_url=[http://host:port] teacher.model=NAME",
-    ),
-    Rule(
-        "envs.{s.name}.played_by {s.loss.key}._target_ {s.loss.key}.ce_coef",
-        lambda s: s.loss.facts.kind != "ce" or s.loss.facts.uses_ratio or not s.loss.node.get("ce_coef"),
-        "the teacher samples these tokens, so no ratio or advantage of the policy applies to them",
-        "cross-entropy: envs.{s.name}.loss=sft envs.{s.name}.loss.ce_coef=1",
-    ),
-]
-table_each(Config, lambda cfg: [Trained(cfg, name) for name in played(cfg)], PLAYED)
+table_each(
+    Config,
+    lambda cfg: [Trained(cfg, name) for name in played(cfg)],
+    [
+        Rule(
+            "envs.{s.name}.played_by teacher.base_url teacher.model",
+            lambda s: not s.cfg.teacher.base_url or s.cfg.teacher.model is None,
+            "the teacher who plays needs an address and the name of its model there",
+            "teacher.base_url=[http://host:port] teacher.model=NAME",
+        ),
+        Rule(
+            "envs.{s.name}.played_by {s.loss.key}._target_ {s.loss.key}.ce_coef",
+            lambda s: s.loss.facts.kind != "ce" or s.loss.facts.uses_ratio or not s.loss.node.get("ce_coef"),
+            "the teacher samples these tokens, so no ratio or advantage of the policy applies to them",
+            "cross-entropy: envs.{s.name}.loss=sft envs.{s.name}.loss.ce_coef=1",
+        ),
+    ],
+)
 
-TEACHERS: list[Rule[Config]] = [
-    Rule(
-        "teacher.base_url inference.base_url",
-        lambda c: {urlsplit(url).netloc for url in c.teacher.base_url} & {urlsplit(url).netloc for url in c.inference.base_url},
-        "the teacher would be the policy itself",
-        "other servers; or loss=sdft teacher.demonstration=COLUMN, where the policy teaches itself",
-    ),
-    Rule(
-        "teacher.base_url",
-        lambda c: c.teacher.base_url and not taught(c) and not played(c),
-        "no objective in use learns from the teacher",
-        "loss=opd, envs.NAME.loss=opd, or envs.NAME.played_by=teacher; or leave it out",
-    ),
-    Rule(
-        "ref.name teacher.base_url",
-        lambda c: taught(c) and c.ref.name is not None,
-        "the objective would have two teachers",
-        "leave one",
-    ),
-    Rule(
-        "ref.name model.name",
-        lambda c: c.ref.name == c.model.name and not c.model.prepared and all(_only_distils(loss) for loss, _ in trained_by(c)),
-        "the teacher would be the initial policy itself",
-        "another model with the policy's vocabulary",
-    ),
-    Rule(
-        "ref.name",
-        lambda c: c.ref.name is not None and c.envs and {*shown(c)} == {*c.envs} and not _reads_reference(c),
-        "the policy teaches itself, so nothing would read what the second model says",
-        "ref.name=null; or loss=opd, which learns from that model; or loss.kl.beta above 0",
-    ),
-    Rule(
-        "teacher.demonstration",
-        lambda c: c.teacher.demonstration is not None and not shown(c),
-        "no objective in use reads a demonstration",
-        "loss=sdft, or envs.NAME.loss=sdft; or leave it out",
-    ),
-    Rule(
-        "teacher.demonstration",
-        lambda c: c.teacher.demonstration is None and shown(c),
-        "the policy would be its own teacher and read the same as before",
-        "the column of the rows that holds a demonstration: teacher.demonstration=answer",
-    ),
-    Rule(
-        "teacher.template",
-        lambda c: shown(c) and not all(part in c.teacher.template for part in FIELDS),
-        "the teacher must read the prompt and the demonstration",
-        "a text with {{prompt}} and {{demonstration}}",
-    ),
-    Rule(
-        "inference.max_model_len seq_len",
-        lambda c: shown(c) and c.max_model_len <= c.seq_len,
-        "a sample of seq_len tokens leaves no room for a demonstration",
-        "inference.max_model_len = seq_len + the longest demonstration + teacher.template",
-    ),
-]
-table(Config, TEACHERS)
+table(
+    Config,
+    [
+        Rule(
+            "teacher.base_url inference.base_url",
+            lambda c: {urlsplit(url).netloc for url in c.teacher.base_url} & {urlsplit(url).netloc for url in c.inference.base_url},
+            "the teacher would be the policy itself",
+            "other servers; or loss=sdft teacher.demonstration=COLUMN, where the policy teaches itself",
+        ),
+        Rule(
+            "teacher.base_url",
+            lambda c: c.teacher.base_url and not taught(c) and not played(c),
+            "no objective in use learns from the teacher",
+            "loss=opd, envs.NAME.loss=opd, or envs.NAME.played_by=teacher; or leave it out",
+        ),
+        Rule(
+            "ref.name teacher.base_url",
+            lambda c: taught(c) and c.ref.name is not None,
+            "the objective would have two teachers",
+            "leave one",
+        ),
+        Rule(
+            "ref.name model.name",
+            lambda c: c.ref.name == c.model.name and not c.model.prepared and all(_only_distils(loss) for loss, _ in trained_by(c)),
+            "the teacher would be the initial policy itself",
+            "another model with the policy's vocabulary",
+        ),
+        Rule(
+            "ref.name",
+            lambda c: c.ref.name is not None and c.envs and {*shown(c)} == {*c.envs} and not _reads_reference(c),
+            "the policy teaches itself, so nothing would read what the second model says",
+            "ref.name=null; or loss=opd, which learns from that model; or loss.kl.beta above 0",
+        ),
+        Rule(
+            "teacher.demonstration",
+            lambda c: c.teacher.demonstration is not None and not shown(c),
+            "no objective in use reads a demonstration",
+            "loss=sdft, or envs.NAME.loss=sdft; or leave it out",
+        ),
+        Rule(
+            "teacher.demonstration",
+            lambda c: c.teacher.demonstration is None and shown(c),
+            "the policy would be its own teacher and read the same as before",
+            "the column of the rows that holds a demonstration: teacher.demonstration=answer",
+        ),
+        Rule(
+            "teacher.template",
+            lambda c: shown(c) and not all(part in c.teacher.template for part in FIELDS),
+            "the teacher must read the prompt and the demonstration",
+            "a text with {{prompt}} and {{demonstration}}",
+        ),
+        Rule(
+            "inference.max_model_len seq_len",
+            lambda c: shown(c) and c.max_model_len <= c.seq_len,
+            "a sample of seq_len tokens leaves no room for a demonstration",
+            "inference.max_model_len = seq_len + the longest demonstration + teacher.template",
+        ),
+    ],
+)
 
 
 def _only_distils(loss: dict) -> bool:

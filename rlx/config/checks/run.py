@@ -26,45 +26,47 @@ def _lies(folder: str | None, *file: str) -> bool:
     return Path(folder or "", *file).expanduser().is_file()
 
 
-OF_ALL: list[Rule[CommandConfig]] = [
-    Rule(
-        "model.name",
-        lambda c: c.model.warm_start is not None and "/" in c.model.name,
-        "rlx would make the model itself (model.warm_start), and the name would only be a label",
-        "a model that is loaded, such as model=qwen3_0_6b; model=tiny_trained is the tiny model from a folder",
-    ),
-    Rule(
-        "model.name",
-        lambda c: c.model.warm_start is None and is_path(c.model.name) and not _lies(c.model.name, "config.json"),
-        "this is no folder with a config.json",
-        "the path of a Hugging Face model folder; adapters are first merged into their model (docs/lora.md)",
-    ),
-    Rule(
-        "seq_len model.context_length",
-        lambda c: c.seq_len > c.model.context_length,
-        "samples are longer than the model's context",
-        "seq_len={s.model.context_length} or less, or another model",
-    ),
-    Rule(
-        "run.name run.dir",
-        lambda c: not str(c.run.name or "").isprintable() or not str(c.run.dir or "").isprintable(),
-        "a character that steers a terminal is no part of a name",
-        "choose another",
-    ),
-    Rule(
-        "resume clean",
-        lambda c: c.resume is not None and c.clean,
-        "a run cannot be both deleted and resumed",
-        "remove one of the two",
-    ),
-    Rule(
-        "resume",
-        lambda c: c.resume and (c.resume == "latest" or c.resume.isdecimal()) and c.run.name is None and c.run.dir is None,
-        "this does not say which run to resume",
-        "run.name=NAME or run.dir=PATH; resume=PATH forks a run",
-    ),
-]
-table(CommandConfig, OF_ALL)
+table(
+    CommandConfig,
+    [
+        Rule(
+            "model.name",
+            lambda c: c.model.warm_start is not None and "/" in c.model.name,
+            "rlx would make the model itself (model.warm_start), and the name would only be a label",
+            "a model that is loaded, such as model=qwen3_0_6b; model=tiny_trained is the tiny model from a folder",
+        ),
+        Rule(
+            "model.name",
+            lambda c: c.model.warm_start is None and is_path(c.model.name) and not _lies(c.model.name, "config.json"),
+            "this is no folder with a config.json",
+            "the path of a Hugging Face model folder; adapters are first merged into their model (docs/lora.md)",
+        ),
+        Rule(
+            "seq_len model.context_length",
+            lambda c: c.seq_len > c.model.context_length,
+            "samples are longer than the model's context",
+            "seq_len={s.model.context_length} or less, or another model",
+        ),
+        Rule(
+            "run.name run.dir",
+            lambda c: not str(c.run.name or "").isprintable() or not str(c.run.dir or "").isprintable(),
+            "a character that steers a terminal is no part of a name",
+            "choose another",
+        ),
+        Rule(
+            "resume clean",
+            lambda c: c.resume is not None and c.clean,
+            "a run cannot be both deleted and resumed",
+            "remove one of the two",
+        ),
+        Rule(
+            "resume",
+            lambda c: c.resume and (c.resume == "latest" or c.resume.isdecimal()) and c.run.name is None and c.run.dir is None,
+            "this does not say which run to resume",
+            "run.name=NAME or run.dir=PATH; resume=PATH forks a run",
+        ),
+    ],
+)
 
 
 def _has_package(name: str) -> Rule[TrainingRoot]:
@@ -76,34 +78,36 @@ def _has_package(name: str) -> Rule[TrainingRoot]:
     )
 
 
-OF_TRAINING: list[Rule[TrainingRoot]] = [
-    *(_has_package(name) for name in ("wandb", "tensorboard", "mlflow", "trackio")),
-    Rule(
-        "scheduler.type scheduler.decay_steps scheduler.min_lr",
-        lambda c: c.scheduler.type == "constant" and (c.scheduler.decay_steps is not None or c.scheduler.min_lr > 0),
-        "a constant learning rate does not decay",
-        "scheduler.type=cosine or linear, or leave out the others",
-    ),
-    Rule(
-        "ref.name ref.sync_interval",
-        lambda c: c.ref.name is not None and c.ref.sync_interval is not None,
-        "a teacher does not follow the policy",
-        "set one to null; without ref.name the reference is the initial policy",
-    ),
-    Rule(
-        "ref.sync_interval",
-        lambda c: c.ref.sync_interval is not None and not c.uses_reference,
-        "no reference is loaded that could follow the policy",
-        "loss.kl.beta above 0",
-    ),
-    Rule(
-        "lora.rank ref.sync_interval",
-        lambda c: c.lora.on and c.ref.sync_interval is not None,
-        "with adapters the reference is the model without them, which does not follow the policy",
-        "ref.sync_interval=null, or lora.rank=null to train the whole model",
-    ),
-]
-table(TrainingRoot, OF_TRAINING)
+table(
+    TrainingRoot,
+    [
+        *(_has_package(name) for name in ("wandb", "tensorboard", "mlflow", "trackio")),
+        Rule(
+            "scheduler.type scheduler.decay_steps scheduler.min_lr",
+            lambda c: c.scheduler.type == "constant" and (c.scheduler.decay_steps is not None or c.scheduler.min_lr > 0),
+            "a constant learning rate does not decay",
+            "scheduler.type=cosine or linear, or leave out the others",
+        ),
+        Rule(
+            "ref.name ref.sync_interval",
+            lambda c: c.ref.name is not None and c.ref.sync_interval is not None,
+            "a teacher does not follow the policy",
+            "set one to null; without ref.name the reference is the initial policy",
+        ),
+        Rule(
+            "ref.sync_interval",
+            lambda c: c.ref.sync_interval is not None and not c.uses_reference,
+            "no reference is loaded that could follow the policy",
+            "loss.kl.beta above 0",
+        ),
+        Rule(
+            "lora.rank ref.sync_interval",
+            lambda c: c.lora.on and c.ref.sync_interval is not None,
+            "with adapters the reference is the model without them, which does not follow the policy",
+            "ref.sync_interval=null, or lora.rank=null to train the whole model",
+        ),
+    ],
+)
 
 
 @check_of(CommandConfig)
@@ -114,109 +118,119 @@ def adapters_without_a_rank(cfg: CommandConfig, of: Show) -> Iterator[Problem]:
         yield problem("there are no adapters", [*typed, "lora.rank"], "lora.rank=16 or so, or leave out the others", of)
 
 
-OF_PLAY: list[Rule[PlayRoot]] = [
-    Rule(
-        "lora.rank model.dtype",
-        lambda c: c.lora.on and c.plays and not c.inference.base_url and (c.hardware.device, c.model.dtype) == ("cuda", "float32"),
-        "on a GPU vLLM serves adapters of models in 16 bits only",
-        "model.dtype=bfloat16",
-    ),
-]
-table(PlayRoot, OF_PLAY)
+table(
+    PlayRoot,
+    [
+        Rule(
+            "lora.rank model.dtype",
+            lambda c: c.lora.on and c.plays and not c.inference.base_url and (c.hardware.device, c.model.dtype) == ("cuda", "float32"),
+            "on a GPU vLLM serves adapters of models in 16 bits only",
+            "model.dtype=bfloat16",
+        ),
+    ],
+)
 
-OF_ENDPOINTS: list[Rule[PlayWithModel]] = [
-    Rule(
-        "client.base_url weights_dir inference.base_url",
-        lambda c: c.client.base_url and (c.weights_dir is not None or c.inference.base_url),
-        "the model would be in two places",
-        "leave one",
-    ),
-    Rule(
-        "client.base_url model.name",
-        lambda c: c.client.base_url and c.model.prepared,
-        "no endpoint serves a model that rlx makes itself",
-        "model=endpoint model.name=NAME, with the endpoint's name for the model",
-    ),
-    Rule(
-        "client.api_key_var",
-        lambda c: c.client.base_url and c.client.api_key_var and not c.dry_run and not os.environ.get(c.client.api_key_var),
-        "the key of {s.client.base_url} is missing: this variable is not set",
-        "set it, name another, or client.api_key_var=null for an endpoint that asks for none",
-    ),
-    Rule(
-        "resume",
-        lambda c: c.resume not in (None, "latest"),
-        "this command has no checkpoints, so it can only go on where it was",
-        "resume=latest",
-    ),
-]
-table(PlayWithModel, OF_ENDPOINTS)
+table(
+    PlayWithModel,
+    [
+        Rule(
+            "client.base_url weights_dir inference.base_url",
+            lambda c: c.client.base_url and (c.weights_dir is not None or c.inference.base_url),
+            "the model would be in two places",
+            "leave one",
+        ),
+        Rule(
+            "client.base_url model.name",
+            lambda c: c.client.base_url and c.model.prepared,
+            "no endpoint serves a model that rlx makes itself",
+            "model=endpoint model.name=NAME, with the endpoint's name for the model",
+        ),
+        Rule(
+            "client.api_key_var",
+            lambda c: c.client.base_url and c.client.api_key_var and not c.dry_run and not os.environ.get(c.client.api_key_var),
+            "the key of {s.client.base_url} is missing: this variable is not set",
+            "set it, name another, or client.api_key_var=null for an endpoint that asks for none",
+        ),
+        Rule(
+            "resume",
+            lambda c: c.resume not in (None, "latest"),
+            "this command has no checkpoints, so it can only go on where it was",
+            "resume=latest",
+        ),
+    ],
+)
 
-BENCHMARKS: list[Rule[Config]] = [
-    Rule(
-        "bench_role bench",
-        lambda c: c.bench_role != "trainer" and not c.bench,
-        "nothing would be measured",
-        "bench=true, or leave out bench_role",
-    ),
-    Rule(
-        "bench replay",
-        lambda c: c.bench and c.replay is not None,
-        "a benchmark does not train on recorded batches",
-        "remove one of the two",
-    ),
-]
-table(Config, BENCHMARKS)
+table(
+    Config,
+    [
+        Rule(
+            "bench_role bench",
+            lambda c: c.bench_role != "trainer" and not c.bench,
+            "nothing would be measured",
+            "bench=true, or leave out bench_role",
+        ),
+        Rule(
+            "bench replay",
+            lambda c: c.bench and c.replay is not None,
+            "a benchmark does not train on recorded batches",
+            "remove one of the two",
+        ),
+    ],
+)
 
-BENCH_OF_A_TRAINER: list[Rule[EvaluatedRun]] = [
-    Rule(
-        "bench eval.interval",
-        lambda c: c.bench and c.eval.interval is not None,
-        "a benchmark evaluates nothing",
-        "remove one of the two",
-    ),
-]
-table(EvaluatedRun, BENCH_OF_A_TRAINER)
+table(
+    EvaluatedRun,
+    [
+        Rule(
+            "bench eval.interval",
+            lambda c: c.bench and c.eval.interval is not None,
+            "a benchmark evaluates nothing",
+            "remove one of the two",
+        ),
+    ],
+)
 
-SHARED: list[Rule[Config]] = [
-    Rule(
-        "trainer.shared trainer.max_concurrent_runs",
-        lambda c: c.trained_elsewhere and c.hosts,
-        "a run cannot be a shared trainer and be trained by one",
-        "leave one",
-    ),
-    Rule(
-        "trainer.shared trainer.max_concurrent_runs lora.rank",
-        lambda c: (c.trained_elsewhere or c.hosts) and not c.lora.on,
-        "the runs of a shared trainer train adapters",
-        "lora.rank=16 or so",
-    ),
-    Rule(
-        "trainer.shared trainer.max_concurrent_runs replay bench",
-        lambda c: (c.trained_elsewhere or c.hosts) and (c.replay is not None or c.bench),
-        "a replay or a benchmark needs a trainer of its own",
-        "leave one",
-    ),
-    Rule(
-        "trainer.shared trainer.max_concurrent_runs launcher.name",
-        lambda c: (c.trained_elsewhere or c.hosts) and (c.launcher.name != "local" or in_a_pod()),
-        "shared trainers and their runs start on one machine only",
-        "launcher=local, without `rlx pod`",
-    ),
-    Rule(
-        "trainer.shared trainer.max_concurrent_runs ref.name",
-        lambda c: (c.trained_elsewhere or c.hosts) and c.ref.name is not None,
-        "the reference of the runs of a shared trainer is its model without adapters",
-        "ref.name=null",
-    ),
-    Rule(
-        "trainer.cp trainer.tp trainer.ep trainer.compile",
-        lambda c: c.hosts and (max(c.trainer.cp, c.trainer.tp, c.trainer.ep) > 1 or c.trainer.compile),
-        "a shared trainer neither divides nor compiles the layers of several adapters",
-        "leave them at their defaults",
-    ),
-]
-table(Config, SHARED)
+table(
+    Config,
+    [
+        Rule(
+            "trainer.shared trainer.max_concurrent_runs",
+            lambda c: c.trained_elsewhere and c.hosts,
+            "a run cannot be a shared trainer and be trained by one",
+            "leave one",
+        ),
+        Rule(
+            "trainer.shared trainer.max_concurrent_runs lora.rank",
+            lambda c: (c.trained_elsewhere or c.hosts) and not c.lora.on,
+            "the runs of a shared trainer train adapters",
+            "lora.rank=16 or so",
+        ),
+        Rule(
+            "trainer.shared trainer.max_concurrent_runs replay bench",
+            lambda c: (c.trained_elsewhere or c.hosts) and (c.replay is not None or c.bench),
+            "a replay or a benchmark needs a trainer of its own",
+            "leave one",
+        ),
+        Rule(
+            "trainer.shared trainer.max_concurrent_runs launcher.name",
+            lambda c: (c.trained_elsewhere or c.hosts) and (c.launcher.name != "local" or in_a_pod()),
+            "shared trainers and their runs start on one machine only",
+            "launcher=local, without `rlx pod`",
+        ),
+        Rule(
+            "trainer.shared trainer.max_concurrent_runs ref.name",
+            lambda c: (c.trained_elsewhere or c.hosts) and c.ref.name is not None,
+            "the reference of the runs of a shared trainer is its model without adapters",
+            "ref.name=null",
+        ),
+        Rule(
+            "trainer.cp trainer.tp trainer.ep trainer.compile",
+            lambda c: c.hosts and (max(c.trainer.cp, c.trainer.tp, c.trainer.ep) > 1 or c.trainer.compile),
+            "a shared trainer neither divides nor compiles the layers of several adapters",
+            "leave them at their defaults",
+        ),
+    ],
+)
 
 
 @check_of(CommandConfig)
@@ -235,40 +249,42 @@ def gpus_present(cfg: CommandConfig, of: Show) -> Iterator[Problem]:
         )
 
 
-FORMATS: list[Rule[PlayRoot]] = [
-    Rule(
-        "model.renderer",
-        lambda c: c.model.renderer not in ("auto", "default") and c.model.renderer not in families(),
-        "there is no such renderer",
-        "auto, default (the chat template), or a family of the package `renderers`, such as qwen3",
-    ),
-    Rule(
-        "model.chat_template model.renderer",
-        lambda c: c.model.chat_template is not None and c.model.renderer not in ("auto", "default"),
-        "a renderer does not read a chat template",
-        "remove one; model.renderer=default uses the template",
-    ),
-    Rule(
-        "model.tool_call_parser model.reasoning_parser model.renderer",
-        lambda c: (c.model.tool_call_parser, c.model.reasoning_parser) != ("auto", "auto") and family_of(c.model) is not None,
-        "the model's renderer reads answers itself, so no parser is used",
-        "auto for both, or model.renderer=default, which uses the chat template",
-    ),
-    Rule(
-        "model.name model.strips_thinking orchestrator.trajectory_strategy model.renderer",
-        lambda c: (
-            c.plays
-            and c.model.strips_thinking
-            and c.orchestrator.trajectory_strategy == "interleaved"
-            and c.model.chat_template is None
-            and c.chat.thinking != "template"
-            and family_of(c.model) is None  # a renderer keeps all reasoning (rlx.policy.chat)
+table(
+    PlayRoot,
+    [
+        Rule(
+            "model.renderer",
+            lambda c: c.model.renderer not in ("auto", "default") and c.model.renderer not in families(),
+            "there is no such renderer",
+            "auto, default (the chat template), or a family of the package `renderers`, such as qwen3",
         ),
-        "the chat template removes the reasoning of earlier turns, so later prompts do not extend earlier ones",
-        "the renderer of the model's family, such as model.renderer=qwen3; or chat.thinking=template: several samples a rollout",
-    ),
-]
-table(PlayRoot, FORMATS)
+        Rule(
+            "model.chat_template model.renderer",
+            lambda c: c.model.chat_template is not None and c.model.renderer not in ("auto", "default"),
+            "a renderer does not read a chat template",
+            "remove one; model.renderer=default uses the template",
+        ),
+        Rule(
+            "model.tool_call_parser model.reasoning_parser model.renderer",
+            lambda c: (c.model.tool_call_parser, c.model.reasoning_parser) != ("auto", "auto") and family_of(c.model) is not None,
+            "the model's renderer reads answers itself, so no parser is used",
+            "auto for both, or model.renderer=default, which uses the chat template",
+        ),
+        Rule(
+            "model.name model.strips_thinking orchestrator.trajectory_strategy model.renderer",
+            lambda c: (
+                c.plays
+                and c.model.strips_thinking
+                and c.orchestrator.trajectory_strategy == "interleaved"
+                and c.model.chat_template is None
+                and c.chat.thinking != "template"
+                and family_of(c.model) is None  # a renderer keeps all reasoning (rlx.policy.chat)
+            ),
+            "the chat template removes the reasoning of earlier turns, so later prompts do not extend earlier ones",
+            "the renderer of the model's family, such as model.renderer=qwen3; or chat.thinking=template: several samples a rollout",
+        ),
+    ],
+)
 
 
 @check_of(PlayRoot)

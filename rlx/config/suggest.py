@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from rlx.config.nested import SYNONYMS
 from rlx.config.tree import Origins, closest, leaves, types_of
 
-ALIASES = {  # the name that other frameworks have for it -> key
+ALIASES = {  # the name that other frameworks have for it → key; a synonym's last part counts, too
+    **{name.rpartition(".")[2]: key for name, key in SYNONYMS.items() if not name.startswith("monitors.")},
     "lr": "optim.lr",
     "learning_rate": "optim.lr",
-    "weight_decay": "optim.weight_decay",
     "max_grad_norm": "optim.max_norm",
+    "weight_decay": "optim.weight_decay",
     "beta": "loss.kl.beta",
     "kl_coef": "loss.kl.beta",
-    "group_size": "orchestrator.rollouts_per_example",
 }
 
 
