@@ -232,8 +232,8 @@ def test_vllms_own_reload_on_a_cpu_is_wrong_for_tied_heads_and_experts(engines: 
     async def scene(client: Servers) -> list[Turn]:
         await fails_to_load(run, client, "vLLM alone", WeightsDiffer, "serves other weights than version 1")
         async with Client() as direct:
-            await direct.post(run.ready()[0], wire.SET_LABEL, {"new_version": label_of(1, RUN)})
-            await direct.post(run.ready()[0], wire.RESUME)
+            await direct.ask(run.ready()[0], wire.SET_LABEL, {"new_version": label_of(1, RUN)})
+            await direct.ask(run.ready()[0], wire.RESUME, {})
         client.sampler.version = 1
         return await sample_all(client, prompts(4))
 

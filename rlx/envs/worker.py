@@ -54,7 +54,7 @@ from rlx.envs.wire import (
     pack_row,
     unpack_row,
 )
-from rlx.inference.sampler import Follower
+from rlx.inference.sampler import Sampler
 from rlx.policy.base import Policy
 from rlx.policy.spec import chat_of, policy_of
 from rlx.process import die_with_parent, keep_event_loop_free
@@ -211,7 +211,7 @@ class Server:
         self.env, self.keeps_late, self.gone = env, keeps_late, asyncio.Event()
         self.link = Link(link, ToWorker, self._handle, self.gone.set)
         self.policy: Policy | None = None
-        self.sampler: Follower | None = None
+        self.sampler: Sampler | None = None
         self.asking = 0  # requests to the inference servers in flight
         self._playing: dict[int, asyncio.Task[None]] = {}
         self._entering: asyncio.Task[Any] | None = None
@@ -258,10 +258,9 @@ class Server:
                     self._playing[message.number].cancel()
             case Serve():
                 if self.sampler is None:
-                    self.sampler = Follower(message.servers)
+                    self.sampler = Sampler(message.servers.endpoints, message.servers.request_timeout)
                     self._entering = asyncio.get_running_loop().create_task(self.sampler.__aenter__())  # before a later `Play`
-                else:
-                    self.sampler.take(message.servers)
+                self.sampler.take(message.servers)
             case Give():
                 self._make(message)
 

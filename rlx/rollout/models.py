@@ -175,11 +175,9 @@ async def connect_servers(
             patience,
             restore=fleet.restore,
             run=None if adopt else run,
-            adapter=fleet.adapter,
-            context=lambda: fleet.context,
         ) as sampler,
     ):
-        fleet.on_change = sampler.use
+        fleet.on_change = sampler.change
         if config.model.warm_start is not None:
             version_0 = paths.initial_model.read_text().strip()
             fleet.initial = lambda model: version_0 if Path(model) == paths.untrained_model else model
@@ -193,7 +191,6 @@ async def connect_servers(
             weights_dir = config.weights_dir if isinstance(config, PlayWithModel) else None
             check_model(paths.initial_model.read_text().strip(), [state.model for state in await fleet.states()], weights_dir)
         await asyncio.to_thread(shutil.rmtree, paths.untrained_model, ignore_errors=True)
-        sampler.tell()  # the servers' context is known now
         yield fleet, sampler
 
 
