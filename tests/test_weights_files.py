@@ -110,17 +110,9 @@ def test_every_damage_is_seen_and_named(source, paths):
     weights.write_bytes(good[:-1])
     with pytest.raises(WeightsError, match=rf"model\.safetensors: expected {len(good)} bytes, found {len(good) - 1}"):
         verify(folder)
-    name, dtype = good.index(b"model.norm.weight"), good.index(b"F32")
-    checksum = r"model\.safetensors: expected checksum \w{16}, found \w{16}; the tensor model\.\S+ is damaged"
-    for position, value, said in (
-        (0, b"\0", r"model\.safetensors is not a safetensors file, or was cut short"),
-        (name, b"M", r"its files and its manifest hold different tensors: Model\.norm\.weight, model\.norm\.weight"),
-        (dtype, b"I", r"expected float32 \[.*\], found int32 \[.*\]; the header's entry of model\.\S+ is damaged"),
-        (len(good) // 2, bytes([good[len(good) // 2] ^ 1]), checksum),
-        (len(good) - 1, bytes([good[-1] ^ 1]), checksum),
-    ):
-        weights.write_bytes(good[:position] + value + good[position + 1 :])
-        with pytest.raises(WeightsError, match=said):
+    for position in (0, good.index(b"model.norm.weight"), good.index(b"F32"), len(good) // 2, len(good) - 1):
+        weights.write_bytes(good[:position] + bytes([good[position] ^ 1]) + good[position + 1 :])
+        with pytest.raises(WeightsError, match=r"model\.safetensors: expected checksum \w{16}, found \w{16}; its \d+ bytes are damaged"):
             verify(folder)
     (folder / "config.json").write_bytes((folder / "config.json").read_bytes()[:-1] + b" ")
     weights.write_bytes(good)

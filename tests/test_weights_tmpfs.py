@@ -25,9 +25,8 @@ from rlx.preflight import doctor
 from rlx.preflight.needs import needed_memory
 from rlx.runs.weights import resolve
 from rlx.weights import files, tmpfs
-from rlx.weights.broadcast import Broadcast, make_room
 from rlx.weights.files import ModelFiles, WeightsError, verify
-from rlx.weights.publish import Publisher, PublishFailed
+from rlx.weights.publish import Publisher, PublishFailed, make_room
 from rlx.weights.subscribe import Subscriber
 
 GIB = 2**30
@@ -41,10 +40,10 @@ def shm(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def publisher(tmp_path: Path, shm: Path) -> Broadcast:
+def publisher(tmp_path: Path, shm: Path) -> Publisher:
     paths = RunPaths(tmp_path / "mine")
     tmpfs.make(paths.weights, shm, 0)
-    return Broadcast(
+    return Publisher(
         PolicyModel(make_model()), one_process("cpu"), paths, ModelFiles({"config.json": b"{}"}), torch.float32, in_memory=True
     )
 
@@ -86,7 +85,7 @@ def test_versions_that_last_are_on_the_disk_and_all_are_found_in_the_run_directo
     assert list(shm.iterdir()) == []
 
 
-def test_a_version_in_memory_goes_to_the_disk_when_a_checkpoint_of_it_is_made_and_its_readers_go_on(publisher: Broadcast) -> None:
+def test_a_version_in_memory_goes_to_the_disk_when_a_checkpoint_of_it_is_made_and_its_readers_go_on(publisher: Publisher) -> None:
     broadcast, paths = publisher, publisher.paths
     folder = publish(publisher, 3)
     before, reader = verify(folder), folder.readlink()
@@ -129,7 +128,7 @@ def test_a_version_that_cannot_be_written_leaves_nothing_and_names_the_folder(
         raise OSError(28, "No space left on device")
 
     (own,) = shm.iterdir()
-    monkeypatch.setattr(files, "_records", full)
+    monkeypatch.setattr(files, "_digest", full)
     publisher.gather(1, lasts=False)
     with pytest.raises(
         PublishFailed, match=rf"version 1 .* to {own}: OSError: \[Errno 28\] No space left on device\n  fix: free some space"
@@ -238,5 +237,5 @@ def test_a_damaged_version_in_memory_is_seen(publisher: Publisher) -> None:
     with (folder / "model.safetensors").open("r+b") as file:
         file.seek(manifest["files"]["model.safetensors"]["size"] - 1)
         file.write(b"\x01")
-    with pytest.raises(WeightsError, match="is damaged"):
+    with pytest.raises(WeightsError, match="bytes are damaged"):
         verify(folder)

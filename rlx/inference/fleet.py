@@ -246,8 +246,8 @@ class Fleet:
     async def _transfer(self, weights: WeightVersion, timeout: float) -> Missing:
         """Let the trainer send a version from its memory to all servers, which are paused meanwhile. Returns those without it.
 
-        All: nobody brings such a version to servers that join later. Raises WeightsGone if none got the version: the trainer has another
-        one by now, or the transfer broke. They stay paused.
+        All: nobody brings such a version to servers that join later. Raises WeightsGone if the trainer has another version by now, or the
+        transfer broke. They stay paused.
         """
         servers = self._servers.copy()
         async with contextlib.AsyncExitStack() as stack:
@@ -263,13 +263,9 @@ class Fleet:
             for server in receiving:
                 server.loading = True
             urls = [(server.endpoint.url, server.endpoint.api_key) for server in receiving]
-            failed = await request_transfer(weights.where, weights.version, urls, timeout)
-            for server in receiving:
-                if server.endpoint.url in failed:
-                    missing[server] = WeightsGone(f"{server.endpoint.name}: {failed[server.endpoint.url]}")
-            if len(missing) == len(servers):
-                raise WeightsGone("; ".join(map(str, missing.values())))
-            await all_of(server.label(label_of(weights.version, self._run)) for server in servers if server not in missing)
+            if failed := await request_transfer(weights.where, weights.version, urls, timeout):
+                raise WeightsGone(f"the servers did not get version {weights.version}: {failed}")
+            await all_of(server.label(label_of(weights.version, self._run)) for server in receiving)
         return missing
 
     async def _pause_all(self, servers: Sequence[Replica]) -> Missing:
