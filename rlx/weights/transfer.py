@@ -69,6 +69,8 @@ class Servers:
     If one fails, the message raises RuntimeError, after `abort`: others may wait for it in NCCL.
     """
 
+    failed = ""  # why a message failed: the error that the sender sees in NCCL does not say it
+
     def __init__(self, servers: list[Record], timeout: float) -> None:
         """`timeout`: seconds for each message."""
         self.servers, self.timeout = servers, timeout
@@ -93,14 +95,17 @@ class Servers:
         self._tell("finish_weight_update")
 
     def leave(self) -> None:
-        """Ask all servers to leave the group; those that failed may not answer."""
+        """Ask all servers to leave the group. After a failure some may be within an update, and others may not answer."""
+        if self.failed:
+            self._ask("finish_weight_update", [{}] * len(self.servers), GOODBYE)
         self._ask("shutdown_weight_transfer_engine", [{}] * len(self.servers), GOODBYE)
 
     def _tell(self, path: str, bodies: Sequence[Any] | None = None) -> list[Any]:
         answers = self._ask(path, bodies or [{}] * len(self.servers), self.timeout)
         if broken := [str(answer) for answer in answers if isinstance(answer, RuntimeError)]:
+            self.failed = "; ".join(broken)
             self.abort()
-            raise RuntimeError("; ".join(broken))
+            raise RuntimeError(self.failed)
         return answers
 
     def _ask(self, path: str, bodies: Sequence[Any], timeout: float) -> list[Any]:
@@ -229,7 +234,7 @@ class Transfer:
         except Exception as error:
             if not self.mesh.first:
                 raise
-            failed = f"the transfer failed: {error}"
+            failed = f"the transfer failed: {self._servers.failed or error}"
             self._leave()
         for _ in self.weights.left:  # what a failed transfer has not gathered: the other ranks do
             pass
