@@ -73,10 +73,7 @@ class Endpoint:
 
     def refreshed(self) -> Endpoint:
         """The endpoint that the file holds now; this endpoint if there is no file, or if it cannot be read."""
-        try:
-            return (self.file is not None and read_endpoint(self.file)) or self
-        except (OSError, ValueError, KeyError, TypeError):
-            return self
+        return (self.file is not None and read_endpoint(self.file)) or self
 
     @property
     def superseded(self) -> bool:
@@ -97,12 +94,15 @@ def publish_endpoint(file: Path, endpoint: Endpoint) -> str:
 
 
 def read_endpoint(file: Path) -> Endpoint | None:
-    """The endpoint in a file; None if there is no file."""
+    """The endpoint in a file; None if there is no file, and with a warning if it cannot be read."""
     try:
         record = json.loads(file.read_text())
+        return Endpoint(record["url"], record["api_key"], file)
     except FileNotFoundError:
         return None
-    return Endpoint(record["url"], record["api_key"], file)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("%s does not describe an inference server: %s", file, error)
+        return None
 
 
 def read_endpoints(paths: RunPaths, count: int, timeout: float = 0.0, tick: Callable[[], None] | None = None) -> list[Endpoint]:
@@ -130,15 +130,7 @@ def present_servers(config: PlayRoot, paths: RunPaths) -> list[Endpoint]:
     A file that cannot be read is skipped with a warning.
     """
     found = [Endpoint(url, config.inference.api_key or "") for url in config.inference.base_url]
-    for file in sorted(paths.endpoints.glob("inference_*.json")):
-        try:
-            endpoint = read_endpoint(file)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            log.warning("%s does not describe an inference server: %s", file, error)
-            continue
-        if endpoint is not None:
-            found.append(endpoint)
-    return found
+    return found + [endpoint for file in sorted(paths.endpoints.glob("inference_*.json")) if (endpoint := read_endpoint(file))]
 
 
 def find_servers(config: PlayRoot, paths: RunPaths, tick: Callable[[], None]) -> list[Endpoint]:

@@ -52,7 +52,7 @@ GONE = 2.0  # seconds without an answer after which an update goes on without a 
 SLOWER = 4.0  # factor: a server that takes so much longer than the first one is left out of an update
 INITIAL = WeightVersion(version=0, kind="initial", where="")
 
-Missing = dict[Replica, InferenceError]  # servers that did not get a version, and why
+Missing = dict[Replica, BaseException]  # servers that did not get a version, and why
 
 
 class Fleet:
@@ -270,16 +270,9 @@ class Fleet:
 
     async def _pause_all(self, servers: Sequence[Replica]) -> Missing:
         """Pause all servers. Returns those that do not answer."""
-        missing = Missing()
-
-        async def pause(server: Replica) -> None:
-            try:
-                await server.in_time(server.pause(), self._hung, "pause")
-            except ServerUnreachable as error:
-                missing[server] = error
-
-        await all_of(pause(server) for server in servers)
-        return missing
+        asked = [server.in_time(server.pause(), self._hung, "pause") for server in servers]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        return {server: error for server, error in zip(servers, answers, strict=True) if isinstance(error, BaseException)}
 
     def adapter(self, version: int) -> str | None:
         """The name of the adapter that a version is; None: it is a whole model."""

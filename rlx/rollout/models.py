@@ -35,7 +35,7 @@ from rlx.policy.spec import EndpointSpec, PolicySpec, policy_of
 from rlx.rollout import concurrency
 from rlx.rollout.play import Player
 from rlx.types import Rollout
-from rlx.weights.subscribe import Subscriber, digest_at, saved
+from rlx.weights.subscribe import Subscriber, digest_at, version_at
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class Served(Model):
     async def reach(self, version: int) -> None:
         if version != self.fleet.version:
             assert self.config.weights_dir is not None
-            weights = saved(self.config.weights_dir, version)
+            weights = version_at(Path(self.config.weights_dir) / f"step_{version}", version)
             await self.fleet.update(weights, self.config.weight_broadcast.timeout)
             log.info(
                 "version %d is served; %.1f %% of its weights were compared with %s", version, 100 * self.fleet.compared, weights.where
@@ -102,7 +102,11 @@ class Served(Model):
     async def origin(self) -> Origin:
         states = await self.fleet.states()
         model, version = ", ".join(sorted({state.model for state in states})), self.fleet.version
-        weights = saved(self.config.weights_dir, version).where if version and self.config.weights_dir is not None else model
+        weights = (
+            version_at(Path(self.config.weights_dir) / f"step_{version}", version).where
+            if version and self.config.weights_dir is not None
+            else model
+        )
         compared = self.fleet.compared if version and self.config.weights_dir is not None else None
         return Origin(model, weights, compared, await asyncio.to_thread(_digest_of, states, weights, version))
 

@@ -85,11 +85,6 @@ class Subscriber:
         return None if found is None else WeightVersion(version=found["version"], kind="memory", where=str(self.paths.endpoints))
 
 
-def saved(weights_dir: str, version: int) -> WeightVersion:
-    """A version among those in `weights_dir`, the folder of any run's weights."""
-    return version_at(Path(weights_dir) / f"step_{version}", version)
-
-
 def digest_at(where: str) -> str | None:
     """Tells a saved version from another with the same number and place: a digest of its manifest. None if this host cannot read it."""
     try:
