@@ -181,7 +181,7 @@ class Transfer:
     @classmethod
     def of(cls, cfg: Config, model: PolicyModel, mesh: Mesh, paths: RunPaths, export: Export) -> Transfer:
         """The transfer of the configuration."""
-        host = host_name() if cfg.hardware.nodes > 1 or cfg.inference.base_url else LOOPBACK
+        host = host_name() if cfg.hardware.nodes > 1 else LOOPBACK
         return cls(cfg.weight_broadcast.type, cfg.weight_broadcast.timeout, host, Weights(model, mesh, export), paths)
 
     def offer(self, version: int, tick: Callable[[], None]) -> None:
