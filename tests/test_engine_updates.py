@@ -19,6 +19,7 @@ from rlx.inference.wire import (
     WeightsGone,
 )
 from rlx.types import WeightVersion
+from rlx.weights.subscribe import version_at
 
 UPDATE = ["rlx_check", "/pause", "rlx_load", "/update_weight_version", "/resume"]
 OUTDATED = {"equal": 90, "different": 10, "served": 100, "names": ["model.norm.weight"], "seconds": 0.01}
@@ -298,6 +299,21 @@ def test_an_adapter_has_a_name_for_each_version_and_old_ones_are_unloaded(tmp_pa
         assert [*stand.adapters] == [f"4@{RUN}"]
 
     play(scene, Stand(), look=60)
+
+
+def test_a_run_begins_with_the_base_model_although_an_adapter_is_version_0_too(tmp_path: Path) -> None:
+    async def whole() -> None:
+        async with Stand() as stand, Servers([stand.endpoint], look=0.05) as client:
+            client.fleet.look_up = lambda version: version_at(adapter, version)
+            await client.ready()
+            assert (stand.label, stand.adapters) == (f"0@{RUN}", {})
+            await client.update(adapter, 0)
+            await client.generate([1], SAMPLING, "a")
+            assert stand.served == [f"0@{RUN}"]
+            assert [*stand.adapters] == [f"0@{RUN}"]
+
+    adapter = publish(tmp_path / "0", 0, adapter=True)
+    asyncio.run(whole())
 
 
 # -- versions from the trainer's memory

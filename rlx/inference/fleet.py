@@ -167,7 +167,8 @@ class Fleet:
                 )
             has_it = label in state.adapters if weights.kind == "adapter" else run == self._run and version >= weights.version
             if server.loading or not has_it:
-                await server.load(self.look_up(weights.version) or weights, label, self.initial(state.model), self._verify_every)
+                where = weights if weights.kind == "initial" else self.look_up(weights.version) or weights
+                await server.load(where, label, self.initial(state.model), self._verify_every)
             elif server.paused:
                 await server.resume()
             if weights.kind == "initial":
@@ -404,5 +405,5 @@ class Fleet:
             self._tell_samplers(*(server.endpoint.key for server in lost))
 
     def _tell_samplers(self, *lost: str) -> None:
-        serving = [server.endpoint for server in self._servers if server.serves]
-        self.on_change(endpoints=serving, lost=lost, version=self.version, adapter=self.adapter(self.version), context=self.context)
+        if serving := [server.endpoint for server in self._servers if server.serves]:
+            self.on_change(endpoints=serving, lost=lost, version=self.version, adapter=self.adapter(self.version), context=self.context)
