@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rlx.config.schema import EvaluatedRun, PlayRoot, TrainingRoot
 from rlx.heartbeat import FETCHING, WAITING_FOR_MODEL, AtWork
-from rlx.paths import RunPaths, atomic, listed
+from rlx.paths import RunPaths, listed, write_text
 from rlx.process import host_name
 from rlx.waiting import wait_for
 
@@ -88,8 +88,7 @@ def endpoint_file(paths: RunPaths, replica: int) -> Path:
 def publish_endpoint(file: Path, endpoint: Endpoint) -> str:
     """Write a server's address to `file`, readable only by the user. Returns the URL."""
     record = {"url": endpoint.url, "api_key": endpoint.api_key, "pid": os.getpid(), "host": host_name()}
-    with atomic(file, 0o600) as temporary:
-        temporary.write_text(json.dumps(record))
+    write_text(file, json.dumps(record), mode=0o600)
     return endpoint.url
 
 
@@ -111,16 +110,13 @@ def read_endpoints(paths: RunPaths, count: int, timeout: float = 0.0, tick: Call
     The time does not count while a server reports that its model is still being made or fetched.
     Raises WaitTimeout, which names the first missing server.
     """
-    found = []
-    for replica in range(count):
-        file = endpoint_file(paths, replica)
 
-        def probe(file: Path = file) -> Endpoint | None:
-            return read_endpoint(file) if listed(file) else None
+    def wait(replica: int) -> Endpoint:
+        file, without_model = endpoint_file(paths, replica), AtWork(paths, f"inference_{replica}", (WAITING_FOR_MODEL, FETCHING))
+        what = f"inference server {replica} ({file})"
+        return wait_for(lambda: read_endpoint(file) if listed(file) else None, what, timeout, tick=tick, excused=without_model)
 
-        without_model = AtWork(paths, f"inference_{replica}", (WAITING_FOR_MODEL, FETCHING))
-        found.append(wait_for(probe, f"inference server {replica} ({file})", timeout, tick=tick, excused=without_model))
-    return found
+    return [wait(replica) for replica in range(count)]
 
 
 def present_servers(config: PlayRoot, paths: RunPaths) -> list[Endpoint]:
@@ -146,9 +142,6 @@ def wait_for_neighbours(cfg: TrainingRoot, paths: RunPaths, beat: Callable[[str]
     While an engine starts, it measures the GPU's free memory, so the trainer must not take any. `beat` reports the phase, `tick` is called
     while waiting. Raises WaitTimeout after `inference.startup_timeout`.
     """
-    if not isinstance(cfg, EvaluatedRun) or not cfg.plays or not cfg.num_servers:
-        return
-    if cfg.hardware.device != "cuda" or not cfg.hardware.shared:
-        return
-    beat("waiting for the inference servers, which measure the GPU's memory before the trainer takes any")
-    read_endpoints(paths, cfg.hardware.inference_replicas, cfg.inference.startup_timeout, tick)
+    if isinstance(cfg, EvaluatedRun) and cfg.plays and cfg.num_servers and cfg.hardware.device == "cuda" and cfg.hardware.shared:
+        beat("waiting for the inference servers, which measure the GPU's memory before the trainer takes any")
+        read_endpoints(paths, cfg.hardware.inference_replicas, cfg.inference.startup_timeout, tick)
