@@ -133,6 +133,14 @@ def quick_clients(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def version(tmp_path: Path) -> Callable[[int], Path]:
+    """Publishes a version for stand-in servers and returns its folder."""
+    from server_stand_in import publish  # it imports aiohttp
+
+    return lambda number: publish(tmp_path / f"step_{number}", number)
+
+
+@pytest.fixture
 def known_environments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands in this process take every environment for a classic one with 512 examples, instead of loading it for seconds."""
 

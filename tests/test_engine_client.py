@@ -96,11 +96,6 @@ def test_a_request_names_every_sampling_parameter_because_vllm_takes_missing_one
         sent(top_q=0.5)
 
 
-def test_a_label_names_version_and_run() -> None:
-    assert wire.parse_label(wire.label_of(12, "0a1b2c3d")) == (12, "0a1b2c3d")
-    assert wire.parse_label(wire.UNLABELLED) is None
-
-
 @pytest.mark.parametrize(
     "answer",
     [

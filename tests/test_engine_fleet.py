@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import stat
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from run_servers import RUN, SAMPLING, Servers
-from server_stand_in import Clock, Stand, play, publish, until
+from server_stand_in import UPDATE, Stand, Version, play, until
 
 from rlx.config.schema import Config
 from rlx.inference.endpoints import Endpoint, endpoint_file, free_port, present_servers, publish_endpoint, read_endpoints
@@ -24,26 +23,7 @@ from rlx.inference.wire import (
 from rlx.paths import RunPaths
 from rlx.waiting import WaitTimeout
 
-UPDATE = ["rlx_check", "/pause", "rlx_load", "/update_weight_version", "/resume"]
-OUTDATED = {"equal": 90, "different": 10, "served": 100, "names": ["model.norm.weight"], "seconds": 0.01}
 pytestmark = pytest.mark.usefixtures("quick_clients")
-
-Version = Callable[[int], Path]
-
-
-@pytest.fixture
-def version(tmp_path: Path) -> Version:
-    """Publishes a version and returns its folder."""
-    return lambda number: publish(tmp_path / f"step_{number}", number)
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Limits of updates pass by it. They are long enough for a machine that is slow or stops for a while."""
-    made = Clock()
-    monkeypatch.setattr("rlx.inference.fleet.time", made)
-    return made
-
 
 # -- servers that come and go
 

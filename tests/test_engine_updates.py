@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from run_servers import RUN, SAMPLING, Servers
-from server_stand_in import Clock, Stand, play, publish, until
+from server_stand_in import UPDATE, Clock, Stand, Version, play, publish, until
 
 from rlx.inference.wire import (
     InferenceError,
@@ -21,17 +20,8 @@ from rlx.inference.wire import (
 from rlx.types import WeightVersion
 from rlx.weights.subscribe import version_at
 
-UPDATE = ["rlx_check", "/pause", "rlx_load", "/update_weight_version", "/resume"]
 OUTDATED = {"equal": 90, "different": 10, "served": 100, "names": ["model.norm.weight"], "seconds": 0.01}
 pytestmark = pytest.mark.usefixtures("quick_clients")
-
-Version = Callable[[int], Path]
-
-
-@pytest.fixture
-def version(tmp_path: Path) -> Version:
-    """Publishes a version and returns its folder."""
-    return lambda number: publish(tmp_path / f"step_{number}", number)
 
 
 @pytest.fixture

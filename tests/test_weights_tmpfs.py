@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,13 +19,13 @@ from rlx.config.roots import EVAL
 from rlx.config.schema import Config
 from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import one_process
-from rlx.paths import COMPLETE, RunPaths
+from rlx.paths import RunPaths
 from rlx.preflight import doctor
 from rlx.preflight.needs import needed_memory
 from rlx.runs.weights import resolve
 from rlx.weights import files, tmpfs
 from rlx.weights.files import ModelFiles, WeightsError, verify
-from rlx.weights.publish import Publisher, PublishFailed, make_room
+from rlx.weights.publish import Publisher, PublishFailed
 from rlx.weights.subscribe import Subscriber
 
 GIB = 2**30
@@ -220,22 +219,7 @@ def test_a_role_that_is_started_by_hand_has_nobody_who_deletes_what_it_leaves(tm
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_the_key_nothing_is_made(tmp_path: Path) -> None:
-    make_room(compose([], environ={}).cfg, RunPaths(tmp_path))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_versions_last_that_are_evaluated_or_the_last_one() -> None:
     cfg = compose(["max_steps=14", "eval.interval=4", "weight_broadcast.folder=/dev/shm", "dry_run=true"], environ={}).cfg
     assert [version for version in range(15) if cfg.lasts(version)] == [0, 4, 8, 12, 14]
     assert all(cfg.publishes(version) for version in range(15)), "servers need every version"
-
-
-def test_a_damaged_version_in_memory_is_seen(publisher: Publisher) -> None:
-    folder = publish(publisher, 1)
-    manifest = json.loads((folder / COMPLETE).read_text())
-    with (folder / "model.safetensors").open("r+b") as file:
-        file.seek(manifest["files"]["model.safetensors"]["size"] - 1)
-        file.write(b"\x01")
-    with pytest.raises(WeightsError, match="bytes are damaged"):
-        verify(folder)
