@@ -35,40 +35,28 @@ def publisher_of(paths: RunPaths) -> Publisher:
 
 def test_a_version_is_that_of_its_step_and_appears_only_when_it_is_announced(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     publisher, subscriber = publisher_of(paths), Subscriber(paths)
-    goes_on, write = threading.Event(), files.write
-
-    def slow(*arguments, **keys):
-        assert goes_on.wait(20)
-        return write(*arguments, **keys)
-
-    monkeypatch.setattr(files, "write", slow)
-    trained = {name: tensor.clone() for name, tensor in publisher.model.named_weights()}
     publisher.gather(1)
-    with torch.no_grad():  # as the next step changes the weights while they are written
-        for parameter in publisher.model.parameters():
-            parameter.zero_()
-    goes_on.set()
     publisher.wait()
     assert subscriber.latest() is None, "written, but not announced"
     publisher.gather(1)
     publisher.announce(1)
     publisher.wait()
     assert subscriber.latest() == WeightVersion(version=1, kind="files", where=str(paths.weights_of(1)))
-    goes_on.clear()
-    with torch.no_grad():
-        for name, tensor in publisher.model.named_weights():
-            tensor.copy_(trained[name])
+    goes_on, write = threading.Event(), files.write
+    monkeypatch.setattr(files, "write", lambda *arguments: write(*arguments) if goes_on.wait(20) else None)
+    trained = {name: tensor.clone() for name, tensor in publisher.model.named_weights()}
     publisher.gather(2)
     publisher.announce(2)
-    with torch.no_grad():
+    with torch.no_grad():  # as the next step changes the weights while they are written
         for parameter in publisher.model.parameters():
             parameter.zero_()
-    assert subscriber.latest().version == 1, "announced, but not written"  # type: ignore[union-attr]
+    assert (found := subscriber.latest()) is not None
+    assert found.version == 1, "announced, but not written"
     goes_on.set()
     publisher.close()
-    found = load_file(paths.weights_of(2) / "model.safetensors")
-    assert found.keys() == trained.keys()
-    assert all(torch.equal(found[name], trained[name]) for name in found)
+    written = load_file(paths.weights_of(2) / "model.safetensors")
+    assert written.keys() == trained.keys()
+    assert all(torch.equal(written[name], trained[name]) for name in written)
     assert publisher.seconds > 0
 
 
