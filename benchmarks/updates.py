@@ -37,8 +37,10 @@ from transformers import AutoModelForCausalLM
 from rlx.inference import wire
 from rlx.inference.client import Client
 from rlx.inference.endpoints import Endpoint
+from rlx.inference.fleet import INITIAL
 from rlx.inference.replica import Replica
 from rlx.inference.sampler import Sampler
+from rlx.inference.wire import label_of
 from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import one_process
 from rlx.paths import RunPaths
@@ -85,10 +87,10 @@ class TimedClient(Client):
         super().__init__()
         self.calls: dict[str, list[tuple[float, float]]] = {}
 
-    async def send(self, endpoint: Endpoint, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+    async def send(self, endpoint: Endpoint, path: str, body: bytes | None = None) -> tuple[int, bytes]:
         name = json.loads(body)["method"] if path == wire.RPC and body else path
         began = time.perf_counter()
-        answer = await super().send(endpoint, method, path, body)
+        answer = await super().send(endpoint, path, body)
         self.calls.setdefault(name, []).append((began, time.perf_counter()))
         return answer
 
@@ -112,9 +114,9 @@ async def sample(sampler: Sampler, serial: int, count: int, tokens: int) -> tupl
 
 async def measure(endpoint: Endpoint, root: Path, dtype: str, options: argparse.Namespace) -> list[dict[str, float]]:
     async with TimedClient() as client, Sampler([endpoint], LIMIT, run=RUN) as sampler:
-        server = Replica(endpoint)
-        source = (await server.look(client)).model
-        await server.reset(client, RUN, source)
+        server = Replica(client, endpoint)
+        source = (await server.look()).model
+        await server.load(INITIAL, label_of(0, RUN), source, verify_every=1)
         trainer, found, size = Trainer(root, source, dtype), list[dict[str, float]](), (options.concurrent, options.tokens)
         for version in range(1, options.rounds + 2):
             seconds = await asyncio.to_thread(trainer.publish, version)
@@ -122,7 +124,7 @@ async def measure(endpoint: Endpoint, root: Path, dtype: str, options: argparse.
             client.calls.clear()
             disturbed = asyncio.create_task(sample(sampler, 2 * version + 1, *size))
             await asyncio.sleep(BEGIN * seconds["batch"])
-            await server.load(client, version_at(trainer.paths.weights_of(version), version), RUN, verify_every=1)
+            await server.load(version_at(trainer.paths.weights_of(version), version), label_of(version, RUN), source, verify_every=1)
             seconds["batch with an update"], turns = await disturbed
             sampler.version = version
             in_flight = sum(len(set(turn.versions.tolist())) == 2 for turn in turns)

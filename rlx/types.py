@@ -266,7 +266,7 @@ class WeightVersion:
     """A policy version that servers can load: `WeightVersion(version=13, kind="files", where="/run/weights/step_13")`."""
 
     version: int
-    kind: Literal["files", "adapter", "memory"]
+    kind: Literal["initial", "files", "adapter", "memory"]  # `initial`: the model that the servers started with
     where: str  # the folder; of an adapter: in PEFT's format, for the model that the servers started with
 
 

@@ -126,11 +126,18 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
 @pytest.fixture
 def quick_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients of servers ask again sooner, and a server that refuses connections is soon gone. One that is only slow never is."""
-    for module in ("fleet", "sampler", "update"):
+    for module in ("fleet", "sampler"):
         monkeypatch.setattr(f"rlx.inference.{module}.PAUSE", 0.05)
-    for module in ("fleet", "update"):
-        monkeypatch.setattr(f"rlx.inference.{module}.GONE", 0.1)
+    monkeypatch.setattr("rlx.inference.fleet.GONE", 0.1)
     monkeypatch.setattr("rlx.inference.sampler.AVOIDED", 0.2)
+
+
+@pytest.fixture
+def version(tmp_path: Path) -> Callable[[int], Path]:
+    """Publishes a version for stand-in servers and returns its folder."""
+    from server_stand_in import publish  # it imports aiohttp
+
+    return lambda number: publish(tmp_path / f"step_{number}", number)
 
 
 @pytest.fixture

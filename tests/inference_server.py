@@ -307,4 +307,4 @@ async def running(client: Servers, number: int) -> None:
 async def generated(run: Run) -> float:
     """All tokens that the server has sampled since it started."""
     async with Client() as client:
-        return wire.metrics_of(await client.get(run.ready()[0], wire.METRICS))["generation_tokens_total"]
+        return wire.metrics_of(await client.ask(run.ready()[0], wire.METRICS))["generation_tokens_total"]

@@ -31,16 +31,8 @@ class Servers:
         **fleet: Any,
     ) -> None:
         self.fleet = Fleet(endpoints, restart_timeout, run=run, adopt=adopt, **fleet)
-        self.sampler = Sampler(
-            endpoints,
-            request_timeout,
-            restart_timeout,
-            restore=self.fleet.restore,
-            run=None if adopt else run,
-            adapter=self.fleet.adapter,
-            context=lambda: self.fleet.context,
-        )
-        self.fleet.on_change = self.sampler.use
+        self.sampler = Sampler(endpoints, request_timeout, restart_timeout, restore=self.fleet.restore, run=None if adopt else run)
+        self.fleet.on_change = self.sampler.change
         self._conversations = itertools.count(1)
 
     async def __aenter__(self) -> Servers:
@@ -55,7 +47,6 @@ class Servers:
     async def ready(self, timeout: float = 300) -> Servers:
         """Wait for the servers and make them the run's. The sampler then begins with the version that they have."""
         await self.fleet.wait_ready(timeout)
-        self.sampler.version = self.fleet.version
         return self
 
     async def generate(self, prompt_ids: Sequence[int], sampling: dict[str, Any], request_id: str, affinity: int = 0) -> Turn:
@@ -68,4 +59,3 @@ class Servers:
 
     async def update(self, folder: Path, version: int, timeout: float = 600.0) -> None:
         await self.fleet.update(version_at(folder, version), timeout)
-        self.sampler.version = version

@@ -17,7 +17,9 @@ from run_servers import Servers
 from rlx.inference.endpoints import Endpoint
 
 CONTEXT = 64  # tokens of prompt and completion together
+UPDATE = ["rlx_check", "/pause", "rlx_load", "/update_weight_version", "/resume"]  # the calls of an update without a compare
 Answer = dict[str, Any]
+Version = Callable[[int], Path]  # the fixture `version`
 
 
 class Clock:

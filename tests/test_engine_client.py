@@ -96,11 +96,6 @@ def test_a_request_names_every_sampling_parameter_because_vllm_takes_missing_one
         sent(top_q=0.5)
 
 
-def test_a_label_names_version_and_run() -> None:
-    assert wire.parse_label(wire.label_of(12, "0a1b2c3d")) == (12, "0a1b2c3d")
-    assert wire.parse_label(wire.UNLABELLED) is None
-
-
 @pytest.mark.parametrize(
     "answer",
     [
@@ -126,7 +121,7 @@ def scene(act: Callable[[Client, Stand], Awaitable[None]], stand: Stand | None =
 
 def test_metrics_and_models_are_read() -> None:
     async def act(client: Client, stand: Stand) -> None:
-        found = wire.metrics_of(await client.get(stand.endpoint, wire.METRICS))
+        found = wire.metrics_of(await client.ask(stand.endpoint, wire.METRICS))
         assert found == {
             "num_requests_running": 0,
             "num_requests_waiting": 0,
@@ -138,7 +133,7 @@ def test_metrics_and_models_are_read() -> None:
             "prefix_cache_queries_total": 40,
             "prefix_cache_hits_total": 10,
         }
-        assert wire.models_of(await client.get(stand.endpoint, wire.MODELS)) == [("policy", "model", 64)]
+        assert wire.models_of(await client.ask(stand.endpoint, wire.MODELS)) == [("policy", "model", 64)]
 
     scene(act)
 
@@ -162,10 +157,10 @@ def test_a_connection_is_used_again_and_closed_before_the_server_would_close_it(
 
     async def act(client: Client, stand: Stand) -> None:
         for _ in range(3):
-            await client.get(stand.endpoint, wire.HEALTH)
+            await client.ask(stand.endpoint, wire.HEALTH)
         assert len(stand.connections) == 1
         await asyncio.sleep(0.6)
-        await client.get(stand.endpoint, wire.HEALTH)
+        await client.ask(stand.endpoint, wire.HEALTH)
         assert len(stand.connections) == 2
 
     scene(act)
@@ -186,7 +181,7 @@ def test_no_answer_half_of_one_and_503_are_an_outage(answer: bytes) -> None:
         async with await asyncio.start_server(reply, "127.0.0.1", 0) as server, Client() as client:
             url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
             with pytest.raises(ServerUnreachable, match=url):
-                await client.get(Endpoint(url, "key"), wire.HEALTH)
+                await client.ask(Endpoint(url, "key"), wire.HEALTH)
 
     asyncio.run(whole())
 

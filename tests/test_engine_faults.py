@@ -138,7 +138,7 @@ def test_every_route_asks_for_the_secret(run: Run) -> None:
 
     async def scene() -> tuple[int, Counter[int]]:
         async with Client() as client, aiohttp.ClientSession(endpoint.url) as anyone:
-            paths = json.loads(await client.get(endpoint, "/openapi.json"))["paths"]
+            paths = json.loads(await client.ask(endpoint, "/openapi.json"))["paths"]
             routes = [(method.upper(), path) for path, methods in paths.items() for method in methods]
             routes += [("GET", path) for path in ("/openapi.json", "/docs", "/redoc", "/metrics", "/nowhere")]
             statuses: Counter[int] = Counter()

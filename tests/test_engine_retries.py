@@ -6,7 +6,6 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -211,40 +210,3 @@ def test_a_cancelled_request_is_aborted_on_its_server() -> None:
         assert asked[0].cancelled()
 
     play(scene, Stand(holds=True))
-
-
-def test_two_thousand_requests_at_once_are_all_completed() -> None:
-    async def scene(client: Servers, stand: Stand) -> None:
-        asked = client.many(2000)
-        await until(lambda: stand.in_flight == 2000)
-        stand.holds = False
-        turns = await asyncio.gather(*asked)
-        assert all(turn.completion_ids.tolist() == [2, 1] for turn in turns)
-        assert len(stand.requests) == 2000, "each was sent once"
-
-    play(scene, Stand(holds=True), look=60)
-
-
-def read_slowly(wait: float) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        span = b'{"version": "0@0a1b2c3d", "start": 0, "end": 1}'
-        body = b'{"choices": [{"token_ids": [7], "logprobs": {"content": [{"logprob": -1}]}, "weight_versions": [' + span + b"]}]}"
-        whole = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
-        for place in range(0, len(whole), 20):
-            writer.write(whole[place : place + 20])
-            await writer.drain()
-            await asyncio.sleep(wait)
-        writer.close()
-
-    return answer
-
-
-def test_a_response_that_arrives_in_pieces_is_put_together() -> None:
-    async def whole() -> None:
-        async with await asyncio.start_server(read_slowly(0.01), "127.0.0.1", 0) as server:
-            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            async with Sampler([Endpoint(url, "key")], 60, run=RUN) as sampler:
-                assert (await sampler.generate([1], SAMPLING, "a")).completion_ids.tolist() == [7]
-
-    asyncio.run(whole())

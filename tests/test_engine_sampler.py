@@ -14,7 +14,7 @@ from server_stand_in import Stand, play, publish, until
 
 from rlx.inference.endpoints import Endpoint
 from rlx.inference.fleet import Fleet
-from rlx.inference.sampler import Follower, Sampler
+from rlx.inference.sampler import Sampler
 from rlx.inference.wire import (
     StaleServer,
     TakenServer,
@@ -81,7 +81,8 @@ def test_an_outage_ends_with_the_last_request_that_waits_for_a_server() -> None:
 
 def test_another_processs_sampler_follows_what_the_runs_own_knows(tmp_path: Path) -> None:
     async def scene(client: Servers, stand: Stand) -> None:
-        async with Follower(client.sampler.servers()) as follower:
+        async with Sampler([Endpoint("http://nowhere", "")], 1) as follower:
+            follower.take(client.sampler.servers())
             client.sampler.listeners.append(follower.take)
             assert (await follower.generate([1, 2], SAMPLING, "a")).versions.tolist() == [0, 0]
             await client.update(publish(tmp_path / "2", 2), 2)
@@ -207,7 +208,7 @@ def test_a_server_that_is_taken_away_ends_its_requests_and_those_of_a_lost_one_g
         first.holds = True
         playing = client.many()
         await until(lambda: first.in_flight == len(second.served) == 4)
-        client.sampler.use([second.endpoint], {first.endpoint.key} if lost else ())
+        client.sampler.change(endpoints=[second.endpoint], lost=[first.endpoint.key] if lost else [])
         if not lost:
             first.holds = False
         await asyncio.wait_for(asyncio.gather(*playing), 60)

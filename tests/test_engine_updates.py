@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from run_servers import RUN, SAMPLING, Servers
-from server_stand_in import Clock, Stand, play, publish, until
+from server_stand_in import UPDATE, Clock, Stand, Version, play, publish, until
 
 from rlx.inference.wire import (
     InferenceError,
@@ -19,25 +18,17 @@ from rlx.inference.wire import (
     WeightsGone,
 )
 from rlx.types import WeightVersion
+from rlx.weights.subscribe import version_at
 
-UPDATE = ["rlx_check", "/pause", "rlx_load", "/update_weight_version", "/resume"]
 OUTDATED = {"equal": 90, "different": 10, "served": 100, "names": ["model.norm.weight"], "seconds": 0.01}
 pytestmark = pytest.mark.usefixtures("quick_clients")
-
-Version = Callable[[int], Path]
-
-
-@pytest.fixture
-def version(tmp_path: Path) -> Version:
-    """Publishes a version and returns its folder."""
-    return lambda number: publish(tmp_path / f"step_{number}", number)
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Limits of updates pass by it. They are long enough for a machine that is slow or stops for a while."""
     made = Clock()
-    monkeypatch.setattr("rlx.inference.update.time", made)
+    monkeypatch.setattr("rlx.inference.fleet.time", made)
     return made
 
 
@@ -78,12 +69,8 @@ def test_a_version_that_one_server_refuses_is_an_error_and_changes_nothing_there
         with pytest.raises(UpdateRefused, match="was not checked before"):
             await client.update(version(2), 2)
         assert (second.label, second.paused) == (f"0@{RUN}", True), "one of its two ranks has loaded the version"
-        refuses, second.errors, second.ranks = second.errors, {}, 1
+        second.errors = {}
         await client.fleet.restore(second.endpoint)
-        assert (second.label, second.paused) == (f"0@{RUN}", False)
-        second.errors = refuses
-        with pytest.raises(UpdateRefused, match="was not checked before"):
-            await client.update(version(3), 3)
         assert (second.label, second.paused) == (f"0@{RUN}", False)
 
     play(scene, Stand(), Stand(ranks=2), look=60)
@@ -304,18 +291,32 @@ def test_an_adapter_has_a_name_for_each_version_and_old_ones_are_unloaded(tmp_pa
     play(scene, Stand(), look=60)
 
 
+def test_a_run_begins_with_the_base_model_although_an_adapter_is_version_0_too(tmp_path: Path) -> None:
+    async def whole() -> None:
+        async with Stand() as stand, Servers([stand.endpoint], look=0.05) as client:
+            client.fleet.look_up = lambda version: version_at(adapter, version)
+            await client.ready()
+            assert (stand.label, stand.adapters) == (f"0@{RUN}", {})
+            await client.update(adapter, 0)
+            await client.generate([1], SAMPLING, "a")
+            assert stand.served == [f"0@{RUN}"]
+            assert [*stand.adapters] == [f"0@{RUN}"]
+
+    adapter = publish(tmp_path / "0", 0, adapter=True)
+    asyncio.run(whole())
+
+
 # -- versions from the trainer's memory
 
 
 def test_the_trainer_sends_a_version_to_paused_servers_and_one_that_it_did_not_reach_gets_the_next(tmp_path: Path) -> None:
-    async def send(version: int, *failing: Stand) -> list[str]:
+    async def send(version: int, failed: str = "") -> list[str]:
         """What the trainer does. Returns the servers."""
         wanted = tmp_path / "weights_wanted.json"
         await until(wanted.exists)
         asked = json.loads(wanted.read_text())
         assert asked["version"] == version
         wanted.unlink()
-        failed = {stand.url: "it left the group" for stand in failing}
         (tmp_path / "weights_sent.json").write_text(json.dumps({"version": version, "id": asked["id"], "failed": failed}))
         return [server["url"] for server in asked["servers"]]
 
@@ -325,10 +326,10 @@ def test_the_trainer_sends_a_version_to_paused_servers_and_one_that_it_did_not_r
 
     async def scene(client: Servers, first: Stand, second: Stand) -> None:
         updating = update(client, 1)
-        assert await send(1, second) == [first.url, second.url]
-        await updating
-        assert (first.label, first.paused, client.fleet.size) == (f"1@{RUN}", False, 1)
-        assert (second.label, second.paused) == (f"0@{RUN}", True), "it may hold half of the version"
+        assert await send(1, "it left the group") == [first.url, second.url]
+        with pytest.raises(WeightsGone, match="did not get version 1: it left the group"):
+            await updating
+        assert {(stand.label, stand.paused) for stand in (first, second)} == {(f"0@{RUN}", True)}, "they may hold half of the version"
         updating = update(client, 2)
         assert await send(2) == [first.url, second.url]
         await updating

@@ -45,6 +45,10 @@ entrypoints/rl/online/api_router.py:pause_generation(mode)                      
 entrypoints/rl/online/api_router.py:update_weight_version(new_version)            labels a server's weights
 entrypoints/rl/online/api_router.py:init_weight_transfer_engine(init_info)        forms the group of a transfer
 entrypoints/rl/online/api_router.py:update_weights(update_info)                   announces the tensors of a transfer
+entrypoints/serve/engine/protocol.py:ModelList.data                               knows the served model and the adapters
+entrypoints/serve/engine/protocol.py:ModelCard.id                                 knows the served model and the adapters
+entrypoints/serve/engine/protocol.py:ModelCard.root                               knows the served model
+entrypoints/serve/engine/protocol.py:ModelCard.max_model_len                      knows the context
 entrypoints/serve/lora/protocol.py:LoadLoRAAdapterRequest.lora_name               loads an adapter
 entrypoints/serve/lora/protocol.py:LoadLoRAAdapterRequest.lora_path               loads an adapter
 entrypoints/serve/lora/protocol.py:UnloadLoRAAdapterRequest.lora_name             unloads an adapter
@@ -119,8 +123,9 @@ def uses() -> Iterator[Use]:
         Use("route", value.partition("?")[0], name) for name, value in vars(wire).items() if name.isupper() and str(value)[:1] == "/"
     )
     for node in ast.walk(ast.parse((ROOT / "rlx/weights/transfer.py").read_text())):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "_tell":
-            yield Use("route", f"/{ast.literal_eval(node.args[0])}", "sends a version from memory")
+        told = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("_tell", "_ask")
+        if told and isinstance(node.args[0], ast.Constant):
+            yield Use("route", f"/{node.args[0].value}", "sends a version from memory")
     body = wire.generate_body(np.array([1], "<i4"), wire.Sampling(max_tokens=1, seed=1), "id", "adapter")
     request = msgspec.json.decode(body)
     yield from (Use("name", f"{TOKENS}:GenerateRequest.{name}", "is a field of a request") for name in request)
@@ -132,8 +137,6 @@ def uses() -> Iterator[Use]:
         (wire._Logprobs, f"{TOKENS}:GenerateLogProbs"),
         (wire._Logprob, f"{TOKENS}:GenerateLogProbsContent"),
         (wire._Span, "outputs.py:WeightVersionSpan"),
-        (wire._Model, "entrypoints/serve/engine/protocol.py:ModelCard"),
-        (wire._Models, "entrypoints/serve/engine/protocol.py:ModelList"),
     ]:
         yield from (Use("name", f"{place}.{name}", "is read in an answer") for name in record.__struct_fields__)
     yield from (Use("metric", name, "is a metric of the run") for name in wire.COUNTED)

@@ -56,7 +56,7 @@ OPTIONAL = {
 ORDER = ("rollout", "envs", "agents", "policy", "inference")  # on one floor: each may import only those after it
 VERSIONS = {  # what rooms that roll out or train may import of rlx.weights: policy versions as records, not their files
     "rlx.weights.subscribe": "for the orchestrator",
-    "rlx.weights.broadcast": "for the trainer",
+    "rlx.weights.publish": "for the trainer",
     "rlx.weights.hub": "finds the initial model",
 }
 # The servers' end, which checks and loads files, and the role that makes version 0.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from chat_templates import HERMES, PLAIN, small_tokenizer
 from test_policy_chat import model_config
+from transformers import Qwen3Config
 
 from rlx.config.chat_format import with_absolute_files
 from rlx.config.errors import ConfigError
@@ -74,9 +76,10 @@ def test_a_template_that_ships_is_used_by_its_name(folder: Path) -> None:
         compose(["model=smollm2_135m", "hardware=cpu", "model.chat_template=chatml_tool"], {})
 
 
-def test_published_folders_have_the_template(template: Path) -> None:
-    files = ModelFiles({"config.json": b"{}"}).with_chat_template(template).files
-    assert files == {"config.json": b"{}", "chat_template.jinja": HERMES.encode()}
+def test_published_folders_have_the_template(template: Path, tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("the model's own")
+    files = ModelFiles.read(tmp_path, SimpleNamespace(config=Qwen3Config()), "float32", chat_template=template).files
+    assert files["chat_template.jinja"] == HERMES.encode()
 
 
 def test_a_template_of_ones_own_is_another_warm_start(template: Path) -> None:

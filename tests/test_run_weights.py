@@ -163,7 +163,7 @@ def test_with_versions_in_memory_a_run_is_the_same_and_what_lasts_is_on_the_disk
     assert job.reproducible_lines() == disk.reproducible_lines()
     assert where(job) == {5: False, 10: False, 12: False}
     assert {path.name for path in (job.run_dir / "weights").iterdir()} == {"step_5", "step_10", "step_12"}
-    one, other = (json.loads((each.run_dir / "weights/step_12" / COMPLETE).read_text())["tensors"] for each in (job, disk))
+    one, other = (json.loads((each.run_dir / "weights/step_12" / COMPLETE).read_text())["files"] for each in (job, disk))
     assert one == other
     job.wait_until_nothing_is_left()
 

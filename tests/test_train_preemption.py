@@ -81,5 +81,5 @@ def test_a_step_that_takes_longer_than_the_grace_is_given_up_and_trained_after_t
     finish(start(paths, ranks))
     assert list(map(reproducible, records(paths))) == list(map(reproducible, records(whole)))
     assert len({record["ref/beta"] for record in records(whole)}) == len(records(whole)), "the KL weight moved in every step"
-    ends = [verify(run.weights_of(len(records(run))))["tensors"] for run in (paths, whole)]
+    ends = [verify(run.weights_of(len(records(run))))["files"] for run in (paths, whole)]
     assert ends[0] == ends[1], "bit for bit"

@@ -30,7 +30,7 @@ def run_to_the_end(paths: RunPaths, ranks: int = 1) -> None:
 
 
 def weights(paths: RunPaths) -> dict:
-    return verify(paths.weights_of(STEPS))["tensors"]
+    return verify(paths.weights_of(STEPS))["files"]
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.long)])

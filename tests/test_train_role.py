@@ -127,7 +127,7 @@ def test_a_run_of_the_role_writes_metrics_versions_and_is_reproducible(tmp_path)
     assert not torch.equal(trained.model.norm.weight, initial.model.norm.weight)
     assert read_heartbeats(paths)["trainer"]["phase"] == "done"
     assert list(map(reproducible, found)) == list(map(reproducible, records(runs[1])))
-    manifests = [verify(run.weights_of(STEPS))["tensors"] for run in runs]
+    manifests = [verify(run.weights_of(STEPS))["files"] for run in runs]
     assert manifests[0] == manifests[1], "bit for bit"
 
 

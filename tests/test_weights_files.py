@@ -20,7 +20,7 @@ from rlx.parallel.mesh import one_process
 from rlx.paths import COMPLETE, RunPaths
 from rlx.weights import files
 from rlx.weights.files import ModelFiles, WeightsError, latest_version, prune, verify
-from rlx.weights.publish import Publisher, PublishFailed
+from rlx.weights.publish import Publisher
 
 MODELS = {
     "qwen3_tied": lambda: make_model(tie_word_embeddings=True),
@@ -84,11 +84,6 @@ def test_experts_are_saved_under_published_names(source, paths):
         assert "model.layers.0.mlp.experts.3.gate_proj.weight" in set(file.keys())
 
 
-def test_versions_are_saved_in_the_dtype_that_inference_uses(source, paths):
-    folder = save(make_model(tie_word_embeddings=True), source, paths, 1, dtype="bfloat16")
-    assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
-
-
 def test_large_models_are_saved_in_several_files_with_an_index(source, paths, monkeypatch):
     monkeypatch.setattr(files, "SHARD_BYTES", 5000)
     hf = MODELS["llama_untied"]()
@@ -110,17 +105,9 @@ def test_every_damage_is_seen_and_named(source, paths):
     weights.write_bytes(good[:-1])
     with pytest.raises(WeightsError, match=rf"model\.safetensors: expected {len(good)} bytes, found {len(good) - 1}"):
         verify(folder)
-    name, dtype = good.index(b"model.norm.weight"), good.index(b"F32")
-    checksum = r"model\.safetensors: expected checksum \w{16}, found \w{16}; the tensor model\.\S+ is damaged"
-    for position, value, said in (
-        (0, b"\0", r"model\.safetensors is not a safetensors file, or was cut short"),
-        (name, b"M", r"its files and its manifest hold different tensors: Model\.norm\.weight, model\.norm\.weight"),
-        (dtype, b"I", r"expected float32 \[.*\], found int32 \[.*\]; the header's entry of model\.\S+ is damaged"),
-        (len(good) // 2, bytes([good[len(good) // 2] ^ 1]), checksum),
-        (len(good) - 1, bytes([good[-1] ^ 1]), checksum),
-    ):
-        weights.write_bytes(good[:position] + value + good[position + 1 :])
-        with pytest.raises(WeightsError, match=said):
+    for position in (0, good.index(b"model.norm.weight"), good.index(b"F32"), len(good) // 2, len(good) - 1):
+        weights.write_bytes(good[:position] + bytes([good[position] ^ 1]) + good[position + 1 :])
+        with pytest.raises(WeightsError, match=r"model\.safetensors: expected checksum \w{16}, found \w{16}; its \d+ bytes are damaged"):
             verify(folder)
     (folder / "config.json").write_bytes((folder / "config.json").read_bytes()[:-1] + b" ")
     weights.write_bytes(good)
@@ -140,20 +127,6 @@ def test_every_damage_is_seen_and_named(source, paths):
     (folder / COMPLETE).unlink()
     with pytest.raises(WeightsError, match="no file COMPLETE"):
         verify(folder)
-
-
-def test_a_write_that_fails_leaves_no_version(source, paths, monkeypatch):
-    def disk_full(*_, **__):
-        raise OSError("disk full")
-
-    monkeypatch.setattr("safetensors.torch.save_file", disk_full)
-    said = rf"version 1 of the weights could not be written to {paths.weights}: OSError: disk full\n  fix: free some space there"
-    with pytest.raises(PublishFailed, match=said):
-        save(make_model(), source, paths, 1)
-    assert latest_version(paths) is None
-    monkeypatch.undo()
-    save(make_model(), source, paths, 1)
-    assert latest_version(paths) == 1
 
 
 def test_a_version_is_replaced_by_a_later_attempt(source, paths):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +19,11 @@ from rlx.config.roots import EVAL
 from rlx.config.schema import Config
 from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import one_process
-from rlx.paths import COMPLETE, RunPaths
+from rlx.paths import RunPaths
 from rlx.preflight import doctor
 from rlx.preflight.needs import needed_memory
 from rlx.runs.weights import resolve
 from rlx.weights import files, tmpfs
-from rlx.weights.broadcast import Broadcast, make_room
 from rlx.weights.files import ModelFiles, WeightsError, verify
 from rlx.weights.publish import Publisher, PublishFailed
 from rlx.weights.subscribe import Subscriber
@@ -41,10 +39,10 @@ def shm(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def publisher(tmp_path: Path, shm: Path) -> Broadcast:
+def publisher(tmp_path: Path, shm: Path) -> Publisher:
     paths = RunPaths(tmp_path / "mine")
     tmpfs.make(paths.weights, shm, 0)
-    return Broadcast(
+    return Publisher(
         PolicyModel(make_model()), one_process("cpu"), paths, ModelFiles({"config.json": b"{}"}), torch.float32, in_memory=True
     )
 
@@ -86,7 +84,7 @@ def test_versions_that_last_are_on_the_disk_and_all_are_found_in_the_run_directo
     assert list(shm.iterdir()) == []
 
 
-def test_a_version_in_memory_goes_to_the_disk_when_a_checkpoint_of_it_is_made_and_its_readers_go_on(publisher: Broadcast) -> None:
+def test_a_version_in_memory_goes_to_the_disk_when_a_checkpoint_of_it_is_made_and_its_readers_go_on(publisher: Publisher) -> None:
     broadcast, paths = publisher, publisher.paths
     folder = publish(publisher, 3)
     before, reader = verify(folder), folder.readlink()
@@ -129,7 +127,7 @@ def test_a_version_that_cannot_be_written_leaves_nothing_and_names_the_folder(
         raise OSError(28, "No space left on device")
 
     (own,) = shm.iterdir()
-    monkeypatch.setattr(files, "_records", full)
+    monkeypatch.setattr(files, "_digest", full)
     publisher.gather(1, lasts=False)
     with pytest.raises(
         PublishFailed, match=rf"version 1 .* to {own}: OSError: \[Errno 28\] No space left on device\n  fix: free some space"
@@ -220,22 +218,7 @@ def test_a_role_that_is_started_by_hand_has_nobody_who_deletes_what_it_leaves(tm
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_the_key_nothing_is_made(tmp_path: Path) -> None:
-    make_room(compose([], environ={}).cfg, RunPaths(tmp_path))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_versions_last_that_are_evaluated_or_the_last_one() -> None:
     cfg = compose(["max_steps=14", "eval.interval=4", "weight_broadcast.folder=/dev/shm", "dry_run=true"], environ={}).cfg
     assert [version for version in range(15) if cfg.lasts(version)] == [0, 4, 8, 12, 14]
     assert all(cfg.publishes(version) for version in range(15)), "servers need every version"
-
-
-def test_a_damaged_version_in_memory_is_seen(publisher: Publisher) -> None:
-    folder = publish(publisher, 1)
-    manifest = json.loads((folder / COMPLETE).read_text())
-    with (folder / "model.safetensors").open("r+b") as file:
-        file.seek(manifest["files"]["model.safetensors"]["size"] - 1)
-        file.write(b"\x01")
-    with pytest.raises(WeightsError, match="is damaged"):
-        verify(folder)

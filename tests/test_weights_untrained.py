@@ -20,7 +20,7 @@ from rlx.models.load import load_policy
 from rlx.models.tiny import build_tokenizer
 from rlx.parallel.mesh import one_process
 from rlx.paths import RunPaths
-from rlx.weights.broadcast import Broadcast
+from rlx.weights.publish import Publisher
 from rlx.weights.shapes import check_shapes, manifest, tensor_shapes
 
 LATENT = {
@@ -43,12 +43,12 @@ def saved(folder: Path, config: type, keys: dict[str, Any], more: dict[str, torc
     return str(folder)
 
 
-def begun(tmp_path: Path, source: str, *overrides: str) -> tuple[Broadcast, RunPaths]:
+def begun(tmp_path: Path, source: str, *overrides: str) -> tuple[Publisher, RunPaths]:
     """The trainer's end of a run that begins with `source`."""
     cfg = compose(["hardware=cpu", "seq_len=60", "sampling.max_tokens=8", *overrides], environ={}).cfg
     mesh, paths = one_process("cpu"), RunPaths(tmp_path / "run")
     model = load_policy(source, mesh, dtype="float32", lora=cfg.lora if cfg.lora.on else None)
-    return Broadcast.from_config(cfg, model, mesh, paths, source, lambda *_: nullcontext()), paths
+    return Publisher.from_config(cfg, model, mesh, paths, source, lambda *_: nullcontext()), paths
 
 
 @pytest.mark.parametrize("what", MORE)

@@ -87,7 +87,7 @@ def a_writer_with_a_full_disk(publisher: Publisher) -> None:
     first = publisher.mesh.first
     with nullcontext() if first else patch("safetensors.torch.save_file", full):
         said = published(publisher, 2)
-    why = f"{'WriterFailed: rank 1: ' if first else ''}OSError: [Errno 28] No space left on device\n  fix: free"
+    why = f"{'RuntimeError: rank 1: ' if first else ''}OSError: [Errno 28] No space left on device\n  fix: free"
     assert said.startswith(f"version 2 of the weights could not be written to {publisher.paths.weights}: {why}"), said
     if first:
         assert [path.name for path in publisher.paths.weights.iterdir()] == ["step_1"]
@@ -140,8 +140,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_files_of_two_writers_hold_the_tensors_of_one(folder: Path, name: str) -> None:
     one, two = RunPaths(folder / f"{name}_1").weights_of(1), RunPaths(folder / f"{name}_2").weights_of(1)
-    manifests = [files.verify(each) for each in (one, two)]
-    assert manifests[0]["tensors"] == manifests[1]["tensors"]
+    for each in (one, two):
+        files.verify(each)
     assert files.identity(one) == files.identity(two)
     shards = sorted({entry.path for entry in entries(two).values()})
     assert len(shards) >= 2

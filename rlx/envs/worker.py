@@ -54,7 +54,7 @@ from rlx.envs.wire import (
     pack_row,
     unpack_row,
 )
-from rlx.inference.sampler import Follower
+from rlx.inference.sampler import Sampler
 from rlx.policy.spec import PolicySpec, chat_of, policy_of
 from rlx.process import die_with_parent, keep_event_loop_free
 from rlx.stacks import answer_in_child, explain_with, where_rollouts_wait
@@ -208,7 +208,7 @@ class Server:
 
     def __init__(self, link: socket.socket, env: Any, keeps_late: bool) -> None:
         self.env, self.keeps_late, self.link = env, keeps_late, Link(link, ToWorker)
-        self.sampler: Follower | None = None
+        self.sampler: Sampler | None = None
         self._playing: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self) -> None:
@@ -235,7 +235,8 @@ class Server:
             case Serve() if self.sampler is not None:
                 self.sampler.take(message.servers)
             case Serve():
-                self.sampler = Follower(message.servers)
+                self.sampler = Sampler(message.servers.endpoints, message.servers.request_timeout)
+                self.sampler.take(message.servers)
                 await self.sampler.__aenter__()
             case Give():
                 self._make(message.policy)

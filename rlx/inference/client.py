@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import aiohttp
@@ -14,16 +13,11 @@ from rlx.inference.wire import RequestRefused, ServerUnreachable, error_of
 
 CONNECT = 10.0  # seconds for opening a connection; a host that vanished does not refuse it
 IDLE = 3.0  # seconds after which an idle connection is closed: vLLM closes it after 5, perhaps just when a request is sent
-
 UNKNOWN_METHOD = b"is not implemented"  # vLLM's words for a method that its workers do not have
-_json = {"Content-Type": "application/json"}
 
 
 class Client:
     """An async context manager. Belongs to one event loop."""
-
-    def __init__(self) -> None:
-        self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Client:
         connector, timeout = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE), aiohttp.ClientTimeout(total=None, sock_connect=CONNECT)
@@ -31,35 +25,27 @@ class Client:
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        if self._session is not None:
-            await self._session.close()
+        await self._session.close()
 
-    async def send(self, endpoint: Endpoint, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
-        """Status and body of the answer. Raises ServerUnreachable if there is none, if it is cut, or if the server is going down (503)."""
-        assert self._session is not None, "use the client as `async with Client() as client`"
-        headers = endpoint.headers | (_json if body is not None else {})
+    async def send(self, endpoint: Endpoint, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+        """Status and body of the answer to a POST, or without a JSON body to a GET.
+
+        Raises ServerUnreachable if there is none, if it is cut, or if the server is going down (503).
+        """
+        method, headers = ("GET", endpoint.headers) if body is None else ("POST", endpoint.headers | {"Content-Type": "application/json"})
         try:
             async with self._session.request(method, endpoint.url + path, data=body, headers=headers) as answer:
-                content = await answer.read()
-                status = answer.status
+                status, content = answer.status, await answer.read()
         except (aiohttp.ClientError, OSError) as error:
-            unreachable = ServerUnreachable(f"{endpoint.name} does not answer: {error or type(error).__name__}")
-            unreachable.connected = not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
-            raise unreachable from error
+            connected = not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+            raise ServerUnreachable(f"{endpoint.name} does not answer: {error or type(error).__name__}", connected) from error
         if status == 503 or (status == 401 and endpoint.superseded):
             raise ServerUnreachable(str(error_of(endpoint.name, status, content)))
         return status, content
 
-    async def get(self, endpoint: Endpoint, path: str) -> bytes:
+    async def ask(self, endpoint: Endpoint, path: str, body: dict[str, Any] | None = None) -> bytes:
         """The body of an answer with status 200. Raises `send`'s errors, RequestRefused for 4xx and InferenceError for 5xx."""
-        return await self._good(endpoint, "GET", path)
-
-    async def post(self, endpoint: Endpoint, path: str, body: dict[str, Any] | None = None) -> bytes:
-        """Like `get`, with a JSON body."""
-        return await self._good(endpoint, "POST", path, msgspec.json.encode(body or {}))
-
-    async def _good(self, endpoint: Endpoint, method: str, path: str, body: bytes | None = None) -> bytes:
-        status, content = await self.send(endpoint, method, path, body)
+        status, content = await self.send(endpoint, path, None if body is None else msgspec.json.encode(body))
         if status != 200:
             raise error_of(endpoint.name, status, content)
         return content
@@ -69,7 +55,7 @@ class Client:
 
         Raises RequestRefused if the server was started without the extension. An error of a rank is in its record (`error`).
         """
-        status, body = await self.send(endpoint, "POST", wire.RPC, msgspec.json.encode({"method": method, "args": list(arguments)}))
+        status, body = await self.send(endpoint, wire.RPC, msgspec.json.encode({"method": method, "args": list(arguments)}))
         if status == 404 or (status >= 500 and UNKNOWN_METHOD in body):
             raise RequestRefused(
                 f"{endpoint.name} does not know `{method}` ({status}: {wire.text_of(body)}).\n  fix: start it with the options that "
@@ -78,15 +64,3 @@ class Client:
         if status != 200:
             raise error_of(endpoint.name, status, body)
         return list(msgspec.json.decode(body)["results"])
-
-    async def label(self, endpoint: Endpoint) -> str:
-        """The label of the served weights. Raises RequestRefused if the server has no route for it."""
-        return str(msgspec.json.decode(await self.get(endpoint, wire.LABEL))["weight_version"])
-
-    async def in_time(self, answer: Any, endpoint: Endpoint, seconds: float, what: str) -> Any:
-        """Await an answer about `what`. Raises ServerUnreachable if it does not come in time: the server may hang."""
-        try:
-            async with asyncio.timeout(seconds):
-                return await answer
-        except TimeoutError:
-            raise ServerUnreachable(f"{endpoint.name} did not {what} in {seconds:g} s") from None

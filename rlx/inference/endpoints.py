@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rlx.config.schema import EvaluatedRun, PlayRoot, TrainingRoot
 from rlx.heartbeat import FETCHING, WAITING_FOR_MODEL, AtWork
-from rlx.paths import RunPaths, atomic, listed
+from rlx.paths import RunPaths, listed, write_text
 from rlx.process import host_name
 from rlx.waiting import wait_for
 
@@ -73,10 +73,7 @@ class Endpoint:
 
     def refreshed(self) -> Endpoint:
         """The endpoint that the file holds now; this endpoint if there is no file, or if it cannot be read."""
-        try:
-            return (self.file is not None and read_endpoint(self.file)) or self
-        except (OSError, ValueError, KeyError, TypeError):
-            return self
+        return (self.file is not None and read_endpoint(self.file)) or self
 
     @property
     def superseded(self) -> bool:
@@ -91,18 +88,20 @@ def endpoint_file(paths: RunPaths, replica: int) -> Path:
 def publish_endpoint(file: Path, endpoint: Endpoint) -> str:
     """Write a server's address to `file`, readable only by the user. Returns the URL."""
     record = {"url": endpoint.url, "api_key": endpoint.api_key, "pid": os.getpid(), "host": host_name()}
-    with atomic(file, 0o600) as temporary:
-        temporary.write_text(json.dumps(record))
+    write_text(file, json.dumps(record), mode=0o600)
     return endpoint.url
 
 
 def read_endpoint(file: Path) -> Endpoint | None:
-    """The endpoint in a file; None if there is no file."""
+    """The endpoint in a file; None if there is no file, and with a warning if it cannot be read."""
     try:
         record = json.loads(file.read_text())
+        return Endpoint(record["url"], record["api_key"], file)
     except FileNotFoundError:
         return None
-    return Endpoint(record["url"], record["api_key"], file)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("%s does not describe an inference server: %s", file, error)
+        return None
 
 
 def read_endpoints(paths: RunPaths, count: int, timeout: float = 0.0, tick: Callable[[], None] | None = None) -> list[Endpoint]:
@@ -111,16 +110,13 @@ def read_endpoints(paths: RunPaths, count: int, timeout: float = 0.0, tick: Call
     The time does not count while a server reports that its model is still being made or fetched.
     Raises WaitTimeout, which names the first missing server.
     """
-    found = []
-    for replica in range(count):
-        file = endpoint_file(paths, replica)
 
-        def probe(file: Path = file) -> Endpoint | None:
-            return read_endpoint(file) if listed(file) else None
+    def wait(replica: int) -> Endpoint:
+        file, without_model = endpoint_file(paths, replica), AtWork(paths, f"inference_{replica}", (WAITING_FOR_MODEL, FETCHING))
+        what = f"inference server {replica} ({file})"
+        return wait_for(lambda: read_endpoint(file) if listed(file) else None, what, timeout, tick=tick, excused=without_model)
 
-        without_model = AtWork(paths, f"inference_{replica}", (WAITING_FOR_MODEL, FETCHING))
-        found.append(wait_for(probe, f"inference server {replica} ({file})", timeout, tick=tick, excused=without_model))
-    return found
+    return [wait(replica) for replica in range(count)]
 
 
 def present_servers(config: PlayRoot, paths: RunPaths) -> list[Endpoint]:
@@ -130,15 +126,7 @@ def present_servers(config: PlayRoot, paths: RunPaths) -> list[Endpoint]:
     A file that cannot be read is skipped with a warning.
     """
     found = [Endpoint(url, config.inference.api_key or "") for url in config.inference.base_url]
-    for file in sorted(paths.endpoints.glob("inference_*.json")):
-        try:
-            endpoint = read_endpoint(file)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            log.warning("%s does not describe an inference server: %s", file, error)
-            continue
-        if endpoint is not None:
-            found.append(endpoint)
-    return found
+    return found + [endpoint for file in sorted(paths.endpoints.glob("inference_*.json")) if (endpoint := read_endpoint(file))]
 
 
 def find_servers(config: PlayRoot, paths: RunPaths, tick: Callable[[], None]) -> list[Endpoint]:
@@ -154,9 +142,6 @@ def wait_for_neighbours(cfg: TrainingRoot, paths: RunPaths, beat: Callable[[str]
     While an engine starts, it measures the GPU's free memory, so the trainer must not take any. `beat` reports the phase, `tick` is called
     while waiting. Raises WaitTimeout after `inference.startup_timeout`.
     """
-    if not isinstance(cfg, EvaluatedRun) or not cfg.plays or not cfg.num_servers:
-        return
-    if cfg.hardware.device != "cuda" or not cfg.hardware.shared:
-        return
-    beat("waiting for the inference servers, which measure the GPU's memory before the trainer takes any")
-    read_endpoints(paths, cfg.hardware.inference_replicas, cfg.inference.startup_timeout, tick)
+    if isinstance(cfg, EvaluatedRun) and cfg.plays and cfg.num_servers and cfg.hardware.device == "cuda" and cfg.hardware.shared:
+        beat("waiting for the inference servers, which measure the GPU's memory before the trainer takes any")
+        read_endpoints(paths, cfg.hardware.inference_replicas, cfg.inference.startup_timeout, tick)

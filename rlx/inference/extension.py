@@ -24,8 +24,7 @@ import torch
 from rlx.inference.compare import Compare
 from rlx.inference.middleware import SECRET
 from rlx.process import die_with_parent, peak_memory
-from rlx.weights.check import check_folder, read_tensors
-from rlx.weights.files import identity
+from rlx.weights.files import check_folder, identity, read_tensors
 from rlx.weights.hub import fetch
 from rlx.weights.shapes import Entry, entries
 

@@ -12,7 +12,7 @@ it, and samplers learn of it (`on_change`).
     a load fails midway                                     the server ends; another one serves, or the run waits for its restart
     it has a label of another run                           TakenServer: the run ends
 
-Sampling is `rlx.inference.sampler`.
+Whatever the reason, `_bring` is how a server gets a version. Sampling is `rlx.inference.sampler`.
 """
 
 from __future__ import annotations
@@ -21,36 +21,42 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 from rlx.concurrent import all_of
 from rlx.inference import wire
 from rlx.inference.client import Client
 from rlx.inference.endpoints import Endpoint
 from rlx.inference.replica import Replica, ServerState, totals
-from rlx.inference.sampler import PAUSE, RESTART
-from rlx.inference.update import GONE, insist, load_all, transfer
+from rlx.inference.sampler import FAILING, PAUSE, RESTART
 from rlx.inference.wire import (
     InferenceError,
     RequestRefused,
     ServerUnreachable,
     StaleServer,
     TakenServer,
+    UpdateRefused,
     WeightsDiffer,
+    WeightsGone,
     label_of,
     parse_label,
 )
 from rlx.types import InitialModel, WeightVersion
+from rlx.weights.subscribe import request_transfer
 
 log = logging.getLogger(__name__)
 
 LOOK = 2.0  # seconds between two checks of the servers
 HUNG = 30.0  # seconds after which a server that takes a connection but does not answer counts as lost, if others answer
+GONE = 2.0  # seconds without an answer after which an update goes on without a server, if others have the version
+SLOWER = 4.0  # factor: a server that takes so much longer than the first one is left out of an update
+INITIAL = WeightVersion(version=0, kind="initial", where="")
+
+Missing = dict[Replica, BaseException]  # servers that did not get a version, and why
 
 
 class Fleet:
-    """All servers of one run. An async context manager, of one event loop. `version`: the version of the latest complete update."""
+    """All servers of one run. An async context manager, of one event loop."""
 
     def __init__(
         self,
@@ -71,19 +77,18 @@ class Fleet:
         servers that the run has at the moment, called in a thread at every check; None: they never change. `hung`: seconds for an answer in
         such a check, if other servers answer.
         """
-        self.version = 0
-        self.on_change: Callable[[Sequence[Endpoint], Collection[str]], None] = lambda serving, lost: None  # `Sampler.use`
+        self.on_change: Callable[..., None] = lambda **known: None  # `Sampler.change`
         self.look_up: Callable[[int], WeightVersion | None] = lambda version: None  # where a version is now: `Subscriber.at`
         self.insists = True  # on servers that started with the trainer's model; False: a difference is logged
         self.initial: Callable[[str], str] = lambda model: model  # the folder of version 0 for a server that started with `model`
         self.trained: Callable[[], InitialModel | None] = lambda: None  # the trainer's model, once it is known: `Subscriber.initial`
-        self._weights: WeightVersion | None = None  # of `version`; None: the initial model
-        self._servers = [Replica(endpoint) for endpoint in endpoints]
+        self._weights = INITIAL  # of the latest complete update
         self._restart_timeout, self._run, self._adopts, self._verify_every = restart_timeout, run, adopt, verify_every
         self._look, self._find, self._hung = look, find, hung
         self._failed: asyncio.Future[InferenceError] = asyncio.get_running_loop().create_future()  # what a check found ends the run
         self._watching: asyncio.Task[None] | None = None
         self._client = Client()
+        self._servers = [Replica(self._client, endpoint, not adopt) for endpoint in endpoints]
 
     async def __aenter__(self) -> Fleet:
         await self._client.__aenter__()
@@ -96,6 +101,33 @@ class Fleet:
                 await self._watching
         await self._client.__aexit__()
 
+    async def wait_ready(self, timeout: float, tick: Callable[[], None] = lambda: None) -> None:
+        """Return when every server answers and has version 0, or with `adopt` whatever it has. From then on the servers are watched.
+
+        `tick`: called several times a second meanwhile. Raises ServerUnreachable, which names the server, RequestRefused for a wrong key
+        or a server without the worker extension, or InferenceError if servers have different models or versions.
+        """
+        began = time.monotonic()
+        for server in self._servers:
+            while server.state is None:
+                try:
+                    await server.in_time(server.look(), self._hung, "report its state")
+                except ServerUnreachable as error:
+                    if time.monotonic() > began + timeout:
+                        raise ServerUnreachable(f"{server.endpoint.name} was not ready after {timeout:g} s: {error}") from error
+                    tick()
+                    await asyncio.sleep(PAUSE)
+        states = [server.state for server in self._servers if server.state is not None]
+        if self._adopts:
+            if len(labels := {state.label for state in states}) > 1:
+                raise InferenceError(f"the servers have different versions: {sorted(labels)}. Does a run update them (inference.base_url)?")
+            found = parse_label(states[0].label)
+            self._weights = INITIAL if found is None else WeightVersion(version=found[0], kind="initial", where="")
+        else:
+            await all_of(self._bring(server, INITIAL) for server in self._servers)
+        self._tell_samplers()
+        self._watching = asyncio.ensure_future(self._watch())
+
     # -- versions
 
     async def update(self, weights: WeightVersion, timeout: float = 600.0) -> None:
@@ -105,77 +137,154 @@ class Fleet:
         Raises the errors of the table above, and ServerUnreachable if no server has the version after `timeout` seconds, in which time
         without any server does not count.
         """
-        serving = [server for server in self._servers if server.serves] or self._servers
-        if weights.kind == "memory":  # to all: nobody brings such a version to servers that join later
-            patience = self._hung, self._restart_timeout
-            missing = await transfer(self._servers.copy(), self._client, weights, self._run, timeout, *patience)
-        else:
-            missing = await load_all(serving, lambda server: self._insist(server, weights), weights, timeout, self._hung)
-        self._weights, self.version = weights, weights.version
-        for server, error in missing.items():
-            self._leave_out(server, str(error))
-
-    async def _insist(self, server: Replica, weights: WeightVersion) -> None:
-        await insist(server, lambda: self._load(server, weights), lambda: server.look(self._client), self._restart_timeout)
-
-    async def _load(self, server: Replica, weights: WeightVersion) -> None:
-        await server.load(self._client, self.look_up(weights.version) or weights, self._run, self._verify_every)
+        missing = await (self._transfer if weights.kind == "memory" else self._load_all)(weights, timeout)
+        self._weights = weights
+        self._leave_out(missing)
+        self._tell_samplers()
 
     async def restore(self, endpoint: Endpoint) -> None:
         """Bring the server at `endpoint` to the run's version if it restarted. Raises InferenceError if that fails."""
         for server in self._servers:
             if server.endpoint.key == endpoint.key:
-                return await self._bring_up_to_date(server)
+                return await self._bring_current(server)
         raise StaleServer(f"{endpoint.name} is not one of this run's servers: {', '.join(s.endpoint.url for s in self._servers)}")
 
-    async def _bring_up_to_date(self, server: Replica) -> None:
-        """Bring one server to the run's version, unless it has it. Raises TakenServer if another run uses it."""
-        seconds = self._restart_timeout
-        await self._client.in_time(self._load_unless_there(server), server.endpoint, seconds, f"load version {self.version}")
+    async def _bring_current(self, server: Replica) -> None:
+        await server.in_time(self._bring(server, self._weights), self._restart_timeout, f"load version {self.version}")
 
-    async def _load_unless_there(self, server: Replica) -> None:
-        async with server.lock:  # an update in progress ends first, and one of several calls at once loads
-            state = await server.look(self._client)
-            if not self._has_version(server):
-                await self._load_current(server, state)
-            elif server.paused:
-                await server.resume(self._client)
+    async def _bring(self, server: Replica, weights: WeightVersion) -> None:
+        """Bring a server to a version and let it generate, unless it has the version or a newer one of this run. One attempt.
 
-    async def _load_current(self, server: Replica, state: ServerState) -> None:
-        other = parse_label(state.label)
-        if other is not None and other[1] != self._run and server.serves:
-            raise TakenServer(
-                f"{server.endpoint.name} has version {other[0]} of another run ({other[1]}; this one is {self._run}).\n"
-                "  fix: give each run servers of its own, or run them in turn"
-            )
-        log.info("%s has version %s; it gets version %d", server.endpoint.name, state.label, self.version)
-        if self._weights is None:
-            if (differs := server.differs_from([one for one in self._servers if one.serves])) is not None:
-                raise StaleServer(
-                    f"{server.endpoint.name} started with {state.model}, and {differs.endpoint.name} with other weights.\n"
-                    "  fix: start it with the run's model"
+        Raises TakenServer if another run uses it, and InferenceError if it started with another model than the other servers.
+        """
+        async with server.lock:  # one of several calls at once loads
+            state, label = await server.look(), label_of(weights.version, self._run)
+            version, run = parse_label(state.label) or (-1, "")
+            if version >= 0 and run != self._run and server.serves and self._watching is not None:
+                raise TakenServer(
+                    f"{server.endpoint.name} has version {version} of another run ({run}; this one is {self._run}).\n"
+                    "  fix: give each run servers of its own, or run them in turn"
                 )
-            await server.reset(self._client, self._run, self.initial(state.model))
-        elif self._weights.kind == "memory" and (self.look_up(self.version) or self._weights).kind == "memory":
-            raise StaleServer(f"{server.endpoint.name} joins with the next version, which the trainer sends from its memory")
-        else:
-            await self._load(server, self._weights)
+            has_it = label in state.adapters if weights.kind == "adapter" else run == self._run and version >= weights.version
+            if server.loading or not has_it:
+                where = weights if weights.kind == "initial" else self.look_up(weights.version) or weights
+                await server.load(where, label, self.initial(state.model), self._verify_every)
+            elif server.paused:
+                await server.resume()
+            if weights.kind == "initial":
+                self._compare_with_others(server)
 
-    def _has_version(self, server: Replica) -> bool:
-        assert server.state is not None
-        if server.loading:
-            return False
-        name = label_of(self.version, self._run)
-        if self._weights is not None and self._weights.kind == "adapter":
-            return name in server.adapters
-        found = parse_label(server.state.label)
-        return server.state.label == name or (found is not None and found[1] == self._run and found[0] > self.version)
+    def _compare_with_others(self, server: Replica) -> None:
+        """Raise InferenceError if a server has another version 0 than one of the others that have it. Later versions are verified."""
+        there = [each.state for each in self._servers if each.serves or each is server]
+        models = {state.identity: state.model for state in there if state and state.identity and self.initial(state.model) == state.model}
+        if len(models) > 1:
+            raise InferenceError(
+                f"{server.endpoint.name} or another server started with other weights: the servers have {' and '.join(models.values())}.\n"
+                "  fix: start all servers of a run with the model that it trains"
+            )
+
+    async def _load_all(self, weights: WeightVersion, timeout: float) -> Missing:
+        """Load a version into all serving servers. Returns those without it; at least one has it.
+
+        A server that fails or does not answer delays the others only until one of them has the version.
+        """
+        loading = {asyncio.ensure_future(self._insist(server, weights)): server for server in self._serving()}
+        waiting, missing = set(loading), Missing()
+        began = last = time.monotonic()
+        first: float | None = None  # seconds of the first server that has it
+        try:
+            while waiting:
+                done, waiting = await asyncio.wait(waiting, timeout=PAUSE, return_when=asyncio.FIRST_COMPLETED)
+                now = time.monotonic()
+                if first is None and not done and all(loading[task].silent_since is not None for task in waiting):
+                    began += now - last
+                last = now
+                for task in done:
+                    try:
+                        task.result()
+                        first = now - began if first is None else first
+                    except (UpdateRefused, WeightsDiffer, TakenServer):
+                        raise
+                    except InferenceError as error:
+                        missing[loading[task]] = error
+                for task in waiting.copy():
+                    server = loading[task]
+                    needless = first is not None and (server.gone(now, GONE) or now - began > max(self._hung, SLOWER * first))
+                    if needless or now - began > timeout:
+                        waiting.discard(task)
+                        missing[server] = ServerUnreachable(
+                            f"{server.endpoint.name} did not load version {weights.version} in {now - began:.3g} s "
+                            f"(weight_broadcast.timeout={timeout:g})"
+                        )
+        finally:
+            for task in loading:
+                task.cancel()
+            await asyncio.gather(*loading, return_exceptions=True)
+        if first is None:
+            raise ServerUnreachable("; ".join(map(str, missing.values())))
+        return missing
+
+    async def _insist(self, server: Replica, weights: WeightVersion) -> None:
+        """Bring a server to a version. Try again for `restart_timeout` seconds without an answer, and for FAILING while it fails."""
+        failing_since: float | None = None
+        while True:
+            try:
+                return await self._bring(server, weights)
+            except (RequestRefused, WeightsDiffer, TakenServer):
+                raise
+            except InferenceError as error:
+                if server.warned != str(error):
+                    log.warning("an attempt to load a version failed; it is made again: %s", error)
+                server.warned = str(error)
+                now, silent = time.monotonic(), server.silent_since is not None
+                failing_since = None if silent else failing_since or now
+                limit = self._restart_timeout if silent else min(FAILING, self._restart_timeout)
+                if now - (server.silent_since or failing_since or now) > limit:
+                    raise
+            await asyncio.sleep(PAUSE)
+
+    async def _transfer(self, weights: WeightVersion, timeout: float) -> Missing:
+        """Let the trainer send a version from its memory to all servers, which are paused meanwhile. Returns those without it.
+
+        All: nobody brings such a version to servers that join later. Raises WeightsGone if the trainer has another version by now, or the
+        transfer broke. They stay paused.
+        """
+        servers = self._servers.copy()
+        async with contextlib.AsyncExitStack() as stack:
+            for server in servers:
+                await stack.enter_async_context(server.lock)
+            missing, began = await self._pause_all(servers), time.monotonic()
+            while len(missing) == len(servers):
+                if time.monotonic() - began > self._restart_timeout:
+                    raise ServerUnreachable("; ".join(map(str, missing.values())))
+                await asyncio.sleep(PAUSE)
+                missing = await self._pause_all(servers)
+            receiving = [server for server in servers if server not in missing]
+            for server in receiving:
+                server.loading = True
+            urls = [(server.endpoint.url, server.endpoint.api_key) for server in receiving]
+            if failed := await request_transfer(weights.where, weights.version, urls, timeout):
+                raise WeightsGone(f"the servers did not get version {weights.version}: {failed}")
+            await all_of(server.label(label_of(weights.version, self._run)) for server in receiving)
+        return missing
+
+    async def _pause_all(self, servers: Sequence[Replica]) -> Missing:
+        """Pause all servers. Returns those that do not answer."""
+        asked = [server.in_time(server.pause(), self._hung, "pause") for server in servers]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        return {server: error for server, error in zip(servers, answers, strict=True) if isinstance(error, BaseException)}
 
     def adapter(self, version: int) -> str | None:
         """The name of the adapter that a version is; None: it is a whole model."""
-        return label_of(version, self._run) if self._weights is not None and self._weights.kind == "adapter" else None
+        return label_of(version, self._run) if self._weights.kind == "adapter" else None
 
     # -- state
+
+    @property
+    def version(self) -> int:
+        """The version of the latest complete update."""
+        return self._weights.version
 
     @property
     def size(self) -> int:
@@ -192,76 +301,24 @@ class Fleet:
         """The share of the served weights that was compared with the files, of the server where it is smallest."""
         return min((server.compared or 0.0 for server in self._servers if server.serves), default=0.0)
 
+    def _serving(self) -> list[Replica]:
+        return [server for server in self._servers if server.serves] or self._servers
+
     async def stats(self) -> dict[str, float]:
         """Current metrics by name of the servers that answer. Raises the first server's error if no server answers."""
-        serving = [server for server in self._servers if server.serves] or self._servers
-        asked = (
-            self._client.in_time(self._client.get(s.endpoint, wire.METRICS), s.endpoint, self._hung, "report metrics") for s in serving
-        )
+        asked = [server.in_time(server.ask(wire.METRICS), self._hung, "report metrics") for server in self._serving()]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         found = [wire.metrics_of(answer) for answer in answers if isinstance(answer, bytes)]
         for answer in answers:
             if isinstance(answer, BaseException) and (not found or not isinstance(answer, InferenceError)):
                 raise answer
         values = totals(found) | {"perf/weights_compared": self.compared}
-        interrupted = sum(server.interrupted for server in serving)
+        interrupted = sum(server.interrupted for server in self._serving())
         return values | {"perf/preemptions": max(0.0, values["perf/preemptions"] - interrupted)}
 
     async def states(self) -> list[ServerState]:
         """The state of each server that serves."""
-        serving = [server for server in self._servers if server.serves] or self._servers
-        return await all_of(server.look(self._client, not self._adopts) for server in serving)
-
-    async def wait_ready(self, timeout: float, tick: Callable[[], None] | None = None) -> None:
-        """Return when every server answers and has version 0, or with `adopt` whatever it has. From then on the servers are watched.
-
-        `tick`: called several times a second meanwhile. Raises ServerUnreachable, which names the server, RequestRefused for a wrong key
-        or a server without the worker extension, or InferenceError if servers have different models.
-        """
-        began = time.monotonic()
-        for server in self._servers:
-            while True:
-                try:
-                    asked = server.look(self._client, not self._adopts)
-                    await self._client.in_time(asked, server.endpoint, self._hung, "report its state")
-                    break
-                except ServerUnreachable as error:
-                    if time.monotonic() > began + timeout:
-                        raise ServerUnreachable(f"{server.endpoint.name} was not ready after {timeout:g} s: {error}") from error
-                if tick is not None:
-                    tick()
-                await asyncio.sleep(PAUSE)
-        if self._adopts:
-            await self._adopt()
-        else:
-            untrained = [one for one in self._servers if one.state is not None and self.initial(one.state.model) != one.state.model]
-            await all_of(self._reset(server) for server in untrained)
-            for server in self._servers:
-                if (other := server.differs_from(self._servers[:1])) is not None and server.state is not None:
-                    raise InferenceError(
-                        f"{server.endpoint.name} started with other weights than {other.endpoint.name}: {server.state.model}.\n"
-                        "  fix: start all servers of a run with the model that it trains"
-                    )
-            await all_of(self._reset(server) for server in self._servers if server not in untrained)
-        self._watching = asyncio.ensure_future(self._watch())
-
-    async def _reset(self, server: Replica) -> None:
-        async with server.lock:
-            assert server.state is not None
-            await server.reset(self._client, self._run, self.initial(server.state.model))
-
-    async def _adopt(self) -> None:
-        """Take the servers' version for the fleet's. Servers without a route for labels have version 0."""
-        labels = set()
-        for server in self._servers:
-            try:
-                labels.add(await self._client.label(server.endpoint))
-            except RequestRefused:
-                labels.add(wire.UNLABELLED)
-        if len(labels) > 1:
-            raise InferenceError(f"the servers have different versions: {sorted(labels)}. Does a run update them (inference.base_url)?")
-        found = parse_label(labels.pop())
-        self.version = found[0] if found else 0
+        return await all_of(server.look() for server in self._serving())
 
     async def held(self) -> None:
         """Runs for ever. Raises what makes the run's rollouts wrong: TakenServer, WeightsDiffer, or InferenceError once it is known that
@@ -270,31 +327,10 @@ class Fleet:
         while not self._failed.done():
             # Only version 0 could be another model unnoticed, so a run that goes on from a checkpoint looks no longer than it has it.
             if trained is None and not self.version and (trained := await asyncio.to_thread(self.trained)) is not None:
-                self._compare_initial(trained)
+                for server in self._serving():
+                    server.compare_with(trained, self.insists)
             await asyncio.wait([self._failed], timeout=PAUSE)
         raise self._failed.result()
-
-    def _compare_initial(self, trained: InitialModel) -> None:
-        """Raise InferenceError if a server started with another model than the trainer, or computes it with other rotary frequencies."""
-        for server in self._servers:
-            state, name = server.state, server.endpoint.name
-            if state is None or not server.serves:
-                continue
-            if trained.longest is not None and state.context > trained.longest:
-                raise InferenceError(
-                    f"{name} has a context of {state.context} tokens, so it takes the rotary frequencies of long texts for all requests, "
-                    f"and the trainer takes those of texts of up to {trained.longest} tokens (LongRoPE).\n"
-                    f"  fix: start the server with inference.max_model_len={trained.longest} or less"
-                )
-            if state.identity and state.identity != trained.identity:
-                text = (
-                    f"{name} started with other weights than the trainer: its model is {state.model} (identity {state.identity}), that of "
-                    f"the trainer on {trained.host} is {trained.where} (identity {trained.identity}).\n  fix: give all hosts one model: "
-                    "a folder on a shared file system (model.name), or the same revision of a hub name in their caches"
-                )
-                if self.insists:
-                    raise InferenceError(text)
-                log.warning("%s. The same weights in another dtype, or with a tied head stored, differ in this, too", text)
 
     # -- servers that come and go
 
@@ -318,14 +354,14 @@ class Fleet:
                 check.cancel()
             await asyncio.gather(*checks.values(), return_exceptions=True)
 
-    def _follow(self, endpoints: Sequence[Endpoint]) -> None:
+    def _follow(self, endpoints: Iterable[Endpoint]) -> None:
         """Add new servers, which `_check` brings up to date, and remove those that are no longer named, except the last one."""
         named = {endpoint.key: endpoint for endpoint in endpoints}
         for key in named.keys() - {server.endpoint.key for server in self._servers}:
             log.info("%s joins; it serves once it has the run's version", named[key].name)
-            self._servers.append(Replica(named[key], serves=False))
+            self._servers.append(Replica(self._client, named[key], not self._adopts, serves=False))
         for server in [server for server in self._servers if server.endpoint.key not in named]:
-            if any(other.serves for other in self._servers if other is not server):
+            if self._others(server):
                 log.info("%s was taken away; its requests end or go elsewhere", server.endpoint.name)
                 self._servers.remove(server)
                 self._tell_samplers()
@@ -334,24 +370,22 @@ class Fleet:
         """Bring one server up to date. Leave it out while it does not answer. A failure is logged once."""
         if server.lock.locked():  # an update is in progress
             return
-        others, before = any(other.serves for other in self._servers if other is not server), server.endpoint
-        limit = self._hung if others else self._restart_timeout
+        before = server.endpoint
         try:
-            await self._client.in_time(server.look(self._client, not self._adopts), server.endpoint, limit, "report its version")
-            if not self._adopts and (server.paused or not self._has_version(server)):
-                await self._bring_up_to_date(server)
+            limit = self._hung if self._others(server) else self._restart_timeout
+            await server.in_time(server.look(), limit, "report its version")
+            if not self._adopts:
+                await self._bring_current(server)
         except InferenceError as error:
-            server.hung = isinstance(error, ServerUnreachable) and server.silent_since is None
             if isinstance(error, TakenServer | WeightsDiffer) and not self._failed.done():
                 self._failed.set_result(error)
-            text = str(error)
-            if any(other.serves for other in self._servers if other is not server) and server.gone(time.monotonic(), GONE):
-                self._leave_out(server, text)
-            elif server.warned != text:
-                log.warning("%s", text)
-            server.warned = text
+            if self._others(server) and server.gone(time.monotonic(), GONE):
+                self._leave_out({server: error})
+            elif server.warned != str(error):
+                log.warning("%s", error)
+            server.warned = str(error)
         else:
-            server.hung, server.warned = False, ""
+            server.warned = ""
             if not server.serves:
                 server.serves = True
                 log.info("%s serves version %d", server.endpoint.name, self.version)
@@ -359,13 +393,17 @@ class Fleet:
             elif server.endpoint != before:  # it restarted at another address, and samplers of other processes hear of it here
                 self._tell_samplers()
 
-    def _leave_out(self, server: Replica, why: str) -> None:
-        if server.serves:
+    def _others(self, server: Replica) -> bool:
+        return any(other.serves for other in self._servers if other is not server)
+
+    def _leave_out(self, missing: Missing) -> None:
+        lost = [server for server in missing if server.serves]
+        for server in lost:
             server.serves = False
-            log.warning("%s; the other servers go on without it", why)
-            self._tell_samplers(server.endpoint.key)
+            log.warning("%s; the other servers go on without it", missing[server])
+        if lost:
+            self._tell_samplers(*(server.endpoint.key for server in lost))
 
     def _tell_samplers(self, *lost: str) -> None:
-        serving: list[Any] = [server.endpoint for server in self._servers if server.serves]
-        if serving:
-            self.on_change(serving, lost)
+        if serving := [server.endpoint for server in self._servers if server.serves]:
+            self.on_change(endpoints=serving, lost=lost, version=self.version, adapter=self.adapter(self.version), context=self.context)

@@ -11,22 +11,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from rlx.concurrent import all_of
 from rlx.inference import wire
 from rlx.inference.client import Client
 from rlx.inference.endpoints import Endpoint
-from rlx.inference.wire import InferenceError, ServerUnreachable, UpdateRefused, WeightsDiffer, label_of
+from rlx.inference.wire import UNLABELLED, InferenceError, RequestRefused, ServerUnreachable, StaleServer, UpdateRefused, WeightsDiffer
 from rlx.paths import COMPLETE
-from rlx.types import WeightVersion
+from rlx.types import InitialModel, WeightVersion
 from rlx.weights.shapes import digest_of, manifest
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 POLL = 0.02  # seconds between two looks at a check
 CHEAP = 0.05  # share of the time between two updates that a compare may always take
 ADAPTERS_LEFT = 2  # adapters of a run that stay loaded: requests in flight may have the one before
@@ -48,46 +51,62 @@ class ServerState:
 
 @dataclass(eq=False)
 class Replica:
-    """One server."""
+    """One server. Callers of what changes it hold its lock."""
 
+    client: Client
     endpoint: Endpoint
+    extension: bool = True  # it must have the worker extension of rlx; False: a server of others
     serves: bool = True  # samplers use it
     state: ServerState | None = None  # the latest one
-    hung: bool = False  # it took a connection and did not answer
     silent_since: float | None = None  # monotonic time of the first of its latest failures to answer
     warned: str = ""  # the latest warning about it
     compared: float | None = None  # share of the served weights that the latest compare covered; None: none since it started
     compare_seconds: float = 0.0  # of the latest compare
     updates: int = 0  # since the latest compare
     updated: float = field(default_factory=time.monotonic)  # monotonic time of the latest update
-    adapters: list[str] = field(default_factory=list)  # of this run, oldest first
     paused: bool = False  # it was told to pause, and not yet to go on
     loading: bool = False  # a load has begun, and no label followed: what it would serve is not known
     interrupted: float = 0.0  # requests that pauses have interrupted since it started: vLLM counts them among its preemptions
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # callers of `load` and `reset` hold it
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def look(self, client: Client, extension: bool = True) -> ServerState:
-        """Ask for its state. `extension`: it must have the worker extension of rlx. Raises InferenceError."""
-        models = wire.models_of(await self.ask(client.get(self.endpoint, wire.MODELS)))
-        if not models:
-            raise InferenceError(f"{self.endpoint.name} serves no model")
-        _, model, context = models[0]
-        adapters = tuple(name for name, *_ in models[1:])
-        if not extension:
-            self.state = ServerState(wire.UNLABELLED, model, context, adapters=adapters)
+    async def look(self) -> ServerState:
+        """Ask for its state. Raises InferenceError."""
+        (_, model, context), *others = wire.models_of(await self.ask(wire.MODELS))
+        if not self.extension:
+            try:
+                label = await self._label()
+            except RequestRefused:  # it has no route for labels
+                label = UNLABELLED
+            self.state = ServerState(label, model, context)
             return self.state
-        ranks = self.good(await self.ask(client.call_workers(self.endpoint, "rlx_state")))
-        label = await self.ask(client.label(self.endpoint))
-        first = ranks[0]
-        if self.state is not None and first["start"] != self.state.start:
-            self.compared, self.adapters, self.interrupted = None, [], 0.0
+        ranks, label = await self.call("rlx_state"), await self._label()
+        if self.state is not None and ranks[0]["start"] != self.state.start:
+            self.compared, self.interrupted = None, 0.0
         # A load that was not labelled afterwards went wrong.
-        pristine = all(rank["label"] in (None, label) for rank in ranks) and (label == wire.UNLABELLED or label.startswith("0@"))
-        about = {name: first[name] for name in ("model", "context", "start", "identity")}
+        pristine = all(rank["label"] in (None, label) for rank in ranks) and (label == UNLABELLED or label.startswith("0@"))
+        about = {name: ranks[0][name] for name in ("model", "context", "start", "identity")}
+        adapters = tuple(name for name, *_ in others)
         self.state = ServerState(label, **about, pristine=pristine, adapters=adapters, devices=tuple(ranks))
         return self.state
 
-    async def ask(self, answer: Any) -> Any:
+    async def _label(self) -> str:
+        return str(msgspec.json.decode(await self.ask(wire.LABEL))["weight_version"])
+
+    async def ask(self, path: str, body: dict[str, Any] | None = None) -> bytes:
+        """The body of its answer."""
+        return await self._noting(self.client.ask(self.endpoint, path, body))
+
+    async def call(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
+        """The records of its ranks. Raises UpdateRefused if a rank has an error, InferenceError if the server ends because of it."""
+        ranks = await self._noting(self.client.call_workers(self.endpoint, method, *arguments))
+        for rank in sorted(ranks, key=lambda rank: not rank.get("broken")):
+            if rank.get("broken"):
+                raise InferenceError(f"{self.endpoint.name} failed in the middle of a load and ends: {rank['error']}")
+            if "error" in rank:
+                raise UpdateRefused(f"{self.endpoint.name}, rank {rank['rank']}: {rank['error']}")
+        return ranks
+
+    async def _noting(self, answer: Awaitable[T]) -> T:
         """Await an answer, and note whether there is one."""
         try:
             found = await answer
@@ -101,76 +120,104 @@ class Replica:
         self.silent_since = None
         return found
 
-    def good(self, ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The ranks' records. Raises UpdateRefused if a rank has an error, InferenceError if the server ends because of it."""
-        for rank in ranks:
-            if rank.get("broken"):
-                raise InferenceError(f"{self.endpoint.name} failed in the middle of a load and ends: {rank['error']}")
-        for rank in ranks:
-            if "error" in rank:
-                raise UpdateRefused(f"{self.endpoint.name}, rank {rank['rank']}: {rank['error']}")
-        return ranks
+    async def in_time(self, answer: Awaitable[T], seconds: float, what: str) -> T:
+        """Await answers. Raises ServerUnreachable if they do not come in time: the server hangs, and has been silent since the question."""
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(seconds):
+                return await answer
+        except TimeoutError:
+            self.silent_since = self.silent_since or began
+            raise ServerUnreachable(f"{self.endpoint.name} did not {what} in {seconds:g} s") from None
 
-    async def load(self, client: Client, weights: WeightVersion, run: str, verify_every: int) -> None:
-        """Bring a version from files to the server, under the label of the run.
+    def gone(self, now: float, patience: float) -> bool:
+        """Whether it is useless to wait for it."""
+        return self.silent_since is not None and now - self.silent_since > patience
 
-        Raises UpdateRefused if the server did not take it and still serves the old version, WeightsDiffer if it serves something else than
-        what was trained, InferenceError if it fails.
+    def compare_with(self, trained: InitialModel, insists: bool) -> None:
+        """Raise InferenceError if its version 0 is another model than the trainer's, or computes with other rotary frequencies.
+
+        `insists`: False: another model is only logged.
         """
-        await self._check(client, weights.where, await asyncio.to_thread(_manifest_digest, weights))
-        if weights.kind == "adapter":
-            await self._load_adapter(client, weights.where, label_of(weights.version, run))
-        else:
-            await self._load_model(client, weights.where, label_of(weights.version, run), verify_every)
+        state, name = self.state, self.endpoint.name
+        if state is not None and trained.longest is not None and state.context > trained.longest:
+            raise InferenceError(
+                f"{name} has a context of {state.context} tokens, so it takes the rotary frequencies of long texts for all requests, "
+                f"and the trainer takes those of texts of up to {trained.longest} tokens (LongRoPE).\n"
+                f"  fix: start the server with inference.max_model_len={trained.longest} or less"
+            )
+        if state is not None and state.identity not in ("", trained.identity):
+            text = (
+                f"{name} started with other weights than the trainer: its model is {state.model} (identity {state.identity}), that of "
+                f"the trainer on {trained.host} is {trained.where} (identity {trained.identity}).\n  fix: give all hosts one model: "
+                "a folder on a shared file system (model.name), or the same revision of a hub name in their caches"
+            )
+            if insists:
+                raise InferenceError(text)
+            log.warning("%s. The same weights in another dtype, or with a tied head stored, differ in this, too", text)
 
-    async def reset(self, client: Client, run: str, folder: str) -> None:
-        """Bring the server to version 0, the model in `folder`. Raises the same errors as `load`."""
+    async def load(self, weights: WeightVersion, label: str, initial: str, verify_every: int) -> None:
+        """Bring a version to the server, and label it. `initial`: the folder of version 0. `verify_every`: updates between two compares.
+
+        Raises UpdateRefused if the server did not take it and changed nothing, WeightsDiffer if it serves something else than what was
+        trained, InferenceError if it fails.
+        """
         assert self.state is not None
-        if self.loading or not self.state.pristine or folder != self.state.model:
-            await self._check(client, folder, "")
-            await self._load_model(client, folder, label_of(0, run), 1)
-            await self.look(client)
+        if weights.kind == "memory":
+            raise StaleServer(f"{self.endpoint.name} joins with the next version, which the trainer sends from its memory")
+        if weights.kind == "adapter":
+            await self._load_adapter(weights.where, await asyncio.to_thread(manifest_digest, weights), label)
+        elif weights.kind == "files":
+            await self._load_model(weights.where, await asyncio.to_thread(manifest_digest, weights), label, verify_every)
+        elif self.loading or not self.state.pristine or initial != self.state.model:
+            await self._load_model(initial, "", label, 1)
+            await self.look()
         else:
-            await self.label(client, label_of(0, run))
+            await self.label(label)
 
-    async def _check(self, client: Client, folder: str, digest: str) -> None:
-        while not all(rank["ready"] for rank in await self._call(client, "rlx_check", folder, digest)):
+    async def _load_model(self, folder: str, digest: str, label: str, verify_every: int) -> None:
+        await self._check(folder, digest)
+        cheap = self.compare_seconds < CHEAP * (time.monotonic() - self.updated)
+        due = self.loading or self.compared is None or self.updates + 1 >= verify_every or cheap
+        await self.pause()
+        self.loading = True
+        await self.call("rlx_load", folder, label)
+        self.updates, self.updated = self.updates + 1, time.monotonic()
+        if due:
+            await self._compare(folder, label)
+        await self.label(label)
+
+    async def _load_adapter(self, folder: str, digest: str, name: str) -> None:
+        """Load an adapter beside those of requests in flight, and unload older ones of the same run."""
+        assert self.state is not None
+        await self._check(folder, digest)
+        await self.ask(wire.LOAD_ADAPTER, {"lora_name": name, "lora_path": folder})
+        own = [each for each in self.state.adapters if each.partition("@")[2] == name.partition("@")[2]]  # in the order of their loading
+        for old in own[: 1 - ADAPTERS_LEFT]:
+            await self.ask(wire.UNLOAD_ADAPTER, {"lora_name": old})
+
+    async def _check(self, folder: str, digest: str) -> None:
+        """Have every rank check the folder, while the server generates."""
+        while not all(rank["ready"] for rank in await self.call("rlx_check", folder, digest)):
             await asyncio.sleep(POLL)
 
-    async def _load_model(self, client: Client, folder: str, label: str, verify_every: int) -> None:
-        known, due = not self.loading, self._compare_is_due(verify_every)
-        await self.pause(client)
-        self.loading = True
-        ranks = await self.ask(client.call_workers(self.endpoint, "rlx_load", folder, label))
-        if known and all("error" in rank and not rank.get("broken") for rank in ranks):  # nothing was changed
-            await self.resume(client)
-        self.good(ranks)
-        if due:
-            await self._compare(client, folder, label)
-        self.updates, self.updated = self.updates + 1, time.monotonic()
-        await self.label(client, label)
-
-    async def label(self, client: Client, label: str) -> None:
+    async def label(self, label: str) -> None:
         """Give the served weights a label, and let the server generate."""
-        await self.ask(client.post(self.endpoint, wire.SET_LABEL, {"new_version": label}))
-        await self.resume(client)
+        await self.ask(wire.SET_LABEL, {"new_version": label})
+        await self.resume()
 
-    async def pause(self, client: Client) -> None:
+    async def pause(self) -> None:
         self.paused = True
         # Together, as each waits for a step of the engine.
-        text, _ = await all_of([self.ask(client.get(self.endpoint, wire.METRICS)), self.ask(client.post(self.endpoint, wire.PAUSE))])
+        text, _ = await all_of([self.ask(wire.METRICS), self.ask(wire.PAUSE, {})])
         self.interrupted += wire.metrics_of(text)["num_requests_running"]
 
-    async def resume(self, client: Client) -> None:
-        await self.ask(client.post(self.endpoint, wire.RESUME))
+    async def resume(self) -> None:
+        await self.ask(wire.RESUME, {})
         self.paused = self.loading = False
 
-    def _compare_is_due(self, verify_every: int) -> bool:
-        cheap = self.compare_seconds < CHEAP * (time.monotonic() - self.updated)
-        return self.loading or self.compared is None or self.updates + 1 >= verify_every or cheap
-
-    async def _compare(self, client: Client, folder: str, label: str) -> None:
-        ranks = await self._call(client, "rlx_compare", folder)
+    async def _compare(self, folder: str, label: str) -> None:
+        ranks = await self.call("rlx_compare", folder)
         wrong = [rank for rank in ranks if rank["different"]]
         if wrong:
             numbers = sum(rank["different"] for rank in wrong)
@@ -179,31 +226,11 @@ class Replica:
                 f"{len(wrong)} of {len(ranks)} ranks, most in {', '.join(wrong[0]['names'])} (files: {folder}). It is not used any more"
             )
         self.compared = sum(rank["equal"] for rank in ranks) / sum(rank["served"] for rank in ranks)
-        self.compare_seconds, self.updates = max(rank["seconds"] for rank in ranks), -1
+        self.compare_seconds, self.updates = max(rank["seconds"] for rank in ranks), 0
         log.info("%s serves %s; %.1f %% of its weights were compared with the files", self.endpoint.name, label, 100 * self.compared)
 
-    async def _load_adapter(self, client: Client, folder: str, name: str) -> None:
-        if name not in self.adapters:
-            if self.state is None or name not in self.state.adapters:  # unless the answer to an earlier attempt was lost
-                await self.ask(client.post(self.endpoint, wire.LOAD_ADAPTER, {"lora_name": name, "lora_path": folder}))
-            self.adapters.append(name)
-        while len(self.adapters) > ADAPTERS_LEFT:
-            await self.ask(client.post(self.endpoint, wire.UNLOAD_ADAPTER, {"lora_name": self.adapters.pop(0)}))
 
-    async def _call(self, client: Client, method: str, *arguments: Any) -> list[dict[str, Any]]:
-        return self.good(await self.ask(client.call_workers(self.endpoint, method, *arguments)))
-
-    def gone(self, now: float, patience: float) -> bool:
-        """Whether it is useless to wait for it."""
-        return self.hung or (self.silent_since is not None and now - self.silent_since > patience)
-
-    def differs_from(self, others: Iterable[Replica]) -> Replica | None:
-        """The first of these servers that started with other weights, if both report theirs."""
-        mine = self.state.identity if self.state else ""
-        return next((one for one in others if mine and one.state and one.state.identity and one.state.identity != mine), None)
-
-
-def _manifest_digest(weights: WeightVersion) -> str:
+def manifest_digest(weights: WeightVersion) -> str:
     """The digest of a version's manifest. Raises UpdateRefused if the folder holds another version or an unfinished one."""
     try:
         found = manifest(Path(weights.where))["version"]

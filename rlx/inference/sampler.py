@@ -19,7 +19,8 @@ import logging
 import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -29,7 +30,6 @@ from rlx.inference import wire
 from rlx.inference.client import Client
 from rlx.inference.endpoints import Endpoint
 from rlx.inference.wire import (
-    UNLABELLED,
     ContextTooLong,
     InferenceError,
     RequestRefused,
@@ -50,57 +50,34 @@ RESTART = 60.0  # seconds for which servers may be unreachable before requests f
 FAILING = 60.0  # seconds for which servers may fail a request (500) before it fails
 REMEMBERED = 16384  # affinities; the least recently used is dropped
 
-Restore = Callable[[Endpoint], Awaitable[None]]
-"""Loads the run's version into the server at an endpoint. Raises InferenceError if that fails."""
-
 
 class Servers(msgspec.Struct, frozen=True):
-    """The servers of a run at the moment, for a sampler in another process."""
+    """What samplers know of the servers of a run, also those in other processes."""
 
     endpoints: list[Endpoint]
-    lost: list[str]  # keys of those whose requests in flight are to go elsewhere at once
-    version: int  # that all of them have
-    adapter: str | None  # its name if it is an adapter
-    context: int
-    run: str | None
-    request_timeout: float
-    restart_timeout: float
+    request_timeout: float  # seconds for one request, retries included, but not the time in which no server could take it
+    restart_timeout: float  # seconds for which servers may be unreachable before a request fails
+    run: str | None  # the token in the labels of the run's versions (`wire.label_of`); None: any label counts, nobody updates the servers
+    version: int = 0  # that all of them have: no token of an older one is ever returned
+    adapter: str | None = None  # its name if it is an adapter
+    context: int = 0  # tokens that a server takes; 0: not known
+    lost: list[str] = []  # keys of those whose requests in flight are to go elsewhere at once
 
 
+@dataclass(eq=False)
 class _Server:
     """One server, and this sampler's requests on it."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        self.endpoint = endpoint
-        self.load = 0  # requests in flight
-        self.avoided_until = 0.0  # monotonic time
-        self.requests: set[asyncio.Task[tuple[int, bytes]]] = set()
-
-    async def send(self, client: Client, body: bytes) -> tuple[int, bytes]:
-        task = asyncio.ensure_future(client.send(self.endpoint, "POST", wire.GENERATE, body))
-        self.requests.add(task)
-        try:
-            return await task
-        except asyncio.CancelledError:
-            current = asyncio.current_task()
-            if current is None or current.cancelling():
-                raise
-            raise ServerUnreachable(f"{self.endpoint.name} was left") from None  # by `drop`
-        finally:
-            task.cancel()
-            self.requests.discard(task)
-
-    def drop(self) -> None:
-        """End its requests; each goes to another server."""
-        for task in self.requests:
-            task.cancel()
+    endpoint: Endpoint
+    load: int = 0  # requests in flight
+    avoided_until: float = 0.0  # monotonic time
+    requests: set[asyncio.Task[tuple[int, bytes]]] = field(default_factory=set)
 
 
 class Sampler:
     """Samples on the servers of one run. An async context manager. Belongs to one event loop.
 
-    `version`: a version that all servers have; the owner sets it. No token of an older version is ever returned.
-    `listeners` are told of every change. `on_outage`: called with whether no server takes requests, when that changes.
+    `listeners` are told of every change of what it knows of the servers.
     """
 
     def __init__(
@@ -108,31 +85,21 @@ class Sampler:
         endpoints: Sequence[Endpoint],
         request_timeout: float,
         restart_timeout: float = RESTART,
-        restore: Restore | None = None,
+        restore: Callable[[Endpoint], Awaitable[None]] | None = None,
         run: str | None = None,
-        adapter: Callable[[int], str | None] = lambda version: None,
-        context: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`request_timeout`: seconds for one request, retries included, but not the time in which no server could take it.
-
-        `restart_timeout`: seconds for which servers may be unreachable before a request fails. `restore`: called for a server with an older
-        version. `run`: the token in the labels of the run's versions (`wire.label_of`); None: any label counts, as servers of others are
-        not updated. `adapter`: the name of the adapter that a version is; None: the version is the base model. `context`: tokens that a
-        server takes; 0: not known.
-        """
+        """`restore` loads the run's version into a server that has an older one. The others are those of `Servers`."""
         if not endpoints:
             raise ValueError("no inference server.\n  fix: set inference.base_url, or hardware.inference_replicas to at least 1")
         self.listeners: list[Callable[[Servers], None]] = []
-        self.on_outage: Callable[[bool], None] = lambda begins: None
-        self._version = 0
-        self._servers = [_Server(endpoint) for endpoint in endpoints]
+        self._servers: list[_Server] = []
         self._affinity: OrderedDict[int, _Server] = OrderedDict()
-        self._request_timeout, self._restart_timeout = request_timeout, restart_timeout
-        self._restore, self._run, self._adapter, self._context = restore, run, adapter, context
+        self._restore = restore
         self.waiting = 0  # requests that wait for their answers
         self._ended_outages = 0.0  # seconds
         self._outage_since: float | None = None  # monotonic time since which no server takes requests
         self._client = Client()
+        self.take(Servers(list(endpoints), request_timeout, restart_timeout, run))
 
     async def __aenter__(self) -> Sampler:
         await self._client.__aenter__()
@@ -141,51 +108,37 @@ class Sampler:
     async def __aexit__(self, *exception: object) -> None:
         await self._client.__aexit__()
 
-    def use(self, endpoints: Sequence[Endpoint], lost: Collection[str] = ()) -> None:
-        """Use these servers from now on; at least one.
+    def take(self, servers: Servers) -> None:
+        """Know this of the servers from now on.
 
-        Requests in flight on a server that is not among them end there, unless its key is in `lost`: then they go elsewhere at once.
+        Requests in flight on a server that is not among them end there, unless it is lost: then they go elsewhere at once.
         """
-        named = {endpoint.key: endpoint for endpoint in endpoints}
-        for server in self._servers:
-            if server.endpoint.key in lost:
-                server.drop()
-        there = {server.endpoint.key: server for server in self._servers}
-        self._servers = []
-        for key, endpoint in named.items():
-            server = there.get(key) or _Server(endpoint)
+        self._known, there = servers, {server.endpoint.key: server for server in self._servers}
+        for task in [task for key in servers.lost if key in there for task in there[key].requests]:
+            task.cancel()
+        self._servers = [there.get(endpoint.key) or _Server(endpoint) for endpoint in servers.endpoints]
+        for server, endpoint in zip(self._servers, servers.endpoints, strict=True):
             server.endpoint = endpoint  # a server that restarted has a new address
-            self._servers.append(server)
-        self.tell(lost)
+        for listener in self.listeners:
+            listener(servers)
+
+    def change(self, *, lost: Sequence[str] = (), **known: Any) -> None:
+        """Know something else of the servers: fields of `Servers`."""
+        self.take(msgspec.structs.replace(self._known, lost=list(lost), **known))
+
+    def servers(self) -> Servers:
+        """What it knows of the servers."""
+        return self._known
 
     @property
     def version(self) -> int:
-        return self._version
+        """A version that all servers have."""
+        return self._known.version
 
     @version.setter
     def version(self, version: int) -> None:
-        self._version = version
-        self.tell()
-
-    def servers(self, lost: Collection[str] = ()) -> Servers:
-        """What it knows of the servers. `lost`: see `use`."""
-        return Servers(
-            endpoints=[server.endpoint for server in self._servers],
-            lost=list(lost),
-            version=self.version,
-            adapter=self._adapter(self.version),
-            context=self._context(),
-            run=self._run,
-            request_timeout=self._request_timeout,
-            restart_timeout=self._restart_timeout,
-        )
-
-    def tell(self, lost: Collection[str] = ()) -> None:
-        """Tell the listeners what it knows."""
-        if self.listeners:
-            servers = self.servers(lost)
-            for listener in self.listeners:
-                listener(servers)
+        if version != self.version:
+            self.change(version=version)
 
     @property
     def away(self) -> float:
@@ -199,31 +152,29 @@ class Sampler:
         Cancelling the call aborts the request on the server.
         Raises ContextTooLong, RequestRefused, ServerUnreachable, StaleServer or TakenServer.
         """
-        prompt = np.asarray(prompt_ids, wire.INT)
+        prompt, context = np.asarray(prompt_ids, wire.INT), self._known.context
         try:
             parameters = msgspec.convert(sampling, Sampling)
         except msgspec.ValidationError as error:
             raise RequestRefused(f"sampling parameters {dict(sampling)}: {error}") from error
-        if 0 < (context := self._context()) <= len(prompt):
+        if 0 < context <= len(prompt):
             raise ContextTooLong(f"the prompt has {len(prompt)} tokens, the servers' context {context}: no room for a new token")
         self.waiting += 1
         try:
-            return await self._generate(prompt, parameters, request_id, affinity)
+            return await self._until_answered(prompt, parameters, request_id, affinity)
         finally:
             self.waiting -= 1
             if not self.waiting:  # whether a server takes requests is not known when there are none
                 self._end_outage()
 
-    async def _generate(self, prompt: Any, parameters: Sampling, request_id: str, affinity: int) -> Turn:
+    async def _until_answered(self, prompt: Any, parameters: Sampling, request_id: str, affinity: int) -> Turn:
         """See `generate`: one request, until it is answered or fails for good."""
-        troubled_since: float | None = None
-        server: _Server | None = None
+        known, troubled_since = self._known, 0.0
+        failed: _Server | None = None
         try:
-            async with asyncio.timeout(self._request_timeout) as limit:
+            async with asyncio.timeout(known.request_timeout) as limit:
                 while True:
-                    server = self._choose(affinity, server)
-                    server.load += 1
-                    began = time.monotonic()
+                    server, began = self._choose(affinity, failed), time.monotonic()
                     try:
                         turn = await self._sample(server, prompt, parameters, request_id)
                         self._end_outage()
@@ -231,65 +182,69 @@ class Sampler:
                     except (RequestRefused, TakenServer):
                         raise
                     except InferenceError as error:
-                        trouble = error
-                    finally:
-                        server.load -= 1
-                    now = time.monotonic()
+                        trouble, failed, now = error, server, time.monotonic()
                     server.avoided_until = now + AVOIDED
-                    took_it = not isinstance(trouble, ServerUnreachable) or trouble.connected
-                    if troubled_since is None or (took_it and now - began > 4 * PAUSE):  # the server worked on it meanwhile
-                        troubled_since = now
+                    worked_on_it = getattr(trouble, "connected", True) and now - began > 4 * PAUSE
+                    troubled_since = now if worked_on_it or not troubled_since else troubled_since
                     others = any(other.avoided_until <= now for other in self._servers)
                     unreachable = isinstance(trouble, ServerUnreachable | StaleServer)
                     if unreachable and not others:
                         self._begin_outage(trouble)
                         limit.reschedule(None)
                         restored = isinstance(trouble, StaleServer) and await self._restored(server, trouble)
-                        limit.reschedule(asyncio.get_running_loop().time() + self._request_timeout)
+                        limit.reschedule(asyncio.get_running_loop().time() + known.request_timeout)
                         if restored:
                             continue
-                    if now - troubled_since > (self._restart_timeout if unreachable else min(FAILING, self._restart_timeout)):
+                    if now - troubled_since > (known.restart_timeout if unreachable else min(FAILING, known.restart_timeout)):
                         raise trouble
                     if not others:
                         await asyncio.sleep(PAUSE)
         except TimeoutError:
-            name = server.endpoint.name if server is not None else "the inference servers"
             raise ServerUnreachable(
-                f"{name} did not finish request {request_id} in {self._request_timeout:g} s (inference.request_timeout)"
+                f"{server.endpoint.name} did not finish request {request_id} in {known.request_timeout:g} s (inference.request_timeout)"
             ) from None
 
     async def _sample(self, server: _Server, prompt: Any, sampling: Sampling, request_id: str) -> Turn:
         """One attempt. Raises InferenceError."""
-        version, endpoint = self.version, server.endpoint
-        adapter = self._adapter(version)
+        known, endpoint = self._known, server.endpoint
+        body = wire.generate_body(prompt, sampling, request_id, known.adapter)
+        task = asyncio.ensure_future(self._client.send(endpoint, wire.GENERATE, body))
+        server.requests.add(task)
+        server.load += 1
         try:
-            status, body = await server.send(self._client, wire.generate_body(prompt, sampling, request_id, adapter))
+            status, content = await task
         except ServerUnreachable:
             server.endpoint = endpoint.refreshed()
             raise
-        if status == 404 and adapter is not None:
-            raise StaleServer(f"{endpoint.name} does not have the adapter {adapter}")
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is None or current.cancelling():
+                raise
+            raise ServerUnreachable(f"{endpoint.name} was left") from None  # by `take`
+        finally:
+            task.cancel()
+            server.requests.discard(task)
+            server.load -= 1
+        if status == 404 and known.adapter is not None:
+            raise StaleServer(f"{endpoint.name} does not have the adapter {known.adapter}")
         if status != 200:
-            raise error_of(endpoint.name, status, body)
+            raise error_of(endpoint.name, status, content)
 
         def version_of(label: str) -> int:
-            return version if adapter is not None else self._version_of(endpoint, label, version)
+            """The version that a label of this run names. Raises StaleServer for an older one, TakenServer for another run's."""
+            version, run = parse_label(label) or (-1, known.run)
+            if known.adapter is not None or (known.run is None and version < 0):
+                return known.version
+            if known.run is not None and run != known.run:
+                raise TakenServer(
+                    f"{endpoint.name} sampled with version {version} of another run ({run}; this one is {known.run}): two runs update "
+                    "one server.\n  fix: give each run servers of its own, or run them in turn"
+                )
+            if known.run is not None and version < known.version:
+                raise StaleServer(f"{endpoint.name} sampled with version {label}, and the run has version {known.version}")
+            return version
 
-        return wire.turn_of(endpoint.name, body, prompt, sampling.scored_at, version_of)
-
-    def _version_of(self, endpoint: Endpoint, label: str, at_least: int) -> int:
-        """The version that a label of this run names. Raises StaleServer for an older one, TakenServer for another run's."""
-        found = parse_label(label)
-        if self._run is None:
-            return found[0] if found else at_least
-        if found is not None and found[1] != self._run:
-            raise TakenServer(
-                f"{endpoint.name} sampled with version {found[0]} of another run ({found[1]}; this one is {self._run}): two runs update "
-                "one server.\n  fix: give each run servers of its own, or run them in turn"
-            )
-        if label == UNLABELLED or found is None or found[0] < at_least:
-            raise StaleServer(f"{endpoint.name} sampled with version {label}, and the run has version {at_least}")
-        return found[0]
+        return wire.turn_of(endpoint.name, content, prompt, sampling.scored_at, version_of)
 
     async def _restored(self, server: _Server, trouble: StaleServer) -> bool:
         """Let the fleet load the run's version into a server. If that fails, the reason is added to `trouble`. Raises TakenServer."""
@@ -308,14 +263,12 @@ class Sampler:
     def _begin_outage(self, why: InferenceError) -> None:
         if self._outage_since is None:
             self._outage_since = time.monotonic()
-            self.on_outage(True)
-            log.warning("no inference server takes requests; they wait for up to %g s: %s", self._restart_timeout, why)
+            log.warning("no inference server takes requests; they wait for up to %g s: %s", self._known.restart_timeout, why)
 
     def _end_outage(self) -> None:
         if self._outage_since is not None:
             log.info("no request waits for an inference server any more, after %.1f s", time.monotonic() - self._outage_since)
             self._ended_outages, self._outage_since = self.away, None
-            self.on_outage(False)
 
     def _choose(self, affinity: int, failed: _Server | None) -> _Server:
         """The server of this affinity if it is in use and answers; otherwise the least loaded one, preferably one that answers."""
@@ -330,25 +283,3 @@ class Sampler:
                 self._affinity.popitem(last=False)
         self._affinity.move_to_end(affinity)
         return server
-
-
-class Follower(Sampler):
-    """A sampler in another process, kept at what the run's own knows. Servers that lack the run's version are restored from there."""
-
-    def __init__(self, servers: Servers) -> None:
-        self._there = servers
-        super().__init__(
-            servers.endpoints,
-            servers.request_timeout,
-            servers.restart_timeout,
-            run=servers.run,
-            adapter=lambda version: self._there.adapter,
-            context=lambda: self._there.context,
-        )
-        self.version = servers.version
-
-    def take(self, servers: Servers) -> None:
-        """The servers are these now."""
-        self._there = servers
-        self.use(servers.endpoints, servers.lost)
-        self.version = servers.version

@@ -40,9 +40,11 @@ class InferenceError(RuntimeError):
 
 
 class ServerUnreachable(InferenceError):
-    """A server did not answer, even after retries."""
+    """A server did not answer, even after retries. `connected`: it took the connection."""
 
-    connected = True  # False: it did not even take the connection
+    def __init__(self, text: str, connected: bool = True) -> None:
+        super().__init__(text)
+        self.connected = connected
 
 
 class RequestRefused(InferenceError):
@@ -124,19 +126,7 @@ class _Answer(msgspec.Struct):
     choices: list[_Choice]
 
 
-class _Model(msgspec.Struct):
-    id: str
-    root: str | None = None
-    max_model_len: int | None = None
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
-
-
-_encode = msgspec.json.Encoder().encode
 _answer = msgspec.json.Decoder(_Answer).decode
-_models = msgspec.json.Decoder(_Models).decode
 
 
 def generate_body(prompt: Int, sampling: Sampling, request_id: str, model: str | None = None) -> bytes:
@@ -146,7 +136,7 @@ def generate_body(prompt: Int, sampling: Sampling, request_id: str, model: str |
         del parameters["seed"]
     parameters["logit_bias"] = sampling.logit_bias or None
     body: dict[str, Any] = {"request_id": request_id, "token_ids": prompt.tolist(), "sampling_params": parameters}
-    return _encode(body if model is None else body | {"model": model})
+    return msgspec.json.encode(body if model is None else body | {"model": model})
 
 
 def turn_of(server: str, body: bytes, prompt: Int, temperature: float, version_of: Callable[[str], int]) -> Turn:
@@ -213,7 +203,8 @@ def error_of(server: str, status: int, body: bytes) -> InferenceError:
 
 def models_of(body: bytes) -> list[tuple[str, str, int]]:
     """Name, folder (or hub name) and context in tokens of each model and adapter of `GET /v1/models`; 0: the context is not known."""
-    return [(model.id, model.root or model.id, model.max_model_len or 0) for model in _models(body).data]
+    cards = msgspec.json.decode(body)["data"]
+    return [(card["id"], card.get("root") or card["id"], card.get("max_model_len") or 0) for card in cards]
 
 
 METRIC = re.compile(r"^vllm:(\w+)(?:\{[^}]*\})? ([-+.\deE]+)$", re.MULTILINE)

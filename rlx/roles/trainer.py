@@ -3,7 +3,7 @@
     batch n (made by versions ≥ n − max_async_level)  →  optimizer steps from version n  →  metrics of step n  →  version n+1
 
 It also writes a checkpoint of version n when one is due and before a preemption ends the run. `rlx.train.watch` sends heartbeats and
-notices a preemption. `rlx.parallel.mesh` divides the work among ranks. `rlx.weights.broadcast` brings versions to the servers.
+notices a preemption. `rlx.parallel.mesh` divides the work among ranks. `rlx.weights.publish` brings versions to the servers.
 
 Start a single rank as `python -m rlx.roles.trainer --run-dir D`, and each of several with RANK and WORLD_SIZE.
 The exit code is 0 after `max_steps` steps and 75 after a preemption. Any other code is an error.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from rlx.checkpoints.folders import not_evaluated
@@ -49,8 +49,8 @@ class Trainer:
         from rlx.train.flops import Meter
         from rlx.train.summary import ScoreKeeper, Summary
         from rlx.train.validation import Validation
-        from rlx.weights.broadcast import Broadcast, make_room
         from rlx.weights.hub import TIMEOUT, fetch, initial_model
+        from rlx.weights.publish import Publisher, make_room
         from rlx.weights.subscribe import write_initial
 
         self.cfg, self.paths, self.watch = cfg, paths, watch
@@ -72,7 +72,7 @@ class Trainer:
         row = cfg.micro_batch_tokens, self.meter.flops.work
         self.validation = Validation(self.step_trainer, rows, *row, paths, watch) if rows is not None else None
         self.metrics = MetricsWriter(paths.metrics, "trainer") if self.mesh.first else None
-        self.broadcast = Broadcast.from_config(cfg, self.model, self.mesh, paths, name, watch.working)
+        self.broadcast = Publisher.from_config(cfg, self.model, self.mesh, paths, name, watch.working)
         watch.checks.append(self.broadcast.check)
         self.checkpoints = Checkpoints.of(cfg, paths, self.step_trainer, watch.beat_on)
         self.first_step, self.updated = 0, False  # `updated`: the current step has already changed the weights
@@ -118,14 +118,10 @@ class Trainer:
         return 0
 
     def receive(self, step: int) -> StepBatch:
-        """The batch of this step, the same on every rank. Servers get weights meanwhile. Raises Preempted on all ranks after a notice."""
-
-        def wait(tick: Callable[[], None]) -> StepBatch:
-            self.watch.beat(f"waiting for batch {step}", step)
-            self.watch.give_way_with(self.mesh)
-            return self.source.receive(step, tick)
-
-        batch = self.broadcast.serve_while(wait, self.watch.tick)
+        """The batch of this step, the same on every rank. Raises Preempted on all ranks after a notice."""
+        self.watch.beat(f"waiting for batch {step}", step)
+        self.watch.give_way_with(self.mesh)
+        batch = self.source.receive(step, self.watch.tick)
         self.source.done(step)
         return batch
 
@@ -181,8 +177,9 @@ class Trainer:
             protect = {*self.checkpoints.protected(), *not_evaluated(self.cfg, self.paths, version)}
             self.broadcast.announce(version, keep_last=self.cfg.versions_kept, protect=protect)
         log.info("step %d: loss %.4f, gradient norm %.3f, version %d", step, values["loss/total"], values["optim/grad_norm"], version)
-        if version < self.cfg.max_steps:  # the last one has files, because nobody is here to send it
-            self.broadcast.offer(version)
+        if not lasts:  # servers read the files of those that last
+            with suppress(Preempted):  # the next step's wait raises it, too
+                self.broadcast.offer(version, self.watch.tick)
 
     def validate(self, version: int) -> None:
         """Measure the loss of a version on the validation rows, if that is due."""
@@ -225,9 +222,6 @@ class Trainer:
         self.watch.progressed()
         if not self.updated:
             self.watch.give_up_with(self.mesh)
-            phase = self.watch.phase
-            self.broadcast.serve()
-            self.watch.beat(phase)  # the step goes on
 
 
 def main() -> int:

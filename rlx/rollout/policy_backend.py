@@ -34,7 +34,7 @@ from rlx.policy.spec import EndpointSpec, PolicySpec, policy_of
 from rlx.rollout import concurrency
 from rlx.rollout.rollout_runner import RolloutRunner
 from rlx.types import Rollout
-from rlx.weights.subscribe import Subscriber, digest_at, saved
+from rlx.weights.subscribe import Subscriber, digest_at, version_at
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class ServerBackend:
         """Serve this version from now on."""
         if version != self.fleet.version:
             assert self.config.weights_dir is not None
-            weights = saved(self.config.weights_dir, version)
+            weights = version_at(Path(self.config.weights_dir) / f"step_{version}", version)
             await self.fleet.update(weights, self.config.weight_broadcast.timeout)
             log.info("version %d is served; %.1f %% of its weights were compared", version, 100 * self.fleet.compared)
         self.sampler.version = version
@@ -77,7 +77,8 @@ class ServerBackend:
         model, version = ", ".join(sorted({state.model for state in states})), self.fleet.version
         weights, compared = model, None
         if version and self.config.weights_dir is not None:
-            weights, compared = saved(self.config.weights_dir, version).where, self.fleet.compared
+            weights = version_at(Path(self.config.weights_dir) / f"step_{version}", version).where
+            compared = self.fleet.compared
         return ModelInfo(model, weights, compared, await asyncio.to_thread(_digest_of, states, weights, version))
 
     def away(self) -> float:
@@ -167,11 +168,9 @@ async def connect_servers(
             patience,
             restore=fleet.restore,
             run=None if adopt else run,
-            adapter=fleet.adapter,
-            context=lambda: fleet.context,
         ) as sampler,
     ):
-        fleet.on_change = sampler.use
+        fleet.on_change = sampler.change
         if config.model.warm_start is not None:
             version_0 = paths.initial_model.read_text().strip()
             fleet.initial = lambda model: version_0 if Path(model) == paths.untrained_model else model
@@ -185,7 +184,6 @@ async def connect_servers(
             weights_dir = config.weights_dir if isinstance(config, PlayWithModel) else None
             check_model(paths.initial_model.read_text().strip(), [state.model for state in await fleet.states()], weights_dir)
         await asyncio.to_thread(shutil.rmtree, paths.untrained_model, ignore_errors=True)
-        sampler.tell()  # the servers' context is known now
         yield fleet, sampler
 
 

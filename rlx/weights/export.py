@@ -58,19 +58,17 @@ class Export:
         """The shape of every tensor in checkpoints, by name."""
         return _shapes(self.described(list(self._meta)))
 
-    @functools.cached_property
-    def by_layer(self) -> bool:
-        """Whether layers that are converted one by one give the same tensors as all together."""
-        return {name: shape for unit in by_layer(self._meta) for name, shape in _shapes(self.described(unit)).items()} == self.shapes
-
     def units(self) -> list[list[str]]:
-        """The trainer's tensors, by name, that are converted together: single tensors if nothing is converted, layers, or all of them."""
-        from transformers.conversion_mapping import get_model_conversion_mapping
+        """The trainer's tensors, by name, that are converted together: layers.
 
-        fuses = bool(get_model_conversion_mapping(self.model.hf, add_legacy=False))
-        if not fuses and self.shapes == _shapes(self._meta):
-            return [[name] for name in self._meta]
-        return by_layer(self._meta) if self.by_layer else [list(self._meta)]
+        Raises ValueError if a tensor in checkpoints needs tensors of several layers.
+        """
+        units = by_layer(self._meta)
+        if {name: shape for unit in units for name, shape in _shapes(self.described(unit)).items()} != self.shapes:
+            raise ValueError(
+                f"a tensor in the checkpoints of {type(self.model.hf).__name__} needs tensors of several layers: it cannot be published"
+            )
+        return units
 
     def untrained(self, folder: Path) -> tuple[str, ...]:
         """The names of tensors in the initial model's folder that transformers leaves out on purpose: layers that predict further tokens,

@@ -1,13 +1,12 @@
 """Policy versions as Hugging Face folders, written whole or not at all, with a manifest that proves each byte.
 
 `weights/step_13/` holds safetensors under Hugging Face's names, the model's configuration and tokenizer, and, written last, `COMPLETE`:
-`{"version": 13, "files": {name: {"size"}}, "tensors": {name: {"shape", "dtype", "xxh3"}}}`. Any program that loads Hugging Face models can
-load it. If adapters are trained, it is a PEFT folder instead: `adapter_model.safetensors` and `adapter_config.json`, and the manifest has
-`"base": {"name", "identity"}` of the model that they belong to. `"untrained": [name, …]` are tensors of the initial model's files that
-versions do not have, if there are any.
+`{"version": 13, "files": {name: {"size", "xxh3"}}}`. Any program that loads Hugging Face models can load it. If adapters are trained, it is
+a PEFT folder instead: `adapter_model.safetensors` and `adapter_config.json`, and the manifest has `"base": {"name", "identity"}` of the
+model that they belong to. `"untrained": [name, …]` are tensors of the initial model's files that versions do not have, if there are any.
 
-`xxh3` is the digest of a tensor's bytes (`shapes.py`). The trainer computes it from its memory, so it also catches write errors. Small
-files have an `xxh3` of all their bytes next to their `size`. Reading, checking and pruning need no torch; writing imports it.
+`xxh3` is the digest of a file's bytes. The trainer computes that of the weights from its memory, so it also catches write errors. Reading,
+checking and pruning need no torch; writing imports it.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +26,26 @@ import xxhash
 
 from rlx.paths import COMPLETE, RunPaths, listed
 from rlx.weights import tmpfs
-from rlx.weights.shapes import ADAPTER_CONFIG, INDEX, WeightsError, check_tensors, digest_of, entries, manifest
+from rlx.weights.shapes import (
+    ADAPTER_CONFIG,
+    INDEX,
+    TIED_HEAD,
+    Entry,
+    WeightsError,
+    check_layers,
+    check_shapes,
+    digest_of,
+    entries,
+    header,
+    manifest,
+    tensor_shapes,
+)
 
 if TYPE_CHECKING:
     import torch
 
 IDENTIFYING = 4096  # bytes of each tensor
+THREADS = 4  # that read the files of a folder
 SHARD_BYTES = 5 * 2**30  # of a safetensors file; one may be larger by a part of a unit
 # The files of a model folder besides weights: configuration, tokenizer, chat template, code.
 STATIC = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py")
@@ -59,21 +72,64 @@ def verify(path: Path, *, digests: bool = True) -> dict[str, Any]:
     Without `digests`, only names and sizes are checked, because reading a large checkpoint takes minutes.
     Raises WeightsError naming the file, what was expected and what was found.
     """
-    found = manifest(path)
-    for name, expected in found["files"].items():
-        file = path / name
+
+    def check(file: Path, expected: Mapping[str, Any]) -> None:
         if not file.is_file():
             raise WeightsError(f"{file}: expected {expected['size']} bytes, found no such file")
         if (size := file.stat().st_size) != expected["size"]:
             raise WeightsError(f"{file}: expected {expected['size']} bytes, found {size}")
         if digests and "xxh3" in expected and (value := digest_of(file)) != expected["xxh3"]:
             raise WeightsError(f"{file}: expected checksum {expected['xxh3']}, found {value}; its {size} bytes are damaged")
-    if digests and "tensors" in found:
-        try:
-            check_tensors(path, entries(path), found["tensors"])
-        except (ValueError, OSError) as error:
-            raise WeightsError(str(error)) from error
+
+    found = manifest(path)
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:  # reading and hashing release Python's lock
+        list(pool.map(lambda item: check(path / item[0], item[1]), found["files"].items()))
     return found
+
+
+def check_folder(folder: Path, expected: str, initial: Path, tied: bool) -> dict[str, Entry]:
+    """The tensors of a folder that a server is to load: names and shapes are this model's, and every byte is what the trainer wrote.
+
+    `expected`: the digest of the folder's manifest, as the client read it; "": it has none, because it is an initial model.
+    `initial`: the folder of the model that the server started with. `tied`: its head is its embedding, so either may lack a head.
+    Raises ValueError or OSError that says what is wrong.
+    """
+    if expected and digest_of(folder / COMPLETE) != expected:
+        raise ValueError(f"{folder / COMPLETE} is not the manifest that the client read")
+    found, known = entries(folder), manifest(folder) if expected else {}
+    given, served = {name: entry.shape for name, entry in found.items()}, tensor_shapes(initial)
+    if (folder / ADAPTER_CONFIG).is_file():
+        if known["base"]["identity"] != identity(initial):
+            raise ValueError(f"{folder} holds adapters of another model ({known['base']['name']}) than {initial}")
+        check_layers(str(folder), given, served, json.loads((folder / ADAPTER_CONFIG).read_text())["r"])
+    else:
+        check_shapes(str(folder), given, served, tied, known.get("untrained", ()))
+    if expected:
+        proven = {name for name, record in verify(folder)["files"].items() if "xxh3" in record}
+        if unproven := {entry.path.name for entry in found.values()} - proven:
+            raise ValueError(f"the manifest of {folder} has no checksum of {', '.join(sorted(unproven))}")
+    return found
+
+
+def read_tensors(found: Mapping[str, Entry], twice: Path | None) -> Iterator[tuple[str, Any]]:
+    """Read the tensors of a folder, one at a time. `found`: its `entries`.
+
+    `twice`: a model whose files store its tied head a second time. The trainer publishes such a head once; here it comes twice, too.
+    """
+    from safetensors import safe_open  # for torch, which other users of this module do without
+
+    twin, stored = "", entries(twice) if twice is not None and TIED_HEAD not in found else {}
+    if stored:
+        head = stored[TIED_HEAD]
+        value = digest_of(head.path, head.begin, head.end)
+        likely = ((name, stored[name]) for name in found if name in stored and stored[name].shape == head.shape)
+        twin = next(name for name, each in likely if digest_of(each.path, each.begin, each.end) == value)
+    for path in dict.fromkeys(entry.path for entry in found.values()):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118  (not a dict)
+                yield name, file.get_tensor(name)
+                if name == twin:
+                    yield TIED_HEAD, file.get_tensor(name)
 
 
 def versions(weights: Path) -> list[int]:
@@ -124,14 +180,19 @@ class ModelFiles:
     facts: Mapping[str, Any] = field(default_factory=dict)  # of the manifest: `base` or `untrained`
 
     @classmethod
-    def read(cls, model: Path, hf: Any, dtype: str, untrained: Sequence[str] = ()) -> ModelFiles:
-        """Read the folder of the model. The configuration comes from `hf`, with the dtype of versions."""
+    def read(cls, model: Path, hf: Any, dtype: str, untrained: Sequence[str] = (), chat_template: Path | None = None) -> ModelFiles:
+        """Read the folder of the model. The configuration comes from `hf`, with the dtype of versions.
+
+        `chat_template` takes the place of the model's own: `chat_template.jinja` wins over the one in `tokenizer_config.json`.
+        """
         found = {file.name: file.read_bytes() for pattern in STATIC for file in model.glob(pattern) if not file.name.endswith(INDEX)}
         config = copy.deepcopy(hf.config)
         config.dtype, config.architectures = dtype, [type(hf).__name__]
         if hasattr(config, "quantization_config"):  # the model was read without it: versions hold plain weights
             del config.quantization_config
         found["config.json"] = config.to_json_string().encode()
+        if chat_template is not None:
+            found["chat_template.jinja"] = chat_template.read_bytes()
         return cls(found, {"untrained": list(untrained)} if untrained else {})
 
     @classmethod
@@ -140,14 +201,10 @@ class ModelFiles:
         base = {"name": config["base_model_name_or_path"], "identity": identity(model)}
         return cls({ADAPTER_CONFIG: (json.dumps(config, indent=2) + "\n").encode()}, {"base": base})
 
-    def with_chat_template(self, path: Path) -> ModelFiles:
-        """These files with another chat template. `chat_template.jinja` wins over the one in `tokenizer_config.json`."""
-        return replace(self, files={**self.files, "chat_template.jinja": path.read_bytes()})
-
 
 Tensors = dict[str, "torch.Tensor"]
-# What one rank wrote, by safetensors file: its `size`, and `tensors`, the manifest's records of those that it holds.
-Written = dict[str, dict[str, Any]]
+# What one rank wrote, by safetensors file: the manifest's record, and the names of its tensors.
+Written = dict[str, tuple[dict[str, Any], list[str]]]
 
 
 def divide(units: Sequence[Sequence[str]], sizes: Mapping[str, int], writers: Sequence[int]) -> dict[str, tuple[int, list[str]]]:
@@ -186,7 +243,7 @@ def write(paths: RunPaths, version: int, parts: Mapping[str, Tensors], export: C
     """Write safetensors files of a version into its folder. Raises SafetensorError or OSError if the disk is full.
 
     `parts`: the tensors of each file, in host memory, in the dtype to serve. `export` gives those of a file the names and shapes of
-    published checkpoints. A second thread computes the digests.
+    published checkpoints.
     """
     from safetensors.torch import save_file
 
@@ -194,23 +251,22 @@ def write(paths: RunPaths, version: int, parts: Mapping[str, Tensors], export: C
     for name, part in parts.items():
         path = hidden(paths, version) / name
         tensors = {key: tensor.detach().contiguous() for key, tensor in export(part).items()}
-        with ThreadPoolExecutor(1) as pool:
-            records = pool.submit(_records, tensors)
-            save_file(tensors, path, metadata={"format": "pt"})
-        written[name] = {"size": path.stat().st_size, "tensors": records.result()}
+        save_file(tensors, path, metadata={"format": "pt"})
+        written[name] = {"size": path.stat().st_size, "xxh3": _digest(path, tensors)}, list(tensors)
     return written
 
 
-def _records(tensors: Tensors) -> dict[str, dict[str, Any]]:
-    """The manifest's records of contiguous tensors in host memory."""
+def _digest(path: Path, tensors: Tensors) -> str:
+    """The digest of a file that holds contiguous tensors: of its header, and of the bytes that should follow, from memory."""
     import torch
 
-    found = {}
-    for name, tensor in tensors.items():
-        content = tensor.reshape(-1).view(torch.uint8).numpy().data
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        found[name] = {"shape": list(tensor.shape), "dtype": dtype, "xxh3": xxhash.xxh3_64_hexdigest(content)}
-    return found
+    places = sorted((entry.begin, name) for name, entry in header(path).items())
+    state = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        state.update(file.read(places[0][0]))
+    for _, name in places:
+        state.update(tensors[name].reshape(-1).view(torch.uint8).numpy().data)
+    return state.hexdigest()
 
 
 def complete(paths: RunPaths, version: int, written: Sequence[Written], static: ModelFiles) -> None:
@@ -218,19 +274,17 @@ def complete(paths: RunPaths, version: int, written: Sequence[Written], static: 
 
     `written`: by every rank that wrote a part. `publish` makes the version visible. Raises OSError if the disk is full.
     """
-    folder = hidden(paths, version)
+    folder, small = hidden(paths, version), dict(static.files)
     shards = {name: shard for part in written for name, shard in part.items()}
-    files: dict[str, dict[str, Any]] = {name: {"size": shard["size"]} for name, shard in shards.items()}
-    small = dict(static.files)
+    files = {name: record for name, (record, _) in shards.items()}
     if len(shards) > 1:
-        index = {tensor: name for name, shard in shards.items() for tensor in shard["tensors"]}
-        size = sum(shard["size"] for shard in shards.values())
+        index = {tensor: name for name, (_, tensors) in shards.items() for tensor in tensors}
+        size = sum(record["size"] for record in files.values())
         small[INDEX] = json.dumps({"metadata": {"total_size": size}, "weight_map": index}).encode()
     for name, content in small.items():
         (folder / name).write_bytes(content)
         files[name] = {"size": len(content), "xxh3": xxhash.xxh3_64_hexdigest(content)}
-    tensors = {name: record for shard in shards.values() for name, record in shard["tensors"].items()}
-    (folder / COMPLETE).write_text(json.dumps({"version": version, "files": files, "tensors": tensors, **static.facts}))
+    (folder / COMPLETE).write_text(json.dumps({"version": version, "files": files, **static.facts}))
 
 
 def publish(paths: RunPaths, version: int) -> None:

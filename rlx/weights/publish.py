@@ -1,20 +1,24 @@
-"""How the trainer publishes a policy version as files. `subscribe.py` is the orchestrator's end.
+"""How the trainer publishes a policy version: as files, or from its memory (`transfer.py`). `subscribe.py` is the orchestrator's end.
 
-    gather (in the step)  →  write (concurrently with the next step)  →  announce: the version appears
+    step 12 ends      gather(13)  →  the metrics of step 12 are written  →  announce(13, …): the version appears  →  offer(13)
 
 `gather` copies the current weights to host memory: to that of each host's first rank its own share of the files, so that no host holds all
 of them if there are several. A thread of each of these writers writes its files and computes digests. That of rank 0 begins the folder,
 collects what the others report (or their errors) and completes the version; reports are messages, so a full disk can be reported. Adapters
-are small: rank 0 writes them alone. Only one version is written at a time: `gather` waits for the previous one. Versions that need not last
-may be in memory (`tmpfs.py`).
+are small: rank 0 writes them alone. Only one version is written at a time: `gather` waits for the previous one.
+
+Over files, `offer` does nothing. With a transfer it returns when the servers have the version, and only versions that last have files:
+those of checkpoints, those that are evaluated and the last one. With `weight_broadcast.folder` the files of all others are in a folder in
+memory (`tmpfs.py`).
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -22,6 +26,9 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 import torch.distributed as dist
 
+from rlx.config.chat_format import template_path
+from rlx.config.memory import versions_in_memory
+from rlx.config.schema import Config, PlayRoot, TrainingRoot
 from rlx.parallel import mesh as meshes
 from rlx.parallel.mesh import Mesh, RankLost
 from rlx.paths import RunPaths, listed
@@ -36,6 +43,7 @@ if TYPE_CHECKING:
     from rlx.config.schema import LoraConfig
     from rlx.models.policy import PolicyModel
     from rlx.models.slots import Slot
+    from rlx.weights.transfer import Transfer
 
 FOLDER_TIMEOUT = 180.0  # seconds until another host must see the folder that rank 0 has made; NFS may take 60 by default
 LIMIT = 3600.0  # seconds for a report, thus also for what its sender does before: writing tens of GB to a slow disk
@@ -47,15 +55,21 @@ class PublishFailed(RuntimeError):
     filename: str  # the folder, which tells a user whose disk is full which one
 
 
-class WriterFailed(RuntimeError):
-    """Another rank could not write its files; the message names it and its error."""
+def make_room(cfg: TrainingRoot, paths: RunPaths) -> None:
+    """Make the run's folder in memory, if the configuration has one. Rank 0 calls this before it loads anything.
+
+    Deletes that of an attempt that was killed. Raises OSError if the versions do not fit.
+    """
+    tmpfs.clear(paths.weights)
+    if cfg.memory_folder is not None:
+        tmpfs.make(paths.weights, cfg.memory_folder, versions_in_memory(cfg))
 
 
 class Publisher:
-    """The trainer's end. Every rank has a Publisher and makes the same calls; some ranks write.
+    """The versions of one run. Every rank has a Publisher and makes the same calls; some ranks write."""
 
-    Step 12:  gather(13)  →  the metrics of step 12 are written  →  announce(13, …)  →  the folder `step_13` appears.
-    """
+    transfer: Transfer | None = None  # None: servers read files
+    working: Callable[..., AbstractContextManager[Any]] = staticmethod(lambda *_: nullcontext())  # entered with phase and step
 
     def __init__(
         self,
@@ -109,9 +123,37 @@ class Publisher:
             found.static = ModelFiles.of_adapters(peft_config(model.hf, lora, source), fetch(source, None))
         elif mesh.first:
             folder, name = fetch(source, None), str(dtype).removeprefix("torch.")
-            static = ModelFiles.read(folder, model.hf, name, found.export.untrained(folder))
-            found.static = static if chat_template is None else static.with_chat_template(chat_template)
+            found.static = ModelFiles.read(folder, model.hf, name, found.export.untrained(folder), chat_template)
         return found
+
+    @classmethod
+    def from_config(
+        cls, cfg: TrainingRoot, model: PolicyModel, mesh: Mesh, paths: RunPaths, source: str, working: Callable[..., Any]
+    ) -> Self:
+        """The publisher of a model loaded from `source` (folder or hub name), as the configuration says.
+
+        Raises ValueError if servers that the run starts would refuse its versions.
+        """
+        from rlx.models.load import DTYPES
+
+        found = cls.of(
+            *(model, mesh, paths),
+            source=source,
+            dtype=DTYPES[cfg.model.dtype],
+            chat_template=None if cfg.model.chat_template is None else template_path(cfg.model.chat_template),
+            lora=cfg.lora if cfg.lora.on else None,
+            in_memory=cfg.memory_folder is not None,
+        )
+        if mesh.first and isinstance(cfg, PlayRoot) and cfg.num_servers:
+            found.export.check_servers(source, fetch(source, None), cfg.lora.rank)
+        if isinstance(cfg, Config) and cfg.transfer is not None:
+            from rlx.weights.transfer import Transfer
+
+            found.transfer = Transfer.of(cfg, model, mesh, paths, found.export)
+        found.working = working
+        return found
+
+    # -- files
 
     def gather(self, version: int, *, lasts: bool = True) -> None:
         """Copy the current weights and start writing them. Every rank calls this. Raises PublishFailed for the previous version.
@@ -119,12 +161,12 @@ class Publisher:
         `lasts`: somebody may want the version when the run has ended, so it is written to the disk in any case.
         """
         self.wait()
-        owners = {name: writer for writer, names in self._parts.values() for name in names}
+        own = {name for writer, names in self._parts.values() if writer == self.mesh.rank for name in names}
         pinned = self.mesh.device.type == "cuda"
         for name, tensor in self.model.named_weights():
             whole = tensor.to(self.export.published(name, tensor))
             whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole  # importing DTensor's class takes seconds
-            if owners[name] == self.mesh.rank:
+            if name in own:
                 if name not in self._copies:
                     self._copies[name] = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=pinned)
                 self._copies[name].copy_(whole, non_blocking=pinned)
@@ -147,11 +189,26 @@ class Publisher:
         self.announce(version)
         self.mesh.agreed(self.wait)
 
+    def offer(self, version: int, tick: Callable[[], None]) -> None:
+        """Send a version that has no files from memory to the servers. Returns when they have it. `tick`: called while they do not ask.
+
+        Call it when everything that a reader of the version must find is on disk. Raises Preempted on every rank if `tick` does on rank 0.
+        """
+        if self.transfer is not None:
+            with self.working(f"sending version {version}", version):
+                self.transfer.offer(version, tick)
+
     def ensure(self, version: int) -> None:
         """Make sure that the version is on the disk. If not, publish the current weights as that version. Every rank calls this."""
         self.mesh.agreed(self.wait)
         if self.mesh.any(self.mesh.first and not files.lasts(self.paths, version)):
             self.publish(version)
+
+    def leave_on_disk(self, version: int) -> None:
+        """Before the trainer leaves: `ensure` a version that may be in memory alone."""
+        if self.transfer is not None or self.in_memory:
+            with self.working(f"writing version {version}"):
+                self.ensure(version)
 
     def check(self) -> None:
         """Raise PublishFailed if writing has failed. Cheap, so call it often: otherwise others wait in vain for the version."""
@@ -170,9 +227,16 @@ class Publisher:
         wait(self._pending, seconds)
 
     def close(self) -> None:
-        """Wait for the version being written. Raises PublishFailed."""
+        """Wait for the version being written, and refuse servers from now on. Raises PublishFailed."""
         self.wait()
         self._thread.shutdown()
+        if self.transfer is not None:
+            self.transfer.close()
+
+    @property
+    def times(self) -> dict[str, float]:
+        """Metrics: the seconds that the last version took to be written, and those that its transfers have held the trainer."""
+        return {"time/write_weights": self.seconds, "time/send_weights": self.transfer.seconds if self.transfer is not None else 0.0}
 
     def _write(self, version: int, in_memory: bool) -> None:
         """In each writer's thread: write all files of a version, up to its manifest."""
@@ -186,40 +250,30 @@ class Publisher:
         self.seconds = time.perf_counter() - began
 
     def _write_together(self, version: int, in_memory: bool) -> None:
-        """Raise this rank's error, once all writers have ended; on rank 0 also WriterFailed, and RankLost if a writer left."""
+        """Raise this rank's error, or another writer's, once all writers have ended; RankLost if one left."""
         error: Exception | None = None
-        written: Any = None
+        mine: Any = None
         try:
             if self.mesh.first:
                 files.begin(self.paths, version, in_memory=in_memory)
-            written = self._write_own(version)
+            folder, rank = files.hidden(self.paths, version), self.mesh.rank
+            what = f"{folder}, which rank 0 makes: all hosts of the trainer must have the same run.dir ({self.paths.root})"
+            wait_for(lambda: listed(folder), what, FOLDER_TIMEOUT)
+            own = {file: {name: self._copies[name] for name in names} for file, (writer, names) in self._parts.items() if writer == rank}
+            mine = files.write(self.paths, version, own, self.export.convert)
         except Exception as raised:
-            error, written = raised, f"rank {self.mesh.rank}: {type(raised).__name__}: {raised}"
-        found = self._exchanged(written)
-        if failures := [each for each in found if isinstance(each, str)]:
-            raise error or WriterFailed(failures[0])
-        if self.mesh.first:
-            files.complete(self.paths, version, found, self.static)
-
-    def _write_own(self, version: int) -> files.Written:
-        folder = files.hidden(self.paths, version)
-        what = f"{folder}, which rank 0 makes: all hosts of the trainer must have the same run.dir ({self.paths.root})"
-        wait_for(lambda: listed(folder), what, FOLDER_TIMEOUT)
-        own = {
-            file: {name: self._copies[name] for name in names} for file, (writer, names) in self._parts.items() if writer == self.mesh.rank
-        }
-        return files.write(self.paths, version, own, self.export.convert)
-
-    def _exchanged(self, mine: Any) -> list[Any]:
-        """What each writer passes. Raises RankLost."""
+            error, mine = raised, f"rank {self.mesh.rank}: {type(raised).__name__}: {raised}"
         found = [mine] * len(self.writers)
         if self._group is not None:
             try:
                 dist.all_gather_object(found, mine, group=self._group)
-            except RuntimeError as error:
+            except RuntimeError as lost:
                 time.sleep(meshes.PATIENCE)
-                raise RankLost(f"another writer left, or sent nothing for {LIMIT:g} s; its own log says why") from error
-        return found
+                raise RankLost(f"another writer left, or sent nothing for {LIMIT:g} s; its own log says why") from lost
+        if failures := [each for each in found if isinstance(each, str)]:
+            raise error or RuntimeError(failures[0])
+        if self.mesh.first:
+            files.complete(self.paths, version, found, self.static)
 
     def _appear(self, version: int, written: Future[None], keep_last: int | None, protect: Collection[int]) -> None:
         written.result()

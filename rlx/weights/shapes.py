@@ -1,19 +1,16 @@
-"""The tensors in safetensors folders: names, dtypes, shapes, places and digests, read from the files without torch or vLLM.
+"""The tensors in safetensors folders: names, dtypes, shapes and places, read from the files without torch or vLLM.
 
-    entries(folder)["model.norm.weight"]  →  Entry(path=…/model.safetensors, dtype="float32", shape=(64,), begin=4096, end=4352)
+    entries(folder)["model.norm.weight"]  →  Entry(path=…/model.safetensors, dtype="F32", shape=(64,), begin=4096, end=4352)
 
-`files.py` verifies whole versions with it. The engine's worker uses it to check a version before loading it. A folder holds a Hugging Face
-model or a PEFT adapter.
+A folder holds a Hugging Face model or a PEFT adapter. `files.py` verifies whole versions with this.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import struct
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,13 +23,7 @@ ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # 
 INDEX = "model.safetensors.index.json"
 TIED_HEAD = "lm_head.weight"
 OF_ADAPTER = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")  # PEFT's names: the layer, and which of the two matrices
-# The dtypes that safetensors files hold: the format's name → torch's name, which manifests have.
-DTYPES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
-    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "C64": "complex64",
-}  # fmt: skip
 CHUNK = 1 << 20  # bytes read at a time for a digest
-THREADS = 4  # that read the tensors of a folder
 LISTED = 5  # names listed in a message
 
 
@@ -44,7 +35,7 @@ class Entry(NamedTuple):
     """Where a tensor lies in a file."""
 
     path: Path
-    dtype: str  # torch's name
+    dtype: str  # the format's name
     shape: tuple[int, ...]
     begin: int  # byte of the file, inclusive
     end: int  # exclusive
@@ -90,22 +81,17 @@ def header(path: Path) -> dict[str, Entry]:
         text = file.read(size) if size < length else b""
     try:
         described = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
+        begin = 8 + size
         found = {
-            name: Entry(path, DTYPES.get(entry["dtype"], entry["dtype"]), tuple(entry["shape"]), *(8 + size + at for at in offsets))
+            name: Entry(path, entry["dtype"], tuple(entry["shape"]), *(begin + at for at in entry["data_offsets"]))
             for name, entry in described.items()
-            for offsets in [entry["data_offsets"]]
         }
-        end = max((entry.end for entry in found.values()), default=8 + size)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a safetensors file, or was cut short") from error
+    end = max((entry.end for entry in found.values()), default=begin)
     if end != length:
         raise ValueError(f"{path} has {length} bytes, but its header says {end}")
     return found
-
-
-def digest(entry: Entry) -> str:
-    """16 hexadecimal digits: the xxh3 of a tensor's bytes in its file."""
-    return digest_of(entry.path, entry.begin, entry.end)
 
 
 def digest_of(path: Path, begin: int = 0, end: int | None = None) -> str:
@@ -130,23 +116,6 @@ def manifest(folder: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise WeightsError(f"{folder / COMPLETE}: not a manifest ({type(error).__name__}: {error})") from error
     return found
-
-
-def check_tensors(folder: Path, found: Mapping[str, Entry], expected: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise WeightsError unless the tensors of a folder are those of its manifest: names, dtypes, shapes and digests.
-
-    `found`: its `entries`. `expected`: `tensors` of its manifest.
-    """
-    if differing := sorted(found.keys() ^ expected.keys()):
-        raise WeightsError(f"{folder}: its files and its manifest hold different tensors: {_list(differing)}")
-    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:  # reading and hashing release Python's lock
-        for (name, entry), value in zip(found.items(), pool.map(digest, found.values()), strict=True):
-            record = expected[name]
-            if (entry.dtype, list(entry.shape)) != (record["dtype"], record["shape"]):
-                described = f"{record['dtype']} {record['shape']}, found {entry.dtype} {list(entry.shape)}"
-                raise WeightsError(f"{entry.path}: expected {described}; the header's entry of {name} is damaged")
-            if value != (known := record.get("xxh3")):
-                raise WeightsError(f"{entry.path}: expected checksum {known}, found {value}; the tensor {name} is damaged")
 
 
 def check_shapes(what: str, given: Shapes, served: Shapes, tied: bool, untrained: Iterable[str] = ()) -> None:

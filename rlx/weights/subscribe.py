@@ -85,11 +85,6 @@ class Subscriber:
         return None if found is None else WeightVersion(version=found["version"], kind="memory", where=str(self.paths.endpoints))
 
 
-def saved(weights_dir: str, version: int) -> WeightVersion:
-    """A version among those in `weights_dir`, the folder of any run's weights."""
-    return version_at(Path(weights_dir) / f"step_{version}", version)
-
-
 def digest_at(where: str) -> str | None:
     """Tells a saved version from another with the same number and place: a digest of its manifest. None if this host cannot read it."""
     try:
@@ -117,11 +112,10 @@ def _of_attempt(path: Path) -> dict[str, Any] | None:
     return found if found.pop("token") == os.environ.get(TOKEN, "") else None
 
 
-async def request_transfer(where: str, version: int, servers: Sequence[tuple[str, str]], timeout: float) -> dict[str, str]:
+async def request_transfer(where: str, version: int, servers: Sequence[tuple[str, str]], timeout: float) -> str:
     """Have the trainer send a version to paused servers, given by URL and key. `where`: `WeightVersion.where`, the folder `endpoints`.
 
-    Returns why servers do not have the version, by URL: all of them if the trainer has another version by now, or does not report within
-    `timeout` seconds.
+    Returns why they do not have the version; "": they have it. The trainer may have another one by now, or not report in `timeout` seconds.
     """
     offered, wanted, sent = (Path(where) / f"weights{end}.json" for end in ("", "_wanted", "_sent"))
     number, waiting = uuid.uuid4().hex, [{"url": url, "api_key": key} for url, key in servers]
@@ -129,10 +123,10 @@ async def request_transfer(where: str, version: int, servers: Sequence[tuple[str
     deadline, pause, why = time.monotonic() + timeout, Pause(POLL), f"did not send version {version} within {timeout:g} s"
     while time.monotonic() < deadline:
         if (content := arrived(sent)) and (found := json.loads(content))["id"] == number:  # not that of a request given up before
-            return dict(found["failed"])
+            return str(found["failed"])
         if (offer := _of_attempt(offered) or {"version": None})["version"] != version:
             why = f"has version {offer['version']} instead of {version}"
             break
         await asyncio.sleep(pause.seconds())
     wanted.unlink(missing_ok=True)
-    return {url: f"the trainer {why} (weight_broadcast.timeout)" for url, _ in servers}
+    return f"the trainer {why} (weight_broadcast.timeout)"

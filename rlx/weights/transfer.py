@@ -2,13 +2,13 @@
 
     step 12 ends      offer(13)   endpoints/weights.json         {"version": 13, "token": …}
     the fleet pauses              endpoints/weights_wanted.json  {"version": 13, "id": …, "servers": [{"url": …, "api_key": …}]}
-    while waiting     send()      every rank gathers layer by layer; rank 0 drives all servers over HTTP and sends them the tensors
-                                  endpoints/weights_sent.json    {"version": 13, "id": …, "failed": {url: why}}
-    the fleet sets the label and resumes
+    still in offer                every rank gathers layer by layer; rank 0 drives all servers over HTTP and sends them the tensors
+                                  endpoints/weights_sent.json    {"version": 13, "id": …, "failed": ""}
+    the fleet sets the label and resumes; the trainer goes on
 
-The weights are those of the offered version until the next step changes them: the next `offer` deletes a request for an older one.
 An NCCL group has fixed members, so other servers, or a transfer that failed, mean a new group. Servers are the same if their whole records
-are. A server in `failed` may hold half a version. Pausing, labels and resuming are the fleet's; nothing here compares what arrived.
+are. A failure of one server fails the transfer for all, since any of them may hold half a version: the fleet asks again, for those that
+still answer. Pausing, labels and resuming are the fleet's; nothing here compares what arrived.
 Written against the documented calls of vLLM 0.32 and 0.33 and tested up to these calls, not on a GPU. Importing this imports vLLM.
 """
 
@@ -18,12 +18,13 @@ import base64
 import functools
 import http.client
 import json
+import math
 import os
 import pickle
 import socket
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 from rlx.parallel.rendezvous import LOOPBACK, TOKEN
 from rlx.paths import RunPaths, arrived, write_text
 from rlx.process import host_name
+from rlx.waiting import wait_for
 
 if TYPE_CHECKING:
     from rlx.config.schema import Config
@@ -58,29 +60,28 @@ def call(server: Record, path: str, body: Any, timeout: float) -> Any:
             return json.loads(answer.read())
     except (OSError, http.client.HTTPException, ValueError) as error:
         more = error.read()[:500].decode(errors="replace") if isinstance(error, urllib.error.HTTPError) else ""
-        return RuntimeError(f"/{path}: {error or type(error).__name__} {more}".strip())
+        return RuntimeError(f"{server['url']} /{path}: {error or type(error).__name__} {more}".strip())
 
 
 class Servers:
     """vLLM's client of a transfer (`VLLMWeightSyncClient`), for several servers: each message goes to all of them at once.
 
-    `failed`: why servers no longer take part, by URL. In an NCCL group, one failure breaks the transfer for all: `abort` is called, and the
-    message raises RuntimeError. With CUDA IPC the transfer goes on for the others.
+    If one fails, the message raises RuntimeError, after `abort`: others may wait for it in NCCL.
     """
+
+    failed = ""  # why a message failed: the error that the sender sees in NCCL does not say it
 
     def __init__(self, servers: list[Record], timeout: float) -> None:
         """`timeout`: seconds for each message."""
-        self.servers, self.timeout, self.grouped = servers, timeout, False
-        self.failed: dict[str, str] = {}
+        self.servers, self.timeout = servers, timeout
         self.abort: Callable[[], None] = lambda: None
-        self.workers = {url: answer["world_size"] for url, answer in self._tell("get_world_size", lambda _: None).items()}
+        self.workers = [answer["world_size"] for answer in self._tell("get_world_size", [None] * len(servers))]
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Give the workers ranks of their own in the group: vLLM's trainer knows one server only, whose workers begin at rank 1."""
-        self.grouped = "rank_offset" in init_info
-        first = dict(zip(self.workers, accumulate(self.workers.values(), initial=1), strict=False))
-        own = {url: {"init_info": init_info | ({"rank_offset": rank} if self.grouped else {})} for url, rank in first.items()}
-        self._tell("init_weight_transfer_engine", own.__getitem__)
+        ranks = list(accumulate(self.workers, initial=1))[:-1]
+        own = [init_info | ({"rank_offset": rank} if "rank_offset" in init_info else {}) for rank in ranks]
+        self._tell("init_weight_transfer_engine", [{"init_info": each} for each in own])
 
     def start_weight_update(self) -> None:
         self._tell("start_weight_update")
@@ -88,27 +89,28 @@ class Servers:
     def update_weights(self, update_info: dict[str, Any]) -> None:
         if update_info.get("ipc_handles") is not None:  # vLLM's form of GPU memory handles in JSON
             update_info["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(update_info.pop("ipc_handles"))).decode()
-        self._tell("update_weights", lambda _: {"update_info": update_info})
+        self._tell("update_weights", [{"update_info": update_info}] * len(self.servers))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._tell("finish_weight_update")
 
     def leave(self) -> None:
-        """Ask all servers to leave the group, also those that failed."""
-        self.grouped, self.timeout, self.failed = False, GOODBYE, {}
-        self._tell("shutdown_weight_transfer_engine")
+        """Ask all servers to leave the group. After a failure some may be within an update, and others may not answer."""
+        if self.failed:
+            self._ask("finish_weight_update", [{}] * len(self.servers), GOODBYE)
+        self._ask("shutdown_weight_transfer_engine", [{}] * len(self.servers), GOODBYE)
 
-    def _tell(self, path: str, body: Callable[[str], Any] = lambda _: {}) -> dict[str, Any]:
-        """The answers by URL. `body`: of the message to a URL."""
-        asked = [server for server in self.servers if server["url"] not in self.failed]
-        with ThreadPoolExecutor(max(1, len(asked))) as pool:
-            answers = pool.map(lambda server: call(server, path, body(server["url"]), self.timeout), asked)
-        found = dict(zip((server["url"] for server in asked), answers, strict=True))
-        self.failed |= (broken := {url: str(answer) for url, answer in found.items() if isinstance(answer, RuntimeError)})
-        if broken and self.grouped:
+    def _tell(self, path: str, bodies: Sequence[Any] | None = None) -> list[Any]:
+        answers = self._ask(path, bodies or [{}] * len(self.servers), self.timeout)
+        if broken := [str(answer) for answer in answers if isinstance(answer, RuntimeError)]:
+            self.failed = "; ".join(broken)
             self.abort()
-            raise RuntimeError("; ".join(f"{url} {why}" for url, why in broken.items()))
-        return {url: answer for url, answer in found.items() if url not in broken}
+            raise RuntimeError(self.failed)
+        return answers
+
+    def _ask(self, path: str, bodies: Sequence[Any], timeout: float) -> list[Any]:
+        with ThreadPoolExecutor(max(1, len(self.servers))) as pool:
+            return list(pool.map(lambda server, body: call(server, path, body, timeout), self.servers, bodies))
 
 
 class _Described(list):
@@ -125,13 +127,7 @@ class Weights(WeightSource):
     """
 
     def __init__(self, model: PolicyModel, mesh: Mesh, export: Export) -> None:
-        """Raises ValueError if the weights cannot be sent layer by layer."""
         self.model, self.mesh, self.export = model, mesh, export
-        if not export.by_layer:
-            raise ValueError(
-                f"a tensor in the checkpoints of {type(model.hf).__name__} needs tensors of several layers, so its weights cannot be sent "
-                "from memory\n  fix: weight_broadcast.type=filesystem"
-            )
         self.left: Iterator[tuple[str, torch.Tensor]] = iter(())
 
     @functools.cached_property
@@ -168,15 +164,14 @@ class Weights(WeightSource):
 
 
 class Transfer:
-    """The weights of one run, for its servers. Every rank has it and makes the same calls, except `wanted`."""
+    """The weights of one run, for its servers. Every rank has it and makes the same calls."""
 
     def __init__(self, kind: str, timeout: float, host: str, weights: Weights, paths: RunPaths) -> None:
         """`kind`: nccl or ipc. `timeout`: seconds for each message. `host`: where a group meets."""
         self.kind, self.timeout, self.host, self.weights, self.mesh = kind, timeout, host, weights, weights.mesh
         self.offer_file, self.request_file, self.sent_file = (paths.endpoints / f"weights{end}.json" for end in ("", "_wanted", "_sent"))
-        self.version: int | None = None
-        self._answered = ""  # the latest request's id
-        self.seconds = 0.0  # that transfers have taken since the last offer
+        self._request: dict[str, Any] = {"id": "", "servers": []}  # the latest one of the fleet, on rank 0
+        self.seconds = 0.0  # that the latest offer has held the trainer
         self._servers = Servers([], timeout)
         self._engine: Any = None
         if self.mesh.first:
@@ -185,24 +180,50 @@ class Transfer:
 
     @classmethod
     def of(cls, cfg: Config, model: PolicyModel, mesh: Mesh, paths: RunPaths, export: Export) -> Transfer:
-        """The transfer of the configuration. Raises ValueError if the model's weights cannot be sent layer by layer."""
-        host = host_name() if cfg.hardware.nodes > 1 or cfg.inference.base_url else LOOPBACK
+        """The transfer of the configuration."""
+        host = host_name() if cfg.hardware.nodes > 1 else LOOPBACK
         return cls(cfg.weight_broadcast.type, cfg.weight_broadcast.timeout, host, Weights(model, mesh, export), paths)
 
-    def offer(self, version: int) -> None:
-        """From now on, servers may get this version. Call it when everything that a reader of the version must find is on disk."""
-        self.version, self.seconds = version, 0.0
+    def offer(self, version: int, tick: Callable[[], None]) -> None:
+        """Send this version to the servers once they wait for it, until they all have it. Every rank calls this.
+
+        Raises Preempted on every rank if `tick`, which is called while waiting, raises it on rank 0.
+        """
+        began, failed = time.monotonic(), True
         if self.mesh.first:
             write_text(self.offer_file, json.dumps({"version": version, "token": os.environ.get(TOKEN, "")}))
+        try:
+            while failed:
+                self.mesh.read(lambda waits: self._asked(version, waits), tick)
+                failed = self.mesh.any(not self._send(version))
+        finally:
+            self.seconds = time.monotonic() - began
+            self._end_offer()
 
-    def wanted(self) -> bool:
-        """Whether paused servers wait for the offered version; on rank 0. Cheap."""
-        return self._request() is not None
+    def close(self) -> None:
+        """Let the servers go."""
+        self._end_offer()
+        self._leave()
 
-    def send(self) -> None:
-        """Send the offered version to the servers that wait for it. Every rank calls this, where the weights are those of the version."""
-        began, request, failed = time.monotonic(), self._request() or {"id": "", "servers": []}, dict[str, str]()
-        servers = request["servers"]
+    def _end_offer(self) -> None:
+        if self.mesh.first:
+            self.offer_file.unlink(missing_ok=True)
+
+    def _asked(self, version: int, waits: Callable[[], None]) -> bytes:
+        """On rank 0: wait for a request of the fleet for this version."""
+
+        def probe() -> bool:
+            found: dict[str, Any] = json.loads(arrived(self.request_file) or "{}")
+            is_new = found.get("version") == version and found["id"] != self._request["id"]
+            self._request = found if is_new else self._request
+            return is_new
+
+        wait_for(probe, "servers", math.inf, tick=waits)
+        return b"asked"
+
+    def _send(self, version: int) -> bool:
+        """Send the weights to the servers that rank 0 was asked for, and reply. Whether they have them; other ranks do not know."""
+        servers, failed = self._request["servers"], ""
         if self.mesh.any(self._engine is None or servers != self._servers.servers):
             self._leave()
         self.weights.begin()
@@ -213,41 +234,24 @@ class Transfer:
         except Exception as error:
             if not self.mesh.first:
                 raise
-            failed = {server["url"]: f"the transfer failed: {error}" for server in servers}
-        if failed := failed | self._servers.failed:
+            failed = f"the transfer failed: {self._servers.failed or error}"
             self._leave()
         for _ in self.weights.left:  # what a failed transfer has not gathered: the other ranks do
             pass
-        self.seconds += time.monotonic() - began
         if self.mesh.first:
-            self._answered = request["id"]
-            write_text(self.sent_file, json.dumps({"version": self.version, "id": self._answered, "failed": failed}))
-
-    def close(self) -> None:
-        """Refuse all servers from now on."""
-        self.version = None
-        if self.mesh.first:
-            self.offer_file.unlink(missing_ok=True)
-        self._leave()
-
-    def _request(self) -> dict[str, Any] | None:
-        """On rank 0: the request of the fleet for the offered version, unless it was answered."""
-        found: dict[str, Any] = json.loads((arrived(self.request_file) if self.mesh.first else None) or "{}")
-        waits = self.version is not None and found.get("version") == self.version and found["id"] != self._answered
-        return found if waits else None
+            write_text(self.sent_file, json.dumps({"version": version, "id": self._request["id"], "failed": failed}))
+        return not failed
 
     def _join(self, servers: list[Record]) -> None:
-        """Form a group with the servers that answer."""
+        """Form a group with the servers."""
         self._servers = Servers(servers, self.timeout)
-        if self.mesh.first and not self._servers.workers:
-            raise RuntimeError("no server answers")
         info: Any = IPCTrainerInitInfo(rank=self.mesh.rank, packed=True)
         largest = max(each.dtype.itemsize * torch.Size(each.shape).numel() for each in self.weights.metadata)
         info.packed_buffer_size_bytes = max(info.packed_buffer_size_bytes, largest)  # a tensor must fit into the buffer
         if self.kind == "nccl":
             with socket.create_server((self.host, 0)) as free:
                 place = {"master_address": self.host, "master_port": free.getsockname()[1]}
-            info = NCCLTrainerInitInfo(rank=self.mesh.rank, world_size=1 + sum(self._servers.workers.values()), **place)
+            info = NCCLTrainerInitInfo(rank=self.mesh.rank, world_size=1 + sum(self._servers.workers), **place)
         self._engine = WeightTransferTrainerFactory.trainer_init(info, client=self._servers, source=self.weights)
         self._servers.abort = self._engine.shutdown  # frees this process from NCCL, which waits for ever for a server that is lost
 
