@@ -17,9 +17,9 @@ from sandboxes import NEEDS_BWRAP
 
 from rlx.agents import cgroups
 from rlx.agents.box import Box, BoxError, open_box
+from rlx.agents.commands import MOST_OUTPUT
 from rlx.agents.gateway import Gateway
 from rlx.agents.images import choose, prepared
-from rlx.agents.processes import MOST_OUTPUT
 from rlx.config.schema_rollout import BoxConfig
 
 pytestmark = [NEEDS_BWRAP, pytest.mark.slow]
@@ -154,7 +154,7 @@ def test_nothing_is_left_of_the_boxes_of_a_killed_worker(tmp_path: Path):
     worker = f"""
 import asyncio
 from rlx.agents.box import open_box
-from rlx.agents.processes import MOST_OUTPUT
+from rlx.agents.commands import MOST_OUTPUT
 from rlx.config.schema_rollout import BoxConfig
 async def main():
     box = await open_box("bwrap", BoxConfig())

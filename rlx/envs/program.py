@@ -21,8 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlx.agents import cgroups
-from rlx.agents.box import PORT, Box, BoxError, Result, open_box, sweep
+from rlx.agents.box import PORT, Box, BoxError, open_box, sweep
+from rlx.agents.commands import Result
 from rlx.agents.dialect import function
 from rlx.agents.gateway import UNTRAINED, Gateway
 from rlx.agents.images import choose, installed, prepared
@@ -138,7 +138,6 @@ class ProgramEnvironment(FunctionEnvironment):
         self.image, self.first = prepared(self.kind, own), prepared(self.kind, row.get("image"))
         self.folder = installed(self.harness.install) if self.harness.install else ""
         sweep()
-        cgroups.sweep()
 
     @property
     def sandbox(self) -> str:
