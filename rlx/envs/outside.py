@@ -87,6 +87,7 @@ class OutsideEnvironment(FunctionEnvironment):
         self.limit, self.gateway, self.key = timeout, Gateway(self._routes), secrets.token_urlsafe(24)
         self.key_file = Path(config.args.get("key_file", "gateway.key"))
         self._offered: dict[str, Offered] = {}
+        self._announced = False
         self._waiting: asyncio.Queue[Offered] = asyncio.Queue()
 
     async def close(self) -> None:
@@ -97,7 +98,9 @@ class OutsideEnvironment(FunctionEnvironment):
 
     async def _listen(self) -> None:
         args = self.config.args
-        if await self.gateway.start(args.get("host", "127.0.0.1"), args.get("port", 8765)):
+        await self.gateway.start(args.get("host", "127.0.0.1"), args.get("port", 8765))
+        if not self._announced:
+            self._announced = True
             with open(os.open(self.key_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
                 file.write(self.key)
             place = f"{self.gateway.url}/sessions"

@@ -23,7 +23,7 @@ from typing import Any
 
 from rlx.agents.box import PORT, Box, BoxError, open_box, sweep
 from rlx.agents.commands import Result
-from rlx.agents.dialect import function
+from rlx.agents.dialects import function
 from rlx.agents.gateway import UNTRAINED, Gateway
 from rlx.agents.images import choose, installed, prepared
 from rlx.config.schema import EnvConfig

@@ -32,7 +32,7 @@ from verifiers.v1.runtimes import ProgramResult
 from verifiers.v1.types import AssistantMessage, Response, Usage
 
 from rlx.agents import dialects
-from rlx.agents.dialect import Dialect, Request, offered
+from rlx.agents.dialects import Dialect, Request, offered
 from rlx.agents.gateway import UNTRAINED
 from rlx.envs.errors import in_one_line
 from rlx.envs.messages import for_template
