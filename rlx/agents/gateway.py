@@ -62,12 +62,13 @@ class Session:
         for own, task in reversed(self._asked):
             if again and own == identity and not (task.done() and (task.cancelled() or task.exception())):
                 return task
-        task = asyncio.create_task(self._answer(request))
+        task = asyncio.create_task(self.answer(request))
         task.add_done_callback(lambda task: task.cancelled() or task.exception())  # whoever asked may have hung up
         self._asked.append((identity, task))
         return task
 
-    async def _answer(self, request: Request) -> Reply:
+    async def answer(self, request: Request) -> Reply:
+        """The policy's answer. Raises Refused if there is none."""
         async with self._room:
             counts = request.model != UNTRAINED
             self._check(counts)
