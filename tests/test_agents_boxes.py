@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 from sandboxes import NEEDS_BWRAP
 
 from rlx.agents import cgroups
@@ -34,7 +35,7 @@ def inside(work: Callable[[Box], Awaitable[Any]], kind: str = "bwrap", **keys: A
         finally:
             await box.close()
 
-    return asyncio.run(run())
+    return uvloop.run(run())  # as in a worker
 
 
 def shell(script: str, timeout: float = 20, **keys: Any) -> Any:
@@ -196,6 +197,19 @@ def test_an_image_of_bubblewrap_is_the_folder_of_a_root_file_system(tmp_path: Pa
             await box.close()
 
     assert asyncio.run(run()) == "of the image"
+
+
+def test_images_of_an_engine_are_loaded_from_an_archive_built_from_a_folder_or_pulled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    engine = "#!/bin/sh\ncase $1 in image) exit 1;; load) echo 'Loaded image: localhost/mine:1';; pull) echo offline >&2; exit 125;; esac\n"
+    (tmp_path / "podman").write_text(engine)
+    (tmp_path / "podman").chmod(0o755)
+    (tmp_path / "mine.tar").touch()
+    (tmp_path / "Dockerfile").touch()
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert prepared("podman", str(tmp_path / "mine.tar")) == "localhost/mine:1"
+    assert str(prepared("podman", str(tmp_path))).startswith("rlx-")
+    with pytest.raises(ValueError, match=r"python:3 is not on this machine and cannot be pulled from its registry: .*offline"):
+        prepared("podman", "python:3")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import pytest
 from policy_stand_in import StandIn, policy_of, tiny_chat
 
 from rlx.agents.gateway import UNTRAINED, Gateway, Session
+from rlx.config.schema_rollout import HarnessConfig
 from rlx.trace import Trace, Turn
 from rlx.types import Task
 
@@ -50,12 +51,13 @@ class Engine(StandIn):
 
 
 @asynccontextmanager
-async def opened(engine: Engine, **limits: Any) -> AsyncIterator[tuple[Gateway, Session]]:
+async def opened(engine: Engine, deadline: float = float("inf"), **limits: Any) -> AsyncIterator[tuple[Gateway, Session]]:
     gateway = Gateway()
     await gateway.start()
     policy = policy_of(engine, context_length=8192, sampling={"max_tokens": 200})
     try:
-        yield gateway, gateway.open(policy.episode(Task(env="e", example_id=0, index=0, row={}), 0, 0), **{"longest": 200, **limits})
+        episode = policy.episode(Task(env="e", example_id=0, index=0, row={}), 0, 0)
+        yield gateway, gateway.open(episode, HarnessConfig(**limits), 200, deadline)
     finally:
         await gateway.stop()
 

@@ -84,8 +84,9 @@ async def run(
     """Run a command. `given`: its standard input. It is ended after `timeout`, or `grace` after `until` is set."""
     running = await start(argv, pass_fds)
     stdin: Any = running.transport.get_pipe_transport(0)
-    stdin.write(given)
-    stdin.close()
+    if not stdin.is_closing():  # uvloop has closed it if the command was quicker
+        stdin.write(given)
+        stdin.close()
     ending = asyncio.ensure_future(running.ended.wait())
     asked = asyncio.ensure_future((until or asyncio.Event()).wait())
     try:

@@ -96,10 +96,10 @@ class Dialect(ABC):
     def events(self, answer: Mapping[str, Any], usage: bool) -> Iterator[bytes]:
         """The stream of an answer. `usage`: whether it ends with the number of tokens."""
 
-    def error(self, status: int, text: str, code: str | None) -> dict[str, Any]:
+    def error(self, error: Refused) -> dict[str, Any]:
         """The body of an error."""
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        return {"error": {"message": text, "type": kind, "param": None, "code": code}}
+        kind = "invalid_request_error" if error.status < 500 else "server_error"
+        return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
 
 
 class Chat(Dialect):
@@ -223,8 +223,8 @@ class Messages(Dialect):
         yield _event("message_delta", delta={name: answer[name] for name in ("stop_reason", "stop_sequence")}, usage=tokens)
         yield _event("message_stop")
 
-    def error(self, status: int, text: str, code: str | None) -> dict[str, Any]:
-        return {"type": "error", "error": {"type": KINDS.get(status, "api_error"), "message": text}}
+    def error(self, error: Refused) -> dict[str, Any]:
+        return {"type": "error", "error": {"type": KINDS.get(error.status, "api_error"), "message": str(error)}}
 
 
 class Responses(Dialect):

@@ -16,6 +16,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import math
 import secrets
 import socket
 import time
@@ -26,6 +27,7 @@ from typing import Any
 from aiohttp import web
 
 from rlx.agents.dialects import CHAT, DIALECTS, MESSAGES, Dialect, Refused, Request, as_object
+from rlx.config.schema_rollout import HarnessConfig
 from rlx.policy.base import Episode, Message, PromptTooLong, Reply
 
 log = logging.getLogger(__name__)
@@ -41,10 +43,9 @@ class Session:
     """One rollout: what a program may ask, and what it was answered."""
 
     episode: Episode
-    deadline: float = float("inf")  # of the monotonic clock
-    max_turns: int | None = None  # answered requests
-    max_tokens: int | None = None  # sampled tokens of all answers
+    limits: HarnessConfig = field(default_factory=HarnessConfig)  # of which `max_turns` and `max_tokens` bound it
     longest: int | None = None  # sampled tokens of one answer
+    deadline: float = math.inf  # of the monotonic clock
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     delivered: list[str] = field(default_factory=list)  # request ids of answers that the program has received and that count
     turns: int = 0
@@ -52,8 +53,7 @@ class Session:
     stop: str = ""  # why it answers no more
     ended: asyncio.Event = field(default_factory=asyncio.Event)  # it answers no more
     failure: Exception | None = None  # of the last request, if the policy could not answer it
-    _said: dict[str, list[tuple[Any, Reply]]] = field(default_factory=dict)  # answers by what a program repeats of them
-    _stored: dict[str, list[Message]] = field(default_factory=dict)  # conversations by the id of their last answer
+    _answers: dict[str, tuple[list[Message], Message]] = field(default_factory=dict)  # with what stood before, by the reply's request id
     _asked: list[tuple[str, asyncio.Task[Reply]]] = field(default_factory=list)  # requests with what identifies a second try of them
     _room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(PARALLEL))
 
@@ -72,12 +72,13 @@ class Session:
         async with self._room:
             counts = request.model != UNTRAINED
             self._check(counts)
-            left = None if self.max_tokens is None else self.max_tokens - self.tokens
+            left = None if self.limits.max_tokens is None else self.limits.max_tokens - self.tokens
             bounds = [bound for bound in (request.sampling.get("max_tokens"), self.longest, left) if bound is not None]
             sampling = {**request.sampling, **({"max_tokens": min(bounds)} if bounds else {})}
-            if request.previous and request.previous not in self._stored:
+            if request.previous and request.previous not in self._answers:
                 raise Refused(f"previous_response_id: there is no answer {request.previous}")
-            told = list(self._stored.get(request.previous, ()))
+            before, last = self._answers.get(request.previous, ([], None))
+            told = [*before, *([last] if last else [])]
             for message in request.messages:
                 told.append(self._as_sampled(message, told))
             if told and told[-1]["role"] == "assistant":
@@ -91,16 +92,15 @@ class Session:
                 raise
             self.failure = None
             self.tokens += reply.num_tokens
-            self._said.setdefault(_content(reply.message), []).append((_calls(reply.message), reply))
-            self._stored[reply.request_id] = [*told, reply.message]
+            self._answers[reply.request_id] = told, reply.message
             return reply
 
     def _check(self, counts: bool) -> None:
         """Raise Refused if the session answers no more. `counts`: the request belongs to the rollout."""
         over = {
             "timeout": time.monotonic() >= self.deadline,
-            "max_turns": counts and self.max_turns is not None and self.turns >= self.max_turns,
-            "max_tokens": self.max_tokens is not None and self.tokens >= self.max_tokens,
+            "max_turns": counts and self.turns >= (self.limits.max_turns or math.inf),
+            "max_tokens": self.tokens >= (self.limits.max_tokens or math.inf),
         }
         self.stop = self.stop or next((why for why, is_over in over.items() if is_over), "")
         if self.stop:
@@ -114,17 +114,12 @@ class Session:
         """
         if message["role"] != "assistant":
             return message
-        shown, reasoning = _calls(message), message.get("reasoning_content")
-        known = [reply for own, reply in self._said.get(_content(message), ()) if own == shown]
-        known = [reply for reply in known if reasoning in (None, reply.message.get("reasoning_content"))]
-        if any(reply.message != known[0].message for reply in known):
-            known = [reply for reply in known if self._stored[reply.request_id][:-1] == before]
-        return known[0].message if known else message
-
-    def received(self, reply: Reply, request: Request) -> None:
-        """The program has the answer."""
-        if request.model != UNTRAINED and reply.request_id not in self.delivered:
-            self.delivered.append(reply.request_id)
+        reasoning, shown = message.get("reasoning_content"), _shown(message)
+        known = [(told, own) for told, own in self._answers.values() if _shown(own) == shown]
+        known = [(told, own) for told, own in known if reasoning in (None, own.get("reasoning_content"))]
+        if any(own != known[0][1] for _, own in known):
+            known = [(told, own) for told, own in known if told == before]
+        return known[0][1] if known else message
 
     async def close(self, why: str) -> None:
         """Answer no more, and give up what is being answered."""
@@ -136,14 +131,10 @@ class Session:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _content(message: Message) -> str:
-    return str(message["content"]).strip()
-
-
-def _calls(message: Message) -> list[Any]:
-    """What a program repeats of an answer's calls, whatever JSON it writes."""
+def _shown(message: Message) -> tuple[str, list[Any]]:
+    """What a program repeats of an answer, whatever JSON it writes."""
     calls = [(call["id"], call["function"]) for call in message.get("tool_calls") or ()]
-    return [(call_id, function["name"], as_object(function["arguments"])) for call_id, function in calls]
+    return str(message["content"]).strip(), [(own, function["name"], as_object(function["arguments"])) for own, function in calls]
 
 
 class Gateway:
@@ -153,7 +144,7 @@ class Gateway:
         """`routes`: adds routes of its owner's."""
         self.sessions: dict[str, Session] = {}
         self.url = ""
-        app = web.Application(client_max_size=LARGEST)
+        app = web.Application(client_max_size=LARGEST, middlewares=[_errors])
         for prefix in ("/v1", "/s/{key}/v1", "/s/{key}"):
             for dialect in DIALECTS:
                 app.router.add_post(prefix + dialect.route, self._reading(dialect, self._answer))
@@ -182,9 +173,9 @@ class Gateway:
         await site.start()
         return site
 
-    def open(self, episode: Episode, **limits: Any) -> Session:
-        """A session of a rollout. `limits`: fields of `Session`."""
-        session = Session(episode, **limits)
+    def open(self, episode: Episode, *limits: Any, **more: Any) -> Session:
+        """A session of a rollout, with these fields."""
+        session = Session(episode, *limits, **more)
         self.sessions[session.key] = session
         return session
 
@@ -209,10 +200,7 @@ class Gateway:
         return session
 
     async def _models(self, request: web.Request) -> web.Response:
-        try:
-            self._session(request)
-        except Refused as error:
-            return _refused(CHAT, error)
+        self._session(request)
         name = request.match_info.get("model", "policy")
         one = {"id": name, "object": "model", "type": "model", "display_name": name, "created": 0, "owned_by": "rlx"}
         return web.json_response(one if "model" in request.match_info else {"object": "list", "data": [one], "has_more": False})
@@ -221,19 +209,14 @@ class Gateway:
         """A handler of requests in a language. `work` gets the session and what was asked."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
+            session, body = self._session(request), await request.read()
             try:
-                session, body = self._session(request), await request.read()
-                try:
-                    asked = dialect.read(json.loads(body))
-                except Refused:
-                    raise
-                except Exception as error:  # whatever a program can send
-                    raise Refused(f"the request cannot be read: {in_one_line(error)}") from error
-                return await work(request, session, dialect, asked)
-            except Refused as error:
-                return _refused(dialect, error)
-            except ConnectionResetError:  # the program has hung up
-                return web.Response()
+                asked = dialect.read(json.loads(body))
+            except Refused:
+                raise
+            except Exception as error:  # whatever a program can send
+                raise Refused(f"the request cannot be read: {in_one_line(error)}") from error
+            return await work(request, session, dialect, asked)
 
         return handle
 
@@ -256,9 +239,10 @@ class Gateway:
         if (error := _error_of(task)) is not None:
             if stream is None:
                 raise error
-            await stream.write(f"event: error\ndata: {json.dumps(dialect.error(error.status, str(error), error.code))}\n\n".encode())
+            await stream.write(f"event: error\ndata: {json.dumps(dialect.error(error))}\n\n".encode())
             return stream
-        body = dialect.answer(task.result(), asked)
+        reply = task.result()
+        body = dialect.answer(reply, asked)
         response: web.StreamResponse = web.json_response(body)
         if asked.stream:
             response = stream or await _begun(request)
@@ -266,7 +250,8 @@ class Gateway:
         else:
             await response.prepare(request)
         await response.write_eof()
-        session.received(task.result(), asked)
+        if asked.model != UNTRAINED and reply.request_id not in session.delivered:
+            session.delivered.append(reply.request_id)
         return response
 
 
@@ -292,6 +277,13 @@ async def _begun(request: web.Request) -> web.StreamResponse:
     return stream
 
 
-def _refused(dialect: Dialect, error: Refused) -> web.Response:
-    headers = {"x-should-retry": "false"} if error.status < 500 else {}
-    return web.json_response(dialect.error(error.status, str(error), error.code), status=error.status, headers=headers)
+@web.middleware
+async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
+    """Errors in the form of the service that the program believes to ask."""
+    try:
+        return await handler(request)
+    except Refused as error:
+        dialect, headers = MESSAGES if "/messages" in request.path else CHAT, {"x-should-retry": "false"} if error.status < 500 else {}
+        return web.json_response(dialect.error(error), status=error.status, headers=headers)
+    except ConnectionResetError:  # the program has hung up
+        return web.Response()

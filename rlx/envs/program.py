@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import math
 import os
 import re
 import sys
@@ -174,14 +173,9 @@ class ProgramEnvironment(FunctionEnvironment):
             await box.close()
         return Ended(trace, after_prompt(trace), reward, stop, {"turns": float(len(trace.answers)), "exit_code": float(code)})
 
-    def _session(self, episode: Any, seconds: float = math.inf) -> Session:
-        limits = self.harness
-        bounds = {"max_turns": limits.max_turns, "max_tokens": limits.max_tokens, "longest": self.longest}
-        return self.gateway.open(episode, deadline=time.monotonic() + seconds, **bounds)
-
     async def _shell(self, row: Mapping[str, Any], box: Box, episode: Any) -> tuple[Trace, str, str, int]:
         """The model with a shell: (trace, its last words, why it ended, exit code of its last command)."""
-        session, messages, code, said = self._session(episode), list(row["prompt"]), 0, ""
+        session, messages, code, said = Session(episode, self.harness, self.longest), list(row["prompt"]), 0, ""
         try:
             while True:
                 reply = await session.answer(Request(messages=messages, tools=[SHELL], sampling={}))
@@ -196,8 +190,6 @@ class ProgramEnvironment(FunctionEnvironment):
             if not session.stop:
                 raise
             return episode.trace, said, session.stop, code
-        finally:
-            await self.gateway.close(session)
 
     async def _called(self, box: Box, name: str, arguments: str) -> tuple[int, str]:
         try:
@@ -214,7 +206,7 @@ class ProgramEnvironment(FunctionEnvironment):
         """A program: (trace of the answers that it has received, what it printed, why it ended, its exit code)."""
         limit = self.timeout if self.harness.timeout is None else min(self.timeout, self.harness.timeout)
         await self.gateway.start()
-        session, site = self._session(episode, limit), None
+        session, site = self.gateway.open(episode, self.harness, self.longest, time.monotonic() + limit), None
         try:
             sock = await box.listening()
             if sock is not None:
