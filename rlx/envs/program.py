@@ -104,7 +104,6 @@ class ProgramEnvironment(FunctionEnvironment):
         super().__init__(name, source, config, timeout)
         self.harness = config.harness
         self.tools = () if config.harness.command else (SHELL,)
-        self.command = command_of(config.harness)
         self.reads = len(inspect.signature(source.reward).parameters)  # how many of completion, row and box
         self.gateway = Gateway()
 
@@ -117,6 +116,7 @@ class ProgramEnvironment(FunctionEnvironment):
             raise ValueError("sandbox=apptainer runs v1 tasksets; use bwrap, podman or docker for programs")
         self.image, self.first = prepared(self.kind, own), prepared(self.kind, row.get("image"))
         self.folder = installed(self.harness.install) if self.harness.install else ""
+        self.command = command_of(self.harness, self.folder)
         sweep()
 
     @property
@@ -232,7 +232,7 @@ class ProgramEnvironment(FunctionEnvironment):
         users = one_text(str(message["content"]) for message in row["prompt"] if message["role"] != "system")
         systems = one_text(str(message["content"]) for message in row["prompt"] if message["role"] == "system")
         own = {name: value for name, value in row.items() if isinstance(value, str)}
-        return {**own, "prompt": users, "system": systems, "base_url": f"{url}/v1", "key": key, "folder": self.folder}
+        return {**own, "prompt": users, "system": systems, "base_url": f"{url}/v1", "key": key}
 
 
 def filled(command: Sequence[str], words: Mapping[str, str]) -> list[str]:
@@ -240,10 +240,10 @@ def filled(command: Sequence[str], words: Mapping[str, str]) -> list[str]:
     return [re.sub(r"\{(\w+)\}", lambda found: words.get(found[1], found[0]), part) for part in command]
 
 
-def command_of(config: HarnessConfig) -> list[str]:
-    """The command with the whole paths of the files that it names."""
-    parts = [str(Path(part).absolute()) if os.path.isfile(part) else part for part in config.command]
-    return [part.replace("{python}", sys.executable) for part in parts]
+def command_of(config: HarnessConfig, folder: str) -> list[str]:
+    """The command with the whole paths of the files that it names. `folder`: what `install` has filled."""
+    parts = [part.replace("{python}", sys.executable).replace("{folder}", folder) for part in config.command]
+    return [str(Path(part).absolute()) if os.path.isfile(part) else part for part in parts]
 
 
 def variables(words: Mapping[str, str], url: str, key: str, config: HarnessConfig, folder: str) -> dict[str, str]:

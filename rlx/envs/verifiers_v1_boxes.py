@@ -131,7 +131,7 @@ class CommandHarness(Harness[TheirHarnessConfig]):
     ) -> ProgramResult:
         system, prompt = self.resolve_text_prompt(data)
         url = endpoint.removesuffix("/v1")
-        words = {"prompt": str(prompt or ""), "system": system or "", "base_url": endpoint, "key": secret, "folder": self.folder}
+        words = {"prompt": str(prompt or ""), "system": system or "", "base_url": endpoint, "key": secret}
         env = variables(words, url, secret, self.own, self.folder) | {f"MCP_{name.upper()}": each for name, each in mcp_urls.items()}
         program = runtime.run_program(filled(self.command, words), env)
         try:
@@ -183,7 +183,7 @@ def fit(where: str, env: vf.Env, config: EnvConfig, chosen: frozenset[str], task
         if getattr(config.harness, name) is not None:
             raise ValueError(f"{where}.harness.{name} bounds programs of env=program; of a v1 taskset: {where}.args.AGENT.{theirs}")
     folder = installed(config.harness.install) if config.harness.install else ""
-    command = command_of(config.harness)
+    command = command_of(config.harness, folder)
     for name, spec in env._agent_specs.items():
         if command and spec.client is None:
             env._harnesses[name] = CommandHarness(config.harness, command, folder)
