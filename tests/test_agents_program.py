@@ -173,7 +173,7 @@ def _timed(kind: str, file: str) -> Any:
         id="rlx.envs.program",
         args={"data": "tasks.jsonl", "test": "sh check.sh"},
         sandbox=kind,
-        harness=HarnessConfig(command=["python3", file], timeout=1.5),
+        harness=HarnessConfig(command=["python3", file], timeout=3.0),
     )
     return load_one("e", config, Settings(timeout=30))
 
@@ -186,7 +186,7 @@ def test_a_test_that_cannot_run_is_a_failure_not_a_zero(folder: Path):
 
 def test_no_sandbox_is_a_sentence_with_what_to_do(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("rlx.agents.images.problem_of", lambda kind: f"{kind} is not installed")
-    with pytest.raises(ValueError, match=r"envs\.e: no sandbox can be made here.*sandbox=none"):
+    with pytest.raises(ValueError, match=r"envs\.e: sandbox=auto: no sandbox can be made here.*sandbox=none"):
         load("auto")
 
 

@@ -12,22 +12,17 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import os
-import re
-import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from rlx.agents.box import PORT, Box, BoxError, open_box, sweep
 from rlx.agents.commands import Result
 from rlx.agents.dialects import Refused, Request, function
-from rlx.agents.gateway import UNTRAINED, Gateway, Session
-from rlx.agents.images import choose, installed, prepared
+from rlx.agents.gateway import Gateway, Session
+from rlx.agents.harness import Program
+from rlx.agents.images import choose, prepared
 from rlx.config.schema import EnvConfig
-from rlx.config.schema_rollout import BoxConfig, HarnessConfig
 from rlx.config.signatures import locate
 from rlx.envs.function import Ended, FunctionEnvironment, Source, Tasks, after_prompt, made
 from rlx.envs.harbor import HarborRows, is_harbor
@@ -98,7 +93,6 @@ class ProgramEnvironment(FunctionEnvironment):
     kind = "none"
     image: str | None = None  # what boxes are made of
     first: str | None = None  # the same for the first task, if it has an image of its own
-    folder = ""  # what `harness.install` has filled
 
     def __init__(self, name: str, source: Source, config: EnvConfig, timeout: float) -> None:
         super().__init__(name, source, config, timeout)
@@ -115,14 +109,9 @@ class ProgramEnvironment(FunctionEnvironment):
         if self.kind == "apptainer":
             raise ValueError("sandbox=apptainer runs v1 tasksets; use bwrap, podman or docker for programs")
         self.image, self.first = prepared(self.kind, own), prepared(self.kind, row.get("image"))
-        self.folder = installed(self.harness.install) if self.harness.install else ""
-        self.command = command_of(self.harness, self.folder)
+        self.sandbox = "no sandbox" if self.kind == "none" else self.kind  # for people
+        self.program = Program(self.harness)
         sweep()
-
-    @property
-    def sandbox(self) -> str:
-        """What its boxes are, for people."""
-        return "no sandbox" if self.kind == "none" else self.kind
 
     def demonstration(self, row: Mapping[str, Any], errs: bool, state: Any) -> Any:
         """The messages of a row's column `demonstration`, if it has one."""
@@ -141,7 +130,7 @@ class ProgramEnvironment(FunctionEnvironment):
             raise RuntimeError(f"envs.{self.name}: {error}") from error
 
     async def _open(self, image: str | None) -> Box:
-        return await open_box(self.kind, seeing(self.config.box, self.command, self.folder), image)
+        return await open_box(self.kind, self.program.seen(self.config.box), image)
 
     async def close(self) -> None:
         """Stop the gateway."""
@@ -212,9 +201,10 @@ class ProgramEnvironment(FunctionEnvironment):
             if sock is not None:
                 site = await self.gateway.listen(sock)
             url = self.gateway.url if sock is None else f"http://127.0.0.1:{PORT}"
-            words = self._words(row, url, session.key)
-            own = variables(words, url, session.key, self.harness, self.folder)
-            result = await box.run(filled(self.command, words), own, timeout=limit, until=session.ended, grace=GRACE)
+            texts = [(message["role"] == "system", str(message["content"])) for message in row["prompt"]]
+            prompt, system = [one_text(text for is_system, text in texts if is_system is wanted) for wanted in (False, True)]
+            command, own = self.program.call(url, session.key, prompt, system, row)
+            result = await box.run(command, own, timeout=limit, until=session.ended, grace=GRACE)
         finally:
             await self.gateway.close(session, "ended")
             if site is not None:
@@ -227,60 +217,6 @@ class ProgramEnvironment(FunctionEnvironment):
             raise session.failure
         stop = session.stop if session.stop not in ("", "ended") else "timeout" if result.late else "ended"
         return episode.keep(session.delivered), result.stdout.strip(), f"program_{stop}", result.code
-
-    def _words(self, row: Mapping[str, Any], url: str, key: str) -> dict[str, str]:
-        users = one_text(str(message["content"]) for message in row["prompt"] if message["role"] != "system")
-        systems = one_text(str(message["content"]) for message in row["prompt"] if message["role"] == "system")
-        own = {name: value for name, value in row.items() if isinstance(value, str)}
-        return {**own, "prompt": users, "system": systems, "base_url": f"{url}/v1", "key": key}
-
-
-def filled(command: Sequence[str], words: Mapping[str, str]) -> list[str]:
-    """A command with the words that stand for its fields."""
-    return [re.sub(r"\{(\w+)\}", lambda found: words.get(found[1], found[0]), part) for part in command]
-
-
-def command_of(config: HarnessConfig, folder: str) -> list[str]:
-    """The command with the whole paths of the files that it names. `folder`: what `install` has filled."""
-    parts = [part.replace("{python}", sys.executable).replace("{folder}", folder) for part in config.command]
-    return [str(Path(part).absolute()) if os.path.isfile(part) else part for part in parts]
-
-
-def variables(words: Mapping[str, str], url: str, key: str, config: HarnessConfig, folder: str) -> dict[str, str]:
-    """What programs of the field read to find a model, and the task."""
-    return {
-        "OPENAI_BASE_URL": f"{url}/v1",
-        "OPENAI_API_BASE": f"{url}/v1",
-        "OPENAI_API_KEY": key,
-        "OPENAI_MODEL": "policy",
-        "ANTHROPIC_BASE_URL": url,
-        "ANTHROPIC_API_KEY": key,
-        "ANTHROPIC_MODEL": "policy",
-        "ANTHROPIC_SMALL_FAST_MODEL": UNTRAINED,
-        "ANTHROPIC_DEFAULT_HAIKU_MODEL": UNTRAINED,
-        "TASK": words["prompt"],
-        "TASK_SYSTEM": words["system"],
-        **{name: value.replace("{folder}", folder) for name, value in config.variables.items()},
-    }
-
-
-def seeing(config: BoxConfig, command: Sequence[str], folder: str) -> BoxConfig:
-    """The configuration of boxes that see what a command names, and the folder of its program."""
-    named = sorted({path for part in command for path in readable(part)})
-    return replace(config, folders=[*config.folders, *([folder] if folder else []), *named])
-
-
-def readable(part: str) -> list[str]:
-    """What a box must see for a part of a command: a file, and of a Python in a virtual environment what belongs to it."""
-    path = Path(part)
-    if not path.is_absolute() or not os.path.isfile(part):
-        return []
-    own = path.parent.parent
-    if not (own / "pyvenv.cfg").is_file():
-        return [] if path.is_relative_to("/usr") else [part]
-    settings = dict(line.split(" = ", 1) for line in (own / "pyvenv.cfg").read_text().splitlines() if " = " in line)
-    base = Path(settings["home"]).resolve().parent
-    return [str(own), *([] if base.is_relative_to("/usr") else [str(base)])]
 
 
 def _last(result: Result) -> str:

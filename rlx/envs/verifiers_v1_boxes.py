@@ -27,11 +27,11 @@ from verifiers.v1.runtimes.subprocess import SubprocessConfig, SubprocessProcess
 from verifiers.v1.utils.compile import resolve_runtime_config, validate_pairing
 
 from rlx.agents.box import HOME, Box, open_box
-from rlx.agents.images import choose, installed, prepared
+from rlx.agents.harness import Program
+from rlx.agents.images import choose, prepared
 from rlx.config.schema import EnvConfig
-from rlx.config.schema_rollout import BoxConfig, HarnessConfig
+from rlx.config.schema_rollout import BoxConfig
 from rlx.envs.messages import for_template
-from rlx.envs.program import command_of, filled, seeing, variables
 
 _make_runtime = rollout.make_runtime
 
@@ -122,20 +122,18 @@ class CommandHarness(Harness[TheirHarnessConfig]):
     NEEDS_CONTAINER = False
     SUPPORTS_MCP = True  # it finds the servers in MCP_NAME
 
-    def __init__(self, config: HarnessConfig, command: Sequence[str], folder: str) -> None:
+    def __init__(self, program: Program) -> None:
         super().__init__(TheirHarnessConfig(id="null"))
-        self.own, self.command, self.folder = config, command, folder
+        self.program = program
 
     async def launch(
         self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str], data: Any, *_: Any, **__: Any
     ) -> ProgramResult:
         system, prompt = self.resolve_text_prompt(data)
-        url = endpoint.removesuffix("/v1")
-        words = {"prompt": str(prompt or ""), "system": system or "", "base_url": endpoint, "key": secret}
-        env = variables(words, url, secret, self.own, self.folder) | {f"MCP_{name.upper()}": each for name, each in mcp_urls.items()}
-        program = runtime.run_program(filled(self.command, words), env)
+        command, env = self.program.call(endpoint.removesuffix("/v1"), secret, str(prompt or ""), system or "", {})
+        program = runtime.run_program(command, env | {f"MCP_{name.upper()}": each for name, each in mcp_urls.items()})
         try:
-            return await asyncio.wait_for(program, self.own.timeout)
+            return await asyncio.wait_for(program, self.program.config.timeout)
         except TimeoutError:  # what it has done by then is scored
             return ProgramResult(exit_code=0, stdout="", stderr="")
 
@@ -182,11 +180,10 @@ def fit(where: str, env: vf.Env, config: EnvConfig, chosen: frozenset[str], task
     for name, theirs in (("max_turns", "max_turns"), ("max_tokens", "max_output_tokens")):
         if getattr(config.harness, name) is not None:
             raise ValueError(f"{where}.harness.{name} bounds programs of env=program; of a v1 taskset: {where}.args.AGENT.{theirs}")
-    folder = installed(config.harness.install) if config.harness.install else ""
-    command = command_of(config.harness, folder)
+    program = Program(config.harness)
     for name, spec in env._agent_specs.items():
-        if command and spec.client is None:
-            env._harnesses[name] = CommandHarness(config.harness, command, folder)
+        if program.command and spec.client is None:
+            env._harnesses[name] = CommandHarness(program)
     try:
         for name, spec in env._agent_specs.items():
             validate_pairing(env._harnesses[name], type(task), spec.runtime)
@@ -210,5 +207,5 @@ def fit(where: str, env: vf.Env, config: EnvConfig, chosen: frozenset[str], task
             raise ValueError(f"{where}: {what} of {config.id} runs commands, and {error}; {advice}") from error
         for name in boxed:
             env._agent_specs[name].runtime = runtime = BoxedConfig()
-            runtime._holds, runtime._image = seeing(config.box, [*command, sys.executable], folder), image
+            runtime._holds, runtime._image = program.seen(config.box, sys.executable), image
     return "bwrap" if boxed else ""
