@@ -36,7 +36,9 @@ class Engine(StandIn):
         self.requests.append({"sampling": sampling})
         text = self.texts.pop(0)
         await asyncio.sleep(self.delay)
-        ids = np.array([*self.chat.tokenizer.encode(text), self.chat.stop_token_ids[0]], np.int32)[: sampling["max_tokens"]]
+        cut = next((text[: text.find(stop) + len(stop)] for stop in sampling.get("stop", ()) if stop in text), None)
+        end = [] if cut else [self.chat.stop_token_ids[0]]
+        ids = np.array([*self.chat.tokenizer.encode(cut or text), *end], np.int32)[: sampling["max_tokens"]]
         number = len(self.turns)
         turn = Turn(
             prompt_ids=np.asarray(prompt_ids, np.int32),
@@ -44,7 +46,7 @@ class Engine(StandIn):
             logprobs=-np.arange(1, len(ids) + 1, dtype=np.float32) / (number + 3),
             versions=np.array([number + (at > len(ids) // 2) for at in range(len(ids))], np.int32),  # an update in its middle
             temperature=1.0,
-            finish_reason="stop" if ids[-1] == self.chat.stop_token_ids[0] else "length",
+            finish_reason="stop" if cut or ids[-1] == self.chat.stop_token_ids[0] else "length",
         )
         self.turns.append(turn)
         return turn
@@ -306,22 +308,60 @@ def test_the_runs_own_sampling_stands_whatever_a_program_asks():
     asyncio.run(run())
 
 
+def shown(*parts: Any) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
+
+
+PREFILLED = [*HELLO["messages"], {"role": "assistant", "content": "{"}]
+OLD_CALL = [{"role": "assistant", "function_call": {"name": "f", "arguments": ""}}]
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+
+
 @pytest.mark.parametrize(
-    ("route", "body", "said"),
+    ("route", "asked", "said"),
     [
-        ("messages", {**HELLO, "messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "reads text alone"),
-        ("messages", {"model": "m"}, "cannot be read"),
-        ("chat/completions", {**HELLO, "n": 2}, "one answer a request"),
-        ("responses", {"model": "m", "input": "hi", "previous_response_id": "resp_0"}, "there is no answer resp_0"),
-        ("messages", {**HELLO, "messages": [{"role": "user", "content": "long " * 5000}]}, "prompt is too long"),
+        ("messages", {"messages": [shown({"type": "image", "source": {}})]}, "reads text alone"),
+        ("chat/completions", {"messages": [shown({"type": "image_url", "image_url": {"url": ""}})]}, "parts of the type image_url"),
+        ("responses", {"input": [shown({"type": "input_image", "image_url": ""})]}, "parts of the type input_image"),
+        ("chat/completions", {"response_format": SCHEMA}, "answers of the form json_schema are not supported with this model"),
+        ("responses", {"input": "hi", "text": {"format": {"type": "json_object"}}}, "answers of the form json_object are not supported"),
+        ("messages", {"messages": PREFILLED}, "the last message is the model's own"),
+        ("messages", {"messages": None}, "cannot be read"),
+        ("chat/completions", {"n": 2}, "one answer a request"),
+        ("chat/completions", {"messages": OLD_CALL}, "write it as tool_calls"),
+        ("responses", {"input": "hi", "previous_response_id": "resp_0"}, "there is no answer resp_0"),
+        ("messages", {"messages": [{"role": "user", "content": "long " * 5000}]}, "prompt is too long"),
     ],
 )
-def test_a_request_that_cannot_be_served_is_an_error_of_the_service(route: str, body: Any, said: str):
+def test_a_request_that_cannot_be_served_is_an_error_of_the_service(route: str, asked: Any, said: str):
     async def run() -> None:
         async with opened(Engine("x")) as (gateway, session):
-            status, answer = await post(f"{gateway.url}/v1/{route}", body, session.key)
-            assert status == 400
+            status, answer = await post(f"{gateway.url}/v1/{route}", {**HELLO, **asked}, session.key)
+            assert (status, session.turns) == (400, 0)
             assert said in answer["error"]["message"]
+            assert answer["error"]["type"] == "invalid_request_error"
+            assert set(answer) == ({"type", "error"} if route == "messages" else {"error"})
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_is_named_as_the_reason(stream: bool):
+    engine = Engine("thought END more", "no such word")
+
+    async def run() -> None:
+        async with opened(engine) as (gateway, session), anthropic.AsyncAnthropic(base_url=gateway.url, api_key=session.key) as client:
+            found = []
+            for _ in range(2):
+                asked: Any = {**HELLO, "stop_sequences": ["STOP", "END"]}
+                if stream:
+                    async with client.messages.stream(**asked) as events:
+                        message = await events.get_final_message()
+                else:
+                    message = await client.messages.create(**asked)
+                found.append((message.stop_reason, message.stop_sequence, message.content[0].text))
+            assert found == [("stop_sequence", "END", "thought "), ("end_turn", None, "no such word")]
+            check(session.episode.keep(session.delivered), engine, branches=2)
 
     asyncio.run(run())
 
@@ -393,23 +433,5 @@ def test_equal_requests_at_the_same_time_all_end_with_their_session():
             await asyncio.wait_for(gateway.close(session), 2)
             assert {status for status, _ in await asyncio.wait_for(asyncio.gather(*asking), 2)} == {403}
             assert engine.turns == []
-
-    asyncio.run(run())
-
-
-PREFILLED = {**HELLO, "messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "{"}]}
-OLD_CALL = {"messages": [{"role": "assistant", "function_call": {"name": "f", "arguments": ""}}]}
-
-
-@pytest.mark.parametrize(
-    ("route", "body", "said"),
-    [("messages", PREFILLED, "the last message is the model's own"), ("chat/completions", OLD_CALL, "write it as tool_calls")],
-)
-def test_a_request_that_cannot_be_answered_as_its_service_would_is_refused(route: str, body: Any, said: str):
-    async def run() -> None:
-        async with opened(Engine("x")) as (gateway, session):
-            status, answer = await post(f"{gateway.url}/v1/{route}", body, session.key)
-            assert (status, session.turns) == (400, 0)
-            assert said in answer["error"]["message"]
 
     asyncio.run(run())

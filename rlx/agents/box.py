@@ -67,10 +67,11 @@ class Box:
     """A folder of this machine, without isolation. Subclasses isolate."""
 
     def __init__(self, kind: str, config: BoxConfig, image: str | None) -> None:
-        self.kind, self.config, self.image, self.number = kind, config, image, next(NUMBERS)
+        self.kind, self.config, self.image = kind, config, image
+        self.name = f"rlx-{os.getpid()}-{next(NUMBERS)}"
         self.home = self.workdir = HOME  # its own folder, and where commands run
         self.path = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
-        self.group = cgroups.Group(self.number, config)
+        self.group = cgroups.Group(self.name, config)
         self._token = secrets.token_hex(8)
 
     async def start(self) -> None:
@@ -183,11 +184,7 @@ class Held(Box, ABC):
             self.holder.end()
             await self.holder.ended.wait()
             self.holder.transport.close()
-        await self.remove()
         await self.group.remove()
-
-    async def remove(self) -> None:
-        """Remove what its process does not take with it."""
 
 
 class Bubblewrap(Held):
@@ -227,11 +224,6 @@ class Bubblewrap(Held):
 class Container(Held):
     """A container of podman or docker."""
 
-    @property
-    def name(self) -> str:
-        """The container's name."""
-        return f"rlx-{os.getpid()}-{self.number}"
-
     def starting(self) -> list[str]:
         if self.image is None:
             raise BoxError("the task has no image, and box.image is not set")
@@ -265,7 +257,8 @@ class Container(Held):
             await self.quiet()
         return result
 
-    async def remove(self) -> None:
+    async def close(self) -> None:
+        await super().close()
         await run([self.kind, "rm", "--force", *(["--time", "0"] if self.kind == "podman" else []), self.name], timeout=START)
 
 

@@ -38,12 +38,12 @@ def trees(root: Path = ROOT) -> dict[str, Path]:
 class Group:
     """The control groups of one box, with its bounds as far as this machine lets us set them."""
 
-    def __init__(self, number: int, limits: BoxConfig) -> None:
+    def __init__(self, name: str, limits: BoxConfig) -> None:
         self.folders: set[Path] = set()
         self.bounds: set[str] = set()  # what they bound: `pids`, `memory`, `cpu`
         for controller, tree in trees().items():
             with contextlib.suppress(OSError):
-                own = tree / f"rlx-{os.getpid()}-{number}"
+                own = tree / name
                 own.mkdir(exist_ok=True)
                 self.folders.add(own)
                 for file, value in _settings(limits)[controller].items():

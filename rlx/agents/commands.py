@@ -26,9 +26,6 @@ class Running(asyncio.SubprocessProtocol):
         self.news = asyncio.Event()  # it has said more, or has ended
         self.ended, self.closed = asyncio.Event(), asyncio.Event()  # closed: nothing holds its pipes
 
-    def connection_made(self, transport: Any) -> None:
-        self.transport = transport
-
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         kept = self.kept[fd]
         kept += data
@@ -67,8 +64,8 @@ class Result:
 
 async def start(argv: Sequence[str], pass_fds: Sequence[int] = ()) -> Running:
     """Start a command in a process group of its own."""
-    loop = asyncio.get_running_loop()
-    _, running = await loop.subprocess_exec(Running, *argv, start_new_session=True, pass_fds=pass_fds)
+    transport, running = await asyncio.get_running_loop().subprocess_exec(Running, *argv, start_new_session=True, pass_fds=pass_fds)
+    running.transport = transport
     return running
 
 

@@ -233,19 +233,14 @@ class Responses(Dialect):
     route, counts = "/responses", "/responses/input_tokens"
     limits = ("max_output_tokens",)
 
-    def messages(self, body: Mapping[str, Any]) -> Iterator[Message]:
+    def messages(self, body: Mapping[str, Any]) -> list[Message]:
         given = body.get("input") or []
         items: list[Any] = [{"role": "user", "content": given}] if isinstance(given, str) else given
-        said: Message | None = None
-        for one in items:
-            message = self._message(one)
-            if message["role"] == "assistant":
-                said = message if said is None else _joined(said, message)
-                continue
-            yield from [] if said is None else [said]
-            said = None
-            yield message
-        yield from [] if said is None else [said]
+        told: list[Message] = []
+        for message in map(self._message, items):
+            joins = told and told[-1]["role"] == message["role"] == "assistant"
+            told.append(_joined(told.pop(), message) if joins else message)
+        return told
 
     def _message(self, one: Mapping[str, Any]) -> Message:
         kind, role = one.get("type", "message"), one.get("role")
