@@ -127,3 +127,16 @@ def test_a_tool_server_that_dies_is_named_by_the_call(monkeypatch: pytest.Monkey
     call = {"id": "a", "function": {"name": "calc_add", "arguments": "{}"}}
     with pytest.raises(RuntimeError, match=r"no answer from the tool server calc to add: .*refused"):
         asyncio.run(loop._called(call, {"calc_add": ("calc", "add")}, {"calc": {}}, "", gated=False))
+
+
+def test_harbor_tasksets_say_what_they_lack_and_what_they_do_not_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from verifiers.v1.tasksets.harbor import taskset
+
+    with pytest.raises(RuntimeError, match="require the Harbor CLI from the `harbor` extra"):
+        load_one("e", EnvConfig(id="harbor"), Settings())
+    (tmp_path / "harbor").write_text('#!/bin/sh\necho "no route to the hub" >&2; exit 3\n')
+    (tmp_path / "harbor").chmod(0o755)
+    monkeypatch.setattr(taskset, "harbor_cli", lambda: str(tmp_path / "harbor"))
+    monkeypatch.setattr(taskset, "CACHE", tmp_path / "cache")
+    with pytest.raises(RuntimeError, match="Harbor download failed for 'org/name' with exit code 3:\nno route to the hub"):
+        load_one("e", EnvConfig(id="harbor", args={"taskset": {"dataset": "org/name"}}), Settings())

@@ -45,9 +45,8 @@ def choose(kind: str, image: str | None) -> str:
     wanted: Sequence[str] = fits if kind == "auto" else (kind,)
     found = next((each for each in wanted if problem_of(each) is None), None)
     if found is None:
-        why = "; ".join(f"{each}: {problem_of(each)}" for each in wanted)
-        advice = f"{MISSING[wanted[0]]}; rlx doctor says what this machine can do; without isolation: sandbox=none"
-        raise ValueError(f"sandbox={kind}: no sandbox can be made here ({why}); {advice}")
+        why = "; ".join(f"sandbox={each}: {problem_of(each)}" for each in wanted)
+        raise ValueError(f"{why}; {MISSING[wanted[0]]}; rlx doctor says what this machine can do; without isolation: sandbox=none")
     if found in ENGINES and image is None:
         raise ValueError(f"sandbox={kind} needs an image: set box.image to a name or a folder with a Dockerfile")
     if found == "bwrap" and named:
