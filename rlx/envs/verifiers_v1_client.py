@@ -32,7 +32,7 @@ from verifiers.v1.runtimes import ProgramResult
 from verifiers.v1.types import AssistantMessage, Response, Usage
 
 from rlx.agents import dialects
-from rlx.agents.dialects import Dialect, Request, offered
+from rlx.agents.dialects import Dialect, Refused, Request, offered
 from rlx.agents.gateway import UNTRAINED
 from rlx.envs.errors import in_one_line
 from rlx.envs.messages import for_template
@@ -86,7 +86,10 @@ class PolicyClient(Client):
             tools = list(offered(body.get("tools") or (), body.get("tool_choice")))
             asked = Request(messages=[], tools=tools, sampling=settings, model=str(body.get("model", "")))
         else:
-            asked = language.read(body)
+            try:
+                asked = language.read(body)
+            except Refused as error:
+                raise errors.ProviderError(str(error), status_code=error.status) from error
             bound = [each for each in (asked.sampling.get("max_tokens"), self.longest) if each is not None]
             settings = {**asked.sampling, **({"max_tokens": min(bound)} if bound else {})}
         began, counts = time.monotonic(), body.get("model") != UNTRAINED
