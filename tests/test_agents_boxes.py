@@ -23,7 +23,7 @@ from rlx.agents.gateway import Gateway
 from rlx.agents.images import choose, prepared
 from rlx.config.schema_rollout import BoxConfig
 
-pytestmark = [NEEDS_BWRAP, pytest.mark.slow]
+pytestmark = [NEEDS_BWRAP, pytest.mark.slow, pytest.mark.anyio]
 SMALL = {"disk_gb": 0.05, "memory_gb": 0.5, "processes": 40}
 
 
@@ -75,35 +75,29 @@ def test_a_box_cannot_write_outside_its_folder():
     assert said.stderr.count("Read-only file system") == 3
 
 
-def test_a_box_reaches_the_gateway_and_no_other_port_of_this_machine():
-    async def run() -> None:
-        gateway = Gateway()
-        await gateway.start()
-        outer = gateway.url.rpartition(":")[2]
-        box = await open_box("bwrap", BoxConfig(**SMALL))
-        sock = await box.listening()
-        assert sock is not None
-        site = await gateway.listen(sock)
-        script = "import urllib.request, sys; print(urllib.request.urlopen(f'http://127.0.0.1:{sys.argv[1]}/v1/models', timeout=5).status)"
-        ours, theirs = [await box.run(["python3", "-c", script, port]) for port in ("4000", outer)]
-        assert "401" in ours.stderr, "the gateway answers: this is no session's key"
-        assert "Connection refused" in theirs.stderr
-        other = await open_box("bwrap", BoxConfig(**SMALL))
-        assert "Connection refused" in (await other.run(["python3", "-c", script, "4000"])).stderr
-        await site.stop()
-        await asyncio.gather(box.close(), other.close(), gateway.stop())
-
-    asyncio.run(run())
+async def test_a_box_reaches_the_gateway_and_no_other_port_of_this_machine():
+    gateway = Gateway()
+    await gateway.start()
+    outer = gateway.url.rpartition(":")[2]
+    box = await open_box("bwrap", BoxConfig(**SMALL))
+    sock = await box.listening()
+    assert sock is not None
+    site = await gateway.listen(sock)
+    script = "import urllib.request, sys; print(urllib.request.urlopen(f'http://127.0.0.1:{sys.argv[1]}/v1/models', timeout=5).status)"
+    ours, theirs = [await box.run(["python3", "-c", script, port]) for port in ("4000", outer)]
+    assert "401" in ours.stderr, "the gateway answers: this is no session's key"
+    assert "Connection refused" in theirs.stderr
+    other = await open_box("bwrap", BoxConfig(**SMALL))
+    assert "Connection refused" in (await other.run(["python3", "-c", script, "4000"])).stderr
+    await site.stop()
+    await asyncio.gather(box.close(), other.close(), gateway.stop())
 
 
-def test_two_boxes_do_not_see_each_other():
-    async def run() -> None:
-        one, other = await asyncio.gather(*(open_box("bwrap", BoxConfig(**SMALL)) for _ in range(2)))
-        await one.write({"mine.txt": "mine"})
-        assert (await one.read("mine.txt"), await other.read("mine.txt")) == ("mine", None)
-        await asyncio.gather(one.close(), other.close())
-
-    asyncio.run(run())
+async def test_two_boxes_do_not_see_each_other():
+    one, other = await asyncio.gather(*(open_box("bwrap", BoxConfig(**SMALL)) for _ in range(2)))
+    await one.write({"mine.txt": "mine"})
+    assert (await one.read("mine.txt"), await other.read("mine.txt")) == ("mine", None)
+    await asyncio.gather(one.close(), other.close())
 
 
 def test_much_output_is_cut_in_its_middle():

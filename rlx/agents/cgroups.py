@@ -57,7 +57,7 @@ class Group:
 
     async def remove(self) -> None:
         """Remove the groups. The kernel ends their processes a moment after their box."""
-        for _ in range(50):
+        for _ in range(250):
             self.folders = {folder for folder in self.folders if not _removed(folder)}
             if not self.folders:
                 return
