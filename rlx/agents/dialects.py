@@ -25,6 +25,7 @@ from rlx.policy.base import Message, Reply
 log = logging.getLogger(__name__)
 
 TEXTS = ("text", "input_text", "output_text", "refusal", "summary_text", "reasoning_text")
+LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")  # of an answer
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}  # Anthropic's errors
 
 
@@ -46,7 +47,7 @@ class Request:
     sampling: dict[str, Any]  # `max_tokens` and `stop`: a program bounds its answers; how they are sampled is the run's
     stream: bool = False
     model: str = ""
-    usage: bool = True  # whether a stream ends with the number of tokens
+    usage: bool = False  # whether a stream of chat completions ends with the number of tokens
     free: frozenset[str] = frozenset()  # tools whose argument is a text, not JSON (Responses' `custom`)
     previous: str = ""  # the answer that this request continues (Responses' `previous_response_id`)
 
@@ -57,24 +58,30 @@ class Dialect(ABC):
     route: str
     counts = ""  # the route that counts a request's tokens; empty: there is none
     ping = b": waiting\n\n"  # a part of a stream that says nothing
-    limits: tuple[str, ...]  # keys that bound the tokens of an answer
-    stop = "stop"  # the key of stop strings
 
     def read(self, body: Mapping[str, Any]) -> Request:
         """A request. Raises Refused, or whatever a malformed body raises."""
         form = (body.get("text") or {}).get("format") or body.get("response_format") or body.get("output_format") or {}
         if form.get("type", "text") != "text":
             raise Refused(f"answers of the form {form['type']} are not supported with this model, which is held to no schema; ask for text")
-        bounds = [int(body[name]) for name in self.limits if body.get(name) is not None]
+        bounds = [int(body[name]) for name in LIMITS if body.get(name) is not None]
         sampling: dict[str, Any] = {"max_tokens": bounds[-1]} if bounds else {}
-        if stop := body.get(self.stop):
+        if stop := body.get("stop") or body.get("stop_sequences"):
             sampling["stop"] = [stop] if isinstance(stop, str) else list(stop)
         tools = offered(body.get("tools") or (), body.get("tool_choice"))
         if others := sorted({str(tool.get("type")) for tool in tools if self.tool(tool) is None}):
             _say_once(f"a program offers tools of its service ({', '.join(others)}), which do not exist here; the model is not shown them")
-        own = [tool for tool in map(self.tool, tools) if tool is not None]
-        common: dict[str, Any] = {"stream": bool(body.get("stream")), "model": str(body.get("model", "")), **self.more(body)}
-        return Request(messages=list(self.messages(body)), tools=own, sampling=sampling, **common)
+        return Request(
+            messages=list(self.messages(body)),
+            tools=[own for own in map(self.tool, tools) if own is not None],
+            system=[{"role": "system", "content": body["instructions"]}] if body.get("instructions") else [],
+            sampling=sampling,
+            stream=bool(body.get("stream")),
+            model=str(body.get("model", "")),
+            usage=bool((body.get("stream_options") or {}).get("include_usage")),
+            free=frozenset(str(tool.get("name")) for tool in tools if tool.get("type") == "custom"),
+            previous=str(body.get("previous_response_id") or ""),
+        )
 
     @abstractmethod
     def messages(self, body: Mapping[str, Any]) -> Iterable[Message]:
@@ -84,17 +91,13 @@ class Dialect(ABC):
     def tool(self, tool: Mapping[str, Any]) -> dict[str, Any] | None:
         """A tool in OpenAI's form; None for one that the service itself would run."""
 
-    def more(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Further fields of `Request`."""
-        return {}
-
     @abstractmethod
     def answer(self, reply: Reply, request: Request) -> dict[str, Any]:
         """The body of an answer."""
 
     @abstractmethod
     def events(self, answer: Mapping[str, Any], usage: bool) -> Iterator[bytes]:
-        """The stream of an answer. `usage`: whether it ends with the number of tokens."""
+        """The stream of an answer. `usage`: of the request."""
 
     def error(self, error: Refused) -> dict[str, Any]:
         """The body of an error."""
@@ -106,7 +109,6 @@ class Chat(Dialect):
     """OpenAI's chat completions."""
 
     route = "/chat/completions"
-    limits = ("max_tokens", "max_completion_tokens")
 
     def messages(self, body: Mapping[str, Any]) -> Iterator[Message]:
         if body.get("n") not in (None, 1):
@@ -125,9 +127,6 @@ class Chat(Dialect):
     def tool(self, tool: Mapping[str, Any]) -> dict[str, Any] | None:
         own = tool.get("function")
         return own and function(own["name"], own.get("description"), own.get("parameters"))
-
-    def more(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        return {"usage": bool((body.get("stream_options") or {}).get("include_usage"))}
 
     def answer(self, reply: Reply, request: Request) -> dict[str, Any]:
         message = {**reply.message, "content": reply.content or None, "refusal": None}
@@ -163,7 +162,6 @@ class Messages(Dialect):
     """Anthropic's messages."""
 
     route, counts = "/messages", "/messages/count_tokens"
-    limits, stop = ("max_tokens",), "stop_sequences"
     ping = b'event: ping\ndata: {"type": "ping"}\n\n'
 
     def messages(self, body: Mapping[str, Any]) -> Iterator[Message]:
@@ -231,7 +229,6 @@ class Responses(Dialect):
     """OpenAI's Responses. Several items are one message of the model."""
 
     route, counts = "/responses", "/responses/input_tokens"
-    limits = ("max_output_tokens",)
 
     def messages(self, body: Mapping[str, Any]) -> list[Message]:
         given = body.get("input") or []
@@ -261,13 +258,6 @@ class Responses(Dialect):
         if (kind := tool.get("type")) not in ("function", "custom"):
             return None
         return function(tool["name"], tool.get("description"), argument if kind == "custom" else tool.get("parameters"))
-
-    def more(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            "system": [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else [],
-            "free": frozenset(tool["name"] for tool in body.get("tools") or () if tool.get("type") == "custom"),
-            "previous": str(body.get("previous_response_id") or ""),
-        }
 
     def answer(self, reply: Reply, request: Request) -> dict[str, Any]:
         output: list[dict[str, Any]] = []
