@@ -40,8 +40,9 @@ ETC = ("alternatives", "ssl/certs", "ssl/openssl.cnf", "ca-certificates", "ld.so
 ETC_OF_NETWORK = ("resolv.conf", "hosts", "nsswitch.conf")
 MASKED = tuple(f"/proc/{name}" for name in ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi", "scsi"))
 """Of the kernel's, what its user could write where this machine's root makes the box."""
-HOLD = f"mkdir -p {HOME}/tmp; echo ready >&2; while ! cat > /dev/null; do :; done"
-"""The first process of a box: it lives until its input ends, reaps what others leave, and nothing in the box can kill it."""
+HOLD = f"mkdir -p {HOME}/tmp; echo ready >&2; "
+"""What the first process of a box begins with. It lives until its input ends, and nothing in the box can kill it."""
+REAP = "while ! cat > /dev/null; do :; done"  # a shell that waits for a program reaps what others leave
 QUIET = """
 was=$(echo /proc/[0-9]*)
 kill -9 -1
@@ -203,7 +204,7 @@ class Bubblewrap(Held):
         argv += ["--proc", "/proc", *(part for name in MASKED for part in ("--ro-bind-try", name, name))]
         argv += ["--dev", "/dev", *(part for name in (*WRITABLE, HOME) for part in (*sized, "--tmpfs", name))]
         argv += [part for folder in self.config.folders for part in ("--ro-bind", folder, folder)]
-        return [*argv, "--chdir", HOME, "--remount-ro", "/dev", "--remount-ro", "/", "--", "sh", "-c", HOLD]
+        return [*argv, "--chdir", HOME, "--remount-ro", "/dev", "--remount-ro", "/", "--", "sh", "-c", HOLD + REAP]
 
     async def first(self, said: str) -> int:
         return int(json.loads(said)["child-pid"])
@@ -236,7 +237,7 @@ class Container(Held):
         argv += [f"--pids-limit={limits.processes}"] if limits.processes else []
         argv += [f"--volume={folder}:{folder}:ro" for folder in limits.folders]
         argv += ["--tmpfs", f"{HOME}:rw,exec,mode=1777,size={int(limits.disk_gb * 2**30)}", "--workdir", HOME, "--entrypoint", ""]
-        return [*argv, self.image, "sh", "-c", HOLD]
+        return [*argv, self.image, "sh", "-c", HOLD + "read -r _"]
 
     async def first(self, said: str) -> int:
         result = await run([self.kind, "inspect", "--format", "{{.State.Pid}}", self.name], timeout=START)
