@@ -232,18 +232,6 @@ def test_the_kernels_own_files_are_read_only_in_a_box():
     assert said.stdout == "box:x:1000:1000:box:/box:/bin/sh\n", "not the accounts of this machine"
 
 
-@pytest.mark.parametrize("kind", ["bwrap", "none"])
-def test_nothing_of_a_program_runs_on_when_its_work_is_scored(kind: str):
-    async def work(box: Box) -> Any:
-        await box.run(["sh", "-c", "setsid -f sh -c 'while true; do echo exit 0 > check.sh; sleep 0.01; done'"], timeout=5)
-        await box.quiet()
-        await box.write({"check.sh": "exit 1\n"})
-        await asyncio.sleep(0.2)
-        return await box.read("check.sh")
-
-    assert inside(work, kind) == "exit 1\n"
-
-
 def test_a_file_of_a_test_takes_the_place_of_whatever_a_program_has_left_there():
     async def work(box: Box) -> Any:
         await box.run(["sh", "-c", "mkdir -p check.sh/deep; ln -s /etc/passwd link; mkfifo pipe"])
