@@ -85,14 +85,15 @@ class Box:
         """The command of this machine that runs a command in the box."""
         return ["env", "-i", f"--chdir={self.workdir}", *_assigned({**variables, TOKEN: self._token}), *argv]
 
-    def limits(self) -> list[str]:
-        """The options of prlimit for what the control groups do not bound."""
-        memory = self.config.memory_gb if "memory" not in self.group.bounds else None
-        return ["--core=0", *([f"--as={int(memory * 2**30)}"] if memory else []), f"--fsize={int(self.config.disk_gb * 2**30)}"]
-
     def bounds(self) -> list[str]:
-        """What stands before a command, so that it keeps to the limits."""
-        return [*self.group.enter(), "prlimit", *self.limits()]
+        """What stands before a command, so that it keeps to the limits: those of each process for what the control groups do not bound."""
+        limits, has = self.config, self.group.bounds
+        memory = [f"--as={int(limits.memory_gb * 2**30)}"] if limits.memory_gb and "memory" not in has else []
+        number = [f"--nproc={limits.processes}"] if limits.processes and "pids" not in has else []
+        own = (
+            number if self.home == HOME else [f"--fsize={int(limits.disk_gb * 2**30)}"]
+        )  # its user is this machine's, its files have no bound
+        return [*self.group.enter(), "prlimit", "--core=0", *memory, *own]
 
     async def listening(self, port: int = PORT) -> socket.socket | None:
         """A socket at a port of the box's own network; None: the box has this machine's."""
@@ -208,10 +209,6 @@ class Bubblewrap(Held):
 
     async def first(self, said: str) -> int:
         return int(json.loads(said)["child-pid"])
-
-    def limits(self) -> list[str]:
-        number = self.config.processes if "pids" not in self.group.bounds else None
-        return [*super().limits()[:-1], *([f"--nproc={number}"] if number else [])]  # the size of its files is bounded by their folders
 
     def command(self, argv: Sequence[str], variables: Mapping[str, str]) -> list[str]:
         enter = ["nsenter", f"--target={self.pid}", "--user", "--mount", "--net", "--pid", "--ipc", "--uts", "--root"]
