@@ -90,9 +90,8 @@ class Box:
         limits, has = self.config, self.group.bounds
         memory = [f"--as={int(limits.memory_gb * 2**30)}"] if limits.memory_gb and "memory" not in has else []
         number = [f"--nproc={limits.processes}"] if limits.processes and "pids" not in has else []
-        own = (
-            number if self.home == HOME else [f"--fsize={int(limits.disk_gb * 2**30)}"]
-        )  # its user is this machine's, its files have no bound
+        files = [f"--fsize={int(limits.disk_gb * 2**30)}"]
+        own = number if self.home == HOME else files  # without isolation its user has other processes, and its files no other bound
         return [*self.group.enter(), "prlimit", "--core=0", *memory, *own]
 
     async def listening(self, port: int = PORT) -> socket.socket | None:
