@@ -55,7 +55,7 @@ def cpu() -> tuple[float, float]:
 
 
 async def box_costs(kind: str, image: str | None) -> dict[str, float]:
-    config, seconds = BoxConfig(memory_gb=1.0, disk_gb=0.05), {"start": [], "command": [], "close": []}
+    config, seconds = BoxConfig(memory_gb=1.0, disk_gb=0.05), {"start": [], "command": [], "quiet": [], "close": []}
     for _ in range(5):
         began = time.perf_counter()
         box = await open_box(kind, config, image)
@@ -63,6 +63,9 @@ async def box_costs(kind: str, image: str | None) -> dict[str, float]:
         began = time.perf_counter()
         await box.run(["true"])
         seconds["command"].append(time.perf_counter() - began)
+        began = time.perf_counter()
+        await box.quiet()
+        seconds["quiet"].append(time.perf_counter() - began)
         began = time.perf_counter()
         await box.close()
         seconds["close"].append(time.perf_counter() - began)

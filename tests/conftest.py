@@ -20,6 +20,12 @@ os.environ["RLX_PYTHONS"] = os.devnull  # not what the user has installed
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    """The loop of tests that are coroutines: as in an environment's worker."""
+    return "asyncio", {"use_uvloop": True}
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Imports make a million objects that stay. Walking over them again and again was a third of the time that collecting takes."""

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,18 @@ def test_a_program_plays_in_its_box_and_a_test_scores_what_it_left(folder: Path,
     assert right.completion == [{"role": "assistant", "content": "7"}]
     assert right.trace.num_sampled == 2
     assert play(env, "x", index=1).reward == 0.0, "a task's own test"
+
+
+@NEEDS_BWRAP
+def test_a_program_that_was_installed_once_runs_with_its_own_python(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("rlx.agents.images.cache_root", lambda: folder / "cache")
+    (folder / "agent.py").write_text(AGENT + 'open("answer.txt", "w").write(ask(sys.prefix) + "\\n")')
+    install = [sys.executable, "-m", "venv", "--without-pip", "{folder}/own"]
+    for _ in range(2):  # the second finds it there
+        env = load("bwrap", "{folder}/own/bin/python", "agent.py", install=install)
+        rollout = play(env, "7")
+        assert (rollout.reward, rollout.metrics["exit_code"]) == (1.0, 0.0), rollout.error
+        assert len(list((folder / "cache" / "programs").iterdir())) == 1
 
 
 @pytest.mark.parametrize("kind", BOXES)
@@ -173,7 +186,7 @@ def _timed(kind: str, file: str) -> Any:
         id="rlx.envs.program",
         args={"data": "tasks.jsonl", "test": "sh check.sh"},
         sandbox=kind,
-        harness=HarnessConfig(command=["python3", file], timeout=1.5),
+        harness=HarnessConfig(command=["python3", file], timeout=3.0),
     )
     return load_one("e", config, Settings(timeout=30))
 
@@ -186,7 +199,7 @@ def test_a_test_that_cannot_run_is_a_failure_not_a_zero(folder: Path):
 
 def test_no_sandbox_is_a_sentence_with_what_to_do(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("rlx.agents.images.problem_of", lambda kind: f"{kind} is not installed")
-    with pytest.raises(ValueError, match=r"envs\.e: no sandbox can be made here.*sandbox=none"):
+    with pytest.raises(ValueError, match=r"envs\.e: sandbox=bwrap: bwrap is not installed; .*sandbox=none"):
         load("auto")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -91,3 +92,51 @@ def test_without_a_sandbox_the_need_is_said(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ValueError, match=r"BoxTask\.setup, BoxTask\.wrote.*envs\.e\.sandbox=none"):
         load_one("e", EnvConfig(id="rlx_test_box"), Settings())
     load_one("e", EnvConfig(id="rlx_test_box", sandbox="none"), Settings())
+
+
+@pytest.mark.parametrize(("listens", "said"), [(True, "no answer within 0.5 s from"), (False, "no answer from")], ids=["silent", "dead"])
+def test_a_tool_server_that_does_not_answer_is_named(listens: bool, said: str, monkeypatch: pytest.MonkeyPatch):
+    from rlx.envs import verifiers_v1_client as client
+
+    monkeypatch.setattr(client, "LIST_TOOLS_TIMEOUT", 0.5 if listens else 30.0)
+    monkeypatch.setattr(client.tool_client, "MCP_CALL_ATTEMPTS", 1)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if listens:
+            server.listen()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/mcp"
+
+        async def listed() -> None:
+            async with client.connected({"calc": url}, 5.0):
+                pass
+
+        with pytest.raises(RuntimeError, match=f"{said} the tool servers: calc at {url}"):
+            asyncio.run(listed())
+
+
+def test_a_tool_server_that_dies_is_named_by_the_call(monkeypatch: pytest.MonkeyPatch):
+    from verifiers.v1.configs.harness import HarnessConfig as TheirConfig
+
+    from rlx.envs import verifiers_v1_client as client
+
+    async def died(*_: Any) -> None:
+        raise ConnectionError("refused")
+
+    monkeypatch.setattr(client.tool_client, "call_mcp", died)
+    loop = client.ChatLoop(TheirConfig(id="null"), None)  # type: ignore[arg-type]
+    call = {"id": "a", "function": {"name": "calc_add", "arguments": "{}"}}
+    with pytest.raises(RuntimeError, match=r"no answer from the tool server calc to add: .*refused"):
+        asyncio.run(loop._called(call, {"calc_add": ("calc", "add")}, {"calc": {}}, "", gated=False))
+
+
+def test_harbor_tasksets_say_what_they_lack_and_what_they_do_not_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from verifiers.v1.tasksets.harbor import taskset
+
+    with pytest.raises(RuntimeError, match="require the Harbor CLI from the `harbor` extra"):
+        load_one("e", EnvConfig(id="harbor"), Settings())
+    (tmp_path / "harbor").write_text('#!/bin/sh\necho "no route to the hub" >&2; exit 3\n')
+    (tmp_path / "harbor").chmod(0o755)
+    monkeypatch.setattr(taskset, "harbor_cli", lambda: str(tmp_path / "harbor"))
+    monkeypatch.setattr(taskset, "CACHE", tmp_path / "cache")
+    with pytest.raises(RuntimeError, match="Harbor download failed for 'org/name' with exit code 3:\nno route to the hub"):
+        load_one("e", EnvConfig(id="harbor", args={"taskset": {"dataset": "org/name"}}), Settings())

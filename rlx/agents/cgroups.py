@@ -5,18 +5,18 @@ Both versions work: version 1, which has a tree for each controller, and version
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from rlx.config.schema_rollout import BoxConfig as Limits
+from rlx.config.schema_rollout import BoxConfig
 
 ROOT = Path("/sys/fs/cgroup")
 PERIOD = 100_000  # microseconds over which CPU time is counted
-NAME = "rlx-{pid}-{number}"
 
 
 @functools.cache
@@ -28,71 +28,61 @@ def trees(root: Path = ROOT) -> dict[str, Path]:
         names = ("pids", "memory", "cpu") if number == "0" and not controllers else controllers.split(",")
         for name in {"pids", "memory", "cpu"}.intersection(names):
             for folder in (root / path.lstrip("/"), root / name / path.lstrip("/"), root / name):
-                offered = (folder / "cgroup.subtree_control").read_text().split() if (folder / "cgroup.subtree_control").exists() else None
-                right = folder.is_relative_to(root / name) if offered is None else name in offered
+                offers = folder / "cgroup.subtree_control"  # version 2 alone has it
+                right = name in offers.read_text().split() if offers.exists() else folder.is_relative_to(root / name)
                 if right and os.access(folder, os.W_OK) and (folder / "cgroup.procs").exists():
                     found.setdefault(name, folder)
     return found
 
 
-@dataclass(slots=True)
 class Group:
-    """The control groups of one box."""
+    """The control groups of one box, with its bounds as far as this machine lets us set them."""
 
-    folders: list[Path] = field(default_factory=list)
-    bounds: set[str] = field(default_factory=set)  # what they bound: `pids`, `memory`, `cpu`
-
-    @classmethod
-    def make(cls, number: int, limits: Limits) -> Group:
-        """Groups with these bounds, as far as this machine lets us make them."""
-        group, name = cls(), NAME.format(pid=os.getpid(), number=number)
-        for controller, folder in trees().items():
+    def __init__(self, name: str, limits: BoxConfig) -> None:
+        self.folders: set[Path] = set()
+        self.bounds: set[str] = set()  # what they bound: `pids`, `memory`, `cpu`
+        for controller, tree in trees().items():
             with contextlib.suppress(OSError):
-                own = folder / name
+                own = tree / name
                 own.mkdir(exist_ok=True)
-                if own not in group.folders:
-                    group.folders.append(own)
-                for file, value in _settings(controller, limits):
-                    if (own / file).exists():
-                        (own / file).write_text(value)
-                        group.bounds.add(controller)
-        return group
+                self.folders.add(own)
+                for file, value in _settings(limits)[controller].items():
+                    if value is not None and (own / file).exists():
+                        (own / file).write_text(str(value))
+                        self.bounds.add(controller)
 
-    def enter(self) -> str:
-        """Shell commands with which a process enters the groups."""
-        return "".join(f"echo 0 > {folder}/cgroup.procs; " for folder in self.folders)
+    def enter(self) -> list[str]:
+        """What stands before a command, so that it runs in the groups."""
+        return ["sh", "-c", "".join(f"echo 0 > {folder}/cgroup.procs; " for folder in self.folders) + 'exec "$@"', "sh"]
 
-    def processes(self) -> set[int]:
-        """The processes in the groups."""
-        found: set[int] = set()
-        for folder in self.folders:
-            with contextlib.suppress(OSError):
-                found.update(map(int, (folder / "cgroup.procs").read_text().split()))
-        return found
-
-    def remove(self) -> None:
-        """Remove the groups, whose processes have ended."""
-        for folder in self.folders:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+    async def remove(self) -> None:
+        """Remove the groups. The kernel ends their processes a moment after their box."""
+        for _ in range(250):
+            self.folders = {folder for folder in self.folders if not _removed(folder)}
+            if not self.folders:
+                return
+            await asyncio.sleep(0.02)
 
 
-def _settings(controller: str, limits: Limits) -> Iterator[tuple[str, str]]:
-    if controller == "pids" and limits.processes:
-        yield "pids.max", str(limits.processes)
-    elif controller == "memory" and limits.memory_gb:
-        size = str(int(limits.memory_gb * 2**30))
-        yield from (("memory.max", size), ("memory.swap.max", "0"), ("memory.limit_in_bytes", size))
-    elif controller == "cpu" and limits.cpus:
-        quota = int(limits.cpus * PERIOD)
-        yield from (("cpu.max", f"{quota} {PERIOD}"), ("cpu.cfs_period_us", str(PERIOD)), ("cpu.cfs_quota_us", str(quota)))
+def _settings(limits: BoxConfig) -> Mapping[str, Mapping[str, Any]]:
+    size = limits.memory_gb and int(limits.memory_gb * 2**30)
+    quota = limits.cpus and int(limits.cpus * PERIOD)
+    return {
+        "pids": {"pids.max": limits.processes},
+        "memory": {"memory.max": size, "memory.swap.max": size and 0, "memory.limit_in_bytes": size},
+        "cpu": {"cpu.max": quota and f"{quota} {PERIOD}", "cpu.cfs_period_us": quota and PERIOD, "cpu.cfs_quota_us": quota},
+    }
+
+
+def _removed(folder: Path) -> bool:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+    return not folder.exists()
 
 
 def sweep() -> None:
     """Remove the groups of processes that are gone: a worker that was killed leaves them, empty."""
     for folder in set(trees().values()):
         for own in folder.glob("rlx-*"):
-            pid = own.name.split("-")[1]
-            if not Path(f"/proc/{pid}").exists():
-                with contextlib.suppress(OSError):
-                    own.rmdir()
+            if not Path("/proc", own.name.split("-")[1]).exists():
+                _removed(own)

@@ -13,21 +13,21 @@ writes it otherwise, the request begins a branch of the trace.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import logging
+import math
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
 
-from rlx.agents.dialect import BadRequest, Dialect, Request
-from rlx.agents.dialects import DIALECTS, MESSAGES
+from rlx.agents.dialects import CHAT, DIALECTS, MESSAGES, Dialect, Refused, Request, as_object
+from rlx.config.schema_rollout import HarnessConfig
 from rlx.policy.base import Episode, Message, PromptTooLong, Reply
 
 log = logging.getLogger(__name__)
@@ -38,19 +38,14 @@ LARGEST = 64 * 2**20  # bytes of a request
 QUIET = 15.0  # seconds without an answer after which a stream begins, so that no client gives up; until then errors keep their status
 
 
-class Ended(Exception):
-    """A request that its session no longer answers."""
-
-
 @dataclass(slots=True, eq=False)
 class Session:
     """One rollout: what a program may ask, and what it was answered."""
 
     episode: Episode
-    deadline: float = float("inf")  # of the monotonic clock
-    max_turns: int | None = None  # answered requests
-    max_tokens: int | None = None  # sampled tokens of all answers
+    limits: HarnessConfig = field(default_factory=HarnessConfig)  # of which `max_turns` and `max_tokens` bound it
     longest: int | None = None  # sampled tokens of one answer
+    deadline: float = math.inf  # of the monotonic clock
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     delivered: list[str] = field(default_factory=list)  # request ids of answers that the program has received and that count
     turns: int = 0
@@ -58,41 +53,36 @@ class Session:
     stop: str = ""  # why it answers no more
     ended: asyncio.Event = field(default_factory=asyncio.Event)  # it answers no more
     failure: Exception | None = None  # of the last request, if the policy could not answer it
-    _said: dict[str, list[tuple[Any, Reply]]] = field(default_factory=dict)  # answers by what a program repeats of them
-    _stored: dict[str, list[Message]] = field(default_factory=dict)  # conversations by the id of their last answer
-    _asked: dict[str, asyncio.Task[Reply]] = field(default_factory=dict)  # requests by what identifies a second try of them
-    _tasks: set[asyncio.Task[Reply]] = field(default_factory=set)  # all that are being answered
+    _answers: dict[str, tuple[list[Message], Message]] = field(default_factory=dict)  # with what stood before, by the reply's request id
+    _asked: list[tuple[str, asyncio.Task[Reply]]] = field(default_factory=list)  # requests with what identifies a second try of them
     _room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(PARALLEL))
 
     def ask(self, request: Request, identity: str, again: bool) -> asyncio.Task[Reply]:
         """The answer to a request. `again`: the client says that it has sent it before; an answer that it never read is then its own."""
-        known = self._asked.get(identity)
-        if again and known is not None and not (known.done() and (known.cancelled() or known.exception())):
-            return known
-        self._asked[identity] = task = asyncio.create_task(self._answer(request))
-        self._tasks.add(task)
-        task.add_done_callback(self._over)
+        for own, task in reversed(self._asked):
+            if again and own == identity and not (task.done() and (task.cancelled() or task.exception())):
+                return task
+        task = asyncio.create_task(self.answer(request))
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # whoever asked may have hung up
+        self._asked.append((identity, task))
         return task
 
-    def _over(self, task: asyncio.Task[Reply]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # whoever asked may have hung up
-
-    async def _answer(self, request: Request) -> Reply:
+    async def answer(self, request: Request) -> Reply:
+        """The policy's answer. Raises Refused if there is none."""
         async with self._room:
             counts = request.model != UNTRAINED
             self._check(counts)
-            left = None if self.max_tokens is None else self.max_tokens - self.tokens
+            left = None if self.limits.max_tokens is None else self.limits.max_tokens - self.tokens
             bounds = [bound for bound in (request.sampling.get("max_tokens"), self.longest, left) if bound is not None]
             sampling = {**request.sampling, **({"max_tokens": min(bounds)} if bounds else {})}
-            if request.previous and request.previous not in self._stored:
-                raise BadRequest(f"previous_response_id: there is no answer {request.previous}")
-            told = list(self._stored.get(request.previous, ()))
+            if request.previous and request.previous not in self._answers:
+                raise Refused(f"previous_response_id: there is no answer {request.previous}")
+            before, last = self._answers.get(request.previous, ([], None))
+            told = [*before, *([last] if last else [])]
             for message in request.messages:
                 told.append(self._as_sampled(message, told))
             if told and told[-1]["role"] == "assistant":
-                raise BadRequest("the last message is the model's own, and an answer that continues it cannot be sampled")
+                raise Refused("the last message is the model's own, and an answer that continues it cannot be sampled")
             self.turns += counts  # those in flight count
             try:
                 reply = await self.episode.respond([*request.system, *told], request.tools or None, sampling, trained=counts)
@@ -102,22 +92,20 @@ class Session:
                 raise
             self.failure = None
             self.tokens += reply.num_tokens
-            self._said.setdefault(_content(reply.message), []).append((_repeated(reply.message), reply))
-            self._stored[reply.request_id] = [*told, reply.message]
+            self._answers[reply.request_id] = told, reply.message
             return reply
 
     def _check(self, counts: bool) -> None:
-        """Raise Ended if the session answers no more. `counts`: the request belongs to the rollout."""
-        if not self.stop:
-            if time.monotonic() >= self.deadline:
-                self.stop = "timeout"
-            elif counts and self.max_turns is not None and self.turns >= self.max_turns:
-                self.stop = "max_turns"
-            elif self.max_tokens is not None and self.tokens >= self.max_tokens:
-                self.stop = "max_tokens"
+        """Raise Refused if the session answers no more. `counts`: the request belongs to the rollout."""
+        over = {
+            "timeout": time.monotonic() >= self.deadline,
+            "max_turns": counts and self.turns >= (self.limits.max_turns or math.inf),
+            "max_tokens": self.tokens >= (self.limits.max_tokens or math.inf),
+        }
+        self.stop = self.stop or next((why for why, is_over in over.items() if is_over), "")
         if self.stop:
             self.ended.set()
-            raise Ended(f"this session has ended: {self.stop}")
+            raise Refused(f"this session has ended: {self.stop}", 403)
 
     def _as_sampled(self, message: Message, before: list[Message]) -> Message:
         """A message of the history: the answer that it repeats, as it was sampled, or itself. `before`: what stands before it.
@@ -126,43 +114,27 @@ class Session:
         """
         if message["role"] != "assistant":
             return message
-        shown, reasoning = _repeated(message), message.get("reasoning_content")
-        known = [reply for own, reply in self._said.get(_content(message), ()) if own == shown]
-        known = [reply for reply in known if reasoning in (None, reply.message.get("reasoning_content"))]
-        if any(reply.message != known[0].message for reply in known):
-            known = [reply for reply in known if self._stored[reply.request_id][:-1] == before]
-        return known[0].message if known else message
-
-    def received(self, reply: Reply, request: Request) -> None:
-        """The program has the answer."""
-        if request.model != UNTRAINED and reply.request_id not in self.delivered:
-            self.delivered.append(reply.request_id)
+        reasoning, shown = message.get("reasoning_content"), _shown(message)
+        known = [(told, own) for told, own in self._answers.values() if _shown(own) == shown]
+        known = [(told, own) for told, own in known if reasoning in (None, own.get("reasoning_content"))]
+        if any(own != known[0][1] for _, own in known):
+            known = [(told, own) for told, own in known if told == before]
+        return known[0][1] if known else message
 
     async def close(self, why: str) -> None:
         """Answer no more, and give up what is being answered."""
         self.stop = self.stop or why
         self.ended.set()
-        tasks = list(self._tasks)
+        tasks = [task for _, task in self._asked]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _content(message: Message) -> str:
-    return str(message["content"]).strip()
-
-
-def _repeated(message: Message) -> list[Any]:
-    """What a program repeats of an answer's calls, whatever JSON it writes."""
-    return [(call["id"], call["function"]["name"], _value(call["function"]["arguments"])) for call in message.get("tool_calls") or ()]
-
-
-def _value(arguments: str) -> Any:
-    try:
-        value = json.loads(arguments or "{}")
-    except ValueError:
-        return {"arguments": arguments}
-    return value if isinstance(value, dict) else {"arguments": arguments}
+def _shown(message: Message) -> tuple[str, list[Any]]:
+    """What a program repeats of an answer, whatever JSON it writes."""
+    calls = [(call["id"], call["function"]) for call in message.get("tool_calls") or ()]
+    return str(message["content"]).strip(), [(own, function["name"], as_object(function["arguments"])) for own, function in calls]
 
 
 class Gateway:
@@ -172,7 +144,7 @@ class Gateway:
         """`routes`: adds routes of its owner's."""
         self.sessions: dict[str, Session] = {}
         self.url = ""
-        app = web.Application(client_max_size=LARGEST)
+        app = web.Application(client_max_size=LARGEST, middlewares=[_errors])
         for prefix in ("/v1", "/s/{key}/v1", "/s/{key}"):
             for dialect in DIALECTS:
                 app.router.add_post(prefix + dialect.route, self._reading(dialect, self._answer))
@@ -184,19 +156,16 @@ class Gateway:
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         self._starting: asyncio.Task[None] | None = None
 
-    async def start(self, host: str = "127.0.0.1", port: int = 0) -> bool:
-        """Listen. Returns False if another call has begun it. Raises OSError."""
-        first = self._starting is None
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        """Listen, if no other call has begun it. Raises OSError."""
         self._starting = self._starting or asyncio.create_task(self._start(host, port))
         await asyncio.shield(self._starting)
-        return first
 
     async def _start(self, host: str, port: int) -> None:
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port)
-        await site.start()
+        await web.TCPSite(self._runner, host, port).start()
         own = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-        self.url = f"http://{own}:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[union-attr]
+        self.url = f"http://{own}:{self._runner.addresses[0][1]}"
 
     async def listen(self, sock: socket.socket) -> web.BaseSite:
         """Answer on a socket as well, which may belong to another network. `stop` of what is returned ends it."""
@@ -204,9 +173,9 @@ class Gateway:
         await site.start()
         return site
 
-    def open(self, episode: Episode, **limits: Any) -> Session:
-        """A session of a rollout. `limits`: fields of `Session`."""
-        session = Session(episode, **limits)
+    def open(self, episode: Episode, *limits: Any, **more: Any) -> Session:
+        """A session of a rollout, with these fields."""
+        session = Session(episode, *limits, **more)
         self.sessions[session.key] = session
         return session
 
@@ -223,28 +192,30 @@ class Gateway:
 
     # routes
 
-    def _session(self, request: web.Request) -> Session | None:
+    def _session(self, request: web.Request) -> Session:
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        return self.sessions.get(request.match_info.get("key") or request.headers.get("x-api-key") or bearer)
+        session = self.sessions.get(request.match_info.get("key") or request.headers.get("x-api-key") or bearer)
+        if session is None:
+            raise Refused("this key opens no session, or its session has ended", 401)
+        return session
 
     async def _models(self, request: web.Request) -> web.Response:
-        if self._session(request) is None:
-            return _refused(DIALECTS[0], 401, NO_SESSION)
+        self._session(request)
         name = request.match_info.get("model", "policy")
         one = {"id": name, "object": "model", "type": "model", "display_name": name, "created": 0, "owned_by": "rlx"}
         return web.json_response(one if "model" in request.match_info else {"object": "list", "data": [one], "has_more": False})
 
-    def _reading(self, dialect: Dialect, work: Callable[..., Awaitable[web.StreamResponse]]) -> Any:
+    def _reading(self, dialect: Dialect, work: Callable[..., Any]) -> Any:
         """A handler of requests in a language. `work` gets the session and what was asked."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
-            session = self._session(request)
-            if session is None:
-                return _refused(dialect, 401, NO_SESSION)
+            session, body = self._session(request), await request.read()
             try:
-                asked = dialect.read(json.loads(await request.read()))
+                asked = dialect.read(json.loads(body))
+            except Refused:
+                raise
             except Exception as error:  # whatever a program can send
-                return _refused(dialect, 400, f"the request cannot be read: {in_one_line(error)}")
+                raise Refused(f"the request cannot be read: {in_one_line(error)}") from error
             return await work(request, session, dialect, asked)
 
         return handle
@@ -252,51 +223,35 @@ class Gateway:
     async def _count(self, request: web.Request, session: Session, dialect: Dialect, asked: Request) -> web.Response:
         count = getattr(session.episode, "count", None)
         if count is None:
-            return _refused(dialect, 404, "the number of tokens is not known: the policy is an endpoint")
+            raise Refused("the number of tokens is not known: the policy is an endpoint", 404)
         tokens = count([*asked.system, *asked.messages], asked.tools or None)
         return web.json_response({"input_tokens": tokens, **({} if dialect is MESSAGES else {"object": "response.input_tokens"})})
 
     async def _answer(self, request: web.Request, session: Session, dialect: Dialect, asked: Request) -> web.StreamResponse:
         own = request.headers.get("Idempotency-Key", "")
         identity = own or hashlib.blake2b(request.path.encode() + await request.read(), digest_size=16).hexdigest()
-        again = bool(own) or request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-        task = session.ask(asked, identity, again)
+        task = session.ask(asked, identity, bool(own) or request.headers.get("x-stainless-retry-count", "0") not in ("", "0"))
         stream: web.StreamResponse | None = None
-        try:
-            while not (await asyncio.wait({task}, timeout=QUIET))[0]:
-                if asked.stream:
-                    stream = stream or await _begun(request)
-                    await stream.write(b'event: ping\ndata: {"type": "ping"}\n\n' if dialect is MESSAGES else b": waiting\n\n")
-            reply = await asyncio.shield(task)
-        except ConnectionResetError:
-            return stream or web.Response()
-        except asyncio.CancelledError:
-            if not task.cancelled():
-                raise  # the program has hung up; the answer goes on for a second try
-            return await _failed(stream, dialect, 403, "this session has ended")
-        except (Ended, BadRequest) as error:
-            return await _failed(stream, dialect, 403 if isinstance(error, Ended) else 400, str(error))
-        except PromptTooLong as error:
-            text = f"prompt is too long: maximum context length: {error}"
-            return await _failed(stream, dialect, 400, text, "context_length_exceeded")
-        except Exception as error:
-            log.warning("a program's request failed: %s", in_one_line(error))
-            return await _failed(stream, dialect, 502, in_one_line(error))
-        return await self._deliver(request, session, dialect, asked, reply, stream)
-
-    async def _deliver(
-        self, request: web.Request, session: Session, dialect: Dialect, asked: Request, reply: Reply, stream: web.StreamResponse | None
-    ) -> web.StreamResponse:
+        while not (await asyncio.wait({task}, timeout=QUIET))[0]:  # if the program hangs up, the answer goes on for a second try
+            if asked.stream:
+                stream = stream or await _begun(request)
+                await stream.write(dialect.ping)
+        if (error := _error_of(task)) is not None:
+            if stream is None:
+                raise error
+            await stream.write(f"event: error\ndata: {json.dumps(dialect.error(error))}\n\n".encode())
+            return stream
+        reply = task.result()
         body = dialect.answer(reply, asked)
         response: web.StreamResponse = web.json_response(body)
-        with contextlib.suppress(ConnectionResetError):
-            if asked.stream:
-                response = stream = stream or await _begun(request)
-                await stream.write(b"".join(dialect.events(body, asked.usage)))
-            else:
-                await response.prepare(request)
-            await response.write_eof()
-            session.received(reply, asked)
+        if asked.stream:
+            response = stream or await _begun(request)
+            await response.write(b"".join(dialect.events(body, asked.usage)))
+        else:
+            await response.prepare(request)
+        await response.write_eof()
+        if asked.model != UNTRAINED and reply.request_id not in session.delivered:
+            session.delivered.append(reply.request_id)
         return response
 
 
@@ -305,7 +260,15 @@ def in_one_line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:1000]
 
 
-NO_SESSION = "this key opens no session, or its session has ended"
+def _error_of(task: asyncio.Task[Reply]) -> Refused | None:
+    """Why a request has no answer, for its program."""
+    error = Refused("this session has ended", 403) if task.cancelled() else task.exception()
+    if error is None or isinstance(error, Refused):
+        return error
+    if isinstance(error, PromptTooLong):
+        return Refused(f"prompt is too long: maximum context length: {error}", code="context_length_exceeded")
+    log.warning("a program's request failed: %s", in_one_line(error))
+    return Refused(in_one_line(error), 502)
 
 
 async def _begun(request: web.Request) -> web.StreamResponse:
@@ -314,17 +277,13 @@ async def _begun(request: web.Request) -> web.StreamResponse:
     return stream
 
 
-def _refused(dialect: Dialect, status: int, text: str, code: str = "") -> web.Response:
-    headers = {"x-should-retry": "false"} if status < 500 else {}
-    return web.json_response(dialect.error(status, text, code), status=status, headers=headers)
-
-
-async def _failed(stream: web.StreamResponse | None, dialect: Dialect, status: int, text: str, code: str = "") -> web.StreamResponse:
-    """An error, in the stream if that has begun."""
-    if stream is None:
-        return _refused(dialect, status, text, code)
-    body: Mapping[str, Any] = dialect.error(status, text, code)
-    with contextlib.suppress(ConnectionResetError):
-        await stream.write(f"event: error\ndata: {json.dumps(body)}\n\n".encode())
-        await stream.write_eof()
-    return stream
+@web.middleware
+async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
+    """Errors in the form of the service that the program believes to ask."""
+    try:
+        return await handler(request)
+    except Refused as error:
+        dialect, headers = MESSAGES if "/messages" in request.path else CHAT, {"x-should-retry": "false"} if error.status < 500 else {}
+        return web.json_response(dialect.error(error), status=error.status, headers=headers)
+    except ConnectionResetError:  # the program has hung up
+        return web.Response()

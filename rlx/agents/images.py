@@ -40,21 +40,18 @@ def problem_of(kind: str) -> str | None:
 
 def choose(kind: str, image: str | None) -> str:
     """The kind of box for `envs.NAME.sandbox`. Raises ValueError with what to do if there is none."""
-    named = image is not None and (not os.path.exists(image) or os.path.exists(f"{image}/Dockerfile"))
-    if kind == "auto":
-        wanted: Sequence[str] = ENGINES if named else ("bwrap",) if image is None else ("bwrap", *ENGINES)
-        found = next((each for each in wanted if problem_of(each) is None), None)
-        if found is None:
-            why = "; ".join(f"{each}: {problem_of(each)}" for each in wanted)
-            raise ValueError(f"no sandbox can be made here ({why}). {MISSING[wanted[0]]}, or run without isolation: sandbox=none")
-        return found
-    if (problem := problem_of(kind)) is not None:
-        raise ValueError(f"sandbox={kind}: {problem}. {MISSING[kind]}; rlx doctor says what this machine can do")
-    if kind in ENGINES and image is None:
+    named = image is not None and (not os.path.isdir(image) or os.path.exists(f"{image}/Dockerfile"))
+    fits = ENGINES if named else ("bwrap",) if image is None else ("bwrap", *ENGINES)
+    wanted: Sequence[str] = fits if kind == "auto" else (kind,)
+    found = next((each for each in wanted if problem_of(each) is None), None)
+    if found is None:
+        why = "; ".join(f"sandbox={each}: {problem_of(each)}" for each in wanted)
+        raise ValueError(f"{why}; {MISSING[wanted[0]]}; rlx doctor says what this machine can do; without isolation: sandbox=none")
+    if found in ENGINES and image is None:
         raise ValueError(f"sandbox={kind} needs an image: set box.image to a name or a folder with a Dockerfile")
-    if kind == "bwrap" and named:
+    if found == "bwrap" and named:
         raise ValueError(f"sandbox=bwrap has no images by name and builds none: {image}. Set box.image to a root file system, or null")
-    return kind
+    return found
 
 
 def prepared(kind: str, image: str | None) -> str | None:
@@ -62,16 +59,16 @@ def prepared(kind: str, image: str | None) -> str | None:
     if image is None or kind == "none":
         return None
     path = Path(image)
-    if kind == "bwrap":
-        if not path.is_dir():
-            raise ValueError(f"box.image={image} is not the folder of a root file system")
+    if kind == "bwrap":  # `choose` has seen the folder of a root file system
         return str(path.resolve())
     if path.is_dir():  # the engine knows what of it has changed
         name = f"rlx-{hashlib.blake2b(str(path.resolve()).encode(), digest_size=6).hexdigest()}"
         _call([kind, "build", "--tag", name, str(path)], f"the image of {path} cannot be built")
         return name
-    if not _call([kind, "image", "inspect", image], check=False):
-        _call([kind, "pull", image], f"the image {image} is not on this machine and cannot be pulled")
+    if path.is_file():  # `podman save`, `docker save`
+        return _call([kind, "load", "--input", image], f"the archive {image} holds no image").split()[-1]
+    if subprocess.run([kind, "image", "inspect", image], capture_output=True, timeout=PULL).returncode:
+        _call([kind, "pull", image], f"the image {image} is not on this machine and cannot be pulled from its registry")
     return image
 
 
@@ -82,13 +79,13 @@ def installed(command: Sequence[str]) -> str:
     with open(folder / ".lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # several workers begin at the same time
         if not (folder / ".ready").exists():
-            _call([part.replace("{folder}", str(folder)) for part in command], "harness.install has failed", cwd=folder)
+            _call([part.replace("{folder}", str(folder)) for part in command], "harness.install has failed", folder)
             (folder / ".ready").touch()
     return str(folder)
 
 
-def _call(command: Sequence[str], what: str = "", *, check: bool = True, cwd: Path | None = None) -> bool:
+def _call(command: Sequence[str], what: str, cwd: Path | None = None) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=PULL, stdin=subprocess.DEVNULL, cwd=cwd)
-    if done.returncode and check:
+    if done.returncode:
         raise ValueError(f"{what}: {' '.join(command)}: {(done.stderr or done.stdout).strip()[-500:]}")
-    return done.returncode == 0
+    return done.stdout

@@ -40,8 +40,8 @@ class BoxConfig:
 
     image: str | None = key(
         None,
-        "its file system: an image's name (podman, docker), a folder with a Dockerfile (these two), the folder of a root file "
-        "system (bwrap); null: this machine's /usr (bwrap). A column `image` of a task comes before it",
+        "its file system: an image's name, an archive of one or a folder with a Dockerfile (podman, docker), the folder of a root "
+        "file system (bwrap); null: this machine's /usr (bwrap). A column `image` of a task comes before it",
     )
     folders: list[str] = key([], "folders of this machine that it can read at the same path, as programs and data sets")
     network: bool = key(False, "whether it reaches the network; without it reaches the gateway alone")

@@ -11,9 +11,7 @@ model in this way without training it.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import math
 import os
 import secrets
 import time
@@ -22,8 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
+from rlx.agents.dialects import Refused
 from rlx.agents.gateway import Gateway, Session
 from rlx.config.schema import EnvConfig
 from rlx.envs.function import Ended, FunctionEnvironment, Source, Tasks, after_prompt, made
@@ -41,16 +41,22 @@ class ProgramFailed(PolicyError):
     """A program said that its rollout has failed, or ended it before it had an answer."""
 
 
+class Verdict(msgspec.Struct):
+    """What a program says of its rollout when it has ended."""
+
+    reward: float | None = None
+    metrics: dict[str, float] = {}
+    error: str | None = None  # why it has failed
+
+
 @dataclass(slots=True, eq=False)
 class Offered:
     """A rollout that waits for a program, or that one plays."""
 
     task: Task
     member: int
-    episode: Any
-    number: str = field(default_factory=lambda: secrets.token_hex(8))
-    session: Session | None = None  # None: nobody has taken it
-    ended: asyncio.Future[Mapping[str, Any]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    session: Session  # nobody has its key before it is taken
+    verdict: asyncio.Future[Verdict] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 def load_environment(
@@ -81,13 +87,14 @@ class OutsideEnvironment(FunctionEnvironment):
     """See `rlx.envs.base.Environment`."""
 
     failures_of: Mapping[type[BaseException], str] = {ProgramFailed: "program_error"}
+    announced = False
 
     def __init__(self, name: str, source: Source, config: EnvConfig, timeout: float) -> None:
         super().__init__(name, source, config, WAITING)  # a rollout may wait for a program as long as it takes
         self.limit, self.gateway, self.key = timeout, Gateway(self._routes), secrets.token_urlsafe(24)
         self.key_file = Path(config.args.get("key_file", "gateway.key"))
         self._offered: dict[str, Offered] = {}
-        self._waiting: asyncio.Queue[Offered] = asyncio.Queue()
+        self._waiting: asyncio.Queue[str] = asyncio.Queue()
 
     async def close(self) -> None:
         """Stop the gateway."""
@@ -97,7 +104,9 @@ class OutsideEnvironment(FunctionEnvironment):
 
     async def _listen(self) -> None:
         args = self.config.args
-        if await self.gateway.start(args.get("host", "127.0.0.1"), args.get("port", 8765)):
+        await self.gateway.start(args.get("host", "127.0.0.1"), args.get("port", 8765))
+        if not self.announced:
+            self.announced = True
             with open(os.open(self.key_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
                 file.write(self.key)
             place = f"{self.gateway.url}/sessions"
@@ -109,76 +118,62 @@ class OutsideEnvironment(FunctionEnvironment):
 
     async def _episode(self, task: Task, member: int, episode: Any, timing: dict[str, Any]) -> Ended:
         await self._listen()
-        offered, began = Offered(task, member, episode), time.monotonic()
-        self._offered[offered.number] = offered
-        self._waiting.put_nowait(offered)
+        number, began = secrets.token_hex(8), time.monotonic()
+        session = self.gateway.open(episode, self.config.harness, self.longest)
+        offered = self._offered[number] = Offered(task, member, session)
+        self._waiting.put_nowait(number)
         try:
-            said = await offered.ended
+            verdict = await offered.verdict
         finally:
-            del self._offered[offered.number]
-            if offered.session is not None:
-                await self.gateway.close(offered.session, "ended")
+            del self._offered[number]
+            await self.gateway.close(session, "ended")
         timing["generation"] = time.monotonic() - began
-        session = offered.session
-        if said.get("error"):
-            raise ProgramFailed(f"the program says: {str(said['error'])[:500]}")
-        if session is None or not session.delivered:
+        if verdict.error:
+            raise ProgramFailed(f"the program says: {verdict.error[:500]}")
+        if not session.delivered:
             raise ProgramFailed("the program ended its session before it had an answer of the model")
         trace = episode.keep(session.delivered)
         if self.scores is not None:
             self.scores(trace)
-        metrics = {str(name): float(value) for name, value in (said.get("metrics") or {}).items()}
-        return Ended(trace, after_prompt(trace), said["reward"], "ended", metrics)
+        return Ended(trace, after_prompt(trace), verdict.reward, "ended", verdict.metrics)
 
-    def _may(self, request: web.Request) -> bool:
-        return secrets.compare_digest(request.headers.get("Authorization", "").removeprefix("Bearer "), self.key)
+    def _check(self, request: web.Request, *keys: str) -> None:
+        """Raise Refused if a request has none of the keys."""
+        own = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not any(secrets.compare_digest(own.encode(), key.encode()) for key in keys):
+            raise Refused("this key does not open it", 401)
 
     async def _take(self, request: web.Request) -> web.Response:
         """Hand a program the rollout that has waited longest."""
-        if not self._may(request):
-            return web.json_response({"error": "this is not the key of the run"}, status=401)
+        self._check(request, self.key)
         try:
             async with asyncio.timeout(LONGEST_WAIT):
-                while (offered := await self._waiting.get()).number not in self._offered:
+                while (number := await self._waiting.get()) not in self._offered:
                     pass  # its rollout is no longer wanted
         except TimeoutError:
             return web.Response(status=204)
-        harness = self.config.harness
-        limits = {"max_turns": harness.max_turns, "max_tokens": harness.max_tokens, "longest": self.longest}
-        offered.session = self.gateway.open(offered.episode, deadline=time.monotonic() + self.limit, **limits)
+        offered = self._offered[number]
+        offered.session.deadline = time.monotonic() + self.limit
         asyncio.get_running_loop().call_later(self.limit, self._expire, offered)
+        about = {"id": number, "key": offered.session.key, "base_url": f"{request.scheme}://{request.host}/v1", "model": "policy"}
         task = {} if self.config.args.get("data") is None else dict(offered.task.row)
-        return web.json_response(
-            {
-                "id": offered.number,
-                "key": offered.session.key,
-                "base_url": f"{request.scheme}://{request.host}/v1",
-                "model": "policy",
-                "member": offered.member,
-                "task": task,
-            }
-        )
+        return web.json_response({**about, "member": offered.member, "task": task})
 
     def _expire(self, offered: Offered) -> None:
-        if not offered.ended.done():
-            offered.ended.set_result({"error": f"nothing: its session did not end within {self.limit:g} s (rollout_timeout)"})
+        if not offered.verdict.done():
+            offered.verdict.set_result(Verdict(error=f"nothing: its session did not end within {self.limit:g} s (rollout_timeout)"))
 
     async def _end(self, request: web.Request) -> web.Response:
         """A program's verdict on its rollout."""
         offered = self._offered.get(request.match_info["number"])
-        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        own = offered is not None and offered.session is not None and secrets.compare_digest(key, offered.session.key)
-        if not own and not self._may(request):
-            return web.json_response({"error": "this key does not open the session"}, status=401)
-        if offered is None or offered.session is None or offered.ended.done():
-            return web.json_response({"error": "there is no such session; it may have run out of time"}, status=404)
+        self._check(request, self.key, *([] if offered is None else [offered.session.key]))
+        if offered is None or offered.verdict.done():
+            raise Refused("there is no such session; it may have run out of time", 404)
         try:
-            said = json.loads(await request.read())
-            if not said.get("error"):
-                values = [said["reward"], *(said.get("metrics") or {}).values()]
-                if not all(math.isfinite(float(value)) for value in values):
-                    raise ValueError("rewards and metrics are finite numbers")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            return web.json_response({"error": f'send {{"reward": NUMBER}} or {{"error": TEXT}}: {error}'}, status=400)
-        offered.ended.set_result(said)
+            verdict = msgspec.json.decode(await request.read(), type=Verdict)
+        except msgspec.MsgspecError as error:
+            raise Refused(f'send {{"reward": NUMBER}} or {{"error": TEXT}}: {error}') from error
+        if verdict.reward is None and not verdict.error:
+            raise Refused('send {"reward": NUMBER} or {"error": TEXT}')
+        offered.verdict.set_result(verdict)
         return web.json_response({"answers": len(offered.session.delivered)})

@@ -10,29 +10,24 @@ one tool, a shell in the box.
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 import json
-import re
-import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-from rlx.agents import cgroups
-from rlx.agents.box import PORT, Box, BoxError, Result, open_box, sweep
-from rlx.agents.dialect import function
-from rlx.agents.gateway import UNTRAINED, Gateway
-from rlx.agents.images import choose, installed, prepared
+from rlx.agents.box import PORT, Box, BoxError, open_box, sweep
+from rlx.agents.commands import Result
+from rlx.agents.dialects import Refused, Request, function
+from rlx.agents.gateway import Gateway, Session
+from rlx.agents.harness import Program
+from rlx.agents.images import choose, prepared
 from rlx.config.schema import EnvConfig
-from rlx.config.schema_rollout import BoxConfig, HarnessConfig
 from rlx.config.signatures import locate
 from rlx.envs.function import Ended, FunctionEnvironment, Source, Tasks, after_prompt, made
 from rlx.envs.harbor import HarborRows, is_harbor
 from rlx.plain import one_text
-from rlx.policy.base import PolicyError, Reply
+from rlx.policy.base import PolicyError
 from rlx.trace import Trace
 from rlx.types import Task
 
@@ -65,8 +60,7 @@ def load_environment(
     rows = HarborRows(data) if is_harbor(data) else None
     if (reward is None) == (test is None) and (rows is None or test is not None):
         raise ValueError("one of args.reward=MODULE.FUNCTION and args.test=COMMAND scores what the program left; set one of them")
-    score = test_of(str(test)) if reward is None else locate(reward)
-    return Source(Tasks(data=data, **tasks), after_files(score, test_files), rows)
+    return Source(Tasks(data=data, **tasks), test_of(str(test)) if reward is None else locate(reward), rows)
 
 
 def test_of(command: str) -> Any:
@@ -76,9 +70,8 @@ def test_of(command: str) -> Any:
         own = str(row.get("test") or command)
         result = await box.run(["sh", "-c", own])
         if (file := row.get("score_file")) is not None:
-            said = await box.read(str(file))
             try:
-                return float(str(said).strip())
+                return float(str(await box.read(str(file))).strip())
             except ValueError:
                 raise ProgramError(f"the test left no number in {file}: {_last(result)}") from None
         if result.code in (126, 127):  # as a shell says that there is no such command: not a task that was failed
@@ -86,24 +79,6 @@ def test_of(command: str) -> Any:
         return float(result.code == 0)
 
     return test
-
-
-def after_files(score: Any, column: str) -> Any:
-    """A reward function that may take the box, called when the files of its test are there. One that is no coroutine runs in a thread."""
-    takes_box = len(inspect.signature(score).parameters) > 2
-
-    @functools.wraps(score)
-    async def scored(completion: str, row: dict[str, Any], box: Box) -> Any:
-        if row.get("before_test"):
-            await box.run(["sh", "-c", str(row["before_test"])])
-        await box.write(row.get(column) or {})
-        arguments = (completion, row, box) if takes_box else (completion, row)
-        if inspect.iscoroutinefunction(score):
-            return await score(*arguments)
-        value = await asyncio.to_thread(score, *arguments)
-        return await value if inspect.isawaitable(value) else value
-
-    return scored
 
 
 def load(name: str, config: EnvConfig, sampling: dict[str, Any], timeout: float, concurrency: int = 1) -> ProgramEnvironment:
@@ -118,14 +93,12 @@ class ProgramEnvironment(FunctionEnvironment):
     kind = "none"
     image: str | None = None  # what boxes are made of
     first: str | None = None  # the same for the first task, if it has an image of its own
-    folder = ""  # what `harness.install` has filled
 
     def __init__(self, name: str, source: Source, config: EnvConfig, timeout: float) -> None:
         super().__init__(name, source, config, timeout)
         self.harness = config.harness
-        self.files = str(config.args.get("files", "files"))
         self.tools = () if config.harness.command else (SHELL,)
-        self.command = command_of(config.harness)
+        self.reads = len(inspect.signature(source.reward).parameters)  # how many of completion, row and box
         self.gateway = Gateway()
 
     def prepare(self) -> None:
@@ -136,14 +109,9 @@ class ProgramEnvironment(FunctionEnvironment):
         if self.kind == "apptainer":
             raise ValueError("sandbox=apptainer runs v1 tasksets; use bwrap, podman or docker for programs")
         self.image, self.first = prepared(self.kind, own), prepared(self.kind, row.get("image"))
-        self.folder = installed(self.harness.install) if self.harness.install else ""
+        self.sandbox = "no sandbox" if self.kind == "none" else self.kind  # for people
+        self.program = Program(self.harness)
         sweep()
-        cgroups.sweep()
-
-    @property
-    def sandbox(self) -> str:
-        """What its boxes are, for people."""
-        return "no sandbox" if self.kind == "none" else self.kind
 
     def demonstration(self, row: Mapping[str, Any], errs: bool, state: Any) -> Any:
         """The messages of a row's column `demonstration`, if it has one."""
@@ -162,7 +130,7 @@ class ProgramEnvironment(FunctionEnvironment):
             raise RuntimeError(f"envs.{self.name}: {error}") from error
 
     async def _open(self, image: str | None) -> Box:
-        return await open_box(self.kind, seeing(self.config.box, self.command, self.folder), image)
+        return await open_box(self.kind, self.program.seen(self.config.box), image)
 
     async def close(self) -> None:
         """Stop the gateway."""
@@ -175,7 +143,7 @@ class ProgramEnvironment(FunctionEnvironment):
         box = await self._open(image)
         try:
             box.workdir = row.get("workdir") or box.workdir
-            await box.write(row.get(self.files) or {})
+            await box.write(row.get(self.config.args.get("files", "files")) or {})
             timing["setup"] = time.monotonic() - began
             if self.harness.command:
                 trace, completion, stop, code = await self._program(row, box, episode)
@@ -183,7 +151,10 @@ class ProgramEnvironment(FunctionEnvironment):
                 trace, completion, stop, code = await self._shell(row, box, episode)
             timing["generation"] = time.monotonic() - began - timing["setup"]
             await box.quiet()  # what it has left running would read and change the test's files
-            reward = await self._score(trace, completion, row, box)
+            if row.get("before_test"):
+                await box.run(["sh", "-c", str(row["before_test"])])
+            await box.write(row.get(self.config.args.get("test_files", "test_files")) or {})
+            reward = await self._score(trace, *(completion, row, box)[: self.reads])
             if isinstance(reward, BoxError | ProgramError):
                 raise reward
             timing["scoring"] = time.monotonic() - began - timing["setup"] - timing["generation"]
@@ -193,21 +164,21 @@ class ProgramEnvironment(FunctionEnvironment):
 
     async def _shell(self, row: Mapping[str, Any], box: Box, episode: Any) -> tuple[Trace, str, str, int]:
         """The model with a shell: (trace, its last words, why it ended, exit code of its last command)."""
-        messages, code, tokens = list(row["prompt"]), 0, 0
-        for _ in range(self.harness.max_turns or 2**31):
-            bounds = [self.longest, None if self.harness.max_tokens is None else self.harness.max_tokens - tokens]
-            sampling = {"max_tokens": min(bound for bound in bounds if bound is not None)} if any(bounds) else {}
-            reply: Reply = await episode.respond(messages, [SHELL], sampling)
-            tokens += reply.num_tokens
-            messages.append(reply.message)
-            if not reply.calls:
-                return episode.trace, reply.content, "length" if reply.truncated else "answered", code
-            for call in reply.calls:
-                code, text = await self._called(box, call.name, call.arguments)
-                messages.append({"role": "tool", "content": text, "tool_call_id": call.id, "name": call.name})
-            if tokens >= (self.harness.max_tokens or 2**62):
-                return episode.trace, reply.content, "max_tokens", code
-        return episode.trace, reply.content, "max_turns", code
+        session, messages, code, said = Session(episode, self.harness, self.longest), list(row["prompt"]), 0, ""
+        try:
+            while True:
+                reply = await session.answer(Request(messages=messages, tools=[SHELL], sampling={}))
+                said = reply.content
+                messages.append(reply.message)
+                if not reply.calls:
+                    return episode.trace, said, "length" if reply.truncated else "answered", code
+                for call in reply.calls:
+                    code, text = await self._called(box, call.name, call.arguments)
+                    messages.append({"role": "tool", "content": text, "tool_call_id": call.id, "name": call.name})
+        except Refused:
+            if not session.stop:
+                raise
+            return episode.trace, said, session.stop, code
 
     async def _called(self, box: Box, name: str, arguments: str) -> tuple[int, str]:
         try:
@@ -224,17 +195,16 @@ class ProgramEnvironment(FunctionEnvironment):
         """A program: (trace of the answers that it has received, what it printed, why it ended, its exit code)."""
         limit = self.timeout if self.harness.timeout is None else min(self.timeout, self.harness.timeout)
         await self.gateway.start()
-        bounds = {"max_turns": self.harness.max_turns, "max_tokens": self.harness.max_tokens, "longest": self.longest}
-        session = self.gateway.open(episode, deadline=time.monotonic() + limit, **bounds)
-        site = None
+        session, site = self.gateway.open(episode, self.harness, self.longest, time.monotonic() + limit), None
         try:
             sock = await box.listening()
             if sock is not None:
                 site = await self.gateway.listen(sock)
             url = self.gateway.url if sock is None else f"http://127.0.0.1:{PORT}"
-            words = self._words(row, url, session.key)
-            own = variables(words, url, session.key, self.harness, self.folder)
-            result = await box.run(filled(self.command, words), own, timeout=limit, until=session.ended, grace=GRACE)
+            texts = [(message["role"] == "system", str(message["content"])) for message in row["prompt"]]
+            prompt, system = [one_text(text for is_system, text in texts if is_system is wanted) for wanted in (False, True)]
+            command, own = self.program.call(url, session.key, prompt, system, row)
+            result = await box.run(command, own, timeout=limit, until=session.ended, grace=GRACE)
         finally:
             await self.gateway.close(session, "ended")
             if site is not None:
@@ -247,68 +217,6 @@ class ProgramEnvironment(FunctionEnvironment):
             raise session.failure
         stop = session.stop if session.stop not in ("", "ended") else "timeout" if result.late else "ended"
         return episode.keep(session.delivered), result.stdout.strip(), f"program_{stop}", result.code
-
-    def _words(self, row: Mapping[str, Any], url: str, key: str) -> dict[str, str]:
-        users = one_text(str(message["content"]) for message in row["prompt"] if message["role"] != "system")
-        systems = one_text(str(message["content"]) for message in row["prompt"] if message["role"] == "system")
-        own = {name: value for name, value in row.items() if isinstance(value, str)}
-        return {**own, "prompt": users, "system": systems, "base_url": f"{url}/v1", "key": key, "folder": self.folder}
-
-
-def filled(command: Sequence[str], words: Mapping[str, str]) -> list[str]:
-    """A command with the words that stand for its fields."""
-    return [re.sub(r"\{(\w+)\}", lambda found: words.get(found[1], found[0]), part) for part in command]
-
-
-def is_file(part: str) -> bool:
-    """Whether a part of a command names a file of this machine; it may be a whole script."""
-    try:
-        return Path(part).is_file()
-    except OSError:
-        return False
-
-
-def command_of(config: HarnessConfig) -> list[str]:
-    """The command with the whole paths of the files that it names."""
-    parts = [str(Path(part).absolute()) if is_file(part) else part for part in config.command]
-    return [part.replace("{python}", sys.executable) for part in parts]
-
-
-def variables(words: Mapping[str, str], url: str, key: str, config: HarnessConfig, folder: str) -> dict[str, str]:
-    """What programs of the field read to find a model, and the task."""
-    return {
-        "OPENAI_BASE_URL": f"{url}/v1",
-        "OPENAI_API_BASE": f"{url}/v1",
-        "OPENAI_API_KEY": key,
-        "OPENAI_MODEL": "policy",
-        "ANTHROPIC_BASE_URL": url,
-        "ANTHROPIC_API_KEY": key,
-        "ANTHROPIC_MODEL": "policy",
-        "ANTHROPIC_SMALL_FAST_MODEL": UNTRAINED,
-        "ANTHROPIC_DEFAULT_HAIKU_MODEL": UNTRAINED,
-        "TASK": words["prompt"],
-        "TASK_SYSTEM": words["system"],
-        **{name: value.replace("{folder}", folder) for name, value in config.variables.items()},
-    }
-
-
-def seeing(config: BoxConfig, command: Sequence[str], folder: str) -> BoxConfig:
-    """The configuration of boxes that see what a command names, and the folder of its program."""
-    named = sorted({path for part in command for path in readable(part)})
-    return replace(config, folders=[*config.folders, *([folder] if folder else []), *named])
-
-
-def readable(part: str) -> list[str]:
-    """What a box must see for a part of a command: a file, and of a Python in a virtual environment what belongs to it."""
-    path = Path(part)
-    if not path.is_absolute() or not is_file(part):
-        return []
-    own = path.parent.parent
-    if not (own / "pyvenv.cfg").is_file():
-        return [] if path.is_relative_to("/usr") else [part]
-    settings = dict(line.split(" = ", 1) for line in (own / "pyvenv.cfg").read_text().splitlines() if " = " in line)
-    base = Path(settings["home"]).resolve().parent
-    return [str(own), *([] if base.is_relative_to("/usr") else [str(base)])]
 
 
 def _last(result: Result) -> str:

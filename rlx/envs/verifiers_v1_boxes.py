@@ -22,17 +22,16 @@ from verifiers.v1.configs.harness import HarnessConfig as TheirHarnessConfig
 from verifiers.v1.harness import Harness
 from verifiers.v1.harnesses.null.harness import NullHarness
 from verifiers.v1.runtimes import ProgramResult, SubprocessRuntime
-from verifiers.v1.runtimes.base import Runtime, register
+from verifiers.v1.runtimes.base import Runtime
 from verifiers.v1.runtimes.subprocess import SubprocessConfig, SubprocessProcess
 from verifiers.v1.utils.compile import resolve_runtime_config, validate_pairing
 
 from rlx.agents.box import HOME, Box, open_box
-from rlx.agents.images import choose, installed, prepared
-from rlx.agents.processes import end
+from rlx.agents.harness import Program
+from rlx.agents.images import choose, prepared
 from rlx.config.schema import EnvConfig
-from rlx.config.schema_rollout import BoxConfig, HarnessConfig
+from rlx.config.schema_rollout import BoxConfig
 from rlx.envs.messages import for_template
-from rlx.envs.program import command_of, filled, seeing, variables
 
 _make_runtime = rollout.make_runtime
 
@@ -45,7 +44,7 @@ class BoxedConfig(SubprocessConfig):
 
 
 class BoxRuntime(SubprocessRuntime):
-    """A box with verifiers' interface of a runtime."""
+    """A box with verifiers' interface of a runtime. All that runs in it ends with it, or with this process."""
 
     box: Box  # once it is started
 
@@ -54,7 +53,6 @@ class BoxRuntime(SubprocessRuntime):
         self._forwards: dict[int, asyncio.Task[asyncio.Server]] = {}
 
     async def start(self) -> None:
-        """See Runtime."""
         self.box = await open_box("bwrap", self.config._holds, self.config._image)
         self.workdir, self.info.id = HOME, self.name
 
@@ -67,67 +65,52 @@ class BoxRuntime(SubprocessRuntime):
 
     async def _variables(self, env: Mapping[str, str]) -> dict[str, str]:
         await asyncio.gather(*self._forwards.values())
-        return self.box.variables(self.process_env(dict(env)))
+        return self.process_env(dict(env))
 
     async def run(self, argv: list[str], env: dict[str, str]) -> ProgramResult:
-        """See Runtime."""
         result = await self.box.run(argv, await self._variables(env))
         return ProgramResult(exit_code=result.code, stdout=result.stdout, stderr=result.stderr)
 
     async def _started(self, argv: Sequence[str], env: Mapping[str, str], pipe: int) -> asyncio.subprocess.Process:
-        command = [*self.box.bounds(), *self.box.command(argv, await self._variables(env))]
-        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
-        self._background.append(process)
-        return process
+        command = [*self.box.bounds(), *self.box.command(argv, self.box.variables(await self._variables(env)))]
+        return await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
 
     async def open_process(self, argv: list[str], env: dict[str, str]) -> SubprocessProcess:
-        """See Runtime."""
         return SubprocessProcess(await self._started(argv, env, asyncio.subprocess.PIPE))
 
     async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
-        """See Runtime."""
         await self._started(["sh", "-c", 'exec "$@" > "$0" 2>&1', log, *argv], env, asyncio.subprocess.DEVNULL)
 
     async def _read(self, path: str, *more: Any) -> bytes:
         return await Runtime._read(self, path, *more)
 
     async def write(self, path: str, data: bytes) -> None:
-        """See Runtime."""
         await self.box.write({path: data})
 
     async def teardown(self) -> None:
-        """See Runtime."""
-        for forwarding in self._forwards.values():
-            forwarding.cancel()
-            if forwarding.done() and not forwarding.cancelled() and not forwarding.exception():
-                forwarding.result().close()
+        for server in await asyncio.gather(*self._forwards.values(), return_exceptions=True):
+            if isinstance(server, asyncio.Server):
+                server.close()
         if hasattr(self, "box"):
             await self.box.close()
 
     def cleanup(self) -> None:
-        """See Runtime: the box ends with this process."""
-        for process in self._background:
-            end(process)
+        """Nothing is left when this process has ended."""
 
 
 async def forward(box: Box, port: int) -> asyncio.Server:
     """Let what connects to a port of the box reach the same port of this machine."""
 
     async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError, asyncio.CancelledError):
+        with contextlib.suppress(OSError), contextlib.closing(writer):
             while data := await reader.read(2**16):
                 writer.write(data)
                 await writer.drain()
-        with contextlib.suppress(ConnectionError, RuntimeError):
-            writer.close()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
+        with contextlib.suppress(OSError), contextlib.closing(writer):
             there, here = await asyncio.open_connection("127.0.0.1", port)
-        except OSError:
-            writer.close()
-            return
-        await asyncio.gather(copy(reader, here), copy(there, writer))
+            await asyncio.gather(copy(reader, here), copy(there, writer))
 
     return await asyncio.start_server(serve, sock=await box.listening(port))
 
@@ -139,21 +122,18 @@ class CommandHarness(Harness[TheirHarnessConfig]):
     NEEDS_CONTAINER = False
     SUPPORTS_MCP = True  # it finds the servers in MCP_NAME
 
-    def __init__(self, config: HarnessConfig, command: Sequence[str], folder: str) -> None:
+    def __init__(self, program: Program) -> None:
         super().__init__(TheirHarnessConfig(id="null"))
-        self.own, self.command, self.folder = config, command, folder
+        self.program = program
 
     async def launch(
         self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str], data: Any, *_: Any, **__: Any
     ) -> ProgramResult:
-        """See Harness."""
         system, prompt = self.resolve_text_prompt(data)
-        url = endpoint.removesuffix("/v1")
-        words = {"prompt": str(prompt or ""), "system": system or "", "base_url": endpoint, "key": secret, "folder": self.folder}
-        env = variables(words, url, secret, self.own, self.folder) | {f"MCP_{name.upper()}": each for name, each in mcp_urls.items()}
-        program = runtime.run_program(filled(self.command, words), env)
+        command, env = self.program.call(endpoint.removesuffix("/v1"), secret, str(prompt or ""), system or "", {})
+        program = runtime.run_program(command, env | {f"MCP_{name.upper()}": each for name, each in mcp_urls.items()})
         try:
-            return await asyncio.wait_for(program, self.own.timeout)
+            return await asyncio.wait_for(program, self.program.config.timeout)
         except TimeoutError:  # what it has done by then is scored
             return ProgramResult(exit_code=0, stdout="", stderr="")
 
@@ -162,11 +142,7 @@ def install() -> None:
     """Let verifiers make boxes, and run scripts with this Python; it would have uv install one for each, from the network."""
 
     def made(config: Any, name: str | None = None) -> Any:
-        if not isinstance(config, BoxedConfig):
-            return _make_runtime(config, name)
-        runtime = BoxRuntime(config, name)
-        register(runtime)
-        return runtime
+        return BoxRuntime(config, name) if isinstance(config, BoxedConfig) else _make_runtime(config, name)
 
     async def prepare_uv_script(self: Any, script: str | bytes, env: dict | None = None, *, activate: bool = True) -> list[str]:
         data = script.encode() if isinstance(script, str) else script
@@ -204,11 +180,10 @@ def fit(where: str, env: vf.Env, config: EnvConfig, chosen: frozenset[str], task
     for name, theirs in (("max_turns", "max_turns"), ("max_tokens", "max_output_tokens")):
         if getattr(config.harness, name) is not None:
             raise ValueError(f"{where}.harness.{name} bounds programs of env=program; of a v1 taskset: {where}.args.AGENT.{theirs}")
-    folder = installed(config.harness.install) if config.harness.install else ""
-    command = command_of(config.harness)
+    program = Program(config.harness)
     for name, spec in env._agent_specs.items():
-        if command and spec.client is None:
-            env._harnesses[name] = CommandHarness(config.harness, command, folder)
+        if program.command and spec.client is None:
+            env._harnesses[name] = CommandHarness(program)
     try:
         for name, spec in env._agent_specs.items():
             validate_pairing(env._harnesses[name], type(task), spec.runtime)
@@ -232,5 +207,5 @@ def fit(where: str, env: vf.Env, config: EnvConfig, chosen: frozenset[str], task
             raise ValueError(f"{where}: {what} of {config.id} runs commands, and {error}; {advice}") from error
         for name in boxed:
             env._agent_specs[name].runtime = runtime = BoxedConfig()
-            runtime._holds, runtime._image = seeing(config.box, [*command, sys.executable], folder), image
+            runtime._holds, runtime._image = program.seen(config.box, sys.executable), image
     return "bwrap" if boxed else ""

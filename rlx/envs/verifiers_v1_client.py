@@ -14,7 +14,7 @@ import hashlib
 import inspect
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -32,7 +32,7 @@ from verifiers.v1.runtimes import ProgramResult
 from verifiers.v1.types import AssistantMessage, Response, Usage
 
 from rlx.agents import dialects
-from rlx.agents.dialect import Dialect, Request, offered
+from rlx.agents.dialects import Dialect, Refused, Request, offered
 from rlx.agents.gateway import UNTRAINED
 from rlx.envs.errors import in_one_line
 from rlx.envs.messages import for_template
@@ -86,7 +86,10 @@ class PolicyClient(Client):
             tools = list(offered(body.get("tools") or (), body.get("tool_choice")))
             asked = Request(messages=[], tools=tools, sampling=settings, model=str(body.get("model", "")))
         else:
-            asked = language.read(body)
+            try:
+                asked = language.read(body)
+            except Refused as error:
+                raise errors.ProviderError(str(error), status_code=error.status) from error
             bound = [each for each in (asked.sampling.get("max_tokens"), self.longest) if each is not None]
             settings = {**asked.sampling, **({"max_tokens": min(bound)} if bound else {})}
         began, counts = time.monotonic(), body.get("model") != UNTRAINED
@@ -251,7 +254,8 @@ class ChatLoop(NullHarness):
         if server in LOCAL:
             said = await servers[server].call_tool(raw, arguments)
             return {**result, "content": tool_client.mcp_content_to_chat_content(said.content)}
-        return {**result, "content": await tool_client.call_mcp(servers, dispatch, name, arguments)}
+        asking = tool_client.call_mcp(servers, dispatch, name, arguments)
+        return {**result, "content": await answered(f"the tool server {server} to {raw}", asking)}
 
     async def _post(self, handler: Any, secret: str, body: dict) -> tuple[int, dict]:
         """(HTTP status, JSON) of a handler's answer. It gets a task of its own: the server cancels its handlers when a rollout ends."""
@@ -289,14 +293,25 @@ async def connected(urls: dict[str, str], timeout: float) -> AsyncIterator[tuple
         if far := {name: url for name, url in urls.items() if name not in near}:
             config = {"mcpServers": {name: {"url": url, "timeout": timeout} for name, url in far.items()}}
             more = (stack,) if "stack" in inspect.signature(tool_client.connect_mcp).parameters else ()
-            try:
-                async with asyncio.timeout(LIST_TOOLS_TIMEOUT):
-                    found = await tool_client.connect_mcp(config, *more)
-            except TimeoutError as error:
-                places = ", ".join(f"{name} at {url}" for name, url in far.items())
-                raise RuntimeError(f"no answer within {LIST_TOOLS_TIMEOUT:g} s from the tool servers: {places}") from error
+            places = ", ".join(f"{name} at {url}" for name, url in far.items())
+            found = await answered(f"the tool servers: {places}", tool_client.connect_mcp(config, *more), LIST_TOOLS_TIMEOUT)
             tools, dispatch, servers = [*tools, *found[0]], {**dispatch, **found[1]}, {**servers, **found[2]}
         yield tools, dispatch, servers
+
+
+async def answered(who: str, asking: Coroutine[Any, Any, Any], timeout: float | None = None) -> Any:
+    """What tool servers answer. Raises RuntimeError that names them. Where none is reached, mcp cancels the task that asks."""
+    task = asyncio.create_task(asking)
+    try:
+        await asyncio.wait({task}, timeout=timeout)
+    finally:
+        late = task.cancel()
+    if late:
+        raise RuntimeError(f"no answer within {timeout:g} s from {who}")
+    error = asyncio.CancelledError("it is not reached") if task.cancelled() else task.exception()
+    if error is not None:
+        raise RuntimeError(f"no answer from {who}: {in_one_line(error)}") from error
+    return task.result()
 
 
 def response_of(reply: Reply) -> Response:

@@ -50,6 +50,7 @@ class Reply:
     reasoning: str | None = None
     calls: tuple[Call, ...] = ()
     truncated: bool = False  # cut by a length limit
+    stop: str | None = None  # the stop string that ended it, which `content` does not have, if one did and it is known
     request_id: str = ""
     num_prompt_tokens: int = 0
     num_tokens: int = 0  # sampled

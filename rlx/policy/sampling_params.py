@@ -58,8 +58,8 @@ def _say_unknown(name: str) -> None:
     log.warning("the server has no sampling parameter %r; requests are sent without it", name)
 
 
-def before_stop(text: str, stops: Sequence[str], last: int | None = None) -> str:
-    """The text up to the stop string that is complete first, as OpenAI's and vLLM's answers have it.
+def before_stop(text: str, stops: Sequence[str], last: int | None = None) -> tuple[str, str | None]:
+    """The text up to the stop string that is complete first, as OpenAI's and vLLM's answers have it, and that string; None: there is none.
 
     `last`: characters of the last token, if only a stop string that this token completes counts: one within the first `min_tokens` tokens
     stops no answer.
@@ -68,8 +68,9 @@ def before_stop(text: str, stops: Sequence[str], last: int | None = None) -> str
     for stop in stops:
         begin = text.find(stop, 0 if last is None else max(0, len(text) - last - len(stop) + 1))
         if begin >= 0:
-            found.append((begin + len(stop), begin))
-    return text[: min(found)[1]] if found else text
+            found.append((begin + len(stop), begin, stop))
+    _, end, complete = min(found, default=(0, len(text), None))
+    return text[:end], complete
 
 
 def raw_text(messages: Sequence[Message]) -> str | None:

@@ -107,19 +107,20 @@ class TokenEpisode(ObservationRecorder):
             said = policy.chat.parse(turn, functions)
         else:
             said = Reply(policy.chat.tokenizer.decode(turn.completion_ids, skip_special_tokens=True))
-        content = said.content
+        content, stop = said.content, None
         if turn.finish_reason == "stop" and turn.completion_ids[-1] not in parameters["stop_token_ids"]:
             last = None
             if parameters["min_tokens"] > 0:
                 sampled = turn.completion_ids
                 whole, but_one = (policy.chat.tokenizer.decode(part, skip_special_tokens=True) for part in (sampled, sampled[:-1]))
                 last = len(whole) - len(but_one)
-            content = before_stop(content, parameters.get("stop", ()), last)
+            content, stop = before_stop(content, parameters.get("stop", ()), last)
         reply = Reply(
             content,
             said.reasoning,
             self._with_ids(said.calls, number),
             truncated=turn.finish_reason == "length",
+            stop=stop,
             request_id=request_id,
             num_prompt_tokens=len(turn.prompt_ids),
             num_tokens=len(turn.completion_ids),
