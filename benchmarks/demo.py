@@ -102,7 +102,7 @@ def ours(run: Path) -> Curve:
 
 def theirs(out: Path) -> Curve:
     """The curve from `demo_trl.py`'s output."""
-    first, *records = [json.loads(line) for line in out.read_text().splitlines()]
+    first, *records = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     return Curve(
         started=first["time"],
         times=[r["time"] for r in records],

@@ -46,7 +46,7 @@ class Recorder(TrainerCallback):
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.function, self.goal = REWARDS[settings["reward"]], settings["goal"]
-        self.out = open(settings["out"], "w")  # noqa: SIM115  (open as long as the process)
+        self.out = open(settings["out"], "w", encoding="utf-8")  # noqa: SIM115  (open as long as the process)
         self.means: list[float] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -71,7 +71,7 @@ class Recorder(TrainerCallback):
 
 
 def main() -> None:
-    with open(sys.argv[1]) as file:
+    with open(sys.argv[1], encoding="utf-8") as file:
         settings = json.load(file)
     torch.set_num_threads(settings["threads"])
     sampling = settings["sampling"]  # all keys of rlx's section, with the environment's own values
@@ -112,7 +112,7 @@ def main() -> None:
         dataloader_num_workers=0,
     )
     recorder = Recorder(settings)
-    with open(settings["rows"]) as file:
+    with open(settings["rows"], encoding="utf-8") as file:
         rows = json.load(file)
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32),

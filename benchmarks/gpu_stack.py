@@ -131,7 +131,7 @@ def command(arguments: list[str], folder: Path, limit: float) -> Path:
 def demonstrations(path: Path) -> str:
     """Words to write backwards, which the tiny model learns."""
     draw = random.Random(0)
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         for _ in range(2048):
             word = "".join(draw.choices("abcdefgh", k=5))
             said = [{"role": "user", "content": word}, {"role": "assistant", "content": word[::-1]}]

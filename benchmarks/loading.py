@@ -42,14 +42,14 @@ def make(folder: Path, layers: int) -> None:
 
 def memory() -> dict[str, float]:
     """GB of this process: VmRSS, VmHWM, RssAnon, …"""
-    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    lines = (line.split() for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines())
     return {words[0].rstrip(":"): int(words[1]) * 1024 / GB for words in lines if len(words) == 3 and words[2] == "kB"}
 
 
 def rank(folder: Path) -> None:
     import torch
-    import torch.distributed.checkpoint.state_dict
-    import torch.distributed.fsdp
+    import torch.distributed.checkpoint.state_dict  # noqa: F401
+    import torch.distributed.fsdp  # noqa: F401
 
     from rlx.models import load
     from rlx.parallel.mesh import join
@@ -60,7 +60,7 @@ def rank(folder: Path) -> None:
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / GB
     mesh.barrier()
     before = memory()
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets VmHWM
     peaks: list[float] = []
     check = load.check_packed_forward
 

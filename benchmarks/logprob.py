@@ -150,7 +150,7 @@ def cpu_way(name: str) -> None:
         head.grad = None
     del warm
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets the peak
     before = memory_mib("VmRSS")
     wall, cpu = time.perf_counter(), time.process_time()
     way(inputs).backward()
@@ -159,7 +159,7 @@ def cpu_way(name: str) -> None:
 
 
 def memory_mib(field: str) -> float:
-    for line in Path("/proc/self/status").read_text().splitlines():
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith(field):
             return int(line.split()[1]) / 1024
     raise ValueError(f"/proc/self/status has no {field}")

@@ -201,7 +201,7 @@ class Watch:
 
 def held_by(pid: int | str) -> tuple[float, int]:
     """KiB of a process's resident memory, and its open files."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[1])
     return pages * resource.getpagesize() / 1024, len(os.listdir(f"/proc/{pid}/fd"))
 
 
@@ -225,7 +225,7 @@ def cpu_seconds(envs: Any) -> float:
     """CPU time of this process and of the environments' workers."""
     ticks = 0
     for child in children(envs):
-        ticks += sum(map(int, Path(f"/proc/{child.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+        ticks += sum(map(int, Path(f"/proc/{child.process.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[11:13]))
     return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 

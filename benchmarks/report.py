@@ -79,7 +79,7 @@ def write_metrics(path: Path, steps: int, draws: random.Random) -> None:
     names = [name for name in names if "<" not in name]
     cut = names.index(ORCHESTRATOR_ENDS) + 1
     sources = {"orchestrator": names[:cut], "trainer": names[cut:-7], "inference": names[-7:-2]}
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         for step in range(steps):
             for source, found in sources.items():
                 values = {name: draws.random() * (1 + step / steps) for name in found}

@@ -156,7 +156,7 @@ class Side:
             if line.startswith("{"):
                 said = json.loads(line)
                 return said["seconds"], said["tokens"]
-        raise SystemExit(f"a side ended; the end of its output:\n{Path(self.log.name).read_text()[-2000:]}")
+        raise SystemExit(f"a side ended; the end of its output:\n{Path(self.log.name).read_text(encoding='utf-8')[-2000:]}")
 
     def close(self) -> None:
         for process in self.processes:

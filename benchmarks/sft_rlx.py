@@ -40,7 +40,7 @@ def rows_of(settings: dict[str, Any]) -> Conversations:
 
 
 def main() -> None:
-    settings, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
+    settings, rank = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), int(sys.argv[2])
     ranks, steps = settings["ranks"], settings["steps"]
     torch.set_num_threads(settings["threads"])
     keep_freed_memory()  # as the trainer's role does

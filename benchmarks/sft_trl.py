@@ -49,7 +49,7 @@ class Counting(SFTTrainer):
 
 
 def main() -> None:
-    with open(sys.argv[1]) as file:
+    with open(sys.argv[1], encoding="utf-8") as file:
         settings = json.load(file)
     torch.set_num_threads(settings["threads"])
     config = SFTConfig(

@@ -111,7 +111,9 @@ class Terminal:
 
     def peak(self) -> float:
         """The highest resident memory so far, in MB."""
-        (line,) = [line for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines() if line.startswith("VmHWM")]
+        (line,) = [
+            line for line in Path(f"/proc/{self.process.pid}/status").read_text(encoding="utf-8").splitlines() if line.startswith("VmHWM")
+        ]
         return int(line.split()[1]) / 1024
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ def main() -> None:
         sys.exit("the keys of the teacher are in model.warm_start, which only model=tiny has: leave model, or the experiment with one, out")
     found = demonstrations_of(cfg, cfg.envs)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("w") as file:
+    with out.open("w", encoding="utf-8") as file:
         for conversations in found.values():
             for said in conversations:
                 file.write(json.dumps(said.row) + "\n")

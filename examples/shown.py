@@ -25,7 +25,7 @@ def main() -> None:
         right = asked["content"][::-1]
         asked["content"], answer["content"] = f"{asked['content']} is {right}", right
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     print(f"{out}: {len(rows)} rows, half of them with the answer")
 
 

@@ -78,7 +78,7 @@ def peak_memory() -> int:
 
     Linux's own number for `resource.getrusage` may be that of the process which started this one.
     """
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     # A sandbox with a /proc of its own may leave the line out.
     other = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), other)

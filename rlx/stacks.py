@@ -62,7 +62,7 @@ def answer_in_child(name: str) -> None:
 
 def boot() -> str:
     """Identifies the running kernel: equal in two processes only if both are on one machine."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
 
 
 def _answer_on(folder: Path, name: str) -> None:

@@ -130,7 +130,7 @@ def _group(group: str) -> str:
 def _comment(file: Path) -> str:
     """The comment at the head of a preset, without the package line, with commands as code."""
     lines = []
-    for line in file.read_text().splitlines():
+    for line in file.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
             break
         text = line.removeprefix("#").strip()

@@ -23,7 +23,7 @@ PERIOD = 100_000  # microseconds over which CPU time is counted
 def trees(root: Path = ROOT) -> dict[str, Path]:
     """The folder below which this process may make groups, by controller: `pids`, `memory`, `cpu`."""
     found: dict[str, Path] = {}
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
+    for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
         number, controllers, path = line.split(":", 2)
         names = ("pids", "memory", "cpu") if number == "0" and not controllers else controllers.split(",")
         for name in {"pids", "memory", "cpu"}.intersection(names):

@@ -76,7 +76,7 @@ def installed(command: Sequence[str]) -> str:
     """The folder that a program's `install` command has filled. It runs once on this machine, with the network. Raises ValueError."""
     folder = cache_root() / "programs" / hashlib.blake2b("\0".join(command).encode(), digest_size=8).hexdigest()
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as file:
+    with open(folder / ".lock", "w", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # several workers begin at the same time
         if not (folder / ".ready").exists():
             _call([part.replace("{folder}", str(folder)) for part in command], "harness.install has failed", folder)

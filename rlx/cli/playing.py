@@ -38,7 +38,7 @@ class PlayDisplay(Display):
     def _read(self, file: Path) -> Any:
         """The content of a file that this attempt has written; None before that."""
         try:
-            return json.loads(file.read_text()) if file.stat().st_mtime >= self.started - 1 else None
+            return json.loads(file.read_text(encoding="utf-8")) if file.stat().st_mtime >= self.started - 1 else None
         except (OSError, ValueError):
             return None
 

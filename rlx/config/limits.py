@@ -42,7 +42,7 @@ def _folders(controller: str) -> Iterator[Path]:
     """The folders of this process's groups that may limit a resource, and of all groups above them. Not all of them need exist."""
     if not GROUPS.exists():  # a kernel or sandbox without control groups limits nothing
         return
-    for line in GROUPS.read_text().splitlines():
+    for line in GROUPS.read_text(encoding="utf-8").splitlines():
         _, controllers, place = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue

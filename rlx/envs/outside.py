@@ -107,7 +107,7 @@ class OutsideEnvironment(FunctionEnvironment):
         await self.gateway.start(args.get("host", "127.0.0.1"), args.get("port", 8765))
         if not self.announced:
             self.announced = True
-            with open(os.open(self.key_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            with open(os.open(self.key_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
                 file.write(self.key)
             place = f"{self.gateway.url}/sessions"
             log.warning("envs.%s: programs ask for sessions at %s; the key is in %s", self.name, place, self.key_file.resolve())

@@ -135,7 +135,7 @@ class Worker:
     def measure(self) -> None:
         """Measure its memory. That of what it has started takes milliseconds for each GiB, so call it in a thread."""
         with contextlib.suppress(OSError, IndexError):  # it is gone
-            resident = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * PAGE
+            resident = int(Path(f"/proc/{self.process.pid}/statm").read_text(encoding="utf-8").split()[1]) * PAGE
             self.memory = resident + memory_below(self.process.pid)
 
     def last_lines(self, count: int = 12) -> str:

@@ -95,7 +95,7 @@ def publish_endpoint(file: Path, endpoint: Endpoint) -> str:
 def read_endpoint(file: Path) -> Endpoint | None:
     """The endpoint in a file; None if there is no file, and with a warning if it cannot be read."""
     try:
-        record = json.loads(file.read_text())
+        record = json.loads(file.read_text(encoding="utf-8"))
         return Endpoint(record["url"], record["api_key"], file)
     except FileNotFoundError:
         return None

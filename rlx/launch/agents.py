@@ -220,7 +220,7 @@ async def run(order: dict[str, Any]) -> int:
     paths, start = RunPaths(Path(order["run"])), order["start"]
     start["env"] |= {name: os.environ[name] for name in (TOKEN,) if name in os.environ}
     try:
-        async with connect((host, port), Path(order["token"]).read_text().strip(), start=start) as line:
+        async with connect((host, port), Path(order["token"]).read_text(encoding="utf-8").strip(), start=start) as line:
             # Roles take SIGTERM for a notice where HOST is set (`rlx.process.sigterm_is_a_notice`), as SLURM uses it.
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(

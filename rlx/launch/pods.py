@@ -33,7 +33,7 @@ OLD_ATTEMPT = 120.0  # seconds to wait for the processes of an earlier attempt, 
 def make_token(file: Path) -> str:
     """The token of a Job's hosts, which only the owner of the volume can read. The first attempt makes it."""
     with contextlib.suppress(FileNotFoundError):
-        if kept := file.read_text().strip():
+        if kept := file.read_text(encoding="utf-8").strip():
             return kept
     token = secrets.token_hex(32)
     write_text(file, token, 0o600)

@@ -170,7 +170,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _text(file: Path) -> str:
     try:
-        return file.read_text(errors="replace")
+        return file.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
 

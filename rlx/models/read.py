@@ -99,7 +99,7 @@ def weight_files(source: str, config: Any) -> list[str]:
         return [single]
     if (index := find(SAFE_WEIGHTS_INDEX_NAME)) is None:
         return []
-    names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
+    names = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
     return [found for name in names if (found := cached_file(source, name)) is not None]
 
 

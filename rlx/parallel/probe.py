@@ -44,7 +44,7 @@ def reduce_over(ranks: int, backend: str = "nccl") -> dict[str, Any]:
             torch.multiprocessing.spawn(_rank, (ranks, backend, folder), nprocs=ranks)
         except Exception as error:  # each backend raises its own types
             return {"error": str(error).strip().splitlines()[-1]}
-        with open(f"{folder}/seconds") as file:
+        with open(f"{folder}/seconds", encoding="utf-8") as file:
             return {"ranks": ranks, "bytes_per_second": REDUCED / float(file.read())}
 
 
@@ -61,7 +61,7 @@ def _rank(rank: int, ranks: int, backend: str, folder: str) -> None:
     value = tensor[-1].item()  # waits for the device
     assert value == float(ranks) ** (TIMES + 1), f"rank {rank} got {value}"
     if rank == 0:
-        with open(f"{folder}/seconds", "w") as file:
+        with open(f"{folder}/seconds", "w", encoding="utf-8") as file:
             file.write(str((time.perf_counter() - began) / TIMES))
     dist.destroy_process_group()
     os._exit(0)  # what is left of gloo's threads sometimes aborts an interpreter that shuts down (`rlx.process.end_at_once`)

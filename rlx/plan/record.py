@@ -44,5 +44,5 @@ def write_plan(path: Path, plan: Sequence[ProcessSpec]) -> None:
 def read_plan(path: Path) -> list[ProcessSpec]:
     return [
         ProcessSpec(**{**record, "gpus": tuple(record["gpus"]), "argv": tuple(record["argv"])})
-        for record in yaml.safe_load(path.read_text())
+        for record in yaml.safe_load(path.read_text(encoding="utf-8"))
     ]

@@ -149,7 +149,7 @@ def ends_of(source: str) -> list[int]:
         options = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
         file = cached_file(source, name, **options)
         if file is not None:
-            found = json.loads(Path(file).read_text()).get("eos_token_id")
+            found = json.loads(Path(file).read_text(encoding="utf-8")).get("eos_token_id")
             return found if isinstance(found, list) else [] if found is None else [found]
     return []
 

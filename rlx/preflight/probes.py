@@ -163,7 +163,7 @@ def _run(python: str, entry: dict[str, Any]) -> tuple[dict[str, Any] | None, str
     }
     token = secrets.token_hex(16)
     # Files, no pipes: what the environment has started may hold them open.
-    with tempfile.TemporaryFile("w+") as messages, tempfile.TemporaryFile("w+") as errors:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as messages, tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
         try:  # a session of its own has no terminal: an environment that asks for a password gets an error instead of waiting
             process = subprocess.Popen(
                 [python, boot.__file__, "probe"],

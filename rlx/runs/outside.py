@@ -59,7 +59,7 @@ def main(names: str, *words: str) -> int:
     streams = {"out": 1} if os.path.sameopenfile(1, 2) else {"out": 1, "err": 2}
     for name in (*streams, "code"):
         os.mkfifo(folder / name)
-    with open(f"{root}/asked", "w") as asked:
+    with open(f"{root}/asked", "w", encoding="utf-8") as asked:
         asked.write(f"{folder}\n")  # in one piece, because it is shorter than a pipe's buffer
     copies = [threading.Thread(target=_copy, args=(folder / name, number)) for name, number in streams.items()]
     for each in copies:

@@ -64,7 +64,7 @@ def write_provenance(paths: RunPaths, cfg: CommandConfig, options: Mapping[str, 
         write_text(paths.root / diff, _without_secrets(source["diff"], secrets), 0o600)
 
     def copy_option(file: Path, to: Path) -> None:
-        write_text(to, _without_secrets(file.read_text(), secrets), 0o600)
+        write_text(to, _without_secrets(file.read_text(encoding="utf-8"), secrets), 0o600)
 
     own = own_code.all_of(paths, cfg, options, None if again else copy_option)
     if again and not options:  # resumed from its own `config.yaml`, which has their values
@@ -187,7 +187,11 @@ def code_digest() -> str | None:
 @functools.cache
 def machine(*, gpus: bool) -> dict[str, Any]:
     """Host, operating system, processors, memory in GiB and, on request, the GPUs. Cached, because a sweep asks once per run."""
-    models = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    models = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        if line.startswith("model name")
+    ]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     found: dict[str, Any] = {
         "host": socket.gethostname(),

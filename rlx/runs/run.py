@@ -77,7 +77,7 @@ class Run:
         """The command that made the run: `train`, `sft`, `eval`, `synthesize`. Unlike `config`, also known of a run of another version."""
 
         def read(path: Path) -> str:
-            data = yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+            data = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
             return root_named(data.get("defaults") if isinstance(data, dict) else None).command
 
         return self._once("command", self.paths.config, read)
@@ -100,7 +100,7 @@ class Run:
         """Digests of the examples by environment, or of the data sets; `None` if the run ended before it recorded them."""
 
         def read(path: Path) -> Mapping[str, Any]:
-            found = json.loads(path.read_text())
+            found = json.loads(path.read_text(encoding="utf-8"))
             return found["envs"] if "envs" in found else found["sets"]
 
         return self._once("data", self.paths.data, read)

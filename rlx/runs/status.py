@@ -139,7 +139,7 @@ def _read(file: Path) -> str:
     deadline = time.monotonic() + STALE_HANDLE
     while True:
         try:
-            return file.read_text()
+            return file.read_text(encoding="utf-8")
         except OSError as error:
             if error.errno != errno.ESTALE or time.monotonic() > deadline:
                 raise

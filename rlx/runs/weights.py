@@ -97,5 +97,5 @@ def _is_there(file: Path) -> bool:
     """Whether `initial_model.txt` names a model that can be loaded: a folder that exists, or a hub name."""
     if not file.is_file():
         return False
-    name = file.read_text().strip()
+    name = file.read_text(encoding="utf-8").strip()
     return not name.startswith("/") or Path(name).is_dir()

@@ -158,6 +158,6 @@ def _read(path: Path) -> dict[str, Any] | None:
     if not listed_with_folder(path):
         return None
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:  # the directory was deleted meanwhile
         return None

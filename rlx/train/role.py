@@ -63,7 +63,7 @@ def begin(name: str, doc: str | None, read: Callable[[Path], C]) -> tuple[C, Run
     with importing():
         import torch
 
-        import rlx.models.load
+        import rlx.models.load  # noqa: F401
         import rlx.train.checkpoint  # noqa: F401  (with these come transformers and all large parts of torch)
 
     set_cpu_threads(cfg.hardware.cpu_threads)  # torch is loaded now
