@@ -16,9 +16,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from socketserver import ThreadingMixIn
 from types import ModuleType
 from typing import Any, Protocol
-from wsgiref.simple_server import WSGIRequestHandler, make_server
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import numpy as np
 
@@ -221,7 +222,7 @@ class Mlflow(Sink):
         self._client.log_text(self._run, json.dumps(lines, indent=1, ensure_ascii=False, default=repr), f"rollouts/step_{step:06d}.json")
 
     def close(self) -> None:
-        self._client.set_terminated(self._run)
+        self._client.set_terminated(self._run, "FINISHED" if sys.exc_info()[0] is None else "FAILED")
 
 
 class Trackio:
@@ -275,7 +276,7 @@ class Prometheus(Sink):
             start("401 Unauthorized", [("Content-Length", "0")])
             return [b""]
 
-        self._server = make_server(options.host, options.port, answer, handler_class=_Silent)
+        self._server = make_server(options.host, options.port, answer, server_class=_Server, handler_class=_Silent)
         threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True).start()
         with atomic(self._file, 0o600) as temporary:
             temporary.write_text(json.dumps({"url": f"http://{options.host}:{self._server.server_port}/metrics", "api_key": key}))
@@ -293,7 +294,13 @@ class Prometheus(Sink):
         self._file.unlink(missing_ok=True)
 
 
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True  # a connection that says nothing holds up neither others nor the end of the run
+
+
 class _Silent(WSGIRequestHandler):
+    timeout = 10  # seconds
+
     def log_message(self, *args: Any) -> None:
         """Log nothing: a line for every scrape would fill the role's log."""
 

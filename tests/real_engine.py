@@ -33,6 +33,7 @@ from rlx.models.policy import PolicyModel
 from rlx.paths import RunPaths
 from rlx.policy.base import Message, Reply
 from rlx.policy.chat import Chat
+from rlx.policy.spec import PolicySpec
 from rlx.policy.tokens import TokenEpisode, TokenPolicy
 from rlx.rollout.batch import advantages_of, make_batch, make_groups, scores_of
 from rlx.rollout.record import record_batch, write_rollouts
@@ -158,7 +159,7 @@ class Engine:
             async with Servers(self.run.ready()) as servers:
                 await servers.ready()
                 heard = Heard(servers, self.scripts, says, steered)
-                env.policy = HeardPolicy(generator=heard, chat=chat, context_length=CONTEXT, seed=0, sampling=LIMITS)
+                env.policy = HeardPolicy(PolicySpec(context_length=CONTEXT, seed=0, sampling=LIMITS), chat, heard)
                 try:
                     return await env.play(task, range(members), 0), heard
                 finally:

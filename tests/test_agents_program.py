@@ -111,6 +111,11 @@ def test_a_model_with_a_shell_edits_a_file(folder: Path, kind: str):
     assert len(rollout.trace.branches()) == 1
 
 
+def test_a_model_whose_context_is_full_is_scored_by_what_it_has_done(folder: Path):
+    rollout = play(load("none"), call("echo 7 > answer.txt; head -c 16000 /dev/zero | tr '\\0' x"))
+    assert (rollout.status, rollout.reward, rollout.stop, rollout.is_truncated) == ("ok", 1.0, "context_length", True), rollout.error
+
+
 @pytest.mark.parametrize("kind", BOXES)
 def test_what_the_model_leaves_running_does_not_change_its_test(folder: Path, kind: str):
     cheat = call("setsid -f sh -c 'while true; do echo exit 0 > check.sh; sleep 0.01; done'; sleep 0.1; ls")

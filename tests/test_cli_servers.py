@@ -88,13 +88,13 @@ def test_wrong_arguments_of_servers_are_named(argv: list[str], run: RunPaths, ca
 def test_a_model_card_says_where_the_weights_come_from(
     run: RunPaths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for step in range(10):
-        MetricsWriter(run.metrics, "orchestrator").write(step, {"reward/mean": 0.25 if step < 5 else 0.75})
-    MetricsWriter(run.metrics, "eval").write(10, {"eval/math/avg@1": 0.5})
+    for step in range(2, 14):  # a fork begins at its source's step; later steps are of later versions
+        MetricsWriter(run.metrics, "orchestrator").write(step, {"reward/mean": 0.25 if step < 7 else 0.75 if step < 12 else 0.0})
+    MetricsWriter(run.metrics, "eval").write(12, {"eval/math/avg@1": 0.5})
     assert main(["push", str(run.root), "me/mine", "--dry-run"]) == 2, "there are no weights"
     capsys.readouterr()
-    (run.weights / "step_10").mkdir(parents=True)
-    monkeypatch.setattr("rlx.weights.files.versions", lambda _: [10])
+    (run.weights / "step_12").mkdir(parents=True)
+    monkeypatch.setattr("rlx.weights.files.versions", lambda _: [12])
     monkeypatch.setattr("rlx.weights.files.verify", lambda _: {})
     assert main(["push", str(run.root), "me/mine", "--dry-run"]) == 0
     card = capsys.readouterr().out

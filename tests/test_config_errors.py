@@ -171,6 +171,10 @@ CASES = {
     "learning_without_cross_entropy": Case("envs.reverse_text.learn.user=1"),
     "cross_entropy_on_nothing": Case("loss.ce_coef=0.1"),
     "ratio_on_a_teachers_tokens": Case("envs.reverse_text.played_by=teacher teacher.base_url=[http://host:8000] teacher.model=big"),
+    "deadline_of_a_teacher": Case(
+        "envs.reverse_text.played_by=teacher envs.reverse_text.turn_timeout=5 teacher.base_url=[http://host:8000] teacher.model=big "
+        "loss=sft loss.ce_coef=1"
+    ),
     "player_that_is_not_there": Case("envs.reverse_text.played_by=teacher loss=sft loss.ce_coef=1"),
     "player_without_a_name": Case("envs.reverse_text.played_by=teacher loss=sft loss.ce_coef=1 teacher.base_url=[http://host:8000]"),
     "teacher_is_the_policy": Case("loss=opd teacher.base_url=[http://host:8000/v1] inference.base_url=[http://host:8000]"),

@@ -59,6 +59,27 @@ def test_the_plan_has_the_sizes_of_the_model_that_is_loaded(tmp_path: Path, monk
         compose([*argv, "model.num_layers=32"], {})
 
 
+@pytest.mark.parametrize(
+    ("made", "experts", "parameters"),
+    [
+        (
+            {"n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+            128,
+            30e9,
+        ),  # an option of a dense model says none
+        ({"num_local_experts": 0, "intermediate_size": 9728}, None, 4e9),
+    ],
+    ids=["mixture", "dense"],
+)
+def test_a_mixture_of_experts_is_counted_as_one(tmp_path: Path, made: dict, experts: int | None, parameters: float):
+    made |= {"hidden_size": 2048 if experts else 2560, "num_hidden_layers": 48 if experts else 36, "num_attention_heads": 32}
+    made |= {"num_key_value_heads": 4 if experts else 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960}
+    (tmp_path / "config.json").write_text(json.dumps(made))
+    for option in ([], ["model=qwen3_8b"]):
+        model = compose([*option, f"model.name={tmp_path}", "env=math", "hardware=node8", "dry_run=true"], {}).cfg.model
+        assert (model.num_experts, model.num_parameters) == (experts, pytest.approx(parameters, rel=0.15))
+
+
 def test_a_model_that_is_not_here_is_said_not_to_have_been_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     argv = ["model=llama3_1_8b", "env=math", "hardware=node8", "dry_run=true"]

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from rlx.config.errors import ConfigError
+from rlx.config.load import compose
+from rlx.config.roots import SFT
 from rlx.data.conversations import RowError, read_conversation
 from rlx.data.rows import digest_of, open_rows
 
@@ -31,10 +34,26 @@ def test_a_file_with_brackets_in_its_name_is_that_file(tmp_path: Path) -> None:
     assert len(open_rows(write(tmp_path / "data[1].jsonl", [{"n": 1}]))) == 1
 
 
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (["data.epochs=2", "max_steps=5"], "both say how long the run is"),
+        (["data.epochs=2", "resume=outputs/other"], "it has no whole passes|outputs/other"),
+        (["data.columns={promt: question}"], "a row has no part promt"),
+        (["data.columns={prompt: question}", "data.name=null", "data.sets.a.name=README.md"], "no data set has these columns"),
+    ],
+)
+def test_keys_of_data_that_would_have_no_effect_are_refused(keys: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        compose(["data.name=README.md", *keys], {}, SFT)
+
+
 def test_columns_with_other_names_are_read(tmp_path: Path) -> None:
     row = {"question": "2+3", "answer": "5"}
     columns = {"prompt": "question", "completion": "answer"}
     assert read_conversation(row, columns=columns).messages == [ASKED, SAID]
+    both = {**row, "messages": [ASKED, {"role": "assistant", "content": "another"}]}
+    assert read_conversation(both, columns=columns).messages == [ASKED, SAID], "what is named counts"
     with pytest.raises(RowError, match="it has no column reply; it has answer, question"):
         read_conversation(row, columns={"prompt": "question", "completion": "reply"})
 

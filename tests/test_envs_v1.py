@@ -322,12 +322,12 @@ def test_a_worker_gives_the_runs_of_a_whole_episode_as_this_process_does(monkeyp
 
 
 def test_a_request_that_may_call_no_tool_is_shown_none_and_a_choice_that_cannot_be_forced_is_said_once(caplog: pytest.LogCaptureFixture):
-    from rlx.agents import dialect
+    from rlx.agents import dialects
     from rlx.envs import verifiers_v1_client as v1
     from rlx.policy import sampling_params
     from rlx.policy.base import Reply
 
-    dialect._say_once.cache_clear()
+    dialects._say_once.cache_clear()
     sampling_params._say_unknown.cache_clear()
     seen = []
 

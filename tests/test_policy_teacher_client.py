@@ -312,24 +312,27 @@ def test_a_server_of_the_run_that_restarted_does_not_score_before_it_has_the_run
     async def first(_: int) -> web.Response | None:
         return status(404, "The model `3@run` does not exist.") if server.version < 3 and adapters else None
 
-    server, name = StandIn(first, models=("policy", "2@run")), "3@run" if adapters else None
+    server, names = StandIn(first, models=("policy", "2@run")), ["3@run" if adapters else None]
 
     async def whole() -> Any:
         async with served(server) as url:
             server.version = 2
             own = [Endpoint(url, "key")]
-            async with TeacherClient([], own=lambda: own, version=lambda: 3, adapter=lambda: name) as teacher:
+            async with TeacherClient([], own=lambda: own, version=lambda: 3, adapter=lambda: names[-1]) as teacher:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(0.4):
                         raise AssertionError(await teacher.score(SEQUENCES))
-                server.version, server.models = 3, ("policy", "2@run", "3@run")
+                late = asyncio.ensure_future(teacher.score(SEQUENCES)) if adapters else None
+                await asyncio.sleep(0.1)  # its first attempt is refused; the next one has the adapter's new name
+                server.version, server.models = 3, ("policy", "2@run", "3@run", "4@run")
+                names.append("4@run" if adapters else None)
                 await teacher.check(TOKENIZER, 100)
-                return teacher.trouble, await teacher.score(SEQUENCES)
+                return teacher.trouble, await (late or teacher.score(SEQUENCES))
 
     trouble, found = asyncio.run(whole())
     assert ("(404): The model `3@run`" if adapters else "has version 2@run, the run has 3") in trouble[0]
     assert same(found)
-    assert server.asked[-1]["model"] == (name or "policy")
+    assert server.asked[-1]["model"] == (names[-1] or "policy")
 
 
 # a real server

@@ -228,3 +228,13 @@ def test_a_deadline_ends_a_rollout_as_a_timeout_or_leaves_its_score_to_the_envir
     assert (rollout.status, rollout.stop, rollout.is_truncated) == ended
     assert (rollout.error, len(turns_of(rollout))) == (error, 1), "the first turn is kept"
     assert rollout.rewards == ({} if error else {"solved": 0.0}), "scored or not"
+
+
+def test_a_program_that_asks_again_after_a_deadline_gets_no_other_answer() -> None:
+    slow = Slow(tiny_chat(), error=1.0)
+    episode = episode_of(slow, turn_timeout=0.1)
+    ask(episode, [user("abc")])
+    for _ in range(2):
+        with pytest.raises(PolicyError, match="turn_timeout"):
+            ask(episode, [user("abcd")])
+    assert len(slow.requests) == 2, "the third was not sent"

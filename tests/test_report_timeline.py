@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -46,6 +47,17 @@ def test_a_timeline_shows_the_steps_updates_rollouts_and_requests_of_a_run(tmp_p
     assert placed["servers"] == [("version 3 loads", 0, 0.5)]
     step, wait, compute, *_ = [event for event in events if event["pid"] == 0]
     assert (step["name"], wait["ts"], compute["ts"]) == ("step 3", step["ts"], step["ts"] + 0.25e6)
+
+
+def test_the_parts_of_a_step_do_not_overlap_whatever_the_clock_says(tmp_path: Path) -> None:
+    paths, writer = RunPaths(tmp_path), MetricsWriter(RunPaths(tmp_path).metrics, "trainer")
+    for step in range(50):
+        writer.write(step, {"time/step": 1.0, "time/wait_batch": 0.1234567 + step / 7e5, "time/forward_backward": 0.3210987 + step / 9e5})
+    assert write_timeline(paths)
+    parts = [event for event in events_of(paths) if event["ph"] == "X" and not event["name"].startswith("step")]
+    assert len(parts) >= 100
+    for one, other in pairwise(parts):
+        assert one["ts"] + one["dur"] <= other["ts"] or other["ts"] + other["dur"] <= one["ts"]
 
 
 def test_a_run_without_records_has_no_timeline(tmp_path: Path) -> None:

@@ -6,10 +6,12 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from test_rollout_collector import FakeEnv, collector, indices, run
 from test_rollout_order import group
 
-from rlx.rollout.failures import MOST, Failures, in_words
+from rlx.rollout.failures import MOST, ErrorRate, Failures, RolloutsFailed, in_words
+from rlx.rollout.groups import play_through
 from rlx.types import Task
 
 
@@ -59,6 +61,30 @@ def test_a_timeout_while_no_server_took_requests_is_played_again_with_the_same_s
     assert len(env.started) > 3
     assert not groups.tally.failed
     assert not groups.tally.dropped
+
+
+def test_a_rollout_that_was_scored_early_while_no_server_took_requests_is_played_again() -> None:
+    inner, away = FakeEnv(lambda task, member, attempt: 0.0), 0.0
+
+    class Cut:
+        async def play(self, task: Task, members: Any, attempt: int) -> Any:
+            nonlocal away
+            rollouts, late = await inner.play(task, members, attempt), len(inner.started) < 2
+            away += late
+            return [replace(rollout, timing={**rollout.timing, "cut_short": float(late)}) for rollout in rollouts]
+
+    task = Task(env="e", example_id=0, index=0, row={})
+    (rollout,) = run(lambda: play_through(Cut(), task, [0], 0, lambda: away))  # type: ignore[arg-type]
+    assert (rollout.timing["cut_short"], len(inner.started)) == (0.0, 2)
+
+
+def test_what_earlier_attempts_have_finished_counts_for_the_share_of_failures() -> None:
+    failed = [replace(rollout, status="error", stop="x", error="broken") for rollout in group(0, *[0.0] * 20)]
+    with pytest.raises(RolloutsFailed):
+        ErrorRate(0.5).add("e", failed)
+    errors = ErrorRate(0.5)
+    errors.succeeded("e", 2000)
+    errors.add("e", failed)
 
 
 def test_rewards_that_compare_a_group_are_not_replaced_by_0_when_a_member_runs_out_of_time() -> None:

@@ -67,8 +67,8 @@ class Env:
         pass
 
 
-def wanted(env: Env, rollouts: int, examples: int | None = None, file: Path | None = None) -> RolloutSet:
-    return RolloutSet({"x": env}, {"x": (examples, rollouts)}, file=file)
+def wanted(env: Env, rollouts: int, examples: int | None = None, file: Path | None = None, digest: str | None = None) -> RolloutSet:
+    return RolloutSet({"x": env}, {"x": (examples, rollouts)}, file=file, digest=digest)
 
 
 def test_jobs_are_run_with_bounded_concurrency_and_retries() -> None:
@@ -111,6 +111,16 @@ def test_finished_rollouts_are_not_played_again_and_groups_stay_whole(tmp_path: 
     assert jobs == [(1, (0,)), (1, (1,)), (2, (0,)), (2, (1,))], "what failed is played again"
     jobs = [(job.task.index, job.members) for job in wanted(Env(scores_groups=True), 2, 3, file).jobs()]
     assert jobs == [(1, (0, 1)), (2, (0, 1))]
+
+
+def test_an_export_takes_the_rollouts_of_weights_that_came_back(tmp_path: Path) -> None:
+    file = tmp_path / "finished.jsonl"
+    for digest, examples in (("a", 2), ("b", 1), ("a", 2)):
+        rollouts = wanted(Env(), 2, examples, file, digest)
+        asyncio.run(RolloutRunner({"x": Env()}, max_retries=0, max_concurrent=1, on_end=rollouts.add).run(rollouts.jobs()))
+    found = read_finished(file)
+    assert found[-1].weights == "a", "an export takes the weights of the last line"
+    assert {one.key for one in found if one.weights == "a"} == {("x", place, number) for place in (0, 1) for number in (0, 1)}
 
 
 class Model:

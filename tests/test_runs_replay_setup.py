@@ -39,6 +39,14 @@ def test_the_objective_of_one_environment_can_be_another(tmp_path: Path) -> None
     assert loss_of(other, "sums")["_target_"] == "rlx.losses.dppo.dppo"
 
 
+def test_what_is_compared_with_is_the_runs_configuration_not_a_file_of_that_name(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "loss.eps_low=0.11")
+    (tmp_path / "mine" / "loss").mkdir(parents=True)
+    run_of(tmp_path / "mine", "loss.eps_low=0.44")
+    _, other, _ = other_objective(run, ["--config-dir", str(tmp_path / "mine"), "loss.eps_high=0.3"])
+    assert (other.loss["eps_low"], other.loss["eps_high"]) == (0.11, 0.3)
+
+
 def test_equal_sides_are_noticed(tmp_path: Path) -> None:
     run = run_of(tmp_path, *MIX)
     assert EQUAL not in other_objective(run, ["loss=gspo"])[2]

@@ -77,7 +77,9 @@ def recorded_steps(paths: RunPaths) -> list[tuple[int, str]]:
 def test_a_run_goes_back_to_its_checkpoint_and_nothing_of_later_steps_is_left(tmp_path: Path, wanted: str, step: int) -> None:
     paths = ended(tmp_path / "run")
     before = [record for record, _ in read_metrics(paths.metrics)]
+    paths.updates.write_text("".join(f'{{"version": {v}, "began": 1.0, "seconds": 0.1}}\n' for v in range(9)) + '{"vers')
     make(settled(tmp_path / "run", resume=wanted))
+    assert [json.loads(line)["version"] for line in paths.updates.read_text().splitlines()] == list(range(step + 1))
     start = read_start(paths)
     assert start is not None
     assert (start.step, start.checkpoint) == (step, paths.checkpoint_of(step))

@@ -74,6 +74,19 @@ def test_a_step_of_another_users_run_is_not_replayed_with_its_own_loss(theirs: P
     assert not Path("executed").exists()
 
 
+def test_a_configuration_that_hydra_would_read_otherwise_is_not_composed_again(theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (theirs / "config.yaml").read_text().replace("evil.grpo", "rlx.losses.grpo.grpo")
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    (theirs / "config.yaml").write_text("\n".join(lines).replace("  - _self_", "  - _self_\n  - loss/evil", 1))
+    (theirs / "loss").mkdir()
+    (theirs / "loss" / "evil.yaml").write_text("_target_: evil.grpo\n")
+    give_away(theirs / "config.yaml", monkeypatch)
+    monkeypatch.setattr("rlx.runs.replay_setup.executing", lambda tree: [])  # what it was checked for is another test
+    _, other, _ = other_objective(SimpleNamespace(root=theirs, config=load_command(theirs)), ["loss.eps_high=0.3"])
+    assert other.loss["_target_"] == "rlx.losses.grpo.grpo"
+    assert not Path("executed").exists()
+
+
 @pytest.mark.parametrize("kind", ["a line without end", "a value nested without end"])
 @pytest.mark.parametrize("command", ["show theirs", "report theirs"])
 def test_rollouts_that_would_fill_the_memory_or_the_stack_are_refused(

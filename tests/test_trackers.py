@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import urllib.error
 import urllib.request
@@ -85,5 +86,8 @@ def test_prometheus_gets_the_newest_values_with_the_runs_key_alone(tmp_path: Pat
         page = answer.read().decode()
     assert f'rlx_reward_mean{{run="{tmp_path.name}"}} 1.25' in page
     assert f'rlx_step{{run="{tmp_path.name}"}} 1.0' in page
-    tracker.close()
+    host, port = found["url"].removeprefix("http://").removesuffix("/metrics").split(":")
+    with socket.create_connection((host, int(port))):  # a client that says nothing
+        urllib.request.urlopen(asked, timeout=10).close()
+        tracker.close()
     assert not file.exists()

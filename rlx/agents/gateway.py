@@ -53,7 +53,8 @@ class Session:
     stop: str = ""  # why it answers no more
     ended: asyncio.Event = field(default_factory=asyncio.Event)  # it answers no more
     failure: Exception | None = None  # of the last request, if the policy could not answer it
-    _answers: dict[str, tuple[list[Message], Message]] = field(default_factory=dict)  # with what stood before, by the reply's request id
+    # What stood before each answer, the answer, and what a program repeats of it; by the reply's request id.
+    _answers: dict[str, tuple[list[Message], Message, Any]] = field(default_factory=dict)
     _asked: list[tuple[str, asyncio.Task[Reply]]] = field(default_factory=list)  # requests with what identifies a second try of them
     _room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(PARALLEL))
 
@@ -77,7 +78,7 @@ class Session:
             sampling = {**request.sampling, **({"max_tokens": min(bounds)} if bounds else {})}
             if request.previous and request.previous not in self._answers:
                 raise Refused(f"previous_response_id: there is no answer {request.previous}")
-            before, last = self._answers.get(request.previous, ([], None))
+            before, last, _ = self._answers.get(request.previous, ([], None, None))
             told = [*before, *([last] if last else [])]
             for message in request.messages:
                 told.append(self._as_sampled(message, told))
@@ -92,7 +93,8 @@ class Session:
                 raise
             self.failure = None
             self.tokens += reply.num_tokens
-            self._answers[reply.request_id] = told, reply.message
+            message = reply.message
+            self._answers[reply.request_id] = told, message, _shown(message)
             return reply
 
     def _check(self, counts: bool) -> None:
@@ -115,7 +117,7 @@ class Session:
         if message["role"] != "assistant":
             return message
         reasoning, shown = message.get("reasoning_content"), _shown(message)
-        known = [(told, own) for told, own in self._answers.values() if _shown(own) == shown]
+        known = [(told, own) for told, own, repeated in self._answers.values() if repeated == shown]
         known = [(told, own) for told, own in known if reasoning in (None, own.get("reasoning_content"))]
         if any(own != known[0][1] for _, own in known):
             known = [(told, own) for told, own in known if told == before]

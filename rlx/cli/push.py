@@ -49,7 +49,7 @@ def run(argv: list[str]) -> int:
         raise ConfigError(f"{found.root} has no weights of step {step}; it has {', '.join(map(str, there)) or 'none'}.\n  fix: --step N")
     folder = found.paths.weights / f"step_{step}"
     try:
-        verify(folder)
+        known = verify(folder)
     except WeightsError as error:
         raise ConfigError(f"{folder} is damaged: {error}\n  fix: --step N of another version") from error
     text = card(found, step, given.name)
@@ -58,7 +58,10 @@ def run(argv: list[str]) -> int:
         return 0
     hub = HfApi()
     hub.create_repo(given.name, private=given.private, exist_ok=True)
-    hub.upload_folder(repo_id=given.name, folder_path=folder, commit_message=f"step {step} of {found.name}")
+    if given.private and not hub.repo_info(given.name).private:
+        raise ConfigError(f"{given.name} is there already, and it is public.\n  fix: another name, or make it private first")
+    message, files = f"step {step} of {found.name}", [*known["files"], "COMPLETE"]  # and nothing else that lies there
+    hub.upload_folder(repo_id=given.name, folder_path=folder, allow_patterns=files, commit_message=message)
     hub.upload_file(repo_id=given.name, path_or_fileobj=found.paths.reproduce.read_bytes(), path_in_repo="reproduce.sh")
     hub.upload_file(repo_id=given.name, path_or_fileobj=text.encode(), path_in_repo="README.md")
     print(f"https://huggingface.co/{given.name}")
@@ -72,9 +75,12 @@ def card(run: Run, step: int, name: str) -> str:
 
     import yaml
 
+    def is_folder(name: str) -> bool:
+        return name.startswith((".", "~", "/")) or Path(name).is_dir()
+
     cfg, record, history = run.config, run.provenance or {}, run.history
     model, adapter = getattr(cfg, "model", None), bool(getattr(cfg, "lora", None) and cfg.lora.on)  # type: ignore[union-attr]
-    base = None if model is None or model.warm_start is not None or Path(model.name).is_absolute() else model.name
+    base = None if model is None or model.warm_start is not None or is_folder(model.name) else model.name
     head = {"library_name": "peft" if adapter else "transformers", "tags": ["rlx", "reinforcement-learning"], "base_model": base}
     rows = {
         "trained from": base or "a model of a folder",
@@ -83,7 +89,8 @@ def card(run: Run, step: int, name: str) -> str:
         "steps": step,
         "seed": cfg.seed if cfg is not None else None,
     }
-    rewards = history.series("reward/mean", "orchestrator")[:step]
+    records = sorted(history.records["orchestrator"].items())
+    rewards = [each["reward/mean"] for at, each in records if at < step and "reward/mean" in each]
     if rewards:
         first, last = (sum(part) / len(part) for part in (rewards[:5], rewards[-5:]))
         rows["mean reward, first and last 5 steps"] = f"{first:.3f} → {last:.3f}"

@@ -25,7 +25,10 @@ def _memories() -> list[float]:
     if not shutil.which("nvidia-smi"):
         return []
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    said = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, check=False, timeout=30).stdout.split()
+    except subprocess.TimeoutExpired:  # a driver that hangs
+        return []
     return [float(each) * 2**20 for each in said if each.isdecimal()]
 
 

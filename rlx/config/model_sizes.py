@@ -16,7 +16,7 @@ SIZES = {  # key of `model` → its names in the config.json of families; the fi
     "num_layers": ("num_hidden_layers", "n_layer"),
     "num_attention_heads": ("num_attention_heads", "n_head"),
     "num_key_value_heads": ("num_key_value_heads", "num_attention_heads", "n_head"),
-    "num_experts": ("num_experts", "num_local_experts"),
+    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     "num_experts_per_tok": ("num_experts_per_tok",),
     "head_dim": ("head_dim",),
     "vocab_size": ("vocab_size",),
@@ -57,7 +57,7 @@ def sizes_in(path: Path) -> dict[str, int]:
         made: Any = _read(path, path.stat().st_mtime)
         made = made.get("text_config") or made  # the inner one is of a model that sees, too
         named = [(key, made.get(name)) for key, names in SIZES.items() for name in reversed(names)]
-        found = {key: value for key, value in named if isinstance(value, int)}
+        found = {key: value for key, value in named if isinstance(value, int) and value > 0}
     except (OSError, ValueError, AttributeError):
         return {}
     if {"hidden_size", "num_layers", "num_attention_heads", "vocab_size"} <= found.keys():

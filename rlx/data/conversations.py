@@ -24,6 +24,11 @@ Message = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
 AS_SYSTEM = "developer"  # OpenAI's name for the system's role since 2024
 SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool"}
+OTHER_FORMS = {  # of a part: columns that are read in its place where a row has them
+    "prompt": ("messages", "conversations"),
+    "completion": ("messages", "conversations"),
+    "conversations": ("messages",),
+}
 IMAGES = ("images", "image")  # columns of data sets for models that see
 PARTS = ("text", "input_text", "output_text")  # types of content parts that are text
 
@@ -55,7 +60,9 @@ def read_conversation(row: Mapping[str, Any], *, fills: bool = False, columns: M
     row = _without_none(row) if fills else row
     if absent := [column for column in (columns or {}).values() if column not in row]:
         raise RowError(f"it has no column {', '.join(absent)}; it has {', '.join(sorted(row)) or 'nothing'}")
-    row = {**row, **{part: row[column] for part, column in (columns or {}).items()}}
+    if columns:  # a part with a column of its own counts, not another form that the row has, too
+        hidden = {form for part in columns for form in OTHER_FORMS.get(part, ())} - columns.keys()
+        row = {name: value for name, value in row.items() if name not in hidden} | {part: row[column] for part, column in columns.items()}
     if seen := [name for name in IMAGES if row.get(name)]:
         raise RowError(f"its column `{seen[0]}` has images; only text can be trained")
     messages, first = _messages_of(row)

@@ -37,6 +37,7 @@ from rlx.types import Rollout, Task
 log = logging.getLogger(__name__)
 
 Reward = Callable[..., Any]
+FULL = "context_length"  # end of `stop` of an episode that the policy's context, or its time, ended: what there is counts, truncated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +197,7 @@ class FunctionEnvironment(LocalEnvironment):
             metrics={REWARD_ERROR: 0.0, **ended.metrics},
             status="ok",
             stop=ended.stop,
-            is_truncated=any(node.finish_reason == "length" for node in ended.trace.nodes),
+            is_truncated=ended.stop.endswith(FULL) or any(node.finish_reason == "length" for node in ended.trace.nodes),
             timing=timing,
         )
         return self._scored(rollout, ended.reward)

@@ -84,15 +84,17 @@ class LocalEnvironment:
         began = time.monotonic()
         playing = await run_for(self.timeout, work, rollout_name(task, member))
         timing["total"] = time.monotonic() - began
-        timing |= {"began": time.time() - timing["total"], "requests": list(episode.times)}
+        timing |= {"began": time.time() - timing["total"], "requests": list(episode.times), "cut_short": float(bool(episode.timed_out))}
         if not playing.done():
             where = waits_at(playing, self.sources) + episode.waits_for
             await abandon(playing)
             text = f"no result after {self.timeout:g} s (rollout_timeout){where}"
             return failed(task, member, episode, "timeout", "timeout", text, timing)
         raised = raised_by(playing)
-        if raised is None:
+        if raised is None and (not episode.timed_out or episode.scored_late):
             return playing.result()
+        if raised is None:  # an environment or a program that went on after the policy's error
+            return failed(task, member, episode, "timeout", "timeout", episode.timed_out, timing)
         if isinstance(raised, PromptTooLong):
             return failed(task, member, episode, "error", "prompt_too_long", filled(self.policy), timing)
         text = self._noted(f"example {task.example_id}", raised)

@@ -26,8 +26,8 @@ from aiohttp import web
 from rlx.agents.dialects import Refused
 from rlx.agents.gateway import Gateway, Session
 from rlx.config.schema import EnvConfig
-from rlx.envs.function import Ended, FunctionEnvironment, Source, Tasks, after_prompt, made
-from rlx.policy.base import PolicyError
+from rlx.envs.function import FULL, Ended, FunctionEnvironment, Source, Tasks, after_prompt, made
+from rlx.policy.base import PolicyError, PromptTooLong
 from rlx.types import Task
 
 log = logging.getLogger(__name__)
@@ -135,7 +135,8 @@ class OutsideEnvironment(FunctionEnvironment):
         trace = episode.keep(session.delivered)
         if self.scores is not None:
             self.scores(trace)
-        return Ended(trace, after_prompt(trace), verdict.reward, "ended", verdict.metrics)
+        stop = FULL if isinstance(session.failure, PromptTooLong) else "ended"
+        return Ended(trace, after_prompt(trace), verdict.reward, stop, verdict.metrics)
 
     def _check(self, request: web.Request, *keys: str) -> None:
         """Raise Refused if a request has none of the keys."""

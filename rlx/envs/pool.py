@@ -164,17 +164,21 @@ class WorkerPool:
                 worker,
                 f"{self._config.id} makes other examples in each process, so a worker cannot score another's; give it a seed in "
                 f"envs.{self.name}.args, or play it in the orchestrator with envs.{self.name}.workers=0",
+                final=True,
             )
         elif worker.memory > self._bound:
             bound = f"orchestrator.env_worker_memory_gb={self._bound / 2**30:g}"
-            self._refuse(worker, f"it needs {worker.memory / 2**30:.2f} GiB just after loading, more than {bound}; raise it")
+            self._refuse(worker, f"it needs {worker.memory / 2**30:.2f} GiB just after loading, more than {bound}; raise it", final=True)
         else:
             worker.loaded, worker.heard, worker.sources = True, time.monotonic(), message.sources
             self._failed_starts = 0
             self._dispatch_waiting()
 
-    def _refuse(self, worker: Worker, error: str) -> None:
+    def _refuse(self, worker: Worker, error: str, final: bool = False) -> None:
+        """`final`: another try would end the same, so an environment that needs this worker has none."""
         worker.error = error
+        if final and worker.place is not None and worker.place < self._least:
+            self._break(WorkerError(f"envs.{self.name}: {error}"))
         worker.process.kill()
 
     # -- playing

@@ -24,10 +24,10 @@ from rlx.agents.harness import Program
 from rlx.agents.images import choose, prepared
 from rlx.config.schema import EnvConfig
 from rlx.config.signatures import locate
-from rlx.envs.function import Ended, FunctionEnvironment, Source, Tasks, after_prompt, made
+from rlx.envs.function import FULL, Ended, FunctionEnvironment, Source, Tasks, after_prompt, made
 from rlx.envs.harbor import HarborRows, is_harbor
 from rlx.plain import one_text
-from rlx.policy.base import PolicyError
+from rlx.policy.base import PolicyError, PromptTooLong
 from rlx.trace import Trace
 from rlx.types import Task
 
@@ -179,6 +179,10 @@ class ProgramEnvironment(FunctionEnvironment):
             if not session.stop:
                 raise
             return episode.trace, said, session.stop, code
+        except PromptTooLong:
+            if not episode.trace.answers:
+                raise
+            return episode.trace, said, FULL, code
 
     async def _called(self, box: Box, name: str, arguments: str) -> tuple[int, str]:
         try:
@@ -213,9 +217,10 @@ class ProgramEnvironment(FunctionEnvironment):
             if session.failure is not None:
                 raise session.failure
             raise ProgramError(f"the program ended with exit code {result.code} before it had an answer of the model: {_last(result)}")
-        if result.code and session.failure is not None:
+        is_full = isinstance(session.failure, PromptTooLong)
+        if result.code and session.failure is not None and not is_full:
             raise session.failure
-        stop = session.stop if session.stop not in ("", "ended") else "timeout" if result.late else "ended"
+        stop = FULL if is_full else session.stop if session.stop not in ("", "ended") else "timeout" if result.late else "ended"
         return episode.keep(session.delivered), result.stdout.strip(), f"program_{stop}", result.code
 
 

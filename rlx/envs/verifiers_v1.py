@@ -47,6 +47,7 @@ from rlx.envs.verifiers_v1_client import ChatLoop, PolicyClient, PolicyEndpoint,
 from rlx.envs.verifiers_v1_tools import functions_of
 from rlx.plain import utf8
 from rlx.policy.base import Episode, Message
+from rlx.trace import Trace
 from rlx.types import Rollout, Status, Task
 
 log = logging.getLogger(__name__)
@@ -164,7 +165,10 @@ class V1Environment(LocalEnvironment):
         episode = self._episode_of(task, member, attempt)
         client = PolicyClient(episode, self.longest)
         played = await self._timed(self._episode(task, client), task, member, episode, client.timing)
-        return played if isinstance(played, Rollout) else self._played(task, member, episode, client, played)
+        ended = played if isinstance(played, Rollout) else self._played(task, member, episode, client, played)
+        if self.several and ended.status == "timeout":  # which of its answers are the trained agent's is not known
+            return replace(ended, trace=Trace())
+        return ended
 
     def _played(self, task: Task, member: int, episode: Episode, client: PolicyClient, played: vf.Episode) -> Rollout:
         """The rollout of a finished episode: the trace of the agent that trains, with its own reward."""

@@ -167,6 +167,8 @@ class Fleet:
                 )
             has_it = label in state.adapters if weights.kind == "adapter" else run == self._run and version >= weights.version
             if server.loading or not has_it:
+                if weights.kind == "initial":
+                    self._compare_with_others(server)  # before it generates
                 where = weights if weights.kind == "initial" else self.look_up(weights.version) or weights
                 await server.load(where, label, self.initial(state.model), self._verify_every)
             elif server.paused:
@@ -197,7 +199,8 @@ class Fleet:
             while waiting:
                 done, waiting = await asyncio.wait(waiting, timeout=PAUSE, return_when=asyncio.FIRST_COMPLETED)
                 now = time.monotonic()
-                if first is None and not done and all(loading[task].silent_since is not None for task in waiting):
+                away = all(loading[task].silent_since is not None and not loading[task].hangs for task in waiting)
+                if first is None and not done and away:  # while no server is there, the time does not count
                     began += now - last
                 last = now
                 for task in done:

@@ -59,6 +59,7 @@ class Replica:
     serves: bool = True  # samplers use it
     state: ServerState | None = None  # the latest one
     silent_since: float | None = None  # monotonic time of the first of its latest failures to answer
+    hangs: bool = False  # the latest of these: it took a question and did not answer in time
     warned: str = ""  # the latest warning about it
     compared: float | None = None  # share of the served weights that the latest compare covered; None: none since it started
     compare_seconds: float = 0.0  # of the latest compare
@@ -111,7 +112,7 @@ class Replica:
         try:
             found = await answer
         except ServerUnreachable:
-            self.silent_since = self.silent_since or time.monotonic()
+            self.silent_since, self.hangs = self.silent_since or time.monotonic(), False
             self.endpoint = self.endpoint.refreshed()
             raise
         except InferenceError:
@@ -127,7 +128,7 @@ class Replica:
             async with asyncio.timeout(seconds):
                 return await answer
         except TimeoutError:
-            self.silent_since = self.silent_since or began
+            self.silent_since, self.hangs = self.silent_since or began, True
             raise ServerUnreachable(f"{self.endpoint.name} did not {what} in {seconds:g} s") from None
 
     def gone(self, now: float, patience: float) -> bool:

@@ -222,7 +222,9 @@ def _attend(
     """One part, whose first query has the position `start` if attention is plain causal."""
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-    scores = (q @ k.transpose(-1, -2)).float() * scale
+    # Not `@`: selective checkpointing keeps the results of bmm, and these are all scores.
+    scores = torch.baddbmm(q.new_zeros(1, 1, 1), q.flatten(0, 1), k.flatten(0, 1).transpose(-1, -2), beta=0)
+    scores = scores.unflatten(0, q.shape[:2]).float() * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if visible is None:

@@ -67,6 +67,7 @@ class PolicyModel(nn.Module):
         self.long_apart = False  # whether long samples of a row are computed apart (`rlx.models.flash`)
         self.compute_dtype = compute_dtype or hf.dtype
         self.head = [hf.get_output_embeddings()]  # in a list, so that it is not registered twice
+        self.sums_copies_late = False  # whether sums over the copies of its shards may wait for the last micro-batch of a step
         self.scores_within_head = False  # whether the head is sharded by itself, so that only its own forward has its parameters
         self.base: dict[str, str] = {}  # of a model with adapters: `name`, `digest` and `dtype` of the frozen model
         self.context: int | None = None  # tokens of the longest sample, if it is known

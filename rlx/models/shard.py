@@ -130,6 +130,8 @@ def shard(
     for module in (*model.layers, *own):
         fully_shard(module, reshard_after_forward=reshard_after_forward, **how | {"shard_placement_fn": placed})
     fully_shard(model, **how)
+    # What waits is summed in `reduce_dtype`, on the device.
+    model.sums_copies_late = reduce_dtype == torch.float32 and not cpu_offload
     if own:
         embedding.set_unshard_in_backward(not plain)  # the gradient of a table needs the ids alone
         head.set_reshard_after_forward(False)  # its backward comes next

@@ -72,10 +72,11 @@ class Reply:
 class Episode(ABC):
     """The policy in one rollout."""
 
-    __slots__ = ("said", "timed_out", "times")
+    __slots__ = ("said", "scored_late", "timed_out", "times")
 
     def __init__(self) -> None:
         self.timed_out = ""  # why the policy answers no more: a deadline has passed
+        self.scored_late = False  # whether the environment scores what there is then (`on_timeout=score`)
         self.times: list[tuple[float, float]] = []  # (Unix time, seconds) of each answered request
         self.said = TraceBuilder()
 

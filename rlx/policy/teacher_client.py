@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 FIRST_WAIT, LONGEST_WAIT = 0.25, 15.0  # seconds before the second attempt at a request, doubled for each further one up to the longest
 LOWEST = -100.0  # nats; lower ones (vLLM reports -9999 for an impossible token) would be the only thing that a gradient sees
 PROBED = 256  # tokens of the vocabulary whose text is tokenized by both
-AGAIN = (404, 408, 409, 425, 429)  # 404: a server that has restarted does not have the adapter yet
+AGAIN = (408, 409, 425, 429)
 
 
 class TeacherError(RuntimeError):
@@ -108,9 +108,9 @@ class TeacherClient:
 
         Raises TeacherError for a refusal; other failures are tried again without end.
         """
-        body = _request([ids.tolist() for ids in sequences], self._adapter() or self.model)
+        prompts = [ids.tolist() for ids in sequences]
         async with self._free:
-            answer, address = await self._ask("/v1/completions", body)
+            answer, address = await self._ask("/v1/completions", lambda: _request(prompts, self._adapter() or self.model))
         found = []
         for ids, entries in zip(sequences, _entries(answer, len(sequences), address), strict=True):
             if len(entries) != len(ids):
@@ -125,8 +125,11 @@ class TeacherClient:
             found.append(logprobs)
         return found
 
-    async def _ask(self, path: str, body: Any, only: Endpoint | None = None) -> tuple[bytes, str]:
-        """(the answer, the address that gave it), after retries without end: the caller has the deadline."""
+    async def _ask(self, path: str, body: Callable[[], Any] | None, only: Endpoint | None = None) -> tuple[bytes, str]:
+        """(the answer, the address that gave it), after retries without end: the caller has the deadline.
+
+        `body` is made for each attempt, because an adapter may have another name by then; None: GET.
+        """
         wait = FIRST_WAIT
         while True:
             servers = [only] if only is not None else self.servers()
@@ -135,11 +138,12 @@ class TeacherClient:
             try:
                 trouble = await self._stale(server)
                 if not trouble:
-                    status, content = await self._send(server, path, body)
+                    status, content = await self._send(server, path, None if body is None else body())
                     if status < 400:
                         return content, server.url
                     trouble = f"{server.url}{path} ({status}): {content[:300].decode(errors='replace').strip()}"
-                    if status not in AGAIN and status < 500:
+                    lacks_adapter = status == 404 and self._adapter() is not None  # a server that has restarted does not have it yet
+                    if status not in AGAIN and status < 500 and not lacks_adapter:
                         raise TeacherError(f"the teacher refused a request: {trouble}")
             except (TimeoutError, aiohttp.ClientError) as error:
                 slow = isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError)
@@ -208,7 +212,7 @@ class TeacherClient:
         if context:
             self.context = min(context, self.context or context)
         texts = probe_texts(tokenizer, longest)
-        answer, _ = await self._ask("/v1/completions", _request(texts, self.model), server)
+        answer, _ = await self._ask("/v1/completions", lambda: _request(texts, self.model), server)
         for text, entries in zip(texts, _entries(answer, len(texts), address), strict=True):
             ours = [str(token) for token in tokenizer.encode(text, add_special_tokens=False)]
             theirs = [next(iter(entry)) for entry in entries[1:] if entry]

@@ -64,6 +64,7 @@ class TokenEpisode(ObservationRecorder):
         self.task, self.member, self.attempt = task, member, attempt
         self._num_requests = 0
         self._began = time.monotonic()
+        self.scored_late = policy.spec.deadline is not None
         self._biased: dict[str, list[str]] = {}  # what each request that cannot be trained asked for, by its id
         self._call_ids: set[str] = set()
 
@@ -76,6 +77,8 @@ class TokenEpisode(ObservationRecorder):
         trained: bool = True,
     ) -> Reply:
         """One request. Raises PromptTooLong if the prompt fills the context, PolicyError, or an error of the generator."""
+        if self.timed_out:  # a program that asks again
+            raise self._late()
         policy, spec, number, prompt = self.policy, self.policy.spec, self._num_requests, list(messages)
         functions = [dict(tool) for tool in tools] if tools else None
         self._num_requests += 1
@@ -147,7 +150,10 @@ class TokenEpisode(ObservationRecorder):
             if not bound.expired():
                 raise
             self.timed_out = late
-            raise (PolicyError if spec.deadline is None else PromptTooLong)(late) from None
+            raise self._late() from None
+
+    def _late(self) -> PolicyError | PromptTooLong:
+        return (PromptTooLong if self.scored_late else PolicyError)(self.timed_out)
 
     def count(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> int:
         """How many tokens the prompt of a request has."""

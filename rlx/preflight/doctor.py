@@ -6,6 +6,7 @@ the machine. `rlx doctor` makes all checks; a run makes those of `FIRST`, which 
 
 from __future__ import annotations
 
+import configparser
 import fcntl
 import importlib.metadata
 import json
@@ -320,13 +321,18 @@ def wandb(cfg: CommandConfig) -> Result:
         return SKIPPED, "not used: logger=wandb turns it on", ""
     if not is_installed("wandb"):
         return FAILED, "the package wandb is not installed", "pip install 'rlx[wandb]'"
-    server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    settings = configparser.ConfigParser(interpolation=None)  # where `wandb login --host` writes the server
+    settings.read([Path(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")).expanduser() / "settings", "wandb/settings"], "utf-8")
+    own = settings.get("default", "base_url", fallback="https://api.wandb.ai")
+    server = os.environ.get("WANDB_BASE_URL", own).rstrip("/")
     if config.mode == "offline" or os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE", "online") != "online":
         return OK, f"{server}, offline or by WANDB_API_KEY", ""
     try:
         known = netrc.netrc(os.environ.get("NETRC")).authenticators(server.partition("://")[2]) is not None
-    except (OSError, netrc.NetrcParseError):
+    except FileNotFoundError:
         known = False
+    except (OSError, netrc.NetrcParseError) as error:
+        return WARNING, f"whether there is a login for {server} is not known: {error}", ""
     remedy = "wandb login, or export WANDB_API_KEY=…, or logger=wandb_offline"
     return (OK, f"{server}, by the login in ~/.netrc", "") if known else (FAILED, f"no login for {server}", remedy)
 

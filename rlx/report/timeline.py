@@ -15,6 +15,7 @@ import contextlib
 import gzip
 import heapq
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,13 +63,14 @@ def timeline(paths: RunPaths) -> Iterator[dict[str, Any]]:
     for events in _each(_step, steps):
         yield from events
     lines = paths.updates.read_bytes().splitlines() if paths.updates.exists() else []
-    yield from _placed("servers", _each(_update, lines))
+    yield from _placed("servers", (span for span in _each(_update, lines) if math.isfinite(span.began + span.seconds)))
     rollouts: list[Span] = []
     requests: list[Span] = []
     for file in sorted(paths.rollouts.glob("step_*.jsonl.zst"))[-NEWEST:]:
         for rollout, turns in _each(_rollout, _readable(file)):
-            rollouts.append(rollout)
-            requests += turns
+            if all(math.isfinite(span.began + span.seconds) for span in (rollout, *turns)):
+                rollouts.append(rollout)
+                requests += turns
     yield from _placed("rollouts", rollouts)
     yield from _placed("requests", requests)
 
@@ -76,7 +78,7 @@ def timeline(paths: RunPaths) -> Iterator[dict[str, Any]]:
 def _each(read: Callable[[Any], T], records: Iterable[Any]) -> Iterator[T]:
     """What `read` makes of each record that it can read."""
     for record in records:
-        with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
+        with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError, OverflowError):
             yield read(record)
 
 
@@ -126,6 +128,8 @@ def _placed(track: str, spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
 
 
 def _event(track: str, lane: int, span: Span) -> dict[str, Any]:
-    """A slice; times in microseconds."""
-    where = {"ph": "X", "pid": TRACKS.index(track), "tid": lane, "ts": 1e6 * span.began, "dur": 1e6 * span.seconds}
+    """A slice; times in whole microseconds: as floats neighbours would overlap, and Perfetto leaves such slices out."""
+    began = round(1e6 * span.began)
+    ends = round(1e6 * (span.began + span.seconds))
+    where = {"ph": "X", "pid": TRACKS.index(track), "tid": lane, "ts": began, "dur": ends - began}
     return {**where, "name": span.name, "args": dict(span.facts)}

@@ -92,6 +92,8 @@ class Evaluator:
         now = await asyncio.to_thread(Evaluation, config, self.paths, self.envs, version, file, digest)
         if now.before:
             log.info("version %d: %d rollouts are done already", version, now.before)
+        errors = ErrorRate(config.orchestrator.max_error_rate)
+        now.count_finished(errors)
         runner = RolloutRunner(
             self.envs,
             max_retries=config.orchestrator.max_retries,
@@ -99,7 +101,7 @@ class Evaluator:
             on_end=now.add,
             check=self.model.check,
             away=self.model.away,
-            errors=ErrorRate(config.orchestrator.max_error_rate),
+            errors=errors,
         )
         self.now = now, runner
         await first_failure(runner.run(now.jobs()), forever=[self.model.follow(runner)])

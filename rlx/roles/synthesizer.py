@@ -44,7 +44,7 @@ class Synthesizer:
     def __init__(self, config: SynthesizeRoot, paths: RunPaths, envs: Mapping[str, Local], model: Backend, heartbeat: Heartbeat) -> None:
         """`envs`: with the policies of `model`."""
         self.config, self.paths, self.envs, self.model, self.heartbeat = config, paths, envs, model, heartbeat
-        self.failures = Failures()
+        self.failures, self.errors = Failures(), ErrorRate(config.orchestrator.max_error_rate)
         self.rollouts: RolloutSet | None = None
         self.runner = RolloutRunner(
             envs,
@@ -53,7 +53,7 @@ class Synthesizer:
             on_end=self._on_end,
             check=model.check,
             away=model.away,
-            errors=ErrorRate(config.orchestrator.max_error_rate),
+            errors=self.errors,
         )
         self.phase = "starting"
 
@@ -73,6 +73,7 @@ class Synthesizer:
         digest = (await self.model.info()).digest
         wanted = wanted_of(self.config)
         self.rollouts = RolloutSet(self.envs, wanted, version=version, file=self.paths.finished, digest=digest)
+        self.rollouts.count_finished(self.errors)
         await first_failure(self.runner.run(self.rollouts.jobs()), forever=[self.model.follow(self.runner)])
         self._report()
 

@@ -89,7 +89,7 @@ def outcome_of(rollout: Rollout, *, env: str, version: int = 0, weights: str | N
         rewards=finite(rollout.rewards),
         metrics=finite({**rollout.rewards, **rollout.metrics}),
         error=error,
-        timing={name: value for name, value in rollout.timing.items() if name != "requests"},
+        timing={name: value for name, value in rollout.timing.items() if name not in ("requests", "cut_short")},
         status=rollout.status,
         is_completed=ok,
         is_truncated=rollout.is_truncated,

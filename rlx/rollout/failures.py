@@ -45,6 +45,10 @@ class ErrorRate:
             lambda: deque(maxlen=KEPT)
         )  # whether scored, and what went wrong
 
+    def succeeded(self, env: str, count: int) -> None:
+        """Count rollouts of an environment that earlier attempts have finished."""
+        self._ended[env].extend([(True, "")] * min(count, KEPT))
+
     def add(self, env: str, rollouts: Iterable[Rollout], in_flight: Callable[[], int] = lambda: 0) -> None:
         """Count rollouts of an environment that have ended. `in_flight`: how many of them have not. Raises RolloutsFailed."""
         for rollout in rollouts:

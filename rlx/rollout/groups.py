@@ -61,7 +61,7 @@ async def play_through(
     while True:
         before = away()
         rollouts = await env.play(task, members, attempt)
-        if away() == before or not any(rollout.status == "timeout" for rollout in rollouts):
+        if away() == before or not any(rollout.status == "timeout" or rollout.timing.get("cut_short") for rollout in rollouts):
             return rollouts
         log.info("%s, example %d: played again, because no server took requests meanwhile", task.env, task.example_id)
 

@@ -72,7 +72,7 @@ class ServerBackend:
         self.sampler.version = version
 
     async def info(self) -> ModelInfo:
-        """What serves this version. Ask again when it has been played: an endpoint says its model with its answers."""
+        """What serves this version."""
         states = await self.fleet.states()
         model, version = ", ".join(sorted({state.model for state in states})), self.fleet.version
         weights, compared = model, None

@@ -19,7 +19,7 @@ import msgspec
 
 from rlx.envs.base import Environment
 from rlx.rollout.eval_results import Outcome, outcome_of
-from rlx.rollout.failures import RolloutsFailed
+from rlx.rollout.failures import ErrorRate, RolloutsFailed
 from rlx.rollout.rollout_runner import Job, RolloutRunner
 from rlx.types import Rollout, Task
 
@@ -55,7 +55,8 @@ class RolloutSet:
         self.tokens = self.failed = 0  # of this attempt: sampled tokens, rollouts that failed
         self.began = time.monotonic()
         if file is not None:
-            earlier = [one for one in read_finished(file) if one.version == version and self._wants(one)]
+            every = read_finished(file)
+            earlier = [one for one in every if one.version == version and self._wants(one)]
             same = of_weights(earlier, digest)
             self.outcomes = {one.key: self._kept(one) for one in same if one.is_completed}
             if len(same) < len(earlier):
@@ -64,7 +65,15 @@ class RolloutSet:
                     *(version, next(one.weights for one in earlier if one not in same), digest),
                 )
             self._encoder, self._file = msgspec.json.Encoder(enc_hook=repr), file.open("ab")
+            if same and every[-1] is not same[-1]:  # weights that came back: an export takes those of the last line
+                self._file.writelines(self._encoder.encode(one) + b"\n" for one in same if one.is_completed)
+                self._file.flush()
         self.before = len(self.outcomes)  # rollouts that earlier attempts have finished
+
+    def count_finished(self, errors: ErrorRate) -> None:
+        """Tell `errors` what earlier attempts have finished: otherwise the failures, which are played first, are all that it knows."""
+        for name in self.envs:
+            errors.succeeded(name, sum(key[0] == name for key in self.outcomes))
 
     def jobs(self) -> Iterator[Job]:
         """What is missing, the environments in turn."""

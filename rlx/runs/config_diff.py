@@ -15,7 +15,7 @@ from rlx.config.tree import secret_keys
 NOT_COMPARED = ("run", "dry_run", "clean", "resume")  # keys that do not change what a run computes
 # Keys that may change when a run resumes in its own directory: how long, where and how it is observed, but not what it learns.
 WHERE = ("launcher", "slurm", "hardware", "inference", "weight_broadcast")
-MAY_CHANGE = (*NOT_COMPARED, *WHERE, "max_steps", "steps", "ckpt", "logger", "profile")
+MAY_CHANGE = (*NOT_COMPARED, *WHERE, "max_steps", "data.epochs", "steps", "ckpt", "logger", "profile")
 SECRET = {key for root in ROOTS for key in secret_keys(root.schema)}
 ABSENT = "absent"  # a key that one of the trees lacks; null says the same
 

@@ -40,7 +40,8 @@ CODE = ("*.py", "*.yaml", "*.yml", "*.toml", "*.cfg", "*.ini", "*.sh", "*.jinja"
 """The files whose uncommitted changes are kept. Notebooks, data and notes are nobody's record."""
 LIKE_A_SECRET = re.compile(
     r"""(?imx) (\b\w*(?:api_?key|secret|passwd|password|_token)\b["']?\s*[:=]\s*["']) [\w./+-]{8,} (?=["'])  # a text
-    | (\b\w*(?:api_?key|passwd|password)\s*[:=]\s*) [\w./+-]{8,} $  # in YAML or a shell
+    | (\b\w*(?:api_?key|passwd|password)\s*[:=]\s*) [\w./+-]{8,} (?=\s*(?:\#|$))  # in YAML or a shell
+    | (^[\s-]*\w*(?:secret|_token)\s*:\s*) [\w./+-]{8,} (?=\s*(?:\#|$))  # in YAML
     | () \b(?:hf_|sk-|ghp_|github_pat_|xox[bp]-|AKIA)[\w-]{16,}  # by its prefix"""
 )
 LEAST = 8  # characters of a secret that is looked for in text
@@ -128,7 +129,7 @@ def _without_secrets(text: str, secrets: Sequence[str]) -> str:
     known = [value for name, value in os.environ.items() if any(word in name.upper() for word in SECRET) and len(value) >= LEAST]
     for value in sorted({*known, *secrets}, key=len, reverse=True):
         text = text.replace(value, HIDDEN)
-    return LIKE_A_SECRET.sub(lambda found: f"{found[1] or found[2] or ''}{HIDDEN}", text)
+    return LIKE_A_SECRET.sub(lambda found: f"{found[1] or found[2] or found[3] or ''}{HIDDEN}", text)
 
 
 @functools.cache

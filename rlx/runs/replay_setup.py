@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 import shlex
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,12 +16,13 @@ from typing import Any
 
 from rlx.checkpoints import folders
 from rlx.config.errors import ConfigError
-from rlx.config.load import compose
+from rlx.config.load import compose, to_yaml
 from rlx.config.objectives import loss_of
 from rlx.config.rules import declared
 from rlx.config.schema import Config, LossTerms
 from rlx.config.secret import secrets_of
 from rlx.config.strangers import executing, is_mine, said
+from rlx.paths import write_text
 from rlx.runs.config_diff import flat
 from rlx.runs.run import Run
 from rlx.started import program
@@ -70,7 +72,11 @@ def other_objective(run: Run, overrides: Sequence[str]) -> tuple[Config, Config,
             f"{program()} --config-dir {shlex.quote(str(run.root))} --config-name config {shlex.join([f'replay={run.root}', *without])}"
         )
     given = ["dry_run=true", *(f"{key}=unknown" for key in secrets_of(recorded))]  # nothing is started, and no server is asked
-    composed = compose([*flags, "--config-dir", str(run.root.absolute()), "--config-name", "config", *given, *lines], {}).cfg
+    with (
+        tempfile.TemporaryDirectory() as folder
+    ):  # what was checked, not the file again: hydra would read more in it, and it may be a stranger's
+        write_text(Path(folder) / "config.yaml", to_yaml(recorded))
+        composed = compose(["--config-dir", folder, *flags, "--config-name", "config", *given, *lines], {}).cfg
     envs = {name: replace(env, loss=composed.envs[name].loss) for name, env in recorded.envs.items()}
     other = replace(recorded, loss=composed.loss, ref=composed.ref, envs=envs)
     notes = []

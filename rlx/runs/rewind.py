@@ -152,6 +152,7 @@ def rewind(paths: RunPaths, wanted: str = LATEST, warn: Callable[[str], None] = 
         done = start.step
     folders.write_start(paths, start)
     trim_metrics(paths, done, warn)
+    _trim_updates(paths, done)
     for place in _of_steps(paths):
         if (step_of(place) or 0) >= done:
             shutil.rmtree(place) if place.is_dir() else place.unlink()
@@ -235,6 +236,15 @@ def lacks_last_evaluation(paths: RunPaths, cfg: CommandConfig) -> bool:
     if not isinstance(cfg, EvaluatedRun) or not is_due(cfg, cfg.max_steps):
         return False
     return cfg.max_steps not in (record["step"] for record, _ in read_metrics(paths.metrics) if record["source"] == "eval")
+
+
+def _trim_updates(paths: RunPaths, version: int) -> None:
+    """Keep the weight syncs up to this version: the later ones are undone, and a line that was cut short is none."""
+    if not paths.updates.exists():
+        return
+    whole = [line for line in paths.updates.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    with atomic(paths.updates) as temporary:
+        temporary.write_bytes(b"".join(line for line in whole if json.loads(line)["version"] <= version))
 
 
 def trim_metrics(paths: RunPaths, steps: int, warn: Callable[[str], None] = say) -> None:

@@ -60,6 +60,8 @@ def _check(cfg: PlayWithModel, folder: Path, wanted: Sequence[int | None]) -> No
     Version 0 is the initial model of the run that has the weights.
     """
     there, run = versions(folder), find_weights(str(folder))[1]
+    if 0 in wanted and run is None and isinstance(cfg, SynthesizeRoot):
+        raise ConfigError(f"{folder} belongs to no run, so it has no version 0.\n  fix: name one of its steps, or leave weights_dir out")
     if missing := [step for step in wanted if step not in (0, *there)]:
         raise ConfigError(
             f"{folder} has no complete step_{missing[0]}; it has {', '.join(map(str, there)) or 'none'}.\n"

@@ -256,7 +256,10 @@ def _random_state() -> torch.Tensor:
 
 
 def _set_random_state(packed: torch.Tensor) -> None:
-    state = torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True)
+    try:
+        state = torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True)
+    except Exception as error:  # torch's reader raises many types
+        raise ValueError("the random states of the checkpoint are of another version of rlx, so it cannot be resumed") from error
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

@@ -338,7 +338,7 @@ def _accumulate(
 
     for number, row in enumerate(rows):
         one.before_micro_batch()
-        if one.mesh.copies:  # sums over the copies of the shards can wait for the last row
+        if one.mesh.copies and one.whole.sums_copies_late:
             one.whole.set_requires_all_reduce(number == len(rows) - 1)
         train_row({slot: part for slot, part in row.items() if slot in minis})
     for slot in minis if one.whole.slots is not None else ():

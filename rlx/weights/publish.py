@@ -144,6 +144,8 @@ class Publisher:
             lora=cfg.lora if cfg.lora.on else None,
             in_memory=cfg.memory_folder is not None,
         )
+        if not model.adapts:
+            found.export.units()  # raises for a model that cannot be published, before anything is trained
         if mesh.first and isinstance(cfg, PlayRoot) and cfg.num_servers:
             found.export.check_servers(source, fetch(source, None), cfg.lora.rank)
         if isinstance(cfg, Config) and cfg.transfer is not None:

@@ -236,6 +236,8 @@ class Transfer:
                 raise
             failed = f"the transfer failed: {self._servers.failed or error}"
             self._leave()
+        if self.mesh.first and not failed and json.loads(arrived(self.request_file) or "{}").get("id") != self._request["id"]:
+            failed = "the transfer took longer than the fleet waits (weight_broadcast.timeout)"
         for _ in self.weights.left:  # what a failed transfer has not gathered: the other ranks do
             pass
         if self.mesh.first:

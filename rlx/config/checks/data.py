@@ -16,6 +16,8 @@ from rlx.config.schema import Config, EnvConfig, EvaluatedRun, PlayRoot, SftRoot
 from rlx.config.signatures import OWN_KINDS, is_installed, module_of
 from rlx.config.tree import Problem
 
+PARTS = ("messages", "conversations", "prompt", "completion", "tools", "tool_defs")  # of a row of supervised data
+
 table(
     PlayRoot,
     [
@@ -172,10 +174,21 @@ def _shortest(cfg: Config) -> int:
     return min((env.sampling.max_tokens or cfg.sampling.max_tokens for env in cfg.envs.values()), default=cfg.sampling.max_tokens)
 
 
+def has_own_deadline(env: EnvConfig) -> bool:
+    """Whether the policy answers an environment for a time only."""
+    return env.turn_timeout is not None or env.on_timeout == "score"
+
+
 table_each(
     Config,
     lambda cfg: [(cfg, name) for name in cfg.envs],
     [
+        Rule(
+            "envs.{s[1]}.played_by envs.{s[1]}.turn_timeout envs.{s[1]}.on_timeout",
+            lambda s: s[0].envs[s[1]].played_by == "teacher" and has_own_deadline(s[0].envs[s[1]]),
+            "the policy's deadlines do not hold for a teacher that plays envs.{s[1]}",
+            "teacher.timeout, without envs.{s[1]}.turn_timeout, and on_timeout=drop or zero",
+        ),
         Rule(
             "orchestrator.min_group orchestrator.rollouts_per_example envs.{s[1]}.rollouts_per_example",
             lambda s: s[0].orchestrator.min_group > max(s[0].group_size(s[1]), 2),
@@ -272,6 +285,32 @@ table(
         ),
     ],
 )
+
+
+@check_of(SftRoot)
+def length_of_the_run(cfg: SftRoot, of: Show) -> Iterator[Problem]:
+    """`data.epochs` decides `max_steps`."""
+    if cfg.data.epochs is None:
+        return
+    if of.typed("max_steps"):
+        yield problem("both say how long the run is", ["data.epochs", "max_steps"], "leave one out, or data.epochs=null", of)
+    elif cfg.resume is not None and cfg.resume != "latest" and not cfg.resume.isdecimal():
+        yield problem(
+            "a fork goes on at its source's step, so it has no whole passes",
+            ["data.epochs", "resume"],
+            "data.epochs=null and max_steps",
+            of,
+        )
+
+
+@check_of(SftRoot)
+def columns(cfg: SftRoot, of: Show) -> Iterator[Problem]:
+    sets = {"data.columns": cfg.data.columns, **{f"data.sets.{key}.columns": each.columns for key, each in cfg.data.sets.items()}}
+    for key, names in sets.items():
+        if unknown := sorted(names.keys() - set(PARTS)):
+            yield problem(f"a row has no part {', '.join(unknown)}", [key], f"parts are {', '.join(PARTS)}", of)
+    if cfg.data.columns and cfg.data.name is None and cfg.val.name is None:
+        yield problem("no data set has these columns", ["data.columns", "data.name"], "data.sets.NAME.columns", of)
 
 
 @check_of(SftRoot)

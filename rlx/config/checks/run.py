@@ -146,6 +146,12 @@ table(
             "model=endpoint model.name=NAME, with the endpoint's name for the model",
         ),
         Rule(
+            "client.base_url client.timeout",
+            lambda c: c.client.base_url and any(env.turn_timeout is not None for env in c.envs.values()),
+            "`turn_timeout` of an environment bounds the answers of rlx's own servers, not those of an endpoint",
+            "leave out turn_timeout; client.timeout is that of each request",
+        ),
+        Rule(
             "client.api_key_var",
             lambda c: c.client.base_url and c.client.api_key_var and not c.dry_run and not os.environ.get(c.client.api_key_var),
             "the key of {s.client.base_url} is missing: this variable is not set",
