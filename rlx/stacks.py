@@ -49,12 +49,15 @@ def answer(paths: RunPaths, name: str) -> None:
     answer_in_child(name)
 
 
-def answer_in_child(name: str) -> None:
-    """Answer as the process `name` that a role started. Does nothing if the role does not answer either."""
+def answer_in_child(name: str, stacks: int = 2) -> None:
+    """Answer as the process `name` that a role started. Does nothing if the role does not answer either.
+
+    `stacks`: the file descriptor to which faulthandler writes on SIGUSR1.
+    """
     if FOLDER not in os.environ:
         return
     folder = Path(os.environ[FOLDER])
-    facts = {"pid": os.getpid(), "started": start_time(os.getpid()), "host": host_name(), "boot": boot()}
+    facts = {"pid": os.getpid(), "started": start_time(os.getpid()), "host": host_name(), "boot": boot(), "stacks": stacks}
     with contextlib.suppress(OSError):  # on a full disk; other writers report it
         write_text(folder / f"{name}.process", json.dumps(facts))
         threading.Thread(target=_answer_on, args=(folder, name), name="stacks", daemon=True).start()

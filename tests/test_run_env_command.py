@@ -103,7 +103,7 @@ def test_an_environment_has_a_python_of_its_own_with_locked_packages_that_is_the
     assert f"this was installed before: {folder}" in rlx("env", "install", "./other-one").stdout
     assert (folder / "pyvenv.cfg").stat().st_mtime_ns == made
     info = rlx("env", "info", "other-one").stdout
-    assert f"python   {folder}/bin/python" in info
+    assert f"python: {folder}/bin/python" in info
     assert "v1" in info
     plan = rlx("train", "env=custom", "envs.custom.id=other-one", "model=tiny", "dry_run=true").stdout
     assert f"envs.custom plays in the Python that was installed for it: {folder}" in plan

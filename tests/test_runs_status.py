@@ -26,10 +26,10 @@ def test_a_status_that_another_host_replaces_while_it_is_read_is_read_again(tmp_
     paths, read, stale = RunPaths(tmp_path), Path.read_text, [errno.ESTALE, errno.ESTALE]
     Status(step=3).write(paths)
 
-    def once_stale(path: Path) -> str:
+    def once_stale(path: Path, **keys: str) -> str:
         if stale:
             raise OSError(stale.pop(), "Stale file handle")
-        return read(path)
+        return read(path, **keys)
 
     monkeypatch.setattr(Path, "read_text", once_stale)
     assert read_status(paths).step == 3

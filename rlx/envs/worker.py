@@ -91,7 +91,7 @@ def main(name: str, sock: str, beats: str, stacks: str) -> None:
     loop = new_loop()
     asyncio.set_event_loop(loop)
     explain_with(lambda: where_rollouts_wait(loop, getattr(env, "sources", None)))
-    answer_in_child(name)
+    answer_in_child(name, int(stacks))
     server = Server(link, env, load.settings.keeps_late)
     Heart(socket.socket(fileno=int(beats)), loop, server).start()
     loop.run_until_complete(server.serve())

@@ -26,6 +26,7 @@ from rlx.heartbeat import FETCHING, SERVING, SILENT, in_phase
 from rlx.paths import RunPaths, listed, write_text
 from rlx.stacks import BLOCKED, boot
 
+WRITES = 0.5  # seconds that faulthandler has to write
 ANSWER = 8.0  # seconds that the processes have to answer
 HTTP = 3.0  # seconds that a server has to answer
 WAITS = ("waiting", "done", SERVING)  # beginnings of the phases of processes that only wait for others
@@ -124,18 +125,17 @@ def examine(
         time.sleep(0.1)
     seen = []
     for name in names:
-        beat, said, silent, trouble = beats.get(name), _read(asked[name]), ages.get(name, 0.0), ""
+        beat, said, silent, trouble, stack = beats.get(name), _read(asked[name]), ages.get(name, 0.0), "", ""
         if is_stopped(name):
             trouble = f"stopped by a signal (process {here[name]['pid']} on {here[name]['host']})"
         elif not said and name in here:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(here[name]["pid"], signal.SIGUSR1)  # Python is blocked in it; faulthandler is not
+            stack = _by_signal(here[name]["pid"], here[name]["stacks"])
         if serves.get(name) is False:
             trouble = trouble or "does not answer GET /health"
         if silent > SILENT:
             trouble = trouble or f"silent for {silent:.0f} s"
         if not said:
-            trouble = trouble or "does not answer; a role writes its stacks to its log"
+            trouble = trouble or "does not answer"
         seen.append(
             Seen(
                 name=name,
@@ -144,10 +144,22 @@ def examine(
                 trouble=trouble,
                 where=said.get("where", ""),
                 lines=tuple(said.get("lines", ())),
-                stack=said.get("stack", ""),
+                stack=said.get("stack", stack),
             )
         )
     return seen
+
+
+def _by_signal(pid: int, stacks: int) -> str:
+    """The stacks that a process writes on SIGUSR1 to one of its files, even if native code holds its interpreter."""
+    file = Path(f"/proc/{pid}/fd/{stacks}")
+    with contextlib.suppress(OSError):  # it has ended
+        if file.is_file():  # a role that somebody started in a terminal writes there
+            before = file.stat().st_size
+            os.kill(pid, signal.SIGUSR1)
+            time.sleep(WRITES)
+            return file.read_bytes()[before:].decode(errors="replace")
+    return ""
 
 
 def answers(paths: RunPaths, name: str) -> bool | None:
