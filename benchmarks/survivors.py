@@ -60,7 +60,8 @@ def measure(name: str, hang: float, crash: float, options: argparse.Namespace) -
             return f"| {name} | exit code {done.returncode}: {(done.stdout + done.stderr)[-600:]} |"
         records = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
         times = [record["time"] for record in records if record["source"] == "trainer"]
-        trained, given = len(times) * BATCH, log.stat().st_size
+        batches = [record["batch/rollouts"] for record in records if "batch/rollouts" in record][: len(times)]
+        trained, given = int(sum(batches)), log.stat().st_size
         pace = (times[-1] - times[0]) / max(1, len(times) - 1) if times else float("nan")
         last = done.stdout.strip().splitlines()[-1:] if done.returncode else []
         return (
