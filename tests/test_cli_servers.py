@@ -65,7 +65,8 @@ def test_a_server_is_added_to_a_running_run_and_removed(
     assert "refuses the secret (401)" in capsys.readouterr().err
     for _ in range(2):
         assert main(["servers", "add", str(run.root), f"{server}/"]) == 0
-    assert sorted(urls_of(run)) == sorted([server, own.url]), "added once"
+    assert main(["servers", "add", str(run.root), own.url]) == 0
+    assert sorted(urls_of(run)) == sorted([server, own.url]), "each is there once"
     (file,) = run.endpoints.glob("inference_added_*.json")
     assert (file.stat().st_mode & 0o777, json.loads(file.read_text())["api_key"]) == (0o600, "right")
     capsys.readouterr()

@@ -58,6 +58,9 @@ def run(argv: list[str]) -> int:
     if (state := found.state()) != "running":
         raise ConfigError(f"{found.root} is {state}, and only a running run takes servers.\n  fix: wait until it runs")
     url = given.url.rstrip("/")
+    if given.what == "add" and any(server.url == url for server in servers):
+        print(f"{url} is a server of the run already")
+        return 0
     if given.what == "add":
         added = Endpoint(url, os.environ.get(given.key_var, ""))
         if problem := _state(added):

@@ -34,9 +34,8 @@ def check_chats(configs: Sequence[CommandConfig], environments: Sequence[Mapping
     asked: dict[str, str | None] = {}
     for cfg, found in zip(configs, environments, strict=True):
         tools = {name: [tool.name for tool in probed.tools] for name, probed in found.items() if probed.tools}
-        rendered = not (isinstance(cfg, Config) and cfg.measured in ("trainer", "inference")) and not (
-            isinstance(cfg, SftRoot) and cfg.data.type == "fake"
-        )
+        on_random_tokens = isinstance(cfg, Config) and cfg.measured in ("trainer", "inference")
+        rendered = not on_random_tokens and not (isinstance(cfg, SftRoot) and cfg.data.type == "fake")
         asks = tools or cfg.model.chat_template_kwargs or (rendered and _lacks_a_part(cfg.model))
         if asks and not cfg.model.prepared:
             request = json.dumps({"model": asdict(cfg.model), "tools": tools}, sort_keys=True)
