@@ -27,7 +27,7 @@ from rlx.config.schema import LossTerms
 from rlx.losses.base import Objective
 from rlx.losses.grpo import grpo
 from rlx.models.policy import PolicyModel
-from rlx.train.checkpoint import Progress, Saver
+from rlx.train.checkpoint import Saver, TrainerProgress
 from rlx.train.step import PolicyTrainer
 from rlx.weights.shapes import digest_of
 
@@ -63,14 +63,14 @@ def with_torch_save(trainer: PolicyTrainer, folder: Path) -> float:
 
 def synchronous(trainer: PolicyTrainer, folder: Path) -> float:
     began = time.perf_counter()
-    Saver(trainer, digest_of).save(folder / "trainer", Progress(1, 1)).files()
+    Saver(trainer, digest_of).save(folder / "trainer", TrainerProgress(1, 1)).files()
     return time.perf_counter() - began
 
 
 def in_background(saver: Saver, folder: Path) -> tuple[float, float]:
     """(seconds that the trainer is blocked, seconds until everything is on disk)."""
     began = time.perf_counter()
-    saving = saver.save(folder / "trainer", Progress(1, 1))
+    saving = saver.save(folder / "trainer", TrainerProgress(1, 1))
     saving.wait_copied()
     held = time.perf_counter() - began
     saving.files()

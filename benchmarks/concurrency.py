@@ -26,7 +26,7 @@ from rlx.config.schema import Config
 from rlx.inference.endpoints import Endpoint
 from rlx.inference.fleet import Fleet
 from rlx.inference.sampler import Sampler
-from rlx.rollout.concurrency import LOOK, Controller, follow
+from rlx.rollout.concurrency import POLL_SECONDS, Controller, follow
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ def simulate(load: Load, limit: int | None, seconds: float, seed: int = 0) -> tu
             else:
                 in_flight -= 1
         running = still
-        while controller is not None and now - looked > LOOK:
-            looked += LOOK
+        while controller is not None and now - looked > POLL_SECONDS:
+            looked += POLL_SECONDS
             stats = {
                 "perf/servers": 1, "perf/running": len(running), "perf/waiting": len(waiting), "perf/preemptions": preemptions,
                 "perf/kv_cache_usage": cached / load.cache, "perf/answered": answered,

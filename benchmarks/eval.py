@@ -30,7 +30,7 @@ from rlx.inference.sampler import Sampler
 from rlx.paths import RunPaths, write_text
 from rlx.policy.chat import load_chat
 from rlx.policy.templates import ends_of, tokenizer_of
-from rlx.waiting import wait_for
+from rlx.polling import wait_for
 
 KEY = "key-of-the-benchmark"
 

@@ -8,6 +8,7 @@ stands before it and does.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import re
 import signal
@@ -19,15 +20,51 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import aiohttp
 import psutil
+from aiohttp import web
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 
 from main_job import MainJob
-from test_run_servers import ON_POLICY, Proxy, server_of
+from test_run_servers import ON_POLICY, server_of
 
 KEYS = (*ON_POLICY, "orchestrator.rollout_timeout=60", "ckpt.interval=null")
 OUTAGE = 10.0  # seconds of answers 500
+
+
+class Proxy:
+    """Stands between a run and its server, in a thread. While `fails` is set, everything is answered with a 500."""
+
+    def __init__(self) -> None:
+        self.fails, self.failed = False, 0
+        self.upstream = ""
+        self.port = 0
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True).start()
+        assert self._ready.wait(120)
+
+    async def _serve(self) -> None:
+        application = web.Application(client_max_size=2**30)
+        application.router.add_route("*", "/{path:.*}", self._forward)
+        runner = web.AppRunner(application)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self.port = runner.addresses[0][1]
+        self._ready.set()
+        await asyncio.Event().wait()
+
+    async def _forward(self, request: web.Request) -> web.Response:
+        if not self.upstream:
+            return web.Response(status=503)
+        if self.fails:
+            self.failed += 1
+            return web.Response(status=500, text="out of luck")
+        headers = {name: request.headers[name] for name in ("Authorization", "Content-Type") if name in request.headers}
+        url, body = self.upstream + request.path_qs, await request.read()
+        async with aiohttp.ClientSession() as session, session.request(request.method, url, data=body, headers=headers) as answer:
+            return web.Response(status=answer.status, body=await answer.read())
 
 
 def log_of(job: MainJob) -> str:

@@ -100,7 +100,7 @@ def build(
         checkpoint_activations(model, AcConfig(freq=ac))
     if compile is not None:
         compile_layers(model, report.device, **compile)
-    if mesh.grouped:
+    if mesh.is_distributed:
         shard(model, mesh, compute_dtype=report.dtype, reduce_dtype=torch.float32)
     empty_weights(hf, report.device)
     with torch.no_grad():

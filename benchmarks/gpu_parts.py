@@ -36,9 +36,9 @@ def objectives() -> dict[str, Any]:
     """Every shipped objective, with the bonus for entropy that makes its gradient necessary."""
     import yaml
 
+    from rlx.config.instantiate import instantiate
+    from rlx.config.presets import conf_directory
     from rlx.config.schema import LossTerms, split_terms
-    from rlx.config.shipped import conf_directory
-    from rlx.config.targets import instantiate
     from rlx.losses.base import Objective
 
     found = {}

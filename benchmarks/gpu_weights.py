@@ -18,7 +18,7 @@ from gpu_rows import Report
 from torch.distributed.tensor import DTensor
 
 from rlx.data.packing import pack
-from rlx.train.checkpoint import Progress, Saver, load
+from rlx.train.checkpoint import Saver, TrainerProgress, load
 
 
 def stand_in_for_xxhash() -> str:
@@ -100,7 +100,7 @@ def stager(report: Report) -> None:
         alone = min(step(number) for number in (1, 2, 3))
         before = [value.clone() for value in _own(built.model)]
         began = time.perf_counter()
-        saving = saver.save(Path(folder) / "state", Progress(4, 4))
+        saving = saver.save(Path(folder) / "state", TrainerProgress(4, 4))
         saving.wait_copied()
         held = time.perf_counter() - began
         beside = step(4)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from demo import GOAL, WINDOW, Curve, ours
 
-from rlx.config.shipped import conf_directory
+from rlx.config.presets import conf_directory
 from rlx.runs.run import Run
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -36,7 +36,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 from run_servers import Servers
 from server_stand_in import Stand, publish
 
-from rlx.concurrent import first_failure
+from rlx.aio import first_failure
 from rlx.config.schema import Config, ModelConfig, TrainedEnvConfig
 from rlx.envs.load import give_policy, load_environments, wait_loaded
 from rlx.heartbeat import Heartbeat

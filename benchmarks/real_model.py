@@ -33,13 +33,13 @@ from pathlib import Path
 import demo
 from inference import served
 
-from rlx.config.limits import cores
+from rlx.config.cgroup_limits import cores
 from rlx.config.load import compose
 from rlx.config.schema import Config
-from rlx.descendants import memory_below
 from rlx.inference.endpoints import Endpoint
 from rlx.inference.sampler import Sampler
 from rlx.paths import RunPaths
+from rlx.process_tree import memory_below
 
 GROUPS, MEMBERS = 8, 8
 PROMPT, COMPLETION, VOCABULARY = (44, 52), (6, 16), 49152  # tokens

@@ -25,7 +25,7 @@ from rlx.config.load import compose
 from rlx.config.schema import Config, RunConfig
 from rlx.metrics import METRICS
 from rlx.plan.make import make_plan
-from rlx.runs.claim import create
+from rlx.runs.run_dir import create
 from rlx.runs.status import Status
 
 LOSSES = ("grpo", "gspo", "cispo", "dr_grpo")
